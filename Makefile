@@ -8,7 +8,7 @@ BIN := .venv/bin
 PIP := $(BIN)/pip -qq --disable-pip-version-check
 STAMP := .venv/.installed
 # Whose lines the tests must reach, and how many of a hundred.
-COVERED := --cov=rfork.image --cov=rfork.fork --cov=planner.policy --cov-fail-under=90
+COVERED := --cov=rfork.image --cov=rfork.fork --cov=planner.policy.group_plan --cov-fail-under=90
 PYTEST := $(BIN)/python -m pytest
 # Most of what the tests do is to wait for processes. Files are not split: their fixtures are shared.
 WORKERS ?= 2
@@ -106,13 +106,13 @@ protoc = PATH="$(CURDIR)/$(BIN):$$PATH" python -m grpc_tools.protoc -I$(1)=$(2) 
     --mypy_out=quiet:. --mypy_grpc_out=quiet:. $(2)/$(3)
 
 .PHONY: proto
-proto: venv ## the Python code of proto/, into rfork/peer/v1 and planner/hooks/keda/v1
+proto: venv ## the Python code of proto/, into rfork/peer/v1 and planner/integrations/keda/v1
 	$(call protoc,rfork/peer/v1,proto/rfork/v1,peer.proto)
-	$(call protoc,planner/hooks/keda/v1,proto/externalscaler,externalscaler.proto)
+	$(call protoc,planner/integrations/keda/v1,proto/externalscaler,externalscaler.proto)
 
 .PHONY: screenshots
 screenshots: venv programs ## the pictures of the planner's page, into docs/img
-	$(BIN)/python -m tests.ui_screens docs/img
+	$(BIN)/python -m tests.ui_screenshots docs/img
 
 .PHONY: venv
 venv: $(STAMP) ## everything to develop with, in .venv

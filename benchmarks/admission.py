@@ -38,10 +38,10 @@ from lightkube.resources.core_v1 import Namespace
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks import harness
-from planner.hooks.kubernetes import names
-from rfork.control.ownership import OWNER_HEADER
+from planner.integrations.kubernetes import names
 from rfork.errors import RforkError
-from rfork.wire import ForkRequest, InstanceReport, Placement
+from rfork.planner_client.ownership import OWNER_HEADER
+from rfork.schema import ForkRequest, InstanceReport, Placement
 from tests.kube.control_plane import ControlPlane, control_plane
 from tests.kube.installation import Installation, installed
 
@@ -70,7 +70,7 @@ SEED: Final = InstanceReport(
 
 
 @dataclass
-class Round:
+class AdmissionRound:
     """What one contender took in one round."""
 
     latencies: list[float] = field(default_factory=list)
@@ -92,38 +92,37 @@ class Round:
 def main() -> None:
     """Measure, print, and write what was asked for."""
     options = harness.options("admission", __doc__)
-    harness.heed_sigterm()
+    harness.exit_on_sigterm()
     count = QUICK_PODS if options.quick else PODS
-    rounds: dict[str, list[Round]] = {"Pods, labelled": [], "Pods, plain": [], "forks": []}
-    with tempfile.TemporaryDirectory(prefix="rfork-admission-") as folder, ExitStack() as stack:
-        plane = stack.enter_context(control_plane(Path(folder, "plane")))
-        admin = Client(KubeConfig.from_file(plane.kubeconfig), trust_env=False)
-        admin.create(Namespace(metadata=ObjectMeta(name="burst")))
+    rounds: dict[str, list[AdmissionRound]] = {"Pods, labelled": [], "Pods, plain": [], "forks": []}
+    with tempfile.TemporaryDirectory(prefix="rfork-admission-") as folder, ExitStack() as exit_stack:
+        plane = exit_stack.enter_context(control_plane(Path(folder, "plane")))
+        kubeconfig_admin = Client(KubeConfig.from_file(plane.kubeconfig), trust_env=False)
+        kubeconfig_admin.create(Namespace(metadata=ObjectMeta(name="burst")))
         helm = Path(os.environ.get("RFORK_TEST_HELM", "helm"))
-        fleet = stack.enter_context(installed(plane, admin, helm, "burst", Path(folder)))
+        installation = exit_stack.enter_context(installed(plane, kubeconfig_admin, helm, "burst", Path(folder)))
         # As the chart has them, not as tests do, which look four times as often.
-        fleet.values["planner"]["settings"] = {"gather_s": 4}
-        fleet.values["controller"] |= {"lookSeconds": 2, "leaseSeconds": 15}
-        fleet.start("planner")
-        fleet.start("webhook")
-        fleet.start("controller")
+        installation.values["planner"]["settings"] = {"gather_s": 4}
+        installation.values["controller"] |= {"lookSeconds": 2, "leaseSeconds": 15}
+        installation.start("planner")
+        installation.start("webhook")
+        installation.start("controller")
         for number in range(options.rounds):
             print(f"round {number + 1}/{options.rounds}", file=sys.stderr)
             order = ["Pods, labelled", "Pods, plain"]
             for name in order if number % 2 == 0 else order[::-1]:
                 labelled = name == "Pods, labelled"
-                made, uids = asyncio.run(_create(plane, count, labelled=labelled))
-                rounds[name].append(made)
+                created, uids = asyncio.run(_create(plane, count, labelled=labelled))
+                rounds[name].append(created)
                 if labelled:
-                    rounds["forks"].append(asyncio.run(_fork(fleet, uids)))
+                    rounds["forks"].append(asyncio.run(_run_forks(installation, uids)))
                 asyncio.run(_delete(plane))
-                asyncio.run(_forget(fleet, uids))
+                asyncio.run(_remove_instances(installation, uids))
         waited = asyncio.run(_webhook_p99(plane))
-    rows = [_row(name, made, count) for name, made in rounds.items()]
+    rows = [_row(name, created, count) for name, created in rounds.items()]
     rows[0] = {**rows[0], "webhook": waited}
     added = [
-        one.p99_ms - other.p99_ms
-        for one, other in zip(rounds["Pods, labelled"], rounds["Pods, plain"], strict=True)
+        one.p99_ms - other.p99_ms for one, other in zip(rounds["Pods, labelled"], rounds["Pods, plain"], strict=True)
     ]
     harness.publish(
         options,
@@ -134,43 +133,45 @@ def main() -> None:
     )
 
 
-def _row(name: str, made: Sequence[Round], count: int) -> harness.Row:
-    def middle(of: Callable[[Round], float]) -> float:
-        return statistics.median(of(each) for each in made)
+def _row(name: str, created: Sequence[AdmissionRound], count: int) -> harness.Row:
+    def middle(of: Callable[[AdmissionRound], float]) -> float:
+        return statistics.median(of(each) for each in created)
 
     row: dict[str, harness.Value] = {
         "contender": f"{count} {name}",
         "p50 ms": round(middle(lambda each: each.p50_ms), 1),
         "p99 ms": round(middle(lambda each: each.p99_ms), 1),
         "all s": round(middle(lambda each: each.seconds), 2),
-        "runs": len(made),
+        "runs": len(created),
     }
     if name == "forks":
         row |= {"CPU s": middle(lambda each: each.cpu_s), "plans": middle(lambda each: each.plans)}
     return row
 
 
-async def _together(calls: Sequence[Callable[[], Awaitable[httpx.Response]]]) -> tuple[Round, list[Any]]:
+async def _run_concurrently(
+    calls: Sequence[Callable[[], Awaitable[httpx.Response]]],
+) -> tuple[AdmissionRound, list[Any]]:
     """All calls, `CONNECTIONS` at a time; how long each took. Raises RforkError where one is refused."""
-    made, answers, waiting = Round(), [], list(reversed(calls))
+    created, results, waiting = AdmissionRound(), [], list(reversed(calls))
 
     async def work() -> None:
         while waiting:
             call = waiting.pop()
             began = time.perf_counter()
             answer = await call()
-            made.latencies.append(time.perf_counter() - began)
+            created.latencies.append(time.perf_counter() - began)
             if answer.is_error:
                 raise RforkError(f"{answer.request.url}: {answer.status_code} {answer.text[:300]}")
-            answers.append(answer.json())
+            results.append(answer.json())
 
     began = time.perf_counter()
     await asyncio.gather(*(work() for _ in range(CONNECTIONS)))
-    made.seconds = time.perf_counter() - began
-    return made, answers
+    created.seconds = time.perf_counter() - began
+    return created, results
 
 
-async def _create(plane: ControlPlane, count: int, *, labelled: bool) -> tuple[Round, list[str]]:
+async def _create(plane: ControlPlane, count: int, *, labelled: bool) -> tuple[AdmissionRound, list[str]]:
     labels = {names.MODEL: "burst"} if labelled else {}
     container = {"name": "server", "image": "none", "command": ["vllm", "serve", "model", "--port", "8000"]}
     template = {"metadata": {"labels": labels}, "spec": {"containers": [container], "restartPolicy": "Never"}}
@@ -182,39 +183,39 @@ async def _create(plane: ControlPlane, count: int, *, labelled: bool) -> tuple[R
         head = {"generateName": "burst-", "labels": labels, "ownerReferences": owners}
         pod = template | {"metadata": head}
         post = "/api/v1/namespaces/burst/pods"
-        made, pods = await _together([lambda: api.post(post, json=pod) for _ in range(count)])
+        created, pods = await _run_concurrently([lambda: api.post(post, json=pod) for _ in range(count)])
     changed = sum(names.INJECTED in (each["metadata"].get("annotations") or {}) for each in pods)
     if changed != (count if labelled else 0):
-        raise RforkError(
-            f"of {count} Pods {'with' if labelled else 'without'} the label {changed} were changed"
-        )
-    return made, [each["metadata"]["uid"] for each in pods]
+        raise RforkError(f"of {count} Pods {'with' if labelled else 'without'} the label {changed} were changed")
+    return created, [each["metadata"]["uid"] for each in pods]
 
 
-async def _fork(fleet: Installation, uids: Sequence[str]) -> Round:
+async def _run_forks(installation: Installation, uids: Sequence[str]) -> AdmissionRound:
     """Each Pod asks for its fork, once the controller has announced all of them."""
-    token = fleet.secret(f"{fleet.release}-planner", "operator-token")
-    async with _planner(fleet) as planner:
-        await _until_expected(planner, len(uids))
+    token = installation.secret(f"{installation.release}-planner", "operator-token")
+    async with _planner(installation) as planner:
+        await _wait_until_expected(planner, len(uids))
         before = await _plans(planner)
         (await planner.put("/v1/instances/seed", json=SEED.model_dump(mode="json"))).raise_for_status()
         # Instances are processes of their own: what one client costs for all of them is not to count.
-        requests = [_request(fleet, token, uid) for uid in uids]
-        cpu_s, began = fleet.cpu_s("planner"), time.perf_counter()
-        made = Round(latencies=await asyncio.gather(*(_ask(fleet, each) for each in requests)))
-        made.seconds = time.perf_counter() - began
-        made.cpu_s, made.plans = fleet.cpu_s("planner") - cpu_s, await _plans(planner) - before
-    return made
+        requests = [_request(installation, token, uid) for uid in uids]
+        cpu_s, began = installation.cpu_s("planner"), time.perf_counter()
+        created = AdmissionRound(
+            latencies=await asyncio.gather(*(_send_request(installation, each) for each in requests))
+        )
+        created.seconds = time.perf_counter() - began
+        created.cpu_s, created.plans = installation.cpu_s("planner") - cpu_s, await _plans(planner) - before
+    return created
 
 
-async def _forget(fleet: Installation, uids: Sequence[str]) -> None:
+async def _remove_instances(installation: Installation, uids: Sequence[str]) -> None:
     """The planner forgets all of them, and nobody is expected any more."""
-    async with _planner(fleet) as planner:
-        await _together([_removal(planner, uid) for uid in uids])
-        await _until_expected(planner, 0)
+    async with _planner(installation) as planner:
+        await _run_concurrently([_removal(planner, uid) for uid in uids])
+        await _wait_until_expected(planner, 0)
 
 
-async def _until_expected(planner: httpx.AsyncClient, count: int) -> None:
+async def _wait_until_expected(planner: httpx.AsyncClient, count: int) -> None:
     """Wait until the planner expects so many replicas. Raises RforkError where it never does."""
     until, expected = time.monotonic() + ANNOUNCED_S, -1
     while expected != count:
@@ -225,13 +226,13 @@ async def _until_expected(planner: httpx.AsyncClient, count: int) -> None:
         expected = sum(view["scaleup"]["replicas"] - view["arrived"] for view in views)
 
 
-def _planner(fleet: Installation) -> httpx.AsyncClient:
-    token = fleet.secret(f"{fleet.release}-planner", "operator-token")
+def _planner(installation: Installation) -> httpx.AsyncClient:
+    token = installation.secret(f"{installation.release}-planner", "operator-token")
     headers = {"Authorization": f"Bearer {token}", OWNER_HEADER: OWNER}
-    return httpx.AsyncClient(base_url=fleet.planner, headers=headers, trust_env=False, timeout=60)
+    return httpx.AsyncClient(base_url=installation.planner, headers=headers, trust_env=False, timeout=60)
 
 
-def _request(fleet: Installation, token: str, uid: str) -> bytes:
+def _request(installation: Installation, token: str, uid: str) -> bytes:
     target = SEED.model_copy(
         update={
             "instance_id": f"{uid}-target-tp0of1-pp0of1-ep0of1-dp0-00000000",
@@ -243,23 +244,23 @@ def _request(fleet: Installation, token: str, uid: str) -> bytes:
     )
     body = ForkRequest(fork_id=uid, instance=target).model_dump_json().encode()
     head = (
-        f"POST /v1/forks HTTP/1.1\r\nHost: 127.0.0.1:{fleet.planner_port}\r\n"
+        f"POST /v1/forks HTTP/1.1\r\nHost: 127.0.0.1:{installation.planner_port}\r\n"
         f"Authorization: Bearer {token}\r\n{OWNER_HEADER}: {OWNER}\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
     )
     return head.encode() + body
 
 
-async def _ask(fleet: Installation, request: bytes) -> float:
+async def _send_request(installation: Installation, request: bytes) -> float:
     """Seconds until the whole answer is there. Raises RforkError where it is no plan."""
     began = time.perf_counter()
-    reader, writer = await asyncio.open_connection("127.0.0.1", fleet.planner_port)
+    reader, writer = await asyncio.open_connection("127.0.0.1", installation.planner_port)
     writer.write(request)
-    answer = await reader.read(-1)
+    response = await reader.read(-1)
     seconds = time.perf_counter() - began
     writer.close()
-    if not answer.startswith(b"HTTP/1.1 200") or b'"source_id"' not in answer:
-        raise RforkError(f"no plan: {answer[:300]!r}")
+    if not response.startswith(b"HTTP/1.1 200") or b'"source_id"' not in response:
+        raise RforkError(f"no plan: {response[:300]!r}")
     return seconds
 
 
@@ -305,8 +306,8 @@ async def _webhook_p99(plane: ControlPlane) -> str:
             ):
                 bound = float(sample.labels["le"])
                 buckets[bound] = buckets.get(bound, 0.0) + sample.value
-    whole = max(buckets.values(), default=0.0)
-    bound = min((bound for bound, value in buckets.items() if value >= 0.99 * whole), default=float("inf"))
+    total_count = max(buckets.values(), default=0.0)
+    bound = min((bound for bound, value in buckets.items() if value >= 0.99 * total_count), default=float("inf"))
     return f"< {bound * 1e3:g} ms"
 
 

@@ -1,6 +1,6 @@
 """Disks of `benchmarks.chaos`: one that is as slow as a link, one that is full, one that loses its end.
 
-`paced` runs in a node; the rest in the process that runs the rounds.
+`rate_limited_reads` runs in a node; the rest in the process that runs the rounds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BLOCK: Final = 1 << 20
 FILLER: Final = "filler"
 
 
-class _Pace:
+class _RateLimiter:
     """Spreads reads over time, whoever reads."""
 
     def __init__(self, rate: int) -> None:
@@ -36,7 +36,7 @@ class _Pace:
 
 
 @contextlib.contextmanager
-def paced(rate: int) -> Iterator[None]:
+def rate_limited_reads(rate: int) -> Iterator[None]:
     """Have this process read files by position at `rate` bytes a second in all; 0: as fast as it can.
 
     Cold starts of a lab would otherwise be over before anything can happen to them.
@@ -44,10 +44,10 @@ def paced(rate: int) -> Iterator[None]:
     if not rate:
         yield
         return
-    pace, read = _Pace(rate), LocalFile.read
+    limiter, read = _RateLimiter(rate), LocalFile.read
 
     def slowly(self: LocalFile, offset: int, into: Sequence[memoryview]) -> None:
-        pace.wait(sum(view.nbytes for view in into))
+        limiter.wait(sum(view.nbytes for view in into))
         read(self, offset, into)
 
     LocalFile.read = slowly  # type: ignore[method-assign]
@@ -74,6 +74,6 @@ def clear(folder: Path) -> None:
             path.unlink()
 
 
-def tear(path: Path) -> None:
+def truncate(path: Path) -> None:
     """Cut a file in half, as when the disk or the volume under a reader loses its end."""
     os.truncate(path, path.stat().st_size // 2)

@@ -1,7 +1,7 @@
 """One host of `benchmarks.chaos`: seeds and forks by rfork's public functions, as it is told.
 
 Runs in a process that the nursery made, inside a host of a lab; its options are rfork's own environment
-variables. It says its name on the Unix socket, obeys (`benchmarks.chaos_wire`), and ends with the
+variables. It says its name on the Unix socket, obeys (`benchmarks.chaos_messages`), and ends with the
 connection.
 """
 
@@ -24,43 +24,43 @@ from safetensors.torch import save_file
 from torch import nn
 
 from benchmarks import chaos_disk
-from benchmarks.chaos_wire import COMMAND, Answer, Command, Look
-from benchmarks.fanout_node import introduced, module_of
-from benchmarks.fanout_wire import line
+from benchmarks.chaos_messages import COMMAND_ADAPTER, ChaosCommand, ChaosResponse, PlannerForkInfo
+from benchmarks.fanout_messages import encode_line
+from benchmarks.fanout_node import connect, module_of
 from rfork import settings
-from rfork.control.client import PlannerClient
-from rfork.engines.torch import fork, seed
-from rfork.errors import NothingLeft, RforkError
+from rfork._api import fork, seed
+from rfork.errors import AllSourcesFailed, RforkError
 from rfork.image import ranges
 from rfork.image.capture import capture
-from rfork.image.proof import image_sha256
-from rfork.settings import Settings
+from rfork.image.checksum import image_sha256
+from rfork.planner_client.client import PlannerClient
+from rfork.schema import ForkProgress
+from rfork.settings import InstanceSettings
 from rfork.storage.snapshots.writer import write_snapshot
-from rfork.wire import ForkProgress
 
 CHECKPOINT: Final = "model.safetensors"
 SNAPSHOT: Final = "snapshot.safetensors"
-PATIENCE_S: Final = 15.0
+NO_SOURCE_TIMEOUT_S: Final = 15.0
 
-Tell = Callable[[Answer], None]
+SendResponse = Callable[[ChaosResponse], None]
 
 
-class Node:
+class ChaosNode:
     """The module of one host, and what is open around it."""
 
-    def __init__(self, tell: Tell) -> None:
-        """`tell` is called with what is said before a command's answer, on any thread."""
-        self._tell = tell
-        self._settings = settings.load(Settings)
+    def __init__(self, send_response: SendResponse) -> None:
+        """`send_response` is called with what is said before a command's answer, on any thread."""
+        self._send_response = send_response
+        self._settings = settings.load(InstanceSettings)
         self._module = nn.Module()
-        self._giving = contextlib.ExitStack()
+        self._seed_stack = contextlib.ExitStack()
 
-    def obey(self, command: Command) -> Answer:
+    def handle(self, command: ChaosCommand) -> ChaosResponse:
         """Do it; raises RforkError or OSError."""
         match command.verb:
             case "prepare":
                 self._module = module_of(command.size, filled=bool(command.weights), weights=command.weights)
-                return Answer("prepare", sha256=self._sha256() if command.weights else "")
+                return ChaosResponse("prepare", sha256=self._sha256() if command.weights else "")
             case "store":
                 save_file(self._module.state_dict(), Path(command.folder) / CHECKPOINT)
                 return self._snapshot(command)
@@ -71,64 +71,64 @@ class Node:
             case "fork":
                 return self._fork(command)
             case "check":
-                return Answer("check", sha256=self._sha256())
+                return ChaosResponse("check", sha256=self._sha256())
             case "rest":
-                self._giving.close()
+                self._seed_stack.close()
                 self._module = nn.Module()
-                return Answer("rest")
+                return ChaosResponse("rest")
             case "census":
-                return _census()
+                return _thread_names()
             case "look":
-                return _look(command)
+                return _list_planner_records(command)
 
     def _sha256(self) -> str:
         return image_sha256(capture(self._module))
 
-    def _snapshot(self, command: Command) -> Answer:
+    def _snapshot(self, command: ChaosCommand) -> ChaosResponse:
         image = capture(self._module)
         write_snapshot(image, image.manifest(), Path(command.folder) / SNAPSHOT)
-        return Answer(command.verb)
+        return ChaosResponse(command.verb)
 
-    def _seed(self, command: Command) -> Answer:
-        chosen = self._settings.model_copy(update={"planner": command.planner})
-        giving = self._giving.enter_context(seed(self._module, model=command.model, settings=chosen))
-        if not giving.wait_acknowledged(PATIENCE_S):
-            raise RforkError(f"the planner did not answer a seed within {PATIENCE_S:g} s")
-        return Answer("seed")
+    def _seed(self, command: ChaosCommand) -> ChaosResponse:
+        fork_settings = self._settings.model_copy(update={"planner": command.planner})
+        seed_handle = self._seed_stack.enter_context(seed(self._module, model=command.model, settings=fork_settings))
+        if not seed_handle.wait_registered(NO_SOURCE_TIMEOUT_S):
+            raise RforkError(f"the planner did not answer a seed within {NO_SOURCE_TIMEOUT_S:g} s")
+        return ChaosResponse("seed")
 
-    def _fork(self, command: Command) -> Answer:
-        told: dict[str, str | Path | None] = {
+    def _fork(self, command: ChaosCommand) -> ChaosResponse:
+        setting_values: dict[str, str | Path | None] = {
             "planner": command.planner,
             "snapshot": command.snapshot or None,
         }
         if command.resume:
-            told["resume"] = Path(command.resume)
-        chosen, began = self._settings.model_copy(update=told), time.monotonic()
+            setting_values["resume"] = Path(command.resume)
+        fork_settings, began = self._settings.model_copy(update=setting_values), time.monotonic()
         image = capture(self._module).layout
         chunks = len(image.chunks)
 
         def on_progress(progress: ForkProgress, _: int) -> None:
-            self._tell(Answer("progress", verified=ranges.count(progress.verified) / chunks))
+            self._send_response(ChaosResponse("progress", verified=ranges.count(progress.verified) / chunks))
 
         try:
-            with chaos_disk.paced(command.disk_rate):
+            with chaos_disk.rate_limited_reads(command.disk_rate):
                 report = fork(
                     self._module,
                     model=command.model,
                     checkpoint=command.checkpoint or None,
-                    settings=chosen,
+                    settings=fork_settings,
                     on_progress=on_progress,
                 )
-        except NothingLeft as error:
+        except AllSourcesFailed as error:
             reasons = tuple(f"{reason.kind}: {reason}" for reason in error.reasons)
-            return Answer("fork", outcome="failed", seconds=time.monotonic() - began, reasons=reasons)
+            return ChaosResponse("fork", outcome="failed", seconds=time.monotonic() - began, reasons=reasons)
         except Exception as error:
             # Nothing else may come out of a fork that was called right: the judge counts it.
             traceback.print_exc()
-            return Answer("fork", outcome="unclean", reasons=(f"{type(error).__name__}: {error}",))
+            return ChaosResponse("fork", outcome="unclean", reasons=(f"{type(error).__name__}: {error}",))
         if report.seed is not None:
-            self._giving.callback(report.seed.close)
-        return Answer(
+            self._seed_stack.callback(report.seed.close)
+        return ChaosResponse(
             "fork",
             outcome=report.outcome,
             seconds=time.monotonic() - began,
@@ -142,45 +142,45 @@ class Node:
 def main(path: str, name: str) -> None:
     """Connect to the crew at `path` and obey until the connection ends. SIGUSR1: log where threads are."""
     faulthandler.register(signal.SIGUSR1)
-    with introduced(path, name) as connection, connection.makefile("rb") as lines:
-        say = _speaker(connection)
-        node = Node(say)
+    with connect(path, name) as connection, connection.makefile("rb") as lines:
+        send_response = _response_sender(connection)
+        node = ChaosNode(send_response)
         for text in lines:
-            command = COMMAND.validate_json(text)
+            command = COMMAND_ADAPTER.validate_json(text)
             try:
-                answer = node.obey(command)
+                response = node.handle(command)
             except (RforkError, OSError) as error:
-                answer = Answer(command.verb, error=f"{name}: {type(error).__name__}: {error}")
-            say(answer)
+                response = ChaosResponse(command.verb, error=f"{name}: {type(error).__name__}: {error}")
+            send_response(response)
 
 
-def _speaker(connection: socket.socket) -> Tell:
+def _response_sender(connection: socket.socket) -> SendResponse:
     lock = threading.Lock()
 
-    def say(answer: Answer) -> None:
+    def send_response(response: ChaosResponse) -> None:
         with lock:
-            connection.sendall(line(answer))
+            connection.sendall(encode_line(response))
 
-    return say
+    return send_response
 
 
-def _census() -> Answer:
+def _thread_names() -> ChaosResponse:
     """What is alive, once nothing is kept only because nobody looked."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    return Answer("census", threads=tuple(sorted(thread.name for thread in threading.enumerate())))
+    return ChaosResponse("census", threads=tuple(sorted(thread.name for thread in threading.enumerate())))
 
 
-def _look(command: Command) -> Answer:
+def _list_planner_records(command: ChaosCommand) -> ChaosResponse:
     with PlannerClient(command.planner, timeout_s=1.0) as planner:
         instances = planner.instances(model=command.model)
         hosts = {view.report.instance_id: view.report.placement.host for view in instances}
         forks = tuple(
-            Look(
+            PlannerForkInfo(
                 hosts.get(view.instance_id, ""),
                 tuple(hosts[share.source_id] for share in view.plan if share.source_id in hosts),
             )
             for view in planner.forks(model=command.model)
             if view.finish is None
         )
-    return Answer("look", forks=forks, instances=tuple(hosts.values()))
+    return ChaosResponse("look", forks=forks, instances=tuple(hosts.values()))

@@ -10,14 +10,14 @@ import socket
 from pathlib import Path
 from typing import Final
 
-from benchmarks.chaos_wire import ANSWER, Answer, Command
-from benchmarks.fanout_wire import line
+from benchmarks.chaos_messages import RESPONSE_ADAPTER, ChaosCommand, ChaosResponse
+from benchmarks.fanout_messages import encode_line
 
-END_S: Final = 20.0
+STOP_TIMEOUT_S: Final = 20.0
 """What a process that was killed may take to be gone."""
 
 
-class Process:
+class ChaosProcess:
     """A process that the nursery made; signals reach it and nobody else."""
 
     def __init__(self, name: str, pid: int, log: Path) -> None:
@@ -40,27 +40,27 @@ class Process:
     def kill(self) -> None:
         """End it at once, and wait for that."""
         self.signal(signal.SIGKILL)
-        self.wait(END_S)
+        self.wait(STOP_TIMEOUT_S)
 
     def close(self) -> None:
         """Forget it."""
         os.close(self._handle)
 
 
-class Node:
+class NodeHandle:
     """A node process and the connection to it."""
 
-    def __init__(self, process: Process, connection: socket.socket) -> None:
+    def __init__(self, process: ChaosProcess, connection: socket.socket) -> None:
         self.process = process
         self.connection = connection
         self._pending = b""
 
-    def send(self, command: Command) -> None:
+    def send(self, command: ChaosCommand) -> None:
         """Have it begin; one that has ended does nothing."""
         with contextlib.suppress(OSError):
-            self.connection.sendall(line(command))
+            self.connection.sendall(encode_line(command))
 
-    def received(self) -> list[Answer] | None:
+    def receive_responses(self) -> list[ChaosResponse] | None:
         """What it said since the last call; None: it has ended."""
         try:
             data = self.connection.recv(1 << 20)
@@ -69,7 +69,7 @@ class Node:
         if not data:
             return None
         *lines, self._pending = (self._pending + data).split(b"\n")
-        return [ANSWER.validate_json(text) for text in lines]
+        return [RESPONSE_ADAPTER.validate_json(text) for text in lines]
 
     def close(self) -> None:
         """End the connection, which ends the process."""

@@ -29,9 +29,9 @@ from statistics import median
 from typing import Final
 
 from benchmarks import harness, netlab, seaweed
-from benchmarks.cold_group_case import Case, Outcome, hosts_of
-from benchmarks.cold_group_crew import ColdCrew
-from benchmarks.cold_group_run import Runner
+from benchmarks.cold_group_cases import ColdGroupCase, ColdGroupOutcome, hosts_of
+from benchmarks.cold_group_cluster import ColdGroupCluster
+from benchmarks.cold_group_runner import ColdGroupRunner
 from benchmarks.cold_group_table import figures, row_of, warnings
 from benchmarks.harness import Options
 from rfork import logs
@@ -41,22 +41,23 @@ COUNT: Final = 4
 IMAGE_MIB, QUICK_IMAGE_MIB = 64, 24
 RATE_MBIT: Final = 200.0
 ROUNDS, QUICK_ROUNDS = 5, 1
-LIMIT: Final = Case(1, limit=True)
+LIMIT: Final = ColdGroupCase(1, is_limit=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, and write what was asked for; `arguments` are the command line's unless given."""
     options, size, rate, cases = parse(arguments)
-    if missing := netlab.why_not() or seaweed.why_not():
+    if missing := netlab.unavailable_reason() or seaweed.unavailable_reason():
         print(f"SKIPPED: {missing}")
         return
     logs.configure(json=False, level="error")
-    harness.heed_sigterm()
-    outcomes: dict[Case, list[Outcome]] = {case: [] for case in (LIMIT, *cases)}
-    with ColdCrew(hosts_of(max(case.count for case in outcomes)), size=size, rate=rate) as crew:
-        runner = Runner(crew)
+    harness.exit_on_sigterm()
+    outcomes: dict[ColdGroupCase, list[ColdGroupOutcome]] = {case: [] for case in (LIMIT, *cases)}
+    with ColdGroupCluster(hosts_of(max(case.count for case in outcomes)), size=size, rate=rate) as cluster:
+        runner = ColdGroupRunner(cluster)
         harness.interleave(
-            {case.name: _contender(runner, case, kept) for case, kept in outcomes.items()}, options.rounds
+            {case.name: _contender(runner, case, runs_by_case) for case, runs_by_case in outcomes.items()},
+            options.rounds,
         )
     unit_s = median(run.seconds for run in outcomes[LIMIT])
     harness.publish(
@@ -74,43 +75,41 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(line)
 
 
-def parse(arguments: Sequence[str] | None = None) -> tuple[Options, int, float, list[Case]]:
+def parse(arguments: Sequence[str] | None = None) -> tuple[Options, int, float, list[ColdGroupCase]]:
     """The options of all benchmarks, the bytes of the image, bits a second of the links, and the cases."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.cold_group", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--image-mib", type=int, help=f"size of the image, in MiB [{IMAGE_MIB}]")
-    parser.add_argument(
-        "--rate", type=float, default=RATE_MBIT, help=f"links, in Mbit/s each way [{RATE_MBIT:g}]"
-    )
+    parser.add_argument("--rate", type=float, default=RATE_MBIT, help=f"links, in Mbit/s each way [{RATE_MBIT:g}]")
     parser.add_argument("--count", type=int, default=COUNT, metavar="N", help=f"processes [{COUNT}]")
     parser.add_argument("--only", metavar="PATTERN", help="run the cases alone whose names match")
     parser.add_argument("--rounds", type=int, help=f"rounds [{ROUNDS}, with --quick {QUICK_ROUNDS}]")
-    chosen, rest = parser.parse_known_args(arguments)
+    parsed, rest = parser.parse_known_args(arguments)
     quick = "--quick" in rest
-    rounds = chosen.rounds or (QUICK_ROUNDS if quick else ROUNDS)
+    rounds = parsed.rounds or (QUICK_ROUNDS if quick else ROUNDS)
     options = harness.options("cold_group", __doc__, [*rest, "--rounds", str(rounds)])
-    size = (chosen.image_mib or (QUICK_IMAGE_MIB if quick else IMAGE_MIB)) << 20
-    cases = [case for case in all_cases(chosen.count) if re.search(chosen.only or "", case.name)]
-    return options, size, chosen.rate * 1e6, cases
+    size = (parsed.image_mib or (QUICK_IMAGE_MIB if quick else IMAGE_MIB)) << 20
+    cases = [case for case in all_cases(parsed.count) if re.search(parsed.only or "", case.name)]
+    return options, size, parsed.rate * 1e6, cases
 
 
-def all_cases(count: int) -> list[Case]:
+def all_cases(count: int) -> list[ColdGroupCase]:
     """All the questions, of groups of this size."""
     return [
-        Case(1),
-        Case(count, alone=True),
-        Case(count),
-        Case(count, killed=True),
-        Case(count, "checkpoint"),
+        ColdGroupCase(1),
+        ColdGroupCase(count, independent=True),
+        ColdGroupCase(count),
+        ColdGroupCase(count, kills_member=True),
+        ColdGroupCase(count, "checkpoint"),
     ]
 
 
-def _contender(runner: Runner, case: Case, kept: list[Outcome]) -> harness.Contender:
+def _contender(runner: ColdGroupRunner, case: ColdGroupCase, runs_by_case: list[ColdGroupOutcome]) -> harness.Contender:
     def run() -> float:
-        kept.append(runner.run(case))
-        return kept[-1].seconds
+        runs_by_case.append(runner.run(case))
+        return runs_by_case[-1].seconds
 
     return run
 

@@ -18,7 +18,7 @@ import xxhash
 from benchmarks import harness
 from benchmarks.harness import GB, Contender, timed
 from rfork.errors import RforkError
-from rfork.image.capture import image_of
+from rfork.image.capture import image_from_tensors
 from rfork.image.host_memory import host_view
 from rfork.image.memory import Image
 
@@ -37,10 +37,10 @@ def main() -> None:
     # Byte 255 is left out, so that memchr has to read to the end.
     source = torch.empty(size, dtype=torch.uint8).random_(0, 255)
     target = torch.zeros(size, dtype=torch.uint8)
-    view = host_view(source.data_ptr(), size)
-    dense = image_of({"dense": source})
+    buffer = host_view(source.data_ptr(), size)
+    dense = image_from_tensors({"dense": source})
     pieces = source[: SMALL_TENSORS * SMALL_BYTES].view(SMALL_TENSORS, SMALL_BYTES)
-    small = image_of({f"small.{index}": piece.clone() for index, piece in enumerate(pieces)})
+    small = image_from_tensors({f"small.{index}": piece.clone() for index, piece in enumerate(pieces)})
     libc = ctypes.CDLL(None)
     libc.memchr.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
     libc.memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -49,14 +49,14 @@ def main() -> None:
         "rfork digest, dense": (size, lambda: digest_all(dense)),
         "rfork digest, 20,000 x 8 KiB": (SMALL_TENSORS * SMALL_BYTES, lambda: digest_all(small)),
         f"rfork manifest, {threads} threads": (size, lambda: dense.manifest(threads=threads)),
-        "xxh3-128, one shot": (size, lambda: xxhash.xxh3_128_digest(view)),
-        "blake2b": (SLOW_BYTES, lambda: hashlib.blake2b(view[:SLOW_BYTES]).digest()),
+        "xxh3-128, one shot": (size, lambda: xxhash.xxh3_128_digest(buffer)),
+        "blake2b": (SLOW_BYTES, lambda: hashlib.blake2b(buffer[:SLOW_BYTES]).digest()),
         "limit: memory read": (size, lambda: libc.memchr(source.data_ptr(), 255, size)),
         "limit: memcpy": (size, lambda: libc.memcpy(target.data_ptr(), source.data_ptr(), size)),
     }
-    crc = crc32c(bytes(view[:SLOW_BYTES]))
-    if crc is not None:
-        cases["crc32c (google-crc32c)"] = (SLOW_BYTES, crc)
+    crc_checksum = crc32c(bytes(buffer[:SLOW_BYTES]))
+    if crc_checksum is not None:
+        cases["crc32c (google-crc32c)"] = (SLOW_BYTES, crc_checksum)
     contenders = {name: _timed(call) for name, (_, call) in cases.items()}
     seconds = harness.interleave(contenders, options.rounds)
     speed = {name: cases[name][0] / GB / median for name, median in harness.medians(seconds).items()}

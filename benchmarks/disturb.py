@@ -24,15 +24,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from benchmarks import harness
-from benchmarks.disturb_case import Case, Told, Way, quantile
-from benchmarks.disturb_crew import other_cores, seed_cores
-from benchmarks.disturb_run import MOST_READERS, Run, Slot, crew
+from benchmarks.disturb_cases import DisturbCase, ReaderTransport, SlotResult, quantile
+from benchmarks.disturb_runner import MAX_READERS, DisturbRunner, SlotSize, start_processes
+from benchmarks.disturb_workers import other_cores, seed_cores
 from benchmarks.harness import GB, Options, Row
 from rfork import logs
 from rfork.errors import RforkError
-from rfork.transport.transfer_engine.library import library_state
+from rfork.transport.mooncake.library import library_state
 
-IDLE = (Case("idle", slot=1), Case("idle", slot=2))
+IDLE = (DisturbCase("idle", slot=1), DisturbCase("idle", slot=2))
 SOCKET = "limit: bare socket, the seed idles"
 
 
@@ -41,13 +41,13 @@ def main() -> None:
     options = harness.options("disturb", __doc__)
     logs.configure(json=False, level="error")
     cases = cases_of(options)
-    told = {case.name: Told() for case in cases}
-    slot = Slot(120, 8, idle_s=0.7) if options.quick else Slot(250, 8, idle_s=2.0)
-    with crew() as (seed, readers):
-        run = Run(seed, readers, slot)
-        told[SOCKET] = Told()
-        contenders = {case.name: run.contender(case, told[case.name]) for case in cases}
-        contenders[SOCKET] = run.socket(told[SOCKET])
+    results = {case.name: SlotResult() for case in cases}
+    slot = SlotSize(120, 8, idle_s=0.7) if options.quick else SlotSize(250, 8, idle_s=2.0)
+    with start_processes() as (seed, readers):
+        run = DisturbRunner(seed, readers, slot)
+        results[SOCKET] = SlotResult()
+        contenders = {case.name: run.contender(case, results[case.name]) for case in cases}
+        contenders[SOCKET] = run.socket(results[SOCKET])
         harness.interleave(contenders, options.rounds)
     serving = [case for case in cases if case.serves]
     harness.publish(
@@ -58,47 +58,47 @@ def main() -> None:
             "seed_cores": ",".join(map(str, sorted(seed_cores()))),
             "other_cores": ",".join(map(str, sorted(other_cores()))),
         },
-        rows=rows(told, serving),
-        figures=figures(told, cases),
+        rows=rows(results, serving),
+        figures=figures(results, cases),
         plot=("contender", "p99 / idle"),
     )
 
 
-def cases_of(options: Options) -> list[Case]:
+def cases_of(options: Options) -> list[DisturbCase]:
     """Everything; with --quick three readers only, all of them governed, and no gloo."""
-    ways: tuple[Way, ...] = ("http",) if library_state().error else ("http", "transfer_engine")
-    counts = (MOST_READERS,) if options.quick else (1, MOST_READERS)
+    transports: tuple[ReaderTransport, ...] = ("http",) if library_state().error else ("http", "transfer_engine")
+    counts = (MAX_READERS,) if options.quick else (1, MAX_READERS)
     read = [
-        Case(way, count, governed)
-        for way in ways
+        DisturbCase(transport, count, governed)
+        for transport in transports
         for count in counts
         for governed in (False, True)
         if governed or not options.quick
     ]
-    gloo = [] if options.quick else [Case("gloo", count) for count in counts]
+    gloo = [] if options.quick else [DisturbCase("gloo", count) for count in counts]
     speed = [
-        Case(way, 1, governed, serves=False)
-        for way in (ways[:1] if options.quick else ways)
+        DisturbCase(transport, 1, governed, serves=False)
+        for transport in (transports[:1] if options.quick else transports)
         for governed in (False, True)
     ]
-    half = len(read) // 2
-    return [IDLE[0], *read[:half], IDLE[1], *read[half:], *gloo, *speed]
+    half_rate = len(read) // 2
+    return [IDLE[0], *read[:half_rate], IDLE[1], *read[half_rate:], *gloo, *speed]
 
 
-def rows(told: Mapping[str, Told], cases: Sequence[Case]) -> list[Row]:
+def rows(results: Mapping[str, SlotResult], cases: Sequence[DisturbCase]) -> list[Row]:
     """A line each: milliseconds, and the ratios against both idle slots pooled."""
-    idle = Told()
+    idle = SlotResult()
     for case in IDLE:
-        idle.add(told[case.name])
-    lines: list[Row] = [line("limit: nobody reads (both idle slots)", idle, idle)]
-    lines += [line(case.name, told[case.name], idle) for case in cases]
-    for name, slots in told.items():
+        idle.add(results[case.name])
+    lines: list[Row] = [result_row("limit: nobody reads (both idle slots)", idle, idle)]
+    lines += [result_row(case.name, results[case.name], idle) for case in cases]
+    for name, slots in results.items():
         if not slots.requests:
             lines.append({"contender": name, "requests": 0, "GB/s": slots.bytes_per_s / GB})
     return lines
 
 
-def line(name: str, slots: Told, idle: Told) -> Row:
+def result_row(name: str, slots: SlotResult, idle: SlotResult) -> Row:
     """One case that serves."""
     return {
         "contender": name,
@@ -115,34 +115,34 @@ def line(name: str, slots: Told, idle: Told) -> Row:
     }
 
 
-def ratio(slots: Told, idle: Told, share: float) -> float:
+def ratio(slots: SlotResult, idle: SlotResult, share: float) -> float:
     """A quantile of the requests against the same one while nobody reads."""
     return quantile(slots.requests, share) / quantile(idle.requests, share)
 
 
-def figures(told: Mapping[str, Told], cases: Sequence[Case]) -> dict[str, float]:
+def figures(results: Mapping[str, SlotResult], cases: Sequence[DisturbCase]) -> dict[str, float]:
     """Those that design section 8 names are the worst over the transports; the rest says which that is."""
-    idle = Told()
+    idle = SlotResult()
     for case in IDLE:
-        idle.add(told[case.name])
-    found = {"disturb_p99_idle_vs_idle": ratio(told[IDLE[0].name], told[IDLE[1].name], 0.99)}
-    speeds = {(case.way, case.governed): told[case.name] for case in cases if not case.serves}
+        idle.add(results[case.name])
+    found = {"disturb_p99_idle_vs_idle": ratio(results[IDLE[0].name], results[IDLE[1].name], 0.99)}
+    speeds = {(case.transport, case.governed): results[case.name] for case in cases if not case.serves}
     worst_p99, worst_speed = 0.0, float("inf")
     for case in cases:
-        slots = told[case.name]
-        if not case.serves or case.way == "idle":
+        slots = results[case.name]
+        if not case.serves or case.transport == "idle":
             continue
-        word = "" if case.way == "gloo" else "_governed" if case.governed else "_free"
-        readers = "" if case.readers == MOST_READERS else f"_{case.readers}_reader"
+        word = "" if case.transport == "gloo" else "_governed" if case.governed else "_free"
+        readers = "" if case.readers == MAX_READERS else f"_{case.readers}_reader"
         value = ratio(slots, idle, 0.99)
-        found[f"disturb_p99_{case.way}{word}{readers}"] = value
-        found[f"disturb_tokens_{case.way}{word}{readers}"] = slots.tokens_per_s / idle.tokens_per_s
-        if case.governed and case.way != "gloo" and case.readers == MOST_READERS:
+        found[f"disturb_p99_{case.transport}{word}{readers}"] = value
+        found[f"disturb_tokens_{case.transport}{word}{readers}"] = slots.tokens_per_s / idle.tokens_per_s
+        if case.governed and case.transport != "gloo" and case.readers == MAX_READERS:
             worst_p99 = max(worst_p99, value)
-    for way, governed in speeds:
+    for transport, governed in speeds:
         if governed:
-            value = speeds[way, True].bytes_per_s / speeds[way, False].bytes_per_s
-            found[f"disturb_speed_{way}_governed"] = value
+            value = speeds[transport, True].bytes_per_s / speeds[transport, False].bytes_per_s
+            found[f"disturb_speed_{transport}_governed"] = value
             worst_speed = min(worst_speed, value)
     return {"disturb_p99_governed": worst_p99, "disturb_speed_governed": worst_speed, **found}
 

@@ -16,10 +16,10 @@ from torch import nn
 
 VOCABULARY = 512
 PROMPT_TOKENS = 16
-RESTING_TENSORS, RESTING_BYTES = 16, 12 << 20
+IDLE_TENSORS, IDLE_BYTES = 16, 12 << 20
 
 
-class Model(nn.Module):
+class BenchModel(nn.Module):
     """The Llama and its resting weights; the same weights in every process."""
 
     def __init__(self) -> None:
@@ -38,13 +38,13 @@ class Model(nn.Module):
         )
         torch.manual_seed(2)
         self.llama = LlamaForCausalLM(config).eval()  # type: ignore[no-untyped-call]
-        self.resting = nn.ParameterList(
-            nn.Parameter(torch.randint(0, 256, (RESTING_BYTES,), dtype=torch.uint8), requires_grad=False)
-            for _ in range(RESTING_TENSORS)
+        self.idle_weights = nn.ParameterList(
+            nn.Parameter(torch.randint(0, 256, (IDLE_BYTES,), dtype=torch.uint8), requires_grad=False)
+            for _ in range(IDLE_TENSORS)
         )
         self.prompt = torch.arange(PROMPT_TOKENS).reshape(1, -1)
 
-    def answer(self, tokens: int, unit: Callable[[], AbstractContextManager[object]]) -> list[float]:
+    def generate(self, tokens: int, unit: Callable[[], AbstractContextManager[object]]) -> list[float]:
         """One request, greedy: seconds of each of its tokens. Each but the first is in a `unit()` block."""
         seconds: list[float] = []
         with torch.inference_mode():

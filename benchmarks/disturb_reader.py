@@ -12,41 +12,41 @@ from typing import Literal
 import torch
 
 import rfork
-from benchmarks.disturb_crew import LOOPBACK, MODEL, settings_for
-from benchmarks.disturb_model import Model
+from benchmarks.disturb_model import BenchModel
 from benchmarks.disturb_seed import broadcasting
+from benchmarks.disturb_workers import LOOPBACK, MODEL, settings_for
 from rfork.errors import RforkError
-from rfork.wire import ForkProgress
+from rfork.schema import ForkProgress
 
 BUFFER = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
-    """`start` to read over `way`, or `stop`. `place`: the bare socket's port, or gloo's store."""
+class ReaderOrder:
+    """`start` to read over `transport`, or `stop`. `store`: the bare socket's port, or gloo's store."""
 
     verb: Literal["start", "stop"]
-    way: str = ""
+    transport: str = ""
     governed: bool = True
-    place: str = ""
+    store: str = ""
     rank: int = 0
     size: int = 0
 
 
-class Reader:
+class BenchReader:
     """Obeys in a reader's process; reads on a thread of its own. `counter`: bytes that came so far."""
 
     def __init__(self, counter: Synchronized[int], planner: str) -> None:
         torch.set_num_threads(1)
         self._counter = counter
         self._planner = planner
-        self._model = Model()
+        self._model = BenchModel()
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         self._error = ""
 
-    def obey(self, order: Read) -> None:
-        """See `Read`."""
+    def handle(self, order: ReaderOrder) -> None:
+        """See `ReaderOrder`."""
         if order.verb == "start":
             self._stopping.clear()
             self._error = ""
@@ -59,13 +59,13 @@ class Reader:
         if self._error:
             raise RforkError(self._error)
 
-    def _run(self, order: Read) -> None:
+    def _run(self, order: ReaderOrder) -> None:
         try:
-            match order.way:
+            match order.transport:
                 case "socket":
-                    self._receive(int(order.place))
+                    self._receive(int(order.store))
                 case "gloo":
-                    with broadcasting(self._model, order.rank, order.size, order.place, self._counter):
+                    with broadcasting(self._model, order.rank, order.size, order.store, self._counter):
                         pass
                 case _:
                     while not self._stopping.is_set():
@@ -73,35 +73,35 @@ class Reader:
         except (RforkError, OSError, RuntimeError) as error:
             self._error = f"{type(error).__name__}: {error}"
 
-    def _fork(self, order: Read) -> None:
-        got = 0
+    def _fork(self, order: ReaderOrder) -> None:
+        received_bytes = 0
 
         def count(total: int) -> None:
-            nonlocal got
+            nonlocal received_bytes
             with self._counter.get_lock():
-                self._counter.value += max(0, total - got)
-            got = max(got, total)
+                self._counter.value += max(0, total - received_bytes)
+            received_bytes = max(received_bytes, total)
 
         def on_progress(progress: ForkProgress, _: int) -> None:
             count(progress.bytes_read)
 
-        options = settings_for(self._planner, order.way, governed=order.governed, reads=True)
+        options = settings_for(self._planner, order.transport, governed=order.governed, reads=True)
         report = rfork.fork(self._model, model=MODEL, settings=options, on_progress=on_progress)
         if report.seed is not None:
             report.seed.close()
-        if report.outcome != "forked" or {share.transport for share in report.sources} != {order.way}:
-            raise RforkError(f"not a fork over {order.way}: {report.line()}")
+        if report.outcome != "forked" or {share.transport for share in report.sources} != {order.transport}:
+            raise RforkError(f"not a fork over {order.transport}: {report.line()}")
         count(report.image_bytes)
 
     def _receive(self, port: int) -> None:
         block = bytearray(BUFFER)
         with socket.create_connection((LOOPBACK, port)) as connection:
             while not self._stopping.is_set():
-                came = connection.recv_into(block)
+                received = connection.recv_into(block)
                 with self._counter.get_lock():
-                    self._counter.value += came
+                    self._counter.value += received
 
 
-def main(counter: Synchronized[int], planner: str) -> Callable[[Read], None]:
+def main(counter: Synchronized[int], planner: str) -> Callable[[ReaderOrder], None]:
     """A reader's process."""
-    return Reader(counter, planner).obey
+    return BenchReader(counter, planner).handle

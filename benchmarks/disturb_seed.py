@@ -16,44 +16,44 @@ import torch
 import torch.distributed as dist
 
 import rfork
-from benchmarks.disturb_case import Case, Told
-from benchmarks.disturb_crew import LOOPBACK, MODEL, PATIENCE_S, settings_for
-from benchmarks.disturb_model import Model
+from benchmarks.disturb_cases import DisturbCase, SlotResult
+from benchmarks.disturb_model import BenchModel
+from benchmarks.disturb_workers import LOOPBACK, MODEL, REPLY_TIMEOUT_S, settings_for
 from rfork.errors import RforkError
-from rfork.seed.seed import Seed
+from rfork.source.seed import Seed
 
 WARM_REQUESTS = 30
 
-Unit = Callable[[], AbstractContextManager[object]]
+StepMeter = Callable[[], AbstractContextManager[object]]
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class SeedOrder:
     """`open` a case, `serve` so many requests of so many tokens (or idle for seconds), `close` the case."""
 
     verb: Literal["open", "serve", "idle", "close", "socket", "gloo"]
-    case: Case | None = None
+    case: DisturbCase | None = None
     requests: int = 0
     tokens: int = 0
     seconds: float = 0.0
     store: str = ""
 
 
-class Server:
+class SeedServer:
     """Obeys in the seed's process. One case is open at a time."""
 
     def __init__(self, planner: str) -> None:
         torch.set_num_threads(1)
         self._planner = planner
-        self._model = Model()
+        self._model = BenchModel()
         self._open = contextlib.ExitStack()
-        self._unit: Unit = contextlib.nullcontext
+        self._step_meter: StepMeter = contextlib.nullcontext
 
-    def obey(self, order: Order) -> Told | int | None:
-        """See `Order`."""
+    def handle(self, order: SeedOrder) -> SlotResult | int | None:
+        """See `SeedOrder`."""
         match order.verb:
             case "open" if order.case is not None:
-                self._unit = self._open.enter_context(self._giving(order.case, order.store))
+                self._step_meter = self._open.enter_context(self._seeded(order.case, order.store))
                 if order.case.serves:
                     self._serve(WARM_REQUESTS, order.tokens)
                 return None
@@ -61,72 +61,72 @@ class Server:
                 return self._serve(order.requests, order.tokens)
             case "idle":
                 time.sleep(order.seconds)
-                return Told(seconds=order.seconds)
+                return SlotResult(seconds=order.seconds)
             case "socket":
                 return self._listen()
             case _:
                 self._open.close()
-                self._unit = contextlib.nullcontext
+                self._step_meter = contextlib.nullcontext
                 return None
 
-    def _serve(self, requests: int, tokens: int) -> Told:
-        told = Told()
+    def _serve(self, requests: int, tokens: int) -> SlotResult:
+        result = SlotResult()
         began = time.perf_counter()
         for _ in range(requests):
-            asked = time.perf_counter()
-            told.tokens += self._model.answer(tokens, self._unit)
-            told.requests.append(time.perf_counter() - asked)
-        told.seconds = time.perf_counter() - began
-        return told
+            requested_at = time.perf_counter()
+            result.tokens += self._model.generate(tokens, self._step_meter)
+            result.requests.append(time.perf_counter() - requested_at)
+        result.seconds = time.perf_counter() - began
+        return result
 
     @contextlib.contextmanager
-    def _giving(self, case: Case, store: str) -> Iterator[Unit]:
-        if case.way == "gloo":
+    def _seeded(self, case: DisturbCase, store: str) -> Iterator[StepMeter]:
+        if case.transport == "gloo":
             with broadcasting(self._model, 0, case.readers + 1, store):
                 yield contextlib.nullcontext
             return
-        way = "http" if case.way == "idle" else case.way
-        options = settings_for(self._planner, way, governed=case.governed, reads=False)
-        with rfork.seed(self._model, model=MODEL, settings=options) as giving:
-            if not giving.wait_acknowledged(PATIENCE_S):
+        transport = "http" if case.transport == "idle" else case.transport
+        options = settings_for(self._planner, transport, governed=case.governed, reads=False)
+        with rfork.seed(self._model, model=MODEL, settings=options) as seed_handle:
+            if not seed_handle.wait_registered(REPLY_TIMEOUT_S):
                 raise RforkError("the planner did not answer the seed")
-            yield units_of(giving)
+            yield step_meter(seed_handle)
 
     def _listen(self) -> int:
         """One bare connection gets the resting weights over and over; the port."""
         listener = self._open.enter_context(socket.create_server((LOOPBACK, 0)))
-        views = [memoryview(tensor.numpy()) for tensor in self._model.resting]
+        views = [memoryview(tensor.numpy()) for tensor in self._model.idle_weights]
 
-        def give() -> None:
+        def broadcast_loop() -> None:
             with contextlib.suppress(OSError), listener.accept()[0] as connected:
                 while True:
                     for view in views:
                         connected.sendall(view)
 
-        threading.Thread(target=give, daemon=True).start()
+        threading.Thread(target=broadcast_loop, daemon=True).start()
         port: int = listener.getsockname()[1]
         return port
 
 
-def units_of(giving: Seed) -> Unit:
+def step_meter(seed_handle: Seed) -> StepMeter:
     """How the engine tells the seed of each of its steps."""
-    return giving.serving
+    return seed_handle.measure_step
 
 
 @contextlib.contextmanager
 def broadcasting(
-    model: Model, rank: int, size: int, store: str, counter: Synchronized[int] | None = None
+    model: BenchModel, rank: int, size: int, store: str, counter: Synchronized[int] | None = None
 ) -> Iterator[None]:
     """Broadcast the model from rank 0 over and over, on a thread of its own, until rank 0 ends the block."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     stopping = threading.Event()
 
     def run() -> None:
-        going = torch.ones(1)
+        group_transport = torch.ones(1)
         while True:
-            going.fill_(0.0 if stopping.is_set() else 1.0)
-            dist.broadcast(going, 0)
-            if not going.item():
+            group_transport.fill_(0.0 if stopping.is_set() else 1.0)
+            dist.broadcast(group_transport, 0)
+            if not group_transport.item():
                 return
             for tensor in model.parameters():
                 dist.broadcast(tensor.data, 0)
@@ -144,6 +144,6 @@ def broadcasting(
         dist.destroy_process_group()
 
 
-def main(counter: Synchronized[int], planner: str) -> Callable[[Order], Told | int | None]:
+def main(counter: Synchronized[int], planner: str) -> Callable[[SeedOrder], SlotResult | int | None]:
     """The seed process; its counter is not used."""
-    return Server(planner).obey
+    return SeedServer(planner).handle

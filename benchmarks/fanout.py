@@ -8,7 +8,7 @@ compared with the seed's after each run, by weights_id and by a SHA-256 that the
 
 - "rfork": all targets at once, as the planner plans them.
 - "star": everybody reads from the seed. "doubling": a target gives only once it is complete, to one
-  target at a time (waves of 1, 2, 4, 8). Both are rfork too: `benchmarks.fanout_run` says how.
+  target at a time (waves of 1, 2, 4, 8). Both are rfork too: `benchmarks.fanout_runner` says how.
 - "late": some come a quarter of S/B after the others; "slow": a link has a quarter of the rate.
 - "seeds of 0.5 rate": one target, whose link is as fast as those of its seeds together.
 
@@ -31,10 +31,10 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Final
 
-from benchmarks import fanout_draw, harness, netlab
-from benchmarks.fanout_case import Case, Outcome
-from benchmarks.fanout_crew import Crew
-from benchmarks.fanout_run import Runner
+from benchmarks import fanout_plot, harness, netlab
+from benchmarks.fanout_cases import FanoutCase, FanoutOutcome
+from benchmarks.fanout_cluster import FanoutCluster
+from benchmarks.fanout_runner import FanoutRunner
 from benchmarks.fanout_table import figures, host_rows, limit_row, rows_of, warnings
 from benchmarks.harness import Options
 from rfork import logs
@@ -46,11 +46,11 @@ RATE_MBIT: Final = 200.0
 ROUNDS, QUICK_ROUNDS = 5, 1
 BASELINE_ROUNDS: Final = 1
 """Rounds, the first ones, in which the baselines run too: they take most of the time, and hardly vary."""
-LIMIT: Final = Case("limit", 1)
+LIMIT: Final = FanoutCase("limit", 1)
 
 
 @dataclass(frozen=True)
-class Lines:
+class LinkSettings:
     """What the links of this run are: bytes of the image, bits a second, delay each way."""
 
     size: int
@@ -60,58 +60,55 @@ class Lines:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, and write what was asked for; `arguments` are the command line's unless given."""
-    options, lines, cases = parse(arguments)
-    if missing := netlab.why_not():
+    options, links, cases = parse(arguments)
+    if missing := netlab.unavailable_reason():
         print(f"SKIPPED: {missing}")
         return
     logs.configure(json=False, level="error")
-    harness.heed_sigterm()
-    outcomes: dict[Case, list[Outcome]] = {case: [] for case in (LIMIT, *cases)}
+    harness.exit_on_sigterm()
+    outcomes: dict[FanoutCase, list[FanoutOutcome]] = {case: [] for case in (LIMIT, *cases)}
     hosts = list(dict.fromkeys(host for case in outcomes for host in (*case.seed_hosts, *case.target_hosts)))
-    with Crew(hosts, size=lines.size, rate=lines.rate, delay_s=lines.delay_s) as crew:
-        runner = Runner(crew)
-        everyone = {case: _contender(runner, case, kept) for case, kept in outcomes.items()}
+    with FanoutCluster(hosts, size=links.size, rate=links.rate, delay_s=links.delay_s) as cluster:
+        runner = FanoutRunner(cluster)
+        all_hosts = {case: _contender(runner, case, runs_by_case) for case, runs_by_case in outcomes.items()}
         with_baselines = min(BASELINE_ROUNDS, options.rounds)
         for baselines, rounds in ((True, with_baselines), (False, options.rounds - with_baselines)):
             harness.interleave(
-                {case.name: run for case, run in everyone.items() if baselines or not case.baseline}, rounds
+                {case.name: run for case, run in all_hosts.items() if baselines or not case.baseline}, rounds
             )
-    unit_s = median(outcome.longest_own(LIMIT.target_hosts) for outcome in outcomes.pop(LIMIT))
+    unit_s = median(outcome.max_own_seconds(LIMIT.target_hosts) for outcome in outcomes.pop(LIMIT))
     rows = [limit_row(LIMIT, unit_s)]
     for case, runs in outcomes.items():
-        rows += rows_of(case, runs, lines.size, unit_s)
+        rows += rows_of(case, runs, links.size, unit_s)
     harness.publish(
         replace(options, plot=None),
         settings={
-            "image_bytes": lines.size,
-            "link_bits_per_s": lines.rate,
-            "delay_s": lines.delay_s,
-            "payload_bytes_per_s": lines.size / unit_s,
+            "image_bytes": links.size,
+            "link_bits_per_s": links.rate,
+            "delay_s": links.delay_s,
+            "payload_bytes_per_s": links.size / unit_s,
         },
-        rows=[*rows, *host_rows(outcomes, lines.size, unit_s)],
-        figures=figures(outcomes, lines.size, unit_s),
+        rows=[*rows, *host_rows(outcomes, links.size, unit_s)],
+        figures=figures(outcomes, links.size, unit_s),
         plot=("case", "T in S/B"),
     )
-    for line in warnings(outcomes):
-        print(line)
+    for link_bytes_per_s in warnings(outcomes):
+        print(link_bytes_per_s)
     if options.plot:
-        middle = [
-            (case, sorted(runs, key=lambda run: run.seconds)[len(runs) // 2])
-            for case, runs in outcomes.items()
+        median_run = [
+            (case, sorted(runs, key=lambda run: run.seconds)[len(runs) // 2]) for case, runs in outcomes.items()
         ]
-        fanout_draw.draw(options.plot, middle, size=lines.size, unit_s=unit_s)
+        fanout_plot.plot(options.plot, median_run, size=links.size, unit_s=unit_s)
 
 
-def parse(arguments: Sequence[str] | None = None) -> tuple[Options, Lines, list[Case]]:
+def parse(arguments: Sequence[str] | None = None) -> tuple[Options, LinkSettings, list[FanoutCase]]:
     """The options of all benchmarks, the links, and the cases."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.fanout", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--image-mib", type=int, help=f"size of the image, in MiB [{IMAGE_MIB}]")
-    parser.add_argument(
-        "--rate", type=float, default=RATE_MBIT, help=f"links, in Mbit/s each way [{RATE_MBIT:g}]"
-    )
+    parser.add_argument("--rate", type=float, default=RATE_MBIT, help=f"links, in Mbit/s each way [{RATE_MBIT:g}]")
     parser.add_argument("--delay", type=float, default=0.0, help="delay of each link, in ms each way [0]")
     parser.add_argument(
         "--targets",
@@ -122,43 +119,47 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[Options, Lines, list[
     )
     parser.add_argument("--only", metavar="PATTERN", help="run the cases alone whose names match")
     parser.add_argument("--rounds", type=int, help=f"rounds [{ROUNDS}, with --quick {QUICK_ROUNDS}]")
-    chosen, rest = parser.parse_known_args(arguments)
+    parsed, rest = parser.parse_known_args(arguments)
     quick = "--quick" in rest
-    rounds = chosen.rounds or (QUICK_ROUNDS if quick else ROUNDS)
+    rounds = parsed.rounds or (QUICK_ROUNDS if quick else ROUNDS)
     options = harness.options("fanout", __doc__, [*rest, "--rounds", str(rounds)])
-    cases = quick_cases() if quick and not chosen.targets else all_cases(chosen.targets or SIZES)
-    size = (chosen.image_mib or (QUICK_IMAGE_MIB if quick else IMAGE_MIB)) << 20
-    asked = [case for case in cases if re.search(chosen.only or "", case.name)]
-    return options, Lines(size, chosen.rate * 1e6, chosen.delay / 1000), asked
+    cases = quick_cases() if quick and not parsed.targets else all_cases(parsed.targets or SIZES)
+    size = (parsed.image_mib or (QUICK_IMAGE_MIB if quick else IMAGE_MIB)) << 20
+    selected = [case for case in cases if re.search(parsed.only or "", case.name)]
+    return options, LinkSettings(size, parsed.rate * 1e6, parsed.delay / 1000), selected
 
 
-def quick_cases() -> list[Case]:
+def quick_cases() -> list[FanoutCase]:
     """What goes into a minute."""
     return [
-        Case("rfork", 3), Case("rfork", 7), Case("star", 3), Case("doubling", 3),
-        Case("rfork", 1, seeds=2, seed_rate=0.5),
+        FanoutCase("rfork", 3), FanoutCase("rfork", 7), FanoutCase("star", 3), FanoutCase("doubling", 3),
+        FanoutCase("rfork", 1, seeds=2, seed_rate=0.5),
     ]  # fmt: skip
 
 
-def all_cases(sizes: Sequence[int]) -> list[Case]:
+def all_cases(sizes: Sequence[int]) -> list[FanoutCase]:
     """All the questions; those that are about a disturbance are asked of the second largest fleet."""
     several = [size for size in sizes if size > 1]
-    cases = [Case("rfork", size) for size in sizes]
-    cases += [Case("star", size) for size in several] + [Case("doubling", size) for size in several]
+    cases = [FanoutCase("rfork", size) for size in sizes]
+    cases += [FanoutCase("star", size) for size in several] + [FanoutCase("doubling", size) for size in several]
     if several:
         fleet = several[-2] if len(several) > 1 else several[-1]
         cases += [
-            Case("rfork", fleet, seeds=2),
-            Case("rfork", fleet, late=max(1, fleet // 3)),
-            Case("rfork", fleet, slow=1),
+            FanoutCase("rfork", fleet, seeds=2),
+            FanoutCase("rfork", fleet, late=max(1, fleet // 3)),
+            FanoutCase("rfork", fleet, slow=1),
         ]
-    return [*cases, Case("rfork", 1, seeds=2, seed_rate=0.5), Case("rfork", 1, seeds=4, seed_rate=0.25)]
+    return [
+        *cases,
+        FanoutCase("rfork", 1, seeds=2, seed_rate=0.5),
+        FanoutCase("rfork", 1, seeds=4, seed_rate=0.25),
+    ]
 
 
-def _contender(runner: Runner, case: Case, kept: list[Outcome]) -> harness.Contender:
+def _contender(runner: FanoutRunner, case: FanoutCase, runs_by_case: list[FanoutOutcome]) -> harness.Contender:
     def run() -> float:
-        kept.append(runner.run(case))
-        return kept[-1].seconds
+        runs_by_case.append(runner.run(case))
+        return runs_by_case[-1].seconds
 
     return run
 

@@ -6,22 +6,22 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Final
 
-from benchmarks.fanout_case import Case, Outcome
+from benchmarks.fanout_cases import FanoutCase, FanoutOutcome
 from benchmarks.harness import Row
 
 SATURATED: Final = 0.9
 """Busy part of the processors from which on these are what limits."""
 
 
-def limit_row(case: Case, unit_s: float) -> Row:
+def limit_row(case: FanoutCase, unit_s: float) -> Row:
     """The physical limit."""
     return {"case": f"{case.name}, {unit_s:.3g} s", "T in S/B": 1.0}
 
 
-def rows_of(case: Case, runs: Sequence[Outcome], size: int, unit_s: float) -> list[Row]:
+def rows_of(case: FanoutCase, runs: Sequence[FanoutOutcome], size: int, unit_s: float) -> list[Row]:
     """A case's lines of the table, medians of the rounds."""
 
-    def middle(value: Callable[[Outcome], float]) -> float:
+    def middle(value: Callable[[FanoutOutcome], float]) -> float:
         return median(value(run) for run in runs)
 
     seconds = middle(lambda run: run.seconds)
@@ -32,30 +32,30 @@ def rows_of(case: Case, runs: Sequence[Outcome], size: int, unit_s: float) -> li
             "runs": len(runs),
             "least": min(run.seconds for run in runs) / unit_s,
             "most": max(run.seconds for run in runs) / unit_s,
-            "bound": case.bound,
+            "bound": case.min_time,
             "eta": unit_s / seconds,
             "sent": middle(lambda run: max(host.sent for host in run.traffic.values())) / size,
             "received": middle(lambda run: max(host.received for host in run.traffic.values())) / size,
-            "replans": middle(lambda run: sum(each.replans for each in run.answers.values())),
-            "cpu": middle(lambda run: run.busy),
-            "own": middle(lambda run: run.busy_crew),
+            "replans": middle(lambda run: sum(each.replans for each in run.responses.values())),
+            "cpu": middle(lambda run: run.cpu_busy),
+            "own": middle(lambda run: run.cpu_busy_processes),
         }
     ]
     if case.slow:
-        rest = middle(lambda run: run.longest(rest_of(case)))
+        rest = middle(lambda run: run.max_seconds(rest_of(case)))
         rows.append({"case": f"{case.name}: the rest", "T in S/B": rest / unit_s})
     if case.late:
-        own = middle(lambda run: run.longest_own(case.late_hosts))
-        rows.append({"case": f"{case.name}: a joiner", "T in S/B": own / unit_s})
+        own_seconds = middle(lambda run: run.max_own_seconds(case.late_hosts))
+        rows.append({"case": f"{case.name}: a joiner", "T in S/B": own_seconds / unit_s})
     return rows
 
 
-def rest_of(case: Case) -> tuple[str, ...]:
+def rest_of(case: FanoutCase) -> tuple[str, ...]:
     """The targets whose links are whole."""
     return tuple(host for host in case.target_hosts if host not in case.slow_hosts)
 
 
-def host_rows(outcomes: Mapping[Case, Sequence[Outcome]], size: int, unit_s: float) -> list[Row]:
+def host_rows(outcomes: Mapping[FanoutCase, Sequence[FanoutOutcome]], size: int, unit_s: float) -> list[Row]:
     """Host by host, for the largest fleet that all came at once: when complete, sent, received."""
     plain = [case for case in outcomes if case.mode == "rfork" and case.undisturbed]
     if not plain:
@@ -64,7 +64,7 @@ def host_rows(outcomes: Mapping[Case, Sequence[Outcome]], size: int, unit_s: flo
     run = sorted(outcomes[case], key=lambda each: each.seconds)[len(outcomes[case]) // 2]
     rows: list[Row] = []
     for host in (*case.seed_hosts, *case.target_hosts):
-        seconds = run.longest((host,)) if host in case.target_hosts else None
+        seconds = run.max_seconds((host,)) if host in case.target_hosts else None
         rows.append(
             {
                 "case": f"{case.name}: {host}",
@@ -76,7 +76,7 @@ def host_rows(outcomes: Mapping[Case, Sequence[Outcome]], size: int, unit_s: flo
     return rows
 
 
-def figures(outcomes: Mapping[Case, Sequence[Outcome]], size: int, unit_s: float) -> dict[str, float]:
+def figures(outcomes: Mapping[FanoutCase, Sequence[FanoutOutcome]], size: int, unit_s: float) -> dict[str, float]:
     """The figures that DESIGN section 8 names, and what else the cases tell."""
     named: dict[str, float] = {}
     egress: list[float] = []
@@ -84,18 +84,18 @@ def figures(outcomes: Mapping[Case, Sequence[Outcome]], size: int, unit_s: float
     for case, runs in outcomes.items():
         total = median(run.seconds for run in runs) / unit_s
         if case.seed_rate != 1:
-            stripes.append(total / case.bound)
+            stripes.append(total / case.min_time)
             named[f"stripe_{case.seeds}_vs_bound"] = stripes[-1]
         elif case.slow:
             named["fanout_slow"] = total
-            named["fanout_slow_rest"] = median(run.longest(rest_of(case)) for run in runs) / unit_s
+            named["fanout_slow_rest"] = median(run.max_seconds(rest_of(case)) for run in runs) / unit_s
         elif case.late:
             named["fanout_late"] = total
-            named["fanout_late_joiner"] = median(run.longest_own(case.late_hosts) for run in runs) / unit_s
+            named["fanout_late_joiner"] = median(run.max_own_seconds(case.late_hosts) for run in runs) / unit_s
         else:
-            kind = "" if case.mode == "rfork" else f"{case.mode}_"
-            kind += f"seeds{case.seeds}_" if case.seeds > 1 else ""
-            named[f"fanout_{kind}n{case.targets}"] = total
+            prefix = "" if case.mode == "rfork" else f"{case.mode}_"
+            prefix += f"seeds{case.seeds}_" if case.seeds > 1 else ""
+            named[f"fanout_{prefix}n{case.targets}"] = total
             if case.mode == "rfork":
                 egress.append(median(max(host.sent for host in run.traffic.values()) for run in runs) / size)
     if egress:
@@ -105,14 +105,19 @@ def figures(outcomes: Mapping[Case, Sequence[Outcome]], size: int, unit_s: float
     return named
 
 
-def warnings(outcomes: Mapping[Case, Sequence[Outcome]]) -> list[str]:
+def warnings(outcomes: Mapping[FanoutCase, Sequence[FanoutOutcome]]) -> list[str]:
     """Where the processors, and not the links, were what limits; and whether this run had them to itself."""
     lines: list[str] = []
     for case, runs in outcomes.items():
-        busy, own = median(run.busy for run in runs), median(run.busy_crew for run in runs)
-        if busy >= SATURATED:
-            why = "lower --rate" if own >= busy / 2 else f"other work had most of them (these {own:.0%})"
-            lines.append(
-                f"{case.name}: the processors were {busy:.0%} busy, and limit as the links do: {why}"
+        cpu_busy, own_seconds = (
+            median(run.cpu_busy for run in runs),
+            median(run.cpu_busy_processes for run in runs),
+        )
+        if cpu_busy >= SATURATED:
+            why = (
+                "lower --rate"
+                if own_seconds >= cpu_busy / 2
+                else f"other work had most of them (these {own_seconds:.0%})"
             )
+            lines.append(f"{case.name}: the processors were {cpu_busy:.0%} busy, and limit as the links do: {why}")
     return lines

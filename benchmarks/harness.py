@@ -61,9 +61,9 @@ def options(benchmark: str, description: str | None, arguments: Sequence[str] | 
     parser.add_argument("--rounds", type=int, help=f"rounds (default {ROUNDS}, with --quick {QUICK_ROUNDS})")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the table (needs matplotlib)")
-    given = parser.parse_args(arguments)
-    rounds = given.rounds or (QUICK_ROUNDS if given.quick else ROUNDS)
-    return Options(benchmark, given.quick, rounds, given.json, given.plot)
+    parsed = parser.parse_args(arguments)
+    rounds = parsed.rounds or (QUICK_ROUNDS if parsed.quick else ROUNDS)
+    return Options(benchmark, parsed.quick, rounds, parsed.json, parsed.plot)
 
 
 def timed(call: Callable[[], None]) -> Contender:
@@ -83,7 +83,7 @@ def interleave(contenders: Mapping[str, Contender], rounds: int) -> dict[str, li
     All contenders run once in each round, so what else the machine does hits all alike; every second
     round runs backwards, so nobody always follows the same neighbour.
     """
-    heed_sigterm()
+    exit_on_sigterm()
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=rounds * len(contenders))
@@ -96,7 +96,7 @@ def interleave(contenders: Mapping[str, Contender], rounds: int) -> dict[str, li
     return seconds
 
 
-def heed_sigterm() -> None:
+def exit_on_sigterm() -> None:
     """Leave by an exception when told to end: all that was started is then ended too."""
 
     def leave(number: int, frame: FrameType | None) -> None:
@@ -127,14 +127,18 @@ def machine() -> dict[str, Value]:
 
 def commit() -> str:
     """The git commit of this tree, with ``+`` when files differ from it; ``unknown`` outside of git."""
-    here = Path(__file__).parent
+    repository = Path(__file__).parent
     try:
         head = subprocess.run(
-            ["git", "rev-parse", "--short=12", "HEAD"], cwd=here, capture_output=True, text=True, check=True
+            ["git", "rev-parse", "--short=12", "HEAD"],
+            cwd=repository,
+            capture_output=True,
+            text=True,
+            check=True,
         )
         changed = subprocess.run(
             ["git", "status", "--porcelain", "--untracked-files=no"],
-            cwd=here, capture_output=True, text=True, check=True,
+            cwd=repository, capture_output=True, text=True, check=True,
         )  # fmt: skip
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
@@ -153,22 +157,24 @@ def publish(
 
     `plot` names the columns of a bar chart: labels, and values.
     """
-    here = machine()
+    repository = machine()
     console = Console()
-    table = Table(title=f"{options.benchmark}: {here['cpu']}, {here['cores']} cores, {here['kernel']}")
+    table = Table(
+        title=f"{options.benchmark}: {repository['cpu']}, {repository['cores']} cores, {repository['kernel']}"
+    )
     columns = list(dict.fromkeys(column for row in rows for column in row))
     for column in columns:
         numeric = all(not isinstance(row.get(column), str) for row in rows)
         table.add_column(column, justify="right" if numeric else "left")
     for row in rows:
-        table.add_row(*(_shown(row.get(column)) for column in columns))
+        table.add_row(*(_format_value(row.get(column)) for column in columns))
     console.print(table)
     for name, value in figures.items():
-        console.print(f"{name} = {_shown(value)}", highlight=False)
+        console.print(f"{name} = {_format_value(value)}", highlight=False)
     if options.json:
         document = {
             "benchmark": options.benchmark,
-            "machine": here,
+            "machine": repository,
             "commit": commit(),
             "settings": {"quick": options.quick, "rounds": options.rounds, **settings},
             "rows": [dict(row) for row in rows],
@@ -176,7 +182,7 @@ def publish(
         }
         options.json.write_text(json.dumps(document, indent=2) + "\n")
     if options.plot:
-        _draw(options.plot, options.benchmark, rows, *plot)
+        _plot(options.plot, options.benchmark, rows, *plot)
 
 
 def _cpu_model() -> str:
@@ -188,13 +194,13 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def _shown(value: Value) -> str:
+def _format_value(value: Value) -> str:
     if value is None:
         return ""
     return f"{value:,.3g}" if isinstance(value, float) and abs(value) < 1000 else f"{value}"
 
 
-def _draw(path: Path, title: str, rows: Sequence[Row], labels: str, values: str) -> None:
+def _plot(path: Path, title: str, rows: Sequence[Row], labels: str, values: str) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

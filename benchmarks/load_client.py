@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from rfork.errors import RforkError
 
 LOOPBACK = "127.0.0.1"
-PATIENCE_S = 60.0
+RESPONSE_TIMEOUT_S = 60.0
 RECEIVE_BYTES = 1 << 18
 END_OF_HEAD = b"\r\n\r\n"
 
@@ -29,7 +29,7 @@ END_OF_HEAD = b"\r\n\r\n"
 class Call:
     """One request, whole; `due` is when to send it, on the clock of `time.perf_counter`: 0 for at once."""
 
-    kind: str
+    call_type: str
     request: bytes
     due: float = 0.0
 
@@ -38,7 +38,7 @@ Caller = Generator[Call, bytes, None]
 
 
 @dataclass
-class Samples:
+class CallSamples:
     """What a drive measured: seconds of each call from its first byte out to its last byte in, by kind."""
 
     seconds: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -46,17 +46,17 @@ class Samples:
     client_s: float = 0.0
     """Processor time of this process: beside `wall_s`, how far the client is from being the bottleneck."""
 
-    def add(self, other: Samples) -> None:
+    def add(self, other: CallSamples) -> None:
         """Take in the samples of another drive."""
-        for kind, seconds in other.seconds.items():
-            self.seconds[kind] += seconds
+        for call_type, seconds in other.seconds.items():
+            self.seconds[call_type] += seconds
         self.wall_s += other.wall_s
         self.client_s += other.client_s
 
-    def rate(self, *kinds: str) -> float:
+    def rate(self, *call_types: str) -> float:
         """Calls of these kinds, or of all, that were answered in a second."""
-        counted = kinds or tuple(self.seconds)
-        return sum(len(self.seconds[kind]) for kind in counted) / self.wall_s
+        counted = call_types or tuple(self.seconds)
+        return sum(len(self.seconds[call_type]) for call_type in counted) / self.wall_s
 
 
 def request(method: str, path: str, body: str = "") -> bytes:
@@ -69,36 +69,36 @@ def request(method: str, path: str, body: str = "") -> bytes:
     return head.encode() + content
 
 
-class _Connection:
+class _ClientConnection:
     """One caller, its socket and the call in flight."""
 
     def __init__(self, caller: Caller, port: int) -> None:
         self.caller = caller
-        self.socket = socket.create_connection((LOOPBACK, port), PATIENCE_S)
+        self.socket = socket.create_connection((LOOPBACK, port), RESPONSE_TIMEOUT_S)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.call: Call | None = None
         self._sent_at = 0.0
-        self._answer = b""
+        self._response = b""
 
     def send(self, call: Call) -> None:
-        self.call, self._answer = call, b""
+        self.call, self._response = call, b""
         self._sent_at = time.perf_counter()
         self.socket.sendall(call.request)
 
-    def receive(self, samples: Samples) -> bytes | None:
+    def receive(self, samples: CallSamples) -> bytes | None:
         """Take in what came; the body, once it is whole. Raises RforkError for any answer that is no 2xx."""
         received = self.socket.recv(RECEIVE_BYTES)
         now = time.perf_counter()
         if self.call is None or not received:
             raise RforkError("the server closed a connection, or spoke without being asked")
-        self._answer += received
-        head, separator, body = self._answer.partition(END_OF_HEAD)
+        self._response += received
+        head, separator, body = self._response.partition(END_OF_HEAD)
         if not separator or len(body) < _content_length(head):
             return None
         if not head.startswith(b"HTTP/1.1 2"):
             status = head.partition(b"\r\n")[0].decode()
-            raise RforkError(f"{self.call.kind}: {status}: {body[:500].decode()}")
-        samples.seconds[self.call.kind].append(now - self._sent_at)
+            raise RforkError(f"{self.call.call_type}: {status}: {body[:500].decode()}")
+        samples.seconds[self.call.call_type].append(now - self._sent_at)
         self.call = None
         return body
 
@@ -108,19 +108,19 @@ def _content_length(head: bytes) -> int:
     return int(rest.partition(b"\r\n")[0]) if found else 0
 
 
-def drive(port: int, callers: Sequence[Caller]) -> Samples:
+def drive(port: int, callers: Sequence[Caller]) -> CallSamples:
     """Let all callers call until each has ended. Raises RforkError for a refusal, or if no answer comes."""
-    samples, order = Samples(), itertools.count()
-    waiting: list[tuple[float, int, _Connection, Call]] = []
+    samples, order = CallSamples(), itertools.count()
+    waiting: list[tuple[float, int, _ClientConnection, Call]] = []
     with contextlib.ExitStack() as opened, selectors.DefaultSelector() as selector:
-        connections = [_Connection(caller, port) for caller in callers]
+        connections = [_ClientConnection(caller, port) for caller in callers]
         for connection in connections:
             opened.enter_context(contextlib.closing(connection.socket))
             selector.register(connection.socket, selectors.EVENT_READ, connection)
         began, busy = time.perf_counter(), time.process_time()
         in_flight = 0
 
-        def go_on(connection: _Connection, body: bytes | None) -> int:
+        def go_on(connection: _ClientConnection, body: bytes | None) -> int:
             """Have the caller say its next call: 1 where that went out now."""
             try:
                 call = next(connection.caller) if body is None else connection.caller.send(body)
@@ -139,10 +139,10 @@ def drive(port: int, callers: Sequence[Caller]) -> Samples:
                 _, _, connection, call = heapq.heappop(waiting)
                 connection.send(call)
                 in_flight += 1
-            pause = max(0.0, waiting[0][0] - time.perf_counter()) if waiting else PATIENCE_S
+            pause = max(0.0, waiting[0][0] - time.perf_counter()) if waiting else RESPONSE_TIMEOUT_S
             ready = selector.select(pause)
             if not ready and not waiting:
-                raise RforkError(f"the server did not answer within {PATIENCE_S:g} s")
+                raise RforkError(f"the server did not answer within {RESPONSE_TIMEOUT_S:g} s")
             for key, _ in ready:
                 connection = key.data
                 body = connection.receive(samples)

@@ -11,16 +11,16 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rfork.wire import (
-    ForkFinish,
+from rfork.schema import (
+    ChunkAssignment,
     ForkProgress,
     ForkRequest,
+    ForkResult,
     InstanceReport,
     Placement,
     Plan,
     Rank,
-    Share,
-    StorageOffer,
+    StorageCandidate,
 )
 
 MODEL = "meta-llama/Llama-3.1-70B-Instruct"
@@ -29,12 +29,12 @@ CHUNKS, CHUNK_BYTES = 64, 256 << 20
 HALF = ((0, CHUNKS // 2),)
 READERS = 4
 HOSTS_A_RACK, RACKS_A_ZONE = 32, 64
-MOST_TARGETS = 300
+MAX_TARGETS = 300
 """Forks under way, where the fleet is large; three tenths of the ranks where it is small."""
 
 
 @dataclass(frozen=True)
-class Fleet:
+class LoadFleet:
     """Ranks that one planner knows; with `keys` = 1 all share one group."""
 
     ranks: int
@@ -49,14 +49,14 @@ class Fleet:
         return f"{self.ranks:,} ranks{parts}" + (f", window {self.batch_s:g} s" if self.batch_s else "")
 
     @property
-    def live(self) -> int:
+    def target_count(self) -> int:
         """How many of the ranks are targets, each with a fork under way."""
-        return min(MOST_TARGETS, self.ranks * 3 // 10)
+        return min(MAX_TARGETS, self.ranks * 3 // 10)
 
     @property
     def targets(self) -> list[int]:
         """Numbers of the ranks that fork, spread over the hosts."""
-        return [number * self.ranks // self.live for number in range(self.live)]
+        return [number * self.ranks // self.target_count for number in range(self.target_count)]
 
     def seeds(self) -> Iterator[InstanceReport]:
         """What the other ranks report, each with all chunks verified."""
@@ -65,17 +65,19 @@ class Fleet:
             if number not in loading:
                 yield self._report(number, serving=True)
 
-    def ask(self, number: int, life: int) -> ForkRequest:
-        """The target's first request in its `life`: it has nothing yet."""
-        return ForkRequest(fork_id=fork_id(number, life), instance=self._report(number, serving=False))
+    def fork_request(self, number: int, fork_index: int) -> ForkRequest:
+        """The target's first request in its `fork_index`: it has nothing yet."""
+        return ForkRequest(fork_id=fork_id(number, fork_index), instance=self._report(number, serving=False))
 
-    def ask_again(self, first: ForkRequest, plan: Plan) -> ForkRequest:
+    def replan_request(self, first: ForkRequest, plan: Plan) -> ForkRequest:
         """The request for a better plan half way through, with what it still reads by the one it has."""
         update = {"weights_id": plan.weights_id, "verified": HALF}
         return ForkRequest(
             fork_id=first.fork_id,
             instance=first.instance.model_copy(update=update),
-            current=tuple(Share(source_id=route.source_id, chunks=route.chunks) for route in plan.routes),
+            current_assignments=tuple(
+                ChunkAssignment(source_id=route.source_id, chunks=route.chunks) for route in plan.routes
+            ),
         )
 
     def _report(self, number: int, *, serving: bool) -> InstanceReport:
@@ -92,8 +94,8 @@ class Fleet:
             state="serving" if serving else "loading",
             verified=((0, CHUNKS),) if serving else (),
             storage=(
-                StorageOffer(kind="checkpoint", uri=FILES, origin=_hex("files", rank.key)),
-                StorageOffer(kind="loader"),
+                StorageCandidate(kind="checkpoint", uri=FILES, origin=_hex("files", rank.key)),
+                StorageCandidate(kind="loader"),
             ),
             address=f"10.{number >> 14 & 63}.{number >> 7 & 127}.{number & 127}:41234",
             transports=("transfer_engine", "http"),
@@ -104,9 +106,9 @@ class Fleet:
         )
 
 
-def fork_id(number: int, life: int) -> str:
-    """The fork that the target number so and so runs in its `life`."""
-    return f"fork-{number:05d}-{life}"
+def fork_id(number: int, fork_index: int) -> str:
+    """The fork that the target number so and so runs in its `fork_index`."""
+    return f"fork-{number:05d}-{fork_index}"
 
 
 def progress(plan: Plan) -> ForkProgress:
@@ -116,9 +118,9 @@ def progress(plan: Plan) -> ForkProgress:
     return ForkProgress(verified=HALF, bytes_read=read, bytes_per_s=2.4e10, sources={source: read})
 
 
-def finish(plan: Plan) -> ForkFinish:
+def finish(plan: Plan) -> ForkResult:
     """What a target tells at the end."""
-    return ForkFinish(
+    return ForkResult(
         outcome="forked",
         seconds=0.75,
         bytes_read=CHUNKS * CHUNK_BYTES,

@@ -21,7 +21,7 @@ FOR_EVER_S = 86_400.0
 
 
 @dataclass(frozen=True)
-class Server:
+class ServerProcess:
     """A process that answers HTTP on a port of the loopback."""
 
     pid: int
@@ -41,7 +41,7 @@ class Server:
 
 
 @contextlib.contextmanager
-def planner(batch_s: float) -> Iterator[Server]:
+def planner(batch_s: float) -> Iterator[ServerProcess]:
     """``rfork planner``: its defaults, but for the window and for times to live without end."""
     variables = {
         "RFORK_PLANNER_BATCH_S": batch_s,
@@ -54,14 +54,14 @@ def planner(batch_s: float) -> Iterator[Server]:
 
 
 @contextlib.contextmanager
-def bare() -> Iterator[Server]:
-    """The routes of `benchmarks.load_bare`."""
-    with _serving(["-c", "from benchmarks.load_bare import serve; serve()"], {}) as server:
+def bare() -> Iterator[ServerProcess]:
+    """The routes of `benchmarks.load_baseline`."""
+    with _serving(["-c", "from benchmarks.load_baseline import serve; serve()"], {}) as server:
         yield server
 
 
 @contextlib.contextmanager
-def _serving(arguments: Sequence[str], variables: Mapping[str, str]) -> Iterator[Server]:
+def _serving(arguments: Sequence[str], variables: Mapping[str, str]) -> Iterator[ServerProcess]:
     """Run Python with `arguments` for the time of the block. Raises RforkError where it does not start."""
     # Nobody's own settings of a planner come in; the log goes to a file, as a service's would.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RFORK_")}
@@ -84,7 +84,7 @@ def _serving(arguments: Sequence[str], variables: Mapping[str, str]) -> Iterator
             port = urlsplit(json.loads(line)["url"]).port
             if port is None:
                 raise RforkError(f"{' '.join(arguments)} said no port: {line}")
-            yield Server(process.pid, port)
+            yield ServerProcess(process.pid, port)
         finally:
             process.terminate()
             try:

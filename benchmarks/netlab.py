@@ -8,7 +8,7 @@
 
 A link is full duplex: the host's own end shapes what it sends, the bridge's end what it receives.
 Everything, the bridge too, lies in namespaces of the lab's own; nothing of the machine's network is
-touched. Needs root (CAP_NET_ADMIN, CAP_SYS_ADMIN), `ip` and `tc`; `why_not` says what is missing.
+touched. Needs root (CAP_NET_ADMIN, CAP_SYS_ADMIN), `ip` and `tc`; `unavailable_reason` says what is missing.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Traffic:
     received: int
 
 
-def why_not() -> str:
+def unavailable_reason() -> str:
     """Why no lab can be made on this machine, in one line; empty where one can."""
     for command in ("ip", "tc"):
         if shutil.which(command) is None:
@@ -59,8 +59,8 @@ def why_not() -> str:
     name = f"{PREFIX}{os.getpid()}-probe"
     probe = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
     if probe.returncode:
-        said = (probe.stderr.strip().splitlines() or ["no reason given"])[-1]
-        return f"network labs need to make network namespaces (root, CAP_SYS_ADMIN): {said}"
+        error_line = (probe.stderr.strip().splitlines() or ["no reason given"])[-1]
+        return f"network labs need to make network namespaces (root, CAP_SYS_ADMIN): {error_line}"
     shaped = subprocess.run(
         ["tc", "-n", name, "qdisc", "add", "dev", "lo", "root", "tbf", "rate", "1mbit", "burst", "10kb",
          "latency", "50ms"],
@@ -70,7 +70,7 @@ def why_not() -> str:
     return f"network labs need to shape links: {shaped.stderr.strip()}" if shaped.returncode else ""
 
 
-class Lab:
+class NetworkLab:
     """Named hosts with one link each. A context manager: whatever happens, it leaves nothing behind."""
 
     def __init__(self, hosts: Sequence[str], *, rate: float | None = None, delay_s: float = 0.0) -> None:
@@ -84,7 +84,7 @@ class Lab:
         self._processes: list[subprocess.Popen[str]] = []
 
     def __enter__(self) -> Self:
-        sweep()
+        remove_stale_labs()
         try:
             _run("ip", "netns", "add", self._bridge)
             _run("ip", "-n", self._bridge, "link", "add", "name", BRIDGE, "type", "bridge")
@@ -97,7 +97,7 @@ class Lab:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
 
@@ -144,15 +144,13 @@ class Lab:
         """The host's network namespace, as `ip netns exec` takes it."""
         return f"{self._name}-{self._hosts[host]}"
 
-    def shape(
-        self, host: str, *, rate: float | None, loss: float = 0.0, delay_s: float | None = None
-    ) -> None:
+    def shape(self, host: str, *, rate: float | None, loss: float = 0.0, delay_s: float | None = None) -> None:
         """Set a host's link anew, both ways: bits a second, share of packets lost (0 to 1), delay.
 
         A delay needs netem, which not every kernel has (LabError); rate and loss do without.
         """
         delay_s = self._delay_s if delay_s is None else delay_s
-        for namespace, device in self._ends(host):
+        for namespace, device in self._veth_names(host):
             subprocess.run(
                 ["tc", "-n", namespace, "qdisc", "del", "dev", device, "root"],
                 capture_output=True,
@@ -170,32 +168,32 @@ class Lab:
                     "tc", "-n", namespace, "qdisc", "add", "dev", device, *parent, "netem",
                     "limit", "10000", "delay", f"{delay_s * 1e6:.0f}us",
                 )  # fmt: skip
-            _lose(namespace, device, loss)
+            _drop_packets(namespace, device, loss)
 
     def cut(self, host: str) -> None:
         """Have the host neither send nor receive: no reset, no error, silence."""
-        self._carry(host, "down")
+        self._set_port_state(host, "down")
 
     def heal(self, host: str) -> None:
         """Undo `cut`."""
-        self._carry(host, "up")
+        self._set_port_state(host, "up")
 
     def traffic(self, host: str) -> Traffic:
         """What the host sent and received since the lab was made."""
-        told = _run("ip", "-n", self.namespace(host), "-s", "-j", "link", "show", "dev", "eth0")
-        counters = json.loads(told)[0]["stats64"]
+        statistics = _run("ip", "-n", self.namespace(host), "-s", "-j", "link", "show", "dev", "eth0")
+        counters = json.loads(statistics)[0]["stats64"]
         return Traffic(int(counters["tx"]["bytes"]), int(counters["rx"]["bytes"]))
 
     @property
     def _bridge(self) -> str:
         return f"{self._name}-br"
 
-    def _ends(self, host: str) -> tuple[tuple[str, str], tuple[str, str]]:
+    def _veth_names(self, host: str) -> tuple[tuple[str, str], tuple[str, str]]:
         """Namespace and device of the link's two ends, the host's own first."""
         return (self.namespace(host), "eth0"), (self._bridge, f"p{self._hosts[host]}")
 
     def _connect(self, host: str) -> None:
-        (namespace, device), (_, port) = self._ends(host)
+        (namespace, device), (_, port) = self._veth_names(host)
         _run("ip", "netns", "add", namespace)
         _run(
             "ip", "-n", self._bridge, "link", "add", port, "type", "veth",
@@ -207,19 +205,15 @@ class Lab:
         _run("ip", "-n", namespace, "link", "set", device, "up")
         self.shape(host, rate=self._rate)
 
-    def _carry(self, host: str, state: str) -> None:
+    def _set_port_state(self, host: str, state: str) -> None:
         # The bridge's end: the host's own link stays up, as when a switch dies and nobody is told.
-        _, (bridge, port) = self._ends(host)
-        _run(
-            "ip", "-n", bridge, "link", "set", port, *(("master", BRIDGE) if state == "up" else ("nomaster",))
-        )
+        _, (bridge, port) = self._veth_names(host)
+        _run("ip", "-n", bridge, "link", "set", port, *(("master", BRIDGE) if state == "up" else ("nomaster",)))
 
 
-def _lose(namespace: str, device: str, loss: float) -> None:
+def _drop_packets(namespace: str, device: str, loss: float) -> None:
     """Throw this share of what arrives at the device away, packet by packet."""
-    subprocess.run(
-        ["tc", "-n", namespace, "qdisc", "del", "dev", device, "clsact"], capture_output=True, check=False
-    )
+    subprocess.run(["tc", "-n", namespace, "qdisc", "del", "dev", device, "clsact"], capture_output=True, check=False)
     # The kernel passes segments on glued together, and a loss of those would be one of bursts.
     _run("ip", "-n", namespace, "link", "set", device, "gso_max_segs", "1" if loss else str(SEGMENTS))
     if loss:
@@ -233,11 +227,9 @@ def _lose(namespace: str, device: str, loss: float) -> None:
         )  # fmt: skip
 
 
-def sweep() -> None:
+def remove_stale_labs() -> None:
     """Remove what labs of processes that are no more left behind, processes too."""
-    for name in {
-        line.partition(" ")[0].rpartition("-")[0] for line in _namespaces() if line.startswith(PREFIX)
-    }:
+    for name in {line.partition(" ")[0].rpartition("-")[0] for line in _namespaces() if line.startswith(PREFIX)}:
         pid = name.removeprefix(PREFIX).partition("-")[0]
         if pid.isdigit() and not os.path.exists(f"/proc/{pid}"):
             _remove(name)
@@ -248,9 +240,7 @@ def _remove(lab: str) -> None:
         namespace = line.partition(" ")[0]
         if namespace.rpartition("-")[0] == lab:
             # A namespace lives on, without a name, for as long as a process runs in it.
-            inside = subprocess.run(
-                ["ip", "netns", "pids", namespace], capture_output=True, text=True, check=False
-            )
+            inside = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True, check=False)
             for pid in inside.stdout.split():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)

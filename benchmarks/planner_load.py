@@ -35,21 +35,21 @@ from statistics import median, quantiles
 
 from benchmarks import harness, load_servers
 from benchmarks.harness import Row
-from benchmarks.load_callers import AGAIN, FORK_KINDS, HEARTBEAT, PLAN, Crowd
 from benchmarks.load_client import drive
-from benchmarks.load_fleet import Fleet
-from benchmarks.load_rounds import (
+from benchmarks.load_contenders import (
     BARE,
     BARE_MODELS,
     BARE_POST,
     CONNECTIONS,
     FORKS_A_SECOND,
-    Bench,
-    Line,
+    LoadBench,
+    LoadRow,
+    median_seconds,
     medians,
-    middle,
 )
-from benchmarks.load_servers import Server
+from benchmarks.load_fleet import LoadFleet
+from benchmarks.load_servers import ServerProcess
+from benchmarks.load_workload import FORK_CALLS, HEARTBEAT, PLAN, REPLAN, CallerPool
 from rfork import logs
 from rfork.errors import RforkError
 from rfork.settings import PlannerSettings, load
@@ -62,58 +62,63 @@ def main() -> None:
     """Measure, print, and write what was asked for."""
     options = harness.options("planner_load", __doc__)
     logs.configure(json=False, level="error")
-    bench = Bench(quick=options.quick)
-    loaded = [Fleet(size) for size in (SIZES[-1:] if options.quick else SIZES[1:])]
+    bench = LoadBench(quick=options.quick)
+    loaded_stack = [LoadFleet(size) for size in (SIZES[-1:] if options.quick else SIZES[1:])]
     with contextlib.ExitStack() as processes:
         bench.serve_bare(processes.enter_context(load_servers.bare()))
-        planners: list[tuple[Fleet, Server, int]] = []
+        planners: list[tuple[LoadFleet, ServerProcess, int]] = []
         for fleet in fleets(options.quick):
-            server, crowd = processes.enter_context(load_servers.planner(fleet.batch_s)), Crowd(fleet)
+            server, caller_pool = (
+                processes.enter_context(load_servers.planner(fleet.batch_s)),
+                CallerPool(fleet),
+            )
             planners.append((fleet, server, server.resident_bytes))
-            drive(server.port, crowd.register(CONNECTIONS))
-            drive(server.port, [crowd.ask_all()])
-            bench.one_at_a_time(server, crowd)
-            if fleet in loaded:
-                bench.under_load(server, crowd)
+            drive(server.port, caller_pool.register(CONNECTIONS))
+            drive(server.port, [caller_pool.request_all()])
+            bench.one_at_a_time(server, caller_pool)
+            if fleet in loaded_stack:
+                bench.under_load(server, caller_pool)
         for size in SIZES:
-            bench.inside(Fleet(size))
+            bench.inside(LoadFleet(size))
         # What is here now stays: were it looked through again, our pauses would be told as the planner's.
         gc.collect()
         gc.freeze()
         bench.measure(options.rounds)
-        memory = {
-            fleet.name: (server.resident_bytes - empty) / fleet.ranks for fleet, server, empty in planners
-        }
+        memory = {fleet.name: (server.resident_bytes - empty) / fleet.ranks for fleet, server, empty in planners}
     harness.publish(
         options,
         settings={"connections": CONNECTIONS, "forks_a_second": FORKS_A_SECOND, "calls_a_slice": bench.calls},
-        rows=[row(line, bench, memory) for line in bench.lines],
+        rows=[row(line, bench, memory) for line in bench.rows],
         figures=figures(bench, memory),
         plot=("contender", "p50 ms"),
     )
 
 
-def fleets(quick: bool) -> list[Fleet]:
+def fleets(quick: bool) -> list[LoadFleet]:
     """Who registers; the quick form leaves out what no figure needs."""
-    one_group, largest = [Fleet(size) for size in SIZES], SIZES[-1]
+    one_group, largest_size = [LoadFleet(size) for size in SIZES], SIZES[-1]
     if quick:
         return one_group
-    return [*one_group, Fleet(largest, keys=KEYS), Fleet(largest, batch_s=load(PlannerSettings).batch_s)]
+    return [
+        *one_group,
+        LoadFleet(largest_size, keys=KEYS),
+        LoadFleet(largest_size, batch_s=load(PlannerSettings).batch_window_s),
+    ]
 
 
-def row(line: Line, bench: Bench, memory: Mapping[str, float]) -> Row:
+def row(line: LoadRow, bench: LoadBench, memory: Mapping[str, float]) -> Row:
     """One line of the table."""
     runs = bench.runs[line.contender]
-    every = [seconds for run in runs for seconds in run.samples.seconds[line.kind]]
+    every = [seconds for run in runs for seconds in run.samples.seconds[line.call_type]]
     wall_s = sum(run.samples.wall_s for run in runs)
     core_s = sum(run.core_s for run in runs)
-    alone = line.contender in bench.alone
-    bytes_a_rank = memory.get(line.contender) if line.kind == PLAN else None
+    alone = line.contender in bench.sequential
+    bytes_a_rank = memory.get(line.contender) if line.call_type == PLAN else None
     return {
         "contender": line.name,
-        "p50 ms": middle(runs, line.kind) * 1e3,
+        "p50 ms": median_seconds(runs, line.call_type) * 1e3,
         "p99 ms": quantiles(every, n=100, method="inclusive")[98] * 1e3,
-        "x bare": ratio(bench, (line.contender, line.kind), (BARE, BARE_POST)) if alone else None,
+        "x bare": ratio(bench, (line.contender, line.call_type), (BARE, BARE_POST)) if alone else None,
         "calls/s": round(median(run.samples.rate(*line.counted) for run in runs)) if line.counted else None,
         "core": core_s / wall_s if core_s else None,
         "client": sum(run.samples.client_s for run in runs) / wall_s if core_s else None,
@@ -121,30 +126,30 @@ def row(line: Line, bench: Bench, memory: Mapping[str, float]) -> Row:
     }
 
 
-def ratio(bench: Bench, one: tuple[str, str], other: tuple[str, str]) -> float:
-    """p50 of `one` (contender and kind of call) over that of `other` in the same slice: the median of all."""
-    upper, lower = (medians(bench.runs[name], kind) for name, kind in (one, other))
+def ratio(bench: LoadBench, numerator: tuple[str, str], denominator: tuple[str, str]) -> float:
+    """p50 of `numerator` (contender and kind of call) over that of `denominator` in the same slice: the median of all."""
+    upper, lower = (medians(bench.runs[name], call_type) for name, call_type in (numerator, denominator))
     return median(above / below for above, below in zip(upper, lower, strict=True))
 
 
-def figures(bench: Bench, memory: Mapping[str, float]) -> dict[str, float]:
+def figures(bench: LoadBench, memory: Mapping[str, float]) -> dict[str, float]:
     """The figures that design section 8 names, and what they are made of."""
-    smallest, largest = Fleet(SIZES[0]), Fleet(SIZES[-1])
+    smallest_fleet, largest_fleet = LoadFleet(SIZES[0]), LoadFleet(SIZES[-1])
 
-    plan, bare = (largest.name, PLAN), (BARE, BARE_POST)
-    growth = ratio(bench, plan, (smallest.name, PLAN))
-    allowed = math.log(largest.ranks) / math.log(smallest.ranks)
-    beats = bench.runs[f"{largest.name}, heartbeats"]
-    forks = bench.runs[f"{largest.name}, forks"]
+    plan, bare = (largest_fleet.name, PLAN), (BARE, BARE_POST)
+    growth = ratio(bench, plan, (smallest_fleet.name, PLAN))
+    allowed = math.log(largest_fleet.ranks) / math.log(smallest_fleet.ranks)
+    beats = bench.runs[f"{largest_fleet.name}, heartbeats"]
+    forks = bench.runs[f"{largest_fleet.name}, forks"]
     return {
         "plan_cost_vs_bare_route": ratio(bench, plan, bare),
-        "plan_again_cost_vs_bare_route": ratio(bench, (largest.name, AGAIN), bare),
+        "plan_again_cost_vs_bare_route": ratio(bench, (largest_fleet.name, REPLAN), bare),
         "plan_cost_vs_bare_models": ratio(bench, plan, (BARE, BARE_MODELS)),
-        "plan_bytes_per_rank": memory[largest.name],
+        "plan_bytes_per_rank": memory[largest_fleet.name],
         "plan_growth_10000_vs_100": growth,
         "plan_growth_vs_log": growth / allowed,
         "heartbeats_per_s": median(run.samples.rate(HEARTBEAT) for run in beats),
-        "fork_requests_per_s": median(run.samples.rate(*FORK_KINDS) for run in forks),
+        "fork_requests_per_s": median(run.samples.rate(*FORK_CALLS) for run in forks),
     }
 
 

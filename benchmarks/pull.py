@@ -33,16 +33,16 @@ from benchmarks.pull_source import (
     IN_FLIGHT,
     LOOPBACK,
     MODULES,
-    Offer,
-    beside,
-    giving,
+    PullOffer,
     plain_engine,
+    same_host_transports,
+    source_process,
     transports,
 )
-from benchmarks.pull_target import Target
+from benchmarks.pull_target import PullTarget
 from rfork import logs
 from rfork.errors import RforkError
-from rfork.fork.report import ForkReport
+from rfork.receiver.report import ForkReport
 
 SOCKETS, BATCH, MERGED, MEMCPY = (
     "bare sockets", "Mooncake, a batch", "Mooncake, merged", "limit: memcpy"
@@ -54,19 +54,18 @@ def main() -> None:
     options = harness.options("pull", __doc__)
     logs.configure(json=False, level="warning")
     reports: dict[str, list[ForkReport]] = {}
-    with giving(options.quick) as (planner, offer), contextlib.ExitStack() as open_sockets:
+    with source_process(options.quick) as (planner, offer), contextlib.ExitStack() as open_sockets:
         connections = [
-            open_sockets.enter_context(socket.create_connection((LOOPBACK, offer.port)))
-            for _ in range(IN_FLIGHT)
+            open_sockets.enter_context(socket.create_connection((LOOPBACK, offer.port))) for _ in range(IN_FLIGHT)
         ]
-        targets = [Target(name, make, options.quick, offer) for name, make in MODULES.items()]
+        targets = [PullTarget(name, make, options.quick, offer) for name, make in MODULES.items()]
         contenders: dict[str, Contender] = {}
         for target in targets:
             contenders |= contenders_of(target, planner, offer, connections, reports)
         for warm_up in contenders.values():
             warm_up()
-        for kept in reports.values():
-            kept.clear()
+        for kept_image in reports.values():
+            kept_image.clear()
         seconds = harness.interleave(contenders, options.rounds)
     sizes = {name: target.bytes for target in targets for name in contenders if name.startswith(target.name)}
     harness.publish(
@@ -89,9 +88,9 @@ def rfork_name(transport: str, *, verify: bool) -> str:
 
 
 def contenders_of(
-    target: Target,
+    target: PullTarget,
     planner: str,
-    offer: Offer,
+    offer: PullOffer,
     connections: list[socket.socket],
     reports: dict[str, list[ForkReport]],
 ) -> dict[str, Contender]:
@@ -100,20 +99,20 @@ def contenders_of(
     for transport in transports():
         for verify in (True, False):
             name = rfork_name(transport, verify=verify)
-            kept = reports.setdefault(f"{target.name}: {name}", [])
-            pulls[name] = target.rfork(planner, transport, verify=verify, keep=kept.append)
-    for transport in beside() if target.name == "dense" else ():
-        for way in ("map", "copy") if transport == "shared_memory" else (None,):
-            name = f"rfork {transport}" + (f", {way}" if way else "")
-            kept = reports.setdefault(f"{target.name}: {name}", [])
-            pulls[name] = target.rfork(planner, transport, verify=True, keep=kept.append, shared_memory=way)
+            kept_image = reports.setdefault(f"{target.name}: {name}", [])
+            pulls[name] = target.rfork(planner, transport, verify=verify, keep=kept_image.append)
+    for transport in same_host_transports() if target.name == "dense" else ():
+        for shm_mode in ("map", "copy") if transport == "shared_memory" else (None,):
+            name = f"rfork {transport}" + (f", {shm_mode}" if shm_mode else "")
+            kept_image = reports.setdefault(f"{target.name}: {name}", [])
+            pulls[name] = target.rfork(planner, transport, verify=True, keep=kept_image.append, shared_memory=shm_mode)
     pulls[SOCKETS] = target.sockets(connections)
     if offer.session:
         engine = plain_engine()
         pulls[BATCH] = target.mooncake_batch(engine, offer.session)
         pulls[MERGED] = target.mooncake_merged(engine, offer.session)
     pulls[MEMCPY] = target.memcpy()
-    return {f"{target.name}: {name}": target.checked(pull) for name, pull in pulls.items()}
+    return {f"{target.name}: {name}": target.run_checked(pull) for name, pull in pulls.items()}
 
 
 def row(name: str, size: int, seconds: Sequence[float], reports: Sequence[ForkReport]) -> Row:
@@ -140,10 +139,10 @@ def figures(speed: Mapping[str, float]) -> dict[str, float]:
     def ratio(one: str, other: str) -> float:
         return speed[one] / speed[other]
 
-    http, te = rfork_name("http", verify=False), rfork_name("transfer_engine", verify=False)
+    http, transfer_engine = rfork_name("http", verify=False), rfork_name("transfer_engine", verify=False)
     named = {"pull_http_vs_socket": ratio(f"dense: {http}", f"dense: {SOCKETS}")}
-    if f"dense: {te}" in speed:
-        named["pull_te_vs_mooncake"] = ratio(f"dense: {te}", f"dense: {BATCH}")
+    if f"dense: {transfer_engine}" in speed:
+        named["pull_te_vs_mooncake"] = ratio(f"dense: {transfer_engine}", f"dense: {BATCH}")
     cost = {
         transport: ratio(
             f"dense: {rfork_name(transport, verify=False)}", f"dense: {rfork_name(transport, verify=True)}"
@@ -155,9 +154,9 @@ def figures(speed: Mapping[str, float]) -> dict[str, float]:
     verified = rfork_name("http", verify=True)
     named["pull_small_vs_large"] = ratio(f"small: {verified}", f"dense: {verified}")
     named["pull_small_http_vs_socket"] = ratio(f"small: {http}", f"small: {SOCKETS}")
-    if f"dense: {te}" in speed:
-        named["pull_te_vs_mooncake_merged"] = ratio(f"dense: {te}", f"dense: {MERGED}")
-        named["pull_small_te_vs_mooncake"] = ratio(f"small: {te}", f"small: {BATCH}")
+    if f"dense: {transfer_engine}" in speed:
+        named["pull_te_vs_mooncake_merged"] = ratio(f"dense: {transfer_engine}", f"dense: {MERGED}")
+        named["pull_small_te_vs_mooncake"] = ratio(f"small: {transfer_engine}", f"small: {BATCH}")
     return named | {f"pull_verify_cost_{transport}": value for transport, value in cost.items()}
 
 

@@ -23,26 +23,26 @@ import rfork
 from benchmarks import shapes
 from rfork import logs, settings
 from rfork.errors import RforkError
-from rfork.image.areas import areas as registered_areas
 from rfork.image.capture import capture
 from rfork.image.memory import Image
-from rfork.settings import PlannerSettings, Settings
-from rfork.transport.choice import TRANSPORTS
-from rfork.transport.http.stream import MOST_VIEWS
-from rfork.transport.transfer_engine.library import library_state
+from rfork.image.registration import regions_to_register as registered_areas
+from rfork.settings import InstanceSettings, PlannerSettings
+from rfork.transport.http.stream import MAX_VIEWS
+from rfork.transport.mooncake.library import library_state
+from rfork.transport.selection import TRANSPORTS
 
 IN_FLIGHT = 4
 """Connections, or reads in flight, of every contender; rfork's `window`."""
 REQUEST_BYTES = 64
 """A request to the bare socket server: image and part, padded with spaces."""
-BESIDE = ("shared_memory", "gloo")
-PATIENCE_S = 120.0
+SAME_HOST_TRANSPORTS = ("shared_memory", "gloo")
+READY_TIMEOUT_S = 120.0
 LOOPBACK = "127.0.0.1"
-MODULES: Mapping[str, Callable[[bool], nn.Module]] = {"dense": shapes.dense, "small": shapes.small}
+MODULES: Mapping[str, Callable[[bool], nn.Module]] = {"dense": shapes.dense, "small": shapes.small_tensors}
 
-Area = tuple[int, int]
+MemoryArea = tuple[int, int]
 """Address and length, in bytes, of one tensor."""
-Message = TypeVar("Message")
+MessageT = TypeVar("MessageT")
 
 
 class PlainEngine(Protocol):
@@ -60,15 +60,11 @@ class PlainEngine(Protocol):
         """Let peers read these areas; 0 means done."""
         ...
 
-    def batch_transfer_sync_read(
-        self, session: str, local: list[int], remote: list[int], lengths: list[int]
-    ) -> int:
+    def batch_transfer_sync_read(self, session: str, local: list[int], remote: list[int], lengths: list[int]) -> int:
         """Read all and return; 0 means done."""
         ...
 
-    def batch_transfer_async_read(
-        self, session: str, local: list[int], remote: list[int], lengths: list[int]
-    ) -> int:
+    def batch_transfer_async_read(self, session: str, local: list[int], remote: list[int], lengths: list[int]) -> int:
         """Start reading; the batch's number."""
         ...
 
@@ -78,27 +74,27 @@ class PlainEngine(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class PullOffer:
     """What the giving process offers besides rfork: socket port, Mooncake session, each tensor's place."""
 
     port: int
     session: str
-    areas: Mapping[str, Sequence[Area]]
+    areas: Mapping[str, Sequence[MemoryArea]]
 
 
 def settings_for(
     planner: str, transports: Sequence[str], *, verify: bool = True, shared_memory: str | None = None
-) -> Settings:
+) -> InstanceSettings:
     """rfork's settings, the same on both sides."""
     return settings.load(
-        Settings,
+        InstanceSettings,
         planner=planner,
         transports=tuple(transports),
         verify=verify,
         window=IN_FLIGHT,
         bind=LOOPBACK,
-        unguarded_tcp=True,
-        shared_memory=shared_memory,
+        allow_unauthenticated_tcp=True,
+        shm_mode=shared_memory,
     )
 
 
@@ -107,10 +103,10 @@ def transports() -> tuple[str, ...]:
     return ("http",) if library_state().error else ("http", "transfer_engine")
 
 
-def beside() -> tuple[str, ...]:
+def same_host_transports() -> tuple[str, ...]:
     """Those of rfork's other transports that can run here, which nothing else in the table compares with."""
     options = settings_for("", ("http",))
-    return tuple(name for name in BESIDE if TRANSPORTS[name](options).availability().usable)
+    return tuple(name for name in SAME_HOST_TRANSPORTS if TRANSPORTS[name](options).availability().usable)
 
 
 def plain_engine() -> PlainEngine:
@@ -121,7 +117,7 @@ def plain_engine() -> PlainEngine:
     return engine
 
 
-def areas_of(module: nn.Module) -> list[Area]:
+def areas_of(module: nn.Module) -> list[MemoryArea]:
     """Where each tensor of the module lies, in the same order in every process."""
     return [(tensor.data_ptr(), tensor.nbytes) for tensor in shapes.tensors_of(module)]
 
@@ -133,26 +129,26 @@ def part_of(image: Image, part: int) -> tuple[int, int]:
 
 
 @contextlib.contextmanager
-def giving(quick: bool) -> Iterator[tuple[str, Offer]]:
+def source_process(quick: bool) -> Iterator[tuple[str, PullOffer]]:
     """A planner and a giving process for the time of the block: the planner's URL, and the offer."""
     with contextlib.ExitStack() as processes:
-        url: str = processes.enter_context(process(plan))
-        offer: Offer = processes.enter_context(process(_give, url, quick))
+        url: str = processes.enter_context(process(planner_main))
+        offer: PullOffer = processes.enter_context(process(_source_main, url, quick))
         yield url, offer
 
 
 @contextlib.contextmanager
-def process(main: Callable[..., None], *arguments: object) -> Iterator[Message]:
+def process(main: Callable[..., None], *arguments: object) -> Iterator[MessageT]:
     """Run `main(connection, *arguments)` in a fresh process; yields the first thing it sends."""
     context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=main, args=(there, *arguments), daemon=True)
+    parent_pipe, child_pipe = context.Pipe()
+    process = context.Process(target=main, args=(child_pipe, *arguments), daemon=True)
     process.start()
-    there.close()  # so that its death ends our read
+    child_pipe.close()  # so that its death ends our read
     try:
-        if not here.poll(PATIENCE_S):
-            raise RforkError(f"{main.__name__} was not ready within {PATIENCE_S:g} s")
-        yield here.recv()
+        if not parent_pipe.poll(READY_TIMEOUT_S):
+            raise RforkError(f"{main.__name__} was not ready within {READY_TIMEOUT_S:g} s")
+        yield parent_pipe.recv()
     except EOFError:
         raise RforkError(f"{main.__name__} ended before it was ready") from None
     finally:
@@ -160,15 +156,15 @@ def process(main: Callable[..., None], *arguments: object) -> Iterator[Message]:
         process.join()
 
 
-def plan(ready: Connection) -> None:
+def planner_main(ready: Connection) -> None:
     """The planner's process: sends its URL once it serves."""
-    from planner.service import serve
+    from planner.server import serve
 
     logs.configure(json=False, level="warning")
     serve(settings.load(PlannerSettings, bind=LOOPBACK, port=0, log_level="warning"), ready.send)
 
 
-def _give(ready: Connection, planner: str, quick: bool) -> None:
+def _source_main(ready: Connection, planner: str, quick: bool) -> None:
     logs.configure(json=False, level="warning")
     torch.set_num_threads(1)
     modules = {name: make(quick) for name, make in MODULES.items()}
@@ -182,37 +178,37 @@ def _give(ready: Connection, planner: str, quick: bool) -> None:
             if engine.batch_register_memory(list(addresses), list(lengths)) != 0:
                 raise RforkError("Mooncake could not register the tensors")
         session = f"{LOOPBACK}:{engine.get_rpc_port()}"
-    options = settings_for(planner, (*transports(), *beside()))
+    options = settings_for(planner, (*transports(), *same_host_transports()))
     with contextlib.ExitStack() as seeds, socket.create_server((LOOPBACK, 0)) as listener:
         for name, module in modules.items():
             seed = seeds.enter_context(rfork.seed(module, model=name, settings=options))
-            if not seed.wait_acknowledged(PATIENCE_S):
+            if not seed.wait_registered(READY_TIMEOUT_S):
                 raise RforkError("the planner did not answer the seed")
         areas = {name: areas_of(module) for name, module in modules.items()}
-        ready.send(Offer(listener.getsockname()[1], session, areas))
+        ready.send(PullOffer(listener.getsockname()[1], session, areas))
         while True:
             connected, _ = listener.accept()
-            threading.Thread(target=_answer, args=(connected, images), daemon=True).start()
+            threading.Thread(target=_serve_requests, args=(connected, images), daemon=True).start()
 
 
-def _answer(connected: socket.socket, images: Mapping[str, Image]) -> None:
+def _serve_requests(connected: socket.socket, images: Mapping[str, Image]) -> None:
     """The bare socket server: after each request, the bytes of one part, out of the tensors' memory."""
     with connected:
         while request := connected.recv(REQUEST_BYTES, socket.MSG_WAITALL):
             name, part = request.decode().split()
             with images[name].readable(*part_of(images[name], int(part))) as views:
-                move(views, connected.sendmsg)
+                transfer_views(views, connected.sendmsg)
 
 
-def move(views: Sequence[memoryview], call: Callable[[list[memoryview]], int]) -> None:
+def transfer_views(views: Sequence[memoryview], call: Callable[[list[memoryview]], int]) -> None:
     """Move all views' bytes with as few system calls as IOV_MAX allows; `call` says how many it moved."""
     waiting = list(views)[::-1]
     while waiting:
-        window = waiting[-MOST_VIEWS:][::-1]
-        moved = call(window)
-        if moved == 0:
+        window = waiting[-MAX_VIEWS:][::-1]
+        transferred = call(window)
+        if transferred == 0:
             raise RforkError("the bare socket closed too early")
-        while waiting and moved >= len(waiting[-1]):
-            moved -= len(waiting.pop())
-        if moved:
-            waiting[-1] = waiting[-1][moved:]
+        while waiting and transferred >= len(waiting[-1]):
+            transferred -= len(waiting.pop())
+        if transferred:
+            waiting[-1] = waiting[-1][transferred:]

@@ -16,48 +16,48 @@ from benchmarks.harness import Contender
 from benchmarks.pull_source import (
     IN_FLIGHT,
     REQUEST_BYTES,
-    Offer,
     PlainEngine,
+    PullOffer,
     areas_of,
-    move,
     part_of,
     settings_for,
+    transfer_views,
 )
 from rfork.errors import RforkError
-from rfork.fork.report import ForkReport
 from rfork.image.capture import capture
+from rfork.receiver.report import ForkReport
 
 MERGED_BYTES = 64 << 20
 POLL_S = 0.0002
 
-Piece = tuple[int, int, int]
+TransferPiece = tuple[int, int, int]
 """Of one tensor: local address, remote address, length in bytes."""
 
 
-class Target:
+class PullTarget:
     """One module of this process, what it must hold, and the ways to fill it."""
 
-    def __init__(self, name: str, make: Callable[[bool], nn.Module], quick: bool, offer: Offer) -> None:
+    def __init__(self, name: str, make: Callable[[bool], nn.Module], quick: bool, offer: PullOffer) -> None:
         self.name = name
         self.module, self.original = make(quick), make(quick)
         self.image = capture(self.module)
         self.bytes = self.image.layout.image_bytes
-        self.right = capture(self.original).manifest().digests
+        self.expected = capture(self.original).manifest().digests
         self.pieces = [
             (local, remote, length)
             for (local, length), (remote, _) in zip(areas_of(self.module), offer.areas[name], strict=True)
         ]
 
-    def checked(self, pull: Callable[[], float | None]) -> Contender:
+    def run_checked(self, pull: Callable[[], float | None]) -> Contender:
         """`pull` into zeroed tensors, every byte checked; the seconds it tells, else its wall time."""
 
         def run() -> float:
             for region in self.image.regions:
                 region.zero_()
             began = time.perf_counter()
-            told = pull()
-            seconds = time.perf_counter() - began if told is None else told
-            if self.image.manifest().digests != self.right:
+            reported_seconds = pull()
+            seconds = time.perf_counter() - began if reported_seconds is None else reported_seconds
+            if self.image.manifest().digests != self.expected:
                 raise RforkError(f"wrong bytes in {self.name}")
             return seconds
 
@@ -93,7 +93,7 @@ class Target:
             connection = connections[part]
             connection.sendall(f"{self.name} {part}".encode().ljust(REQUEST_BYTES))
             with self.image.writable(*part_of(self.image, part)) as views:
-                move(views, lambda window: connection.recvmsg_into(window, 0, socket.MSG_WAITALL)[0])
+                transfer_views(views, lambda window: connection.recvmsg_into(window, 0, socket.MSG_WAITALL)[0])
 
         def pull() -> None:
             with ThreadPoolExecutor(IN_FLIGHT) as threads:
@@ -115,17 +115,17 @@ class Target:
         """Reads of what is adjacent on both sides, four in flight."""
 
         def pull() -> None:
-            waiting = deque(merged(self.pieces))
-            flying: list[int] = []
-            while waiting or flying:
-                while waiting and len(flying) < IN_FLIGHT:
+            waiting = deque(merge_pieces(self.pieces))
+            in_flight: list[int] = []
+            while waiting or in_flight:
+                while waiting and len(in_flight) < IN_FLIGHT:
                     local, remote, length = waiting.popleft()
-                    flying.append(engine.batch_transfer_async_read(session, [local], [remote], [length]))
-                states = [engine.transfer_check_status(read) for read in flying]
+                    in_flight.append(engine.batch_transfer_async_read(session, [local], [remote], [length]))
+                states = [engine.transfer_check_status(read) for read in in_flight]
                 if any(state < 0 for state in states):
                     raise RforkError("a Mooncake read failed")
-                ended = [read for read, state in zip(flying, states, strict=True) if state == 1]
-                flying = [read for read in flying if read not in ended]
+                ended = [read for read, state in zip(in_flight, states, strict=True) if state == 1]
+                in_flight = [read for read in in_flight if read not in ended]
                 if not ended:
                     time.sleep(POLL_S)
 
@@ -135,9 +135,7 @@ class Target:
         """The limit: tensor by tensor from this process's own memory, on one core."""
         copies = [
             (local, source, length)
-            for (local, length), (source, _) in zip(
-                areas_of(self.module), areas_of(self.original), strict=True
-            )
+            for (local, length), (source, _) in zip(areas_of(self.module), areas_of(self.original), strict=True)
         ]
 
         def pull() -> None:
@@ -147,9 +145,9 @@ class Target:
         return pull
 
 
-def merged(pieces: Sequence[Piece]) -> Iterator[Piece]:
+def merge_pieces(pieces: Sequence[TransferPiece]) -> Iterator[TransferPiece]:
     """The same bytes: neighbours on both sides joined, what is large cut to MERGED_BYTES."""
-    runs: list[Piece] = []
+    runs: list[TransferPiece] = []
     for local, remote, length in sorted(pieces):
         if runs and (local, remote) == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
             runs[-1] = (runs[-1][0], runs[-1][1], runs[-1][2] + length)

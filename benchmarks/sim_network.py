@@ -16,28 +16,28 @@ from typing import Final, Generic, TypeVar
 INSTANT: Final = 1e-9
 """Events this close together are of one instant: sums of rounded numbers differ by less."""
 
-Tag = TypeVar("Tag")
+TagT = TypeVar("TagT")
 
 
-class Link(Generic[Tag]):
+class Link(Generic[TagT]):
     """One direction of a node's connection to the network; `carried` counts what it has moved so far."""
 
-    __slots__ = ("carried", "flows", "rate", "settled", "share")
+    __slots__ = ("carried", "flows", "rate", "share", "updated_at")
 
     def __init__(self, rate: float) -> None:
         self.rate = rate
-        self.flows: dict[Flow[Tag], None] = {}
-        self.settled = 0
+        self.flows: dict[Flow[TagT], None] = {}
+        self.updated_at = 0
         self.share = rate
         self.carried = 0.0
 
 
-class Flow(Generic[Tag]):
+class Flow(Generic[TagT]):
     """A transfer over two links; `tag` is what its owner knows it by."""
 
     __slots__ = ("active", "egress", "ingress", "rate", "remaining", "serial", "since", "size", "tag")
 
-    def __init__(self, egress: Link[Tag], ingress: Link[Tag], size: float, tag: Tag) -> None:
+    def __init__(self, egress: Link[TagT], ingress: Link[TagT], size: float, tag: TagT) -> None:
         self.egress = egress
         self.ingress = ingress
         self.size = size
@@ -49,71 +49,71 @@ class Flow(Generic[Tag]):
         self.active = False
 
 
-class Network(Generic[Tag]):
+class Network(Generic[TagT]):
     """Runs flows and calls, in order of time; `arrived` is told all flows that ended in one instant."""
 
-    def __init__(self, arrived: Callable[[Sequence[Flow[Tag]]], None], *, latency: float = 0.0) -> None:
+    def __init__(self, arrived: Callable[[Sequence[Flow[TagT]]], None], *, latency: float = 0.0) -> None:
         self.now = 0.0
         self._arrived = arrived
         self._latency = latency
-        self._heap: list[tuple[float, int, Flow[Tag] | Callable[[], None]]] = []
+        self._heap: list[tuple[float, int, Flow[TagT] | Callable[[], None]]] = []
         self._serial = 0
-        self._changed: dict[Link[Tag], None] = {}
-        self._fresh: list[Flow[Tag]] = []
+        self._changed: dict[Link[TagT], None] = {}
+        self._fresh: list[Flow[TagT]] = []
 
-    def start(self, flow: Flow[Tag]) -> None:
+    def start(self, flow: Flow[TagT]) -> None:
         """Begin to send: the first byte leaves after the latency."""
         if self._latency:
             self._schedule(self.now + self._latency, flow)
         else:
             self._join(flow)
 
-    def cancel(self, flow: Flow[Tag]) -> None:
+    def cancel(self, flow: Flow[TagT]) -> None:
         """End the flow before its last byte; nobody is told."""
         flow.serial = -1
         if flow.active:
             left = flow.remaining - flow.rate * (self.now - flow.since)
-            self._part(flow, flow.size - left)
+            self._detach(flow, flow.size - left)
 
-    def call(self, time: float, what: Callable[[], None]) -> None:
-        """Have `what` called at `time`."""
+    def call(self, time: float, callback: Callable[[], None]) -> None:
+        """Have `callback` called at `time`."""
         self._serial += 1
-        heapq.heappush(self._heap, (time, self._serial, what))
+        heapq.heappush(self._heap, (time, self._serial, callback))
 
     def run(self, until: Callable[[], bool]) -> None:
         """Let time pass until the condition holds after an instant, or nothing is left to happen."""
         heap, pop = self._heap, heapq.heappop
-        self._settle()
+        self._update_rates()
         while heap and not until():
             time = heap[0][0]
             horizon = time + INSTANT
-            ended: list[Flow[Tag]] = []
+            ended: list[Flow[TagT]] = []
             calls: list[Callable[[], None]] = []
             self.now = time
             while heap and heap[0][0] <= horizon:
-                _, serial, what = pop(heap)
-                if not isinstance(what, Flow):
-                    calls.append(what)
-                elif what.serial == serial:
-                    if what.active:
-                        ended.append(what)
+                _, serial, callback = pop(heap)
+                if not isinstance(callback, Flow):
+                    calls.append(callback)
+                elif callback.serial == serial:
+                    if callback.active:
+                        ended.append(callback)
                     else:
-                        self._join(what)
+                        self._join(callback)
             for flow in ended:
                 flow.serial = -1
-                self._part(flow, flow.size)
+                self._detach(flow, flow.size)
             if ended:
                 self._arrived(ended)
             for call in calls:
                 call()
-            self._settle()
+            self._update_rates()
 
-    def _schedule(self, time: float, flow: Flow[Tag]) -> None:
+    def _schedule(self, time: float, flow: Flow[TagT]) -> None:
         self._serial += 1
         flow.serial = self._serial
         heapq.heappush(self._heap, (time, self._serial, flow))
 
-    def _join(self, flow: Flow[Tag]) -> None:
+    def _join(self, flow: Flow[TagT]) -> None:
         flow.active = True
         flow.since = self.now
         flow.egress.flows[flow] = None
@@ -121,24 +121,24 @@ class Network(Generic[Tag]):
         self._changed[flow.egress] = self._changed[flow.ingress] = None
         self._fresh.append(flow)
 
-    def _part(self, flow: Flow[Tag], moved: float) -> None:
+    def _detach(self, flow: Flow[TagT], moved: float) -> None:
         flow.active = False
         flow.egress.carried += moved
         flow.ingress.carried += moved
         del flow.egress.flows[flow], flow.ingress.flows[flow]
         self._changed[flow.egress] = self._changed[flow.ingress] = None
 
-    def _settle(self) -> None:
+    def _update_rates(self) -> None:
         """Give the flows of every link whose number of flows changed their new rates."""
         if not self._changed:
             return
         # A flow that took the place of one that ended changes nothing for its neighbours.
-        affected: dict[Flow[Tag], None] = dict.fromkeys(self._fresh)
+        affected: dict[Flow[TagT], None] = dict.fromkeys(self._fresh)
         self._fresh.clear()
         for link in self._changed:
             number = len(link.flows)
-            if number != link.settled:
-                link.settled = number
+            if number != link.updated_at:
+                link.updated_at = number
                 if number:
                     link.share = link.rate / number
                     affected.update(link.flows)

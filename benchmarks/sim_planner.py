@@ -1,7 +1,7 @@
 """The planner in the simulation: the policy itself, over the index that the planner keeps of a group.
 
 What a registry does with instances' reports, forks' progress and faults is done here without records of
-leases, tokens or logs; who reads what from whom is decided by `planner.policy` alone. Sets of chunks
+leases, tokens or logs; who reads what from whom is decided by `planner.policy.group_plan` alone. Sets of chunks
 come and go as bits; times come in S/B and are told to the policy in seconds.
 """
 
@@ -12,14 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from planner import policy
-from planner.fleet import Decision, Demand, Place, Share, Source
-from planner.groups import LiveGroup
-from planner.policy.ways import takes_one_host
+from planner.group_index import GroupIndex
+from planner.policy import group_plan
+from planner.policy.transports import is_same_host_route
+from planner.policy_types import ChunkShare, ForkDemand, HostLocation, PlanDecision, Source
 from planner.store.records import ForkRecord, GroupKey
-from planner.store.records import Read as PlannedRead
+from planner.store.records import RouteRecord as PlannedRead
 from rfork.image.ranges import Range
-from rfork.wire import Rank
+from rfork.schema import Rank
 
 LAYOUT, WEIGHTS, VERSION, RANK = "layout", "weights", "v1", Rank()
 LINK_BYTES_PER_S: Final = 10e9
@@ -30,26 +30,26 @@ NEVER: Final = float("inf")
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class SimPlanRequest:
     """One target that needs a plan."""
 
     name: str
-    held: int
-    blamed: frozenset[str]
+    chunks: int
+    excluded: frozenset[str]
     current: Mapping[str, int]
     """Chunks that it still reads by the plan it has, by source."""
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What a target is told to read, by source; `again`: whether to ask again soon."""
+class SimPlanResponse:
+    """What a target is told to read, by source; `replan_suggested`: whether to ask again soon."""
 
     shares: Mapping[str, int]
-    again: bool
+    replan_suggested: bool
     reason: str
 
 
-class Planner:
+class SimPlanner:
     """Plans for one group; counts the wall time of planning, and of looking for stragglers."""
 
     def __init__(self, chunk_count: int, *, heartbeat: float) -> None:
@@ -57,13 +57,11 @@ class Planner:
         self.watch_seconds = 0.0
         self._chunk_count = chunk_count
         self._heartbeat_s = heartbeat * IMAGE_SECONDS
-        self._group = LiveGroup(GroupKey("model", VERSION, RANK.key))
+        self._group = GroupIndex(GroupKey("model", VERSION, RANK.key))
         self._sources: dict[str, Source] = {}
         self._forks: dict[str, ForkRecord] = {}
 
-    def join(
-        self, name: str, *, complete: bool, host: str | None = None, measured: float | None = None
-    ) -> None:
+    def join(self, name: str, *, complete: bool, host: str | None = None, measured: float | None = None) -> None:
         """Register an instance, on a host of its own unless one is named.
 
         `measured` is the rate it was seen to read at before, as a part of B.
@@ -78,7 +76,7 @@ class Planner:
             state="serving" if complete else "loading",
             verified=((0, self._chunk_count),) if complete else (),
             transports=("shared_memory", "http"),
-            place=Place(host=host or name),
+            location=HostLocation(host=host or name),
             max_readers=MAX_READERS,
             expires_at=NEVER,
             ingress_rate=None if measured is None else measured * LINK_BYTES_PER_S,
@@ -88,34 +86,34 @@ class Planner:
         else:
             self._sources[name] = source  # in the group once it has a plan
 
-    def progress(self, name: str, held: int) -> None:
+    def progress(self, name: str, chunks: int) -> None:
         """A target tells what it has verified, and how fast it read since it last told."""
         source = self._sources[name]
-        gained = held.bit_count() - source.watermark
-        rate = gained / self._chunk_count * LINK_BYTES_PER_S * IMAGE_SECONDS / self._heartbeat_s
+        new_chunks = chunks.bit_count() - source.watermark
+        rate = new_chunks / self._chunk_count * LINK_BYTES_PER_S * IMAGE_SECONDS / self._heartbeat_s
         fork = self._forks.get(name)
-        if fork is not None and any(takes_one_host(read.transports) for read in fork.reads):
+        if fork is not None and any(is_same_host_route(read.transports) for read in fork.reads):
             rate = 0.0  # it says nothing of its link
         self._put(
             replace(
                 source,
-                weights_id=WEIGHTS if held else source.weights_id,
-                verified=ranges_of(held),
+                weights_id=WEIGHTS if chunks else source.weights_id,
+                verified=ranges_of(chunks),
                 ingress_rate=max(rate, source.ingress_rate or 0.0) or None,
             )
         )
 
     def finished(self, name: str) -> None:
         """A target holds everything: its fork ends, and it serves."""
-        self._group.leave(self._forks.pop(name))
-        whole = ((0, self._chunk_count),)
-        self._put(replace(self._sources[name], weights_id=WEIGHTS, verified=whole, state="serving"))
+        self._group.end_fork(self._forks.pop(name))
+        all_chunks = ((0, self._chunk_count),)
+        self._put(replace(self._sources[name], weights_id=WEIGHTS, verified=all_chunks, state="serving"))
 
-    def gone(self, name: str) -> None:
+    def remove(self, name: str) -> None:
         """An instance was found dead: forget it and its fork."""
         fork = self._forks.pop(name, None)
         if fork is not None:
-            self._group.leave(fork)
+            self._group.end_fork(fork)
         if self._sources.pop(name, None) is not None:
             self._group.remove(name)
 
@@ -124,7 +122,7 @@ class Planner:
         begin = time.perf_counter()
         slow = [
             name
-            for name in policy.stragglers(self._group.view(()), now * IMAGE_SECONDS)
+            for name in group_plan.stragglers(self._group.view(()), now * IMAGE_SECONDS)
             if not self._sources[name].slow
         ]
         for name in slow:
@@ -132,38 +130,38 @@ class Planner:
         self.watch_seconds += time.perf_counter() - begin
         return slow
 
-    def plan(self, asks: Sequence[Ask], now: float) -> dict[str, Answer]:
+    def plan(self, requests: Sequence[SimPlanRequest], now: float) -> dict[str, SimPlanResponse]:
         """One plan for all that ask, by name."""
         begin = time.perf_counter()
-        demands = [self._demand(ask) for ask in asks]
-        decisions = policy.plan(self._group.view(demands), demands, now * IMAGE_SECONDS)
+        demands = [self._demand(request) for request in requests]
+        decisions = group_plan.plan(self._group.view(demands), demands, now * IMAGE_SECONDS)
         for demand in demands:
             self._put(demand.target)
-            self._follow(demand.fork_id, decisions[demand.fork_id], now)
+            self._apply_decision(demand.fork_id, decisions[demand.fork_id], now)
         self.plan_seconds += time.perf_counter() - begin
         return {
-            name: Answer(
+            name: SimPlanResponse(
                 {each.source_id: bits_of(each.chunks) for each in decision.assignments},
-                again=decision.full,
+                replan_suggested=decision.no_free_slot,
                 reason=decision.reason,
             )
             for name, decision in decisions.items()
         }
 
-    def _demand(self, ask: Ask) -> Demand:
+    def _demand(self, request: SimPlanRequest) -> ForkDemand:
         target = replace(
-            self._sources[ask.name],
-            verified=ranges_of(ask.held),
-            weights_id=WEIGHTS if ask.held else None,
+            self._sources[request.name],
+            verified=ranges_of(request.chunks),
+            weights_id=WEIGHTS if request.chunks else None,
         )
-        return Demand(
-            fork_id=ask.name,
+        return ForkDemand(
+            fork_id=request.name,
             target=target,
-            blamed=dict.fromkeys(ask.blamed, "gone"),
-            current=tuple(Share(source, ranges_of(chunks)) for source, chunks in ask.current.items()),
+            excluded=dict.fromkeys(request.excluded, "gone"),
+            current_shares=tuple(ChunkShare(source, ranges_of(chunks)) for source, chunks in request.current.items()),
         )
 
-    def _follow(self, name: str, decision: Decision, now: float) -> None:
+    def _apply_decision(self, name: str, decision: PlanDecision, now: float) -> None:
         fork = ForkRecord(
             fork_id=name,
             instance_id=name,
@@ -172,17 +170,16 @@ class Planner:
             version=VERSION,
             chunk_count=self._chunk_count,
             image_bytes=int(LINK_BYTES_PER_S * IMAGE_SECONDS),
-            asked_at=now * IMAGE_SECONDS,
+            requested_at=now * IMAGE_SECONDS,
             seen_at=now * IMAGE_SECONDS,
             planned_at=now * IMAGE_SECONDS,
             reads=tuple(
-                PlannedRead(each.source_id, each.chunks, each.transports, generation=0)
-                for each in decision.assignments
+                PlannedRead(each.source_id, each.chunks, each.transports, generation=0) for each in decision.assignments
             ),
             weights_id=decision.weights_id,
         )
         self._forks[name] = fork
-        self._group.follow(fork)
+        self._group.apply_plan(fork)
 
     def _put(self, source: Source) -> None:
         self._sources[source.instance_id] = source

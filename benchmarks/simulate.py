@@ -2,10 +2,10 @@
 
 A discrete-event simulation of N targets, M seeds and k chunks on full-duplex links of rate B that are
 shared equally (`benchmarks.sim_network`), with deaths, stragglers and late arrivals; who reads what
-from whom is decided by `planner.policy` over the planner's own index. T is in multiples of S/B, from the
+from whom is decided by `planner.policy.group_plan` over the planner's own index. T is in multiples of S/B, from the
 first arrival until the last target that lived is complete; one of 1.0 reads at the full speed of its link.
 
-Beside it, for undisturbed rows, the exact times of other schedules (`benchmarks.sim_contenders`): star,
+Beside it, for undisturbed rows, the exact times of other schedules (`benchmarks.sim_baselines`): star,
 doubling, chain, binomial pipeline, and the floor for whole chunks. In disturbed rows "rfork" is the
 median and "worst" the worst of several random draws; "the rest" leaves stragglers out, and "a joiner" is
 the longest that a late joiner took from its own arrival. "on 4 hosts" are targets that share 4 hosts, each
@@ -25,9 +25,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from statistics import median
 
-from benchmarks import harness, sim_contenders
+from benchmarks import harness, sim_baselines
 from benchmarks.harness import Options, Row, Value
-from benchmarks.sim_run import Outcome, Run, Scenario
+from benchmarks.sim_runner import SimOutcome, SimRun, SimScenario
 from rfork.errors import MissingExtra, RforkError
 
 SIZES = (1, 3, 7, 15, 31, 100, 1000, 10_000)
@@ -38,21 +38,21 @@ UNDISTURBED, DEATHS, SLOW, KNOWN, LATE, SPREAD, SHARED = (
     "undisturbed", "1 % die", "5 % slow", "5 % slow, known", "25 % late", "over 0.2 S/B", "on 4 hosts"
 )  # fmt: skip
 CONTENDERS = {
-    "floor": sim_contenders.floor,
-    "binomial": sim_contenders.binomial_pipeline,
-    "chain": sim_contenders.chain,
-    "doubling": sim_contenders.doubling,
-    "star": sim_contenders.star,
+    "floor": sim_baselines.floor,
+    "binomial": sim_baselines.binomial_pipeline,
+    "chain": sim_baselines.chain,
+    "doubling": sim_baselines.doubling,
+    "star": sim_baselines.star,
 }
 
 
 @dataclass(frozen=True)
-class Case:
+class SimulationCase:
     """A scenario and its outcomes, one a random draw."""
 
     name: str
-    scenario: Scenario
-    outcomes: tuple[Outcome, ...]
+    scenario: SimScenario
+    outcomes: tuple[SimOutcome, ...]
 
     @property
     def total(self) -> float:
@@ -60,7 +60,7 @@ class Case:
         return median(outcome.total for outcome in self.outcomes)
 
     @property
-    def worst(self) -> float:
+    def max_total(self) -> float:
         """The largest T."""
         return max(outcome.total for outcome in self.outcomes)
 
@@ -76,12 +76,12 @@ class Case:
         return median(times) if times else None
 
     @property
-    def most_sent(self) -> float:
+    def max_egress(self) -> float:
         """The most that any host sent, in S."""
         return max(outcome.max_egress for outcome in self.outcomes)
 
     @property
-    def most_read(self) -> float:
+    def max_ingress(self) -> float:
         """The most that any host read over the network, in S."""
         return max(outcome.max_ingress for outcome in self.outcomes)
 
@@ -93,12 +93,12 @@ class Case:
         head: dict[str, Value] = {"case": self.name, "N": scenario.targets, "M": scenario.seeds}
         row = head | {"rfork": round(self.total, 3)}
         for name, contender in CONTENDERS.items():
-            takes = contender(scenario.targets, scenario.seeds, scenario.chunks)
-            row[name] = round(takes, 3) if exact else None
+            baseline_time = contender(scenario.targets, scenario.seeds, scenario.chunks)
+            row[name] = round(baseline_time, 3) if exact else None
         row |= {
-            "worst": round(self.worst, 3) if disturbed else None,
-            "most sent": round(self.most_sent, 3),
-            "most read": round(self.most_read, 3),
+            "worst": round(self.max_total, 3) if disturbed else None,
+            "most sent": round(self.max_egress, 3),
+            "most read": round(self.max_ingress, 3),
             "plans": round(median(outcome.plans for outcome in self.outcomes)),
             "plan s": median(outcome.plan_seconds for outcome in self.outcomes),
             "watch s": median(outcome.watch_seconds for outcome in self.outcomes),
@@ -128,67 +128,65 @@ def main(arguments: Sequence[str] | None = None) -> None:
         plot=("case", "rfork"),
     )
     if options.plot:
-        alike = [case for case in cases if case.name == UNDISTURBED and case.scenario.seeds == base.seeds]
-        draw(options.plot, base, {case.scenario.targets: case.total for case in alike})
+        same_scenario = [case for case in cases if case.name == UNDISTURBED and case.scenario.seeds == base.seeds]
+        plot(options.plot, base, {case.scenario.targets: case.total for case in same_scenario})
 
 
-def parse(arguments: Sequence[str] | None = None) -> tuple[Options, Scenario, bool]:
+def parse(arguments: Sequence[str] | None = None) -> tuple[Options, SimScenario, bool]:
     """The options of all benchmarks, the scenario that was asked for, and whether it is the one question."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.simulate", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    for option in fields(Scenario):
+    for option in fields(SimScenario):
         flag, meaning = f"--{option.name.replace('_', '-')}", str(option.metadata["help"])
         if isinstance(option.default, bool):
             parser.add_argument(flag, action="store_true", help=meaning)
         elif isinstance(option.default, int | float):
-            given = None if option.name == "targets" else option.default
-            parser.add_argument(
-                flag, type=type(option.default), default=given, help=f"{meaning} [{option.default}]"
-            )
+            default = None if option.name == "targets" else option.default
+            parser.add_argument(flag, type=type(option.default), default=default, help=f"{meaning} [{option.default}]")
     chosen, rest = parser.parse_known_args(arguments)
     options = harness.options("simulate", __doc__, rest)
     values = {name: value for name, value in vars(chosen).items() if value is not None}
-    return options, Scenario(**values), chosen.targets is not None
+    return options, SimScenario(**values), chosen.targets is not None
 
 
-def table(base: Scenario, options: Options) -> list[Case]:
+def table(base: SimScenario, options: Options) -> list[SimulationCase]:
     """All the questions of the benchmark; `base` says how the network and the planner behave in each."""
-    few, many = (1, options.rounds) if options.quick else (options.rounds, options.rounds)
+    few_seeds, many_chunks = (1, options.rounds) if options.quick else (options.rounds, options.rounds)
     large = replace(base, targets=LARGE)
-    questions: list[tuple[str, Scenario, int]] = [
+    questions: list[tuple[str, SimScenario, int]] = [
         (UNDISTURBED, replace(base, targets=targets), 1) for targets in SIZES
     ]
     questions += [(UNDISTURBED, replace(large, seeds=seeds), 1) for seeds in SEEDS]
     questions += [
-        (DEATHS, replace(large, deaths=0.01), many),
-        (SLOW, replace(large, stragglers=0.05), few),
-        (KNOWN, replace(large, stragglers=0.05, measured=True), few),
-        (LATE, replace(large, late=0.25), few),
-        (SPREAD, replace(large, spread=0.2, batch=max(base.batch, 0.005)), few),
+        (DEATHS, replace(large, deaths=0.01), many_chunks),
+        (SLOW, replace(large, stragglers=0.05), few_seeds),
+        (KNOWN, replace(large, stragglers=0.05, measured=True), few_seeds),
+        (LATE, replace(large, late=0.25), few_seeds),
+        (SPREAD, replace(large, spread=0.2, batch=max(base.batch, 0.005)), few_seeds),
         (SHARED, replace(base, targets=ON_HOSTS, hosts=HOSTS), 1),
-        (f"{SHARED}, 25 % late", replace(base, targets=ON_HOSTS, hosts=HOSTS, late=0.25), few),
-        (f"{SHARED}, 10 % die", replace(base, targets=ON_HOSTS, hosts=HOSTS, deaths=0.1), many),
+        (f"{SHARED}, 25 % late", replace(base, targets=ON_HOSTS, hosts=HOSTS, late=0.25), few_seeds),
+        (f"{SHARED}, 10 % die", replace(base, targets=ON_HOSTS, hosts=HOSTS, deaths=0.1), many_chunks),
     ]
-    return [simulate(name, scenario, draws) for name, scenario, draws in questions]
+    return [simulate(name, scenario, seed_numbers) for name, scenario, seed_numbers in questions]
 
 
-def simulate(name: str, scenario: Scenario, draws: int) -> Case:
+def simulate(name: str, scenario: SimScenario, seed_numbers: int) -> SimulationCase:
     """Run a scenario with several random seeds. Raises Stuck where a target is never complete."""
-    outcomes: list[Outcome] = []
-    for draw in range(draws):
+    outcomes: list[SimOutcome] = []
+    for seed_number in range(seed_numbers):
         # A run makes millions of values and frees them at its end: the collector would only look on.
         gc.collect()
         gc.disable()
         try:
-            outcomes.append(Run(replace(scenario, draw=scenario.draw + draw)).run())
+            outcomes.append(SimRun(replace(scenario, draw=scenario.draw + seed_number)).run())
         finally:
             gc.enable()
-    return Case(name, scenario, tuple(outcomes))
+    return SimulationCase(name, scenario, tuple(outcomes))
 
 
-def figures_of(cases: Sequence[Case]) -> dict[str, float]:
+def figures_of(cases: Sequence[SimulationCase]) -> dict[str, float]:
     """The figures that DESIGN names, and what else tells how the policy does."""
     plain = {(each.scenario.targets, each.scenario.seeds): each for each in cases if each.name == UNDISTURBED}
     named = {case.name: case for case in cases if case.name != UNDISTURBED}
@@ -198,17 +196,17 @@ def figures_of(cases: Sequence[Case]) -> dict[str, float]:
     figures |= {f"sim_seeds_{number}": plain[LARGE, number].total for number in SEEDS}
     return figures | {
         "sim_faults": named[DEATHS].total / undisturbed,
-        "sim_faults_worst": named[DEATHS].worst / undisturbed,
+        "sim_faults_worst": named[DEATHS].max_total / undisturbed,
         "sim_slow_rest": named[SLOW].healthy / undisturbed,
         "sim_slow_known_rest": named[KNOWN].healthy / undisturbed,
         "sim_late_joiner": named[LATE].late or 0.0,
         "sim_spread": named[SPREAD].total,
-        "sim_max_egress": max(case.most_sent for case in plain.values()),
-        "sim_max_egress_faults": named[DEATHS].most_sent,
+        "sim_max_egress": max(case.max_egress for case in plain.values()),
+        "sim_max_egress_faults": named[DEATHS].max_egress,
     }
 
 
-def draw(path: Path, base: Scenario, measured: Mapping[int, float]) -> None:
+def plot(path: Path, base: SimScenario, measured: Mapping[int, float]) -> None:
     """T over N for all contenders."""
     try:
         from matplotlib.figure import Figure
@@ -232,7 +230,7 @@ def draw(path: Path, base: Scenario, measured: Mapping[int, float]) -> None:
     figure.savefig(path)
 
 
-def _disturbed(scenario: Scenario) -> bool:
+def _disturbed(scenario: SimScenario) -> bool:
     return any((scenario.deaths, scenario.stragglers, scenario.late, scenario.spread))
 
 

@@ -21,7 +21,7 @@ Who runs. "rfork" is `rfork.load` and its like at the default settings; "direct=
 page cache, or through it, where the default chooses by what it measures. "rfork snapshot" checks every chunk
 against its digest, as "tensorizer, hashes" checks every tensor: these two are compared with each other, in
 `storage_verified_vs_best_peer`; nothing else here checks anything. Peers run at the best settings that
-were found (`benchmarks/storage_peers.py`), with huge pages for new tensors (THP_MEM_ALLOC_ENABLE), which
+were found (`benchmarks/storage_other_loaders.py`), with huge pages for new tensors (THP_MEM_ALLOC_ENABLE), which
 rfork is not given. "limit": fio and a reader of our own, both with O_DIRECT, of which the faster one is the
 limit (cold), preadv by two threads (warm), range requests over eight bare sockets (S3). Who could not run
 is named below the table.
@@ -54,12 +54,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks import harness
-from benchmarks.seaweed import SeaweedError, why_not
-from benchmarks.storage_case import MEDIA, Part
-from benchmarks.storage_draw import draw
-from benchmarks.storage_image import SHARDS, SMALL, check_room, lay_out
-from benchmarks.storage_ours import write_snapshot
-from benchmarks.storage_rounds import Bench, estimate_s, kinds, minutes, written_bytes
+from benchmarks.seaweed import SeaweedError, unavailable_reason
+from benchmarks.storage_bench import StorageBench, estimate_s, formats_by_image, minutes, written_bytes
+from benchmarks.storage_cases import MEDIA, Part
+from benchmarks.storage_images import SHARDS, SMALL, check_free_space, write_image
+from benchmarks.storage_plot import plot
+from benchmarks.storage_rfork import write_snapshot
 from benchmarks.storage_s3 import serving
 from benchmarks.storage_table import figures, notes, row
 from rfork import logs
@@ -73,44 +73,44 @@ def main() -> None:
     """Measure, print, and write what was asked for."""
     options, parts = parse()
     logs.configure(json=False, level="warning")
-    harness.heed_sigterm()
+    harness.exit_on_sigterm()
     in_s3 = [part for part in parts if part[1] == "s3"]
-    if in_s3 and (missing := why_not()):
+    if in_s3 and (missing := unavailable_reason()):
         raise RforkError(missing)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="rfork-storage-") as name:
         folder = Path(name)
-        check_room(folder, sum(written_bytes(parts, options.quick)))
+        check_free_space(folder, sum(written_bytes(parts, options.quick)))
         print(f"{options.rounds} rounds, about {minutes(estimate_s(parts, options))}", file=sys.stderr)
-        read = kinds(parts, options.quick)
-        images = {image: lay_out(image, options.quick, folder / image, read[image]) for image in read}
+        read = formats_by_image(parts, options.quick)
+        images = {image: write_image(image, options.quick, folder / image, read[image]) for image in read}
         for image, stored in images.items():
             if "snapshot" in read[image]:
                 write_snapshot(stored)
-        bench = Bench(images, options)
+        bench = StorageBench(images, options)
         bench.run([part for part in parts if part not in in_s3], {})
         # The server comes last: until then its files would take the memory of the page cache.
         if in_s3:
-            with serving(images, kinds(in_s3, options.quick), folder) as buckets:
+            with serving(images, formats_by_image(in_s3, options.quick), folder) as buckets:
                 bench.run(in_s3, buckets)
     results = bench.results(parts)
-    told = notes(results)
+    settings_notes = notes(results)
     harness.publish(
         replace(options, plot=None),
         settings={
             **{f"{image}_bytes": stored.bytes for image, stored in images.items()},
             **{f"{image}_files": len(stored.safetensors) for image, stored in images.items()},
             "minutes": round((time.monotonic() - began) / 60, 1),
-            **told,
+            **settings_notes,
         },
         rows=[row(result) for result in results if result.runs],
         figures=figures(results),
         plot=("contender", "GB/s"),
     )
-    for name, value in told.items():
+    for name, value in settings_notes.items():
         print(f"{name}: {value}")
     if options.plot:
-        draw(options.plot, results)
+        plot(options.plot, results)
 
 
 def parse(arguments: Sequence[str] | None = None) -> tuple[harness.Options, list[Part]]:
@@ -125,13 +125,10 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[harness.Options, list
         (image, medium)
         for image in SHARDS
         for medium in MEDIA
-        if chosen.only in f"{image}/{medium}"
-        and (chosen.only or not options.quick or (image, medium) != SLOW)
+        if chosen.only in f"{image}/{medium}" and (chosen.only or not options.quick or (image, medium) != SLOW)
     ]
     if not parts:
-        raise RforkError(
-            f"nothing matches {chosen.only!r}: images are {', '.join(SHARDS)}, media {', '.join(MEDIA)}"
-        )
+        raise RforkError(f"nothing matches {chosen.only!r}: images are {', '.join(SHARDS)}, media {', '.join(MEDIA)}")
     return options, parts
 
 

@@ -18,39 +18,37 @@ from urllib.parse import urlsplit
 
 import torch
 
-from benchmarks.storage_case import ASIDE_ROUNDS, Contender, Load, Target
-from benchmarks.storage_image import Tensors
+from benchmarks.storage_cases import SIDE_ROUNDS, Load, LoadTarget, StorageContender
+from benchmarks.storage_images import Tensors
 from rfork.errors import RforkError
 
 BLOCK_BYTES = 16 << 20
 JOBS, DEPTH = 4, 2
 COPIERS, CONNECTIONS = 2, 8
-FIO, OWN = "limit: fio", "limit: O_DIRECT, huge pages"
+FIO, DIRECT_IO_LIMIT = "limit: fio", "limit: O_DIRECT, huge pages"
 
 Disk = Callable[[Sequence[Path]], tuple[float, int]]
 """Reads files past the page cache, four readers at once: seconds, and bytes that were read."""
-Range = tuple[Path, int, int]
+FileRange = tuple[Path, int, int]
 """A file, and the range of it from one offset to another."""
 
 
-def contenders() -> list[Contender]:
+def contenders() -> list[StorageContender]:
     """Those that run as loaders do; the disk's are `disks`."""
     return [
-        Contender("limit: preadv", preadv, "limit", media=("warm",), raw=True, quick=True),
-        Contender(
-            "limit: memcpy", memcpy, "shown", ("warm",), ("existing",), raw=True, most_rounds=ASIDE_ROUNDS
-        ),
-        Contender("limit: ranged GETs", ranged, "limit", media=("s3",), raw=True, quick=True),
+        StorageContender("limit: preadv", preadv, "limit", media=("warm",), raw=True, quick=True),
+        StorageContender("limit: memcpy", memcpy, "shown", ("warm",), ("existing",), raw=True, max_rounds=SIDE_ROUNDS),
+        StorageContender("limit: ranged GETs", ranged, "limit", media=("s3",), raw=True, quick=True),
     ]
 
 
 def disks() -> dict[str, Disk]:
     """Who measures the disk: fio where it is, and a reader whose memory is of huge pages, as fio's is not."""
-    fio = {FIO: lambda paths: _fio(list(quarters(paths)))} if shutil.which("fio") else {}
-    return {**fio, OWN: lambda paths: _direct(list(quarters(paths)))}
+    fio = {FIO: lambda paths: _fio(list(split_jobs(paths)))} if shutil.which("fio") else {}
+    return {**fio, DIRECT_IO_LIMIT: lambda paths: _direct(list(split_jobs(paths)))}
 
 
-def quarters(paths: Sequence[Path]) -> Iterator[Range]:
+def split_jobs(paths: Sequence[Path]) -> Iterator[FileRange]:
     """The files in JOBS parts, of whole blocks: one file is cut, several are a part each."""
     each = -(-JOBS // len(paths))
     for path in paths:
@@ -61,7 +59,7 @@ def quarters(paths: Sequence[Path]) -> Iterator[Range]:
                 yield path, begin, end
 
 
-def preadv(target: Target) -> Load:
+def preadv(target: LoadTarget) -> Load:
     """Two threads, out of the page cache."""
     paths = {path.name: path for path in target.stored.safetensors}
 
@@ -77,21 +75,21 @@ def preadv(target: Target) -> Load:
     return _blockwise(target, COPIERS, lambda: read)
 
 
-def memcpy(target: Target) -> Load:
+def memcpy(target: LoadTarget) -> Load:
     """Two threads, out of this process's own memory."""
-    own = {
+    destination = {
         path.name: torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
         for path in target.stored.safetensors
     }
 
     def copy(name: str, offset: int, view: memoryview) -> None:
         into = ctypes.addressof(ctypes.c_char.from_buffer(view))
-        ctypes.memmove(into, own[name].data_ptr() + offset, len(view))
+        ctypes.memmove(into, destination[name].data_ptr() + offset, len(view))
 
     return _blockwise(target, COPIERS, lambda: copy)
 
 
-def ranged(target: Target) -> Load:
+def ranged(target: LoadTarget) -> Load:
     """HTTP range requests on presigned URLs over eight bare connections, received where the bytes belong."""
     if target.bucket is None:
         raise RforkError("there is no bucket to read")
@@ -126,15 +124,15 @@ def ranged(target: Target) -> Load:
     return _blockwise(target, CONNECTIONS, connect)
 
 
-def _blockwise(
-    target: Target, threads: int, start: Callable[[], Callable[[str, int, memoryview], None]]
-) -> Load:
+def _blockwise(target: LoadTarget, threads: int, start: Callable[[], Callable[[str, int, memoryview], None]]) -> Load:
     """All files block by block: `start` gives each thread its own `read(name, offset, view)`."""
     sizes = {path.name: path.stat().st_size for path in target.stored.safetensors}
     blocks = [(name, offset) for name, size in sizes.items() for offset in range(0, size, BLOCK_BYTES)]
 
     def run() -> Tensors:
-        files = target.into or {name: torch.empty(size, dtype=torch.uint8) for name, size in sizes.items()}
+        files = target.destination_tensors or {
+            name: torch.empty(size, dtype=torch.uint8) for name, size in sizes.items()
+        }
         views = {name: tensor.numpy().data for name, tensor in files.items()}
         order = iter(blocks)  # one step of an iterator is atomic
 
@@ -150,7 +148,7 @@ def _blockwise(
     return run
 
 
-def _fio(parts: Sequence[Range]) -> tuple[float, int]:
+def _fio(parts: Sequence[FileRange]) -> tuple[float, int]:
     jobs = itertools.chain.from_iterable(
         [f"--name=part{index}", f"--filename={path}", f"--offset={begin}", f"--size={end - begin}"]
         for index, (path, begin, end) in enumerate(parts)
@@ -168,8 +166,8 @@ def _fio(parts: Sequence[Range]) -> tuple[float, int]:
     return int(read["runtime"]) / 1e3, int(read["io_bytes"])
 
 
-def _direct(parts: Sequence[Range]) -> tuple[float, int]:
-    def read(part: Range) -> None:
+def _direct(parts: Sequence[FileRange]) -> tuple[float, int]:
+    def read(part: FileRange) -> None:
         path, begin, end = part
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
         try:

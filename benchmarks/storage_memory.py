@@ -35,11 +35,11 @@ def reset_peak() -> None:
 
 def cpu_seconds() -> float:
     """Processor time, user and system, of this process and of the children that it waited for."""
-    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    usages = (resource.getrusage(usage_scope) for usage_scope in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
-class Reserve:
+class MemoryReserve:
     """Memory that is held between runs, written to, and freed right before each.
 
     A virtual machine may give free memory back to its host within seconds, and get it again page by page
@@ -50,9 +50,9 @@ class Reserve:
     def __init__(self) -> None:
         self._area: mmap.mmap | None = None
 
-    def take(self, size: int) -> int:
+    def acquire(self, size: int) -> int:
         """Hold `size` bytes, or what is free but for a GiB: the page cache is to lose nothing for it."""
-        self.give()
+        self.release()
         size = min(size, _field(MEMINFO, "MemFree") - SPARE)
         if size <= 0:
             return 0
@@ -61,7 +61,7 @@ class Reserve:
         np.frombuffer(self._area, dtype=np.uint8)[:: mmap.PAGESIZE] = 1
         return size
 
-    def give(self) -> None:
+    def release(self) -> None:
         """Free it."""
         if self._area is not None:
             self._area.close()

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from benchmarks.seaweed import REGION, WRITER, SeaweedServer
-from benchmarks.storage_case import Bucket
-from benchmarks.storage_image import Kind, Stored
+from benchmarks.storage_cases import Bucket
+from benchmarks.storage_images import FileFormat, StoredImage
 
 BUCKET = "bench"
 SIGNED_S = 24 * 3600
@@ -18,7 +18,7 @@ UPLOADS = 4
 
 @contextlib.contextmanager
 def serving(
-    images: Mapping[str, Stored], wanted: Mapping[str, frozenset[Kind]], folder: Path
+    images: Mapping[str, StoredImage], formats_by_image: Mapping[str, frozenset[FileFormat]], folder: Path
 ) -> Iterator[dict[str, Bucket]]:
     """A server with these images, of each the formats that are wanted, for the time of the block; by name."""
     # Here, as the processes that run loaders fork from one that has imported this module and no client.
@@ -36,11 +36,11 @@ def serving(
             config=Config(s3={"addressing_style": "path"}, signature_version="s3v4"),
         )
         buckets: dict[str, Bucket] = {}
-        for name, kinds in wanted.items():
+        for name, file_formats in formats_by_image.items():
             stored = images[name]
             bucket = Bucket(BUCKET, name, server.environment(), {})
             # Beside the tensors' files lie their index, and a snapshot's manifest.
-            folders = [stored.folder / kind for kind in sorted(kinds)]
+            folders = [stored.folder / file_format for file_format in sorted(file_formats)]
             for path in sorted(path for folder in folders for path in folder.iterdir()):
                 key = f"{name}/{path.relative_to(stored.folder)}"
                 client.upload_file(str(path), BUCKET, key, Config=TransferConfig(max_concurrency=UPLOADS))

@@ -53,13 +53,13 @@ class Accusation:
 
     accuser: Witness
     fork_id: str
-    why: str
+    reason: str
     at: float
     until: float
     """When it counts no more."""
     generation: int
     """Of the source's weights that were read."""
-    weight: float = 1.0
+    credibility: float = 1.0
     contradicted_by: tuple[str, ...] = ()
     """Keys of witnesses that read well from the source since."""
 
@@ -73,57 +73,62 @@ def address_of(client: str | None) -> str:
     return "" if found.is_loopback else str(found)
 
 
-def weight_of(doubted: int, accused: int) -> float:
+def accuser_credibility(contradiction_count: int, accused_count: int) -> float:
     """The weight of one whose accuser was contradicted so often, and accuses so many sources."""
-    return 0.5 ** min(doubted, MAX_DOUBT) / max(1, accused)
+    return 0.5 ** min(contradiction_count, MAX_DOUBT) / max(1, accused_count)
 
 
-def added(known: Sequence[Accusation], new: Accusation) -> tuple[Accusation, ...]:
+def with_accusation(accusations: Sequence[Accusation], new: Accusation) -> tuple[Accusation, ...]:
     """The accusations with a new one; one fork accuses a source once."""
-    others = [each for each in known if each.fork_id != new.fork_id]
+    others = [each for each in accusations if each.fork_id != new.fork_id]
     return (*others, new)[-MAX_KEPT:]
 
 
-def reweighed(known: Sequence[Accusation], fork_id: str, weight: float) -> tuple[Accusation, ...]:
+def with_reduced_credibility(
+    accusations: Sequence[Accusation], fork_id: str, credibility: float
+) -> tuple[Accusation, ...]:
     """The accusations, that of one fork with no more than this weight."""
     return tuple(
-        replace(each, weight=min(each.weight, weight)) if each.fork_id == fork_id else each for each in known
+        replace(each, credibility=min(each.credibility, credibility)) if each.fork_id == fork_id else each
+        for each in accusations
     )
 
 
-def standing(known: Iterable[Accusation], generation: int, now: float) -> tuple[Accusation, ...]:
+def active_accusations(accusations: Iterable[Accusation], generation: int, now: float) -> tuple[Accusation, ...]:
     """Those that still count: not too old, and about the weights that the source has now."""
-    return tuple(each for each in known if each.generation == generation and now < each.until)
+    return tuple(each for each in accusations if each.generation == generation and now < each.until)
 
 
-def total(known: Iterable[Accusation]) -> float:
+def total_credibility(accusations: Iterable[Accusation]) -> float:
     """The weight of all together; of readers that are not apart the heaviest counts."""
-    chosen: list[Accusation] = []
-    for each in sorted(known, key=lambda accusation: -accusation.weight):
-        if all(each.accuser.is_apart_from(other.accuser) for other in chosen):
-            chosen.append(each)
-    return sum(each.weight for each in chosen)
+    independent: list[Accusation] = []
+    for each in sorted(accusations, key=lambda accusation: -accusation.credibility):
+        if all(each.accuser.is_apart_from(other.accuser) for other in independent):
+            independent.append(each)
+    return sum(each.credibility for each in independent)
 
 
-def contradicted(
-    known: Sequence[Accusation], witness: Witness, since: float
+def apply_contradiction(
+    accusations: Sequence[Accusation], witness: Witness, since: float
 ) -> tuple[tuple[Accusation, ...], tuple[str, ...]]:
     """The accusations once `witness` has verified bytes of the source that it read after `since`.
 
     Also the instance_ids of accusers that are contradicted for the first time.
     """
-    after: list[Accusation] = []
-    doubted: list[str] = []
-    for each in known:
-        again = witness.key in each.contradicted_by
-        if each.at > since or again or not witness.is_apart_from(each.accuser):
-            after.append(each)
+    remaining: list[Accusation] = []
+    contradicted_ids: list[str] = []
+    for each in accusations:
+        already_counted = witness.key in each.contradicted_by
+        if each.at > since or already_counted or not witness.is_apart_from(each.accuser):
+            remaining.append(each)
             continue
         if not each.contradicted_by:
-            doubted.append(each.accuser.instance_id)
-        after.append(
+            contradicted_ids.append(each.accuser.instance_id)
+        remaining.append(
             replace(
-                each, weight=each.weight / 2, contradicted_by=(*each.contradicted_by, witness.key)[-MAX_KEPT:]
+                each,
+                credibility=each.credibility / 2,
+                contradicted_by=(*each.contradicted_by, witness.key)[-MAX_KEPT:],
             )
         )
-    return tuple(after), tuple(doubted)
+    return tuple(remaining), tuple(contradicted_ids)

@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 import rfork
-from planner import problems
+from planner import http_errors
 from planner.api.events import events_router
 from planner.api.forks import forks_router
 from planner.api.health import health_router
@@ -20,25 +20,25 @@ from planner.api.models import models_router
 from planner.api.previews import previews_router
 from planner.api.scaleups import scaleups_router
 from planner.auth import OPEN_PATHS, SECURITY_SCHEME, Auth, role_needed
-from planner.compat.ascend import ascend_router
-from planner.events import Events
+from planner.event_bus import EventBus
+from planner.integrations.vllm_ascend.router import ascend_router
 from planner.leases import Clock
-from planner.limits import RateLimit
 from planner.metrics import Metrics
-from planner.middleware import BodyLimit, Guard, RequestLog
+from planner.middleware import AuthMiddleware, BodyLimit, RequestLog
 from planner.origins import KnownHosts, OriginGuard
-from planner.registry import SWEEP_S, Registry
-from planner.store.base import Store, StoreUnavailable
+from planner.registry import SWEEP_INTERVAL_S, Registry
+from planner.request_rate_limit import RateLimit
+from planner.sse import sse_router
+from planner.store.base import PlannerStore, StoreUnavailable
 from planner.store.memory import MemoryStore
-from planner.traced import TracedRequests
-from planner.ui.feed import Feed
+from planner.tracing import TracingMiddleware
+from planner.ui.broadcaster import Broadcaster
 from planner.ui.files import page_routes
-from planner.ui.stream import feed_router
 from rfork.logs import logger
+from rfork.schema import Problem
 from rfork.settings import PlannerSettings
 from rfork.tracing import PLANNER, Tracer
-from rfork.tracing import tracer as process_tracer
-from rfork.wire import Problem
+from rfork.tracing import get_tracer as process_tracer
 
 DESCRIPTION: Final = """
 Decides which inference instance reads which chunks of a model's weights from which other.
@@ -59,12 +59,12 @@ class PlannerApp(FastAPI):
             title="rfork planner",
             version=rfork.__version__,
             description=DESCRIPTION,
-            lifespan=lambda _: living(registry),
+            lifespan=lambda _: lifespan(registry),
             docs_url=None,  # `page_routes` has it, without the internet
             redoc_url=None,
         )
-        self.events = Events(registry.state)
-        self.feed = Feed(registry, heartbeat_s=heartbeat_s)
+        self.events = EventBus(registry.state)
+        self.broadcaster = Broadcaster(registry, heartbeat_s=heartbeat_s)
         self.metrics = metrics
         self._guarded = guarded
         self._document: dict[str, Any] | None = None
@@ -76,9 +76,7 @@ class PlannerApp(FastAPI):
         return self._document
 
     def _describe(self) -> dict[str, Any]:
-        document = get_openapi(
-            title=self.title, version=self.version, description=self.description, routes=self.routes
-        )
+        document = get_openapi(title=self.title, version=self.version, description=self.description, routes=self.routes)
         components = document.setdefault("components", {})
         components.setdefault("schemas", {})["Problem"] = Problem.model_json_schema()
         if self._guarded:
@@ -93,19 +91,17 @@ class PlannerApp(FastAPI):
         return document
 
 
-def make_store(settings: PlannerSettings, clock: Clock) -> Store:
+def make_store(settings: PlannerSettings, clock: Clock) -> PlannerStore:
     """The store that the settings name; not started."""
     if settings.store == "memory":
-        return MemoryStore(clock, keep_forks=settings.keep_forks)
+        return MemoryStore(clock, keep_forks=settings.max_finished_forks)
     from planner.store.redis import RedisStore
 
-    return RedisStore(
-        settings.store, clock, keep_forks=settings.keep_forks, timeout_s=settings.store_timeout_s
-    )
+    return RedisStore(settings.store, clock, keep_forks=settings.max_finished_forks, timeout_s=settings.store_timeout_s)
 
 
 @contextlib.asynccontextmanager
-async def living(registry: Registry) -> AsyncIterator[None]:
+async def lifespan(registry: Registry) -> AsyncIterator[None]:
     """Connect the store, and look after what falls silent while nobody asks."""
     try:
         await registry.store.start()
@@ -124,7 +120,7 @@ async def living(registry: Registry) -> AsyncIterator[None]:
 async def _sweep(registry: Registry) -> None:
     log = logger("planner.app")
     while True:
-        await asyncio.sleep(SWEEP_S)
+        await asyncio.sleep(SWEEP_INTERVAL_S)
         try:
             await registry.sweep()
         except Exception:  # the task's outermost edge: one sweep that fails must not be the last
@@ -134,7 +130,7 @@ async def _sweep(registry: Registry) -> None:
 def create_app(
     settings: PlannerSettings,
     clock: Clock | None = None,
-    store: Store | None = None,
+    store: PlannerStore | None = None,
     tracer: Tracer | None = None,
     hosts: KnownHosts | None = None,
 ) -> PlannerApp:
@@ -145,16 +141,16 @@ def create_app(
     registry = Registry(settings, store or make_store(settings, clock), clock, metrics, tracer)
     auth = Auth(settings, clock.monotonic)
     app = PlannerApp(registry, metrics, guarded=auth.guarded, heartbeat_s=settings.heartbeat_s)
-    problems.install(app, metrics.store_unavailable)
+    http_errors.register_handlers(app, metrics.store_unavailable)
     # The one added last is met first: the log sees every request, the limit only those let in.
-    app.add_middleware(BodyLimit, limit=settings.max_body, refused=metrics.refused)
-    if tracer.on:
-        app.add_middleware(TracedRequests, tracer=tracer)
+    app.add_middleware(BodyLimit, limit=settings.max_body, on_refused=metrics.request_refused)
+    if tracer.enabled:
+        app.add_middleware(TracingMiddleware, tracer=tracer)
     rate = RateLimit(settings.rate_limit, clock.monotonic) if settings.rate_limit else None
     if auth.guarded or rate is not None:
-        app.add_middleware(Guard, auth=auth, rate=rate, refused=metrics.refused)
+        app.add_middleware(AuthMiddleware, auth=auth, rate=rate, on_refused=metrics.request_refused)
     if hosts is not None and not auth.guarded:
-        app.add_middleware(OriginGuard, hosts=hosts, refused=metrics.refused)
+        app.add_middleware(OriginGuard, hosts=hosts, on_refused=metrics.request_refused)
     app.add_middleware(RequestLog)
     for router in (
         instances_router(registry),
@@ -165,7 +161,7 @@ def create_app(
         events_router(registry, app.events),
         health_router(registry, metrics),
         ascend_router(registry),
-        feed_router(app.feed),
+        sse_router(app.broadcaster),
     ):
         app.include_router(router)
     app.router.routes.extend(page_routes())

@@ -19,7 +19,7 @@ from typing import Final, Literal, get_args
 from starlette.routing import compile_path
 from starlette.types import Scope
 
-from planner.problems import ProblemError
+from planner.http_errors import ProblemError
 from rfork.errors import SettingsError
 from rfork.logs import logger
 from rfork.settings import PlannerSettings
@@ -30,7 +30,7 @@ ROLES: Final[tuple[Role, ...]] = get_args(Role)
 
 CALLER: Final = "rfork_caller"
 """Where in a request's scope its caller stands."""
-STANDING: Final = "rfork_standing"
+ROLE_ORDER: Final = "rfork_standing"
 """Where in it stands what tells whether that caller would be let in now."""
 OPEN_PATHS: Final = frozenset({"/healthz", "/readyz", "/", "/ui", "/ui/", "/docs"})
 """Asked by whoever runs the container, or opens a page: no token, no limit."""
@@ -41,7 +41,7 @@ ROUTES: Final[tuple[tuple[str, str, Role], ...]] = (
     ("PUT", "/v1/instances/{instance_id}", "instance"),
     ("DELETE", "/v1/instances/{instance_id}", "instance"),
     ("GET", "/v1/instances/{instance_id}/exit", "instance"),
-    ("POST", "/v1/instances/{instance_id}/drain", "instance"),  # with `force`: `demand` of an operator
+    ("POST", "/v1/instances/{instance_id}/drain", "instance"),  # with `force`: `require_role` of an operator
     ("POST", "/v1/forks", "instance"),
     ("POST", "/v1/forks/{below:path}", "instance"),
     # The same in vLLM-Ascend's protocol; its first GET takes a lease.
@@ -114,7 +114,7 @@ class Caller:
     """SHA-256 of the token."""
     role: Role
 
-    def may(self, role: Role) -> bool:
+    def has_role(self, role: Role) -> bool:
         """Whether it has the rights of `role`."""
         return ROLES.index(self.role) >= ROLES.index(role)
 
@@ -127,75 +127,73 @@ class Auth:
     """
 
     def __init__(self, settings: PlannerSettings, monotonic: Callable[[], float] = time.monotonic) -> None:
-        self._own: tuple[Caller, ...] = ()
+        self._static_tokens: tuple[Caller, ...] = ()
         if settings.token is not None:
             token = settings.token.get_secret_value()
             if not TOKEN.fullmatch(token):
                 raise SettingsError("RFORK_PLANNER_TOKEN is empty, or cannot stand in a header as it is")
-            self._own = (Caller(_digest(token), "operator"),)
+            self._static_tokens = (Caller(_digest(token), "operator"),)
         self._file = None if settings.tokens is None else TokensFile(settings.tokens, monotonic)
 
     @property
     def guarded(self) -> bool:
         """Whether a token is asked for at all."""
-        return bool(self._own) or self._file is not None
+        return bool(self._static_tokens) or self._file is not None
 
     def check(self, method: str, path: str, authorization: bytes | None) -> ProblemError | None:
         """Why the request is refused, if it is: 401 for no or an unknown token, 403 for too small a role."""
-        return self.refusal(method, path, authorization, self.caller(authorization))
+        return self.denial_problem(method, path, authorization, self.caller(authorization))
 
     def caller(self, authorization: bytes | None) -> Caller | None:
         """Who shows this `Authorization` header; None where it holds no known bearer token."""
-        shown = BEARER.fullmatch(authorization) if authorization else None
-        if shown is None:
+        match = BEARER.fullmatch(authorization) if authorization else None
+        if match is None:
             return None
-        digest = hashlib.sha256(shown[1]).digest()
+        digest = hashlib.sha256(match[1]).digest()
         found = None
         # The token of the settings comes last: it keeps its rights if the file names it too.
-        for caller in chain(self._file.callers() if self._file else (), self._own):
+        for caller in chain(self._file.callers() if self._file else (), self._static_tokens):
             if hmac.compare_digest(caller.digest, digest):
                 found = caller
         return found
 
-    def refusal(
+    def denial_problem(
         self, method: str, path: str, authorization: bytes | None, caller: Caller | None
     ) -> ProblemError | None:
         """As `check`, for a caller that is found out already."""
         if not self.guarded or is_open(path):
             return None
         if caller is None:
-            why = "the bearer token is wrong" if authorization else "this planner wants a bearer token"
-            return ProblemError(401, "unauthorized", why, headers={"WWW-Authenticate": "Bearer"})
-        return _lacking(caller, role_needed(method, path) or "operator")
+            detail = "the bearer token is wrong" if authorization else "this planner wants a bearer token"
+            return ProblemError(401, "unauthorized", detail, headers={"WWW-Authenticate": "Bearer"})
+        return _forbidden(caller, role_needed(method, path) or "operator")
 
 
-def demand(scope: Scope, role: Role) -> None:
+def require_role(scope: Scope, role: Role) -> None:
     """For routes that take more of some requests: ProblemError 403 where the caller has not this role.
 
-    The door (`planner.middleware.Guard`) leaves the caller in the scope; where no token is asked for, none.
+    The door (`planner.middleware.AuthMiddleware`) leaves the caller in the scope; where no token is asked for, none.
     """
     caller: Caller | None = scope.get(CALLER)
-    problem = None if caller is None else _lacking(caller, role)
+    problem = None if caller is None else _forbidden(caller, role)
     if problem is not None:
         raise problem
 
 
-def may_go_on(scope: Scope) -> bool:
+def still_authorized(scope: Scope) -> bool:
     """For answers without an end: whether their caller would be let in now.
 
     Its token may have been taken out of the file since, or have got a smaller role. To be asked each time
     that something is sent, which is once in a few seconds at least; where no token is asked for, it may.
     """
-    standing: Callable[[], bool] | None = scope.get(STANDING)
-    return standing is None or standing()
+    caller: Callable[[], bool] | None = scope.get(ROLE_ORDER)
+    return caller is None or caller()
 
 
-def _lacking(caller: Caller, role: Role) -> ProblemError | None:
-    if caller.may(role):
+def _forbidden(caller: Caller, role: Role) -> ProblemError | None:
+    if caller.has_role(role):
         return None
-    return ProblemError(
-        403, "forbidden", f"this takes the role {role}, and the token shown has the role {caller.role}"
-    )
+    return ProblemError(403, "forbidden", f"this takes the role {role}, and the token shown has the role {caller.role}")
 
 
 class TokensFile:
@@ -211,16 +209,16 @@ class TokensFile:
         self._log = logger("planner.auth")
         self._version = _version(path)
         self._callers = _read(path)
-        self._look_at = monotonic() + CHECK_S
+        self._next_check = monotonic() + CHECK_S
 
     def callers(self) -> tuple[Caller, ...]:
         """Those whose tokens the file names."""
-        if self._monotonic() >= self._look_at:
-            self._look_at = self._monotonic() + CHECK_S
-            self._look()
+        if self._monotonic() >= self._next_check:
+            self._next_check = self._monotonic() + CHECK_S
+            self._reload_if_changed()
         return self._callers
 
-    def _look(self) -> None:
+    def _reload_if_changed(self) -> None:
         # Taken before reading: what is written in between is seen at the next look.
         version = _version(self._path)
         if version == self._version:
@@ -229,9 +227,7 @@ class TokensFile:
         try:
             self._callers = _read(self._path)
         except SettingsError as error:
-            self._log.error(
-                "the tokens file cannot be used: the tokens before it stay good", reason=str(error)
-            )
+            self._log.error("the tokens file cannot be used: the tokens before it stay good", reason=str(error))
         else:
             self._log.info("the tokens file was read again", tokens=len(self._callers))
 

@@ -3,7 +3,7 @@
 A connection is *busy* while a request is answered, *waiting* while its next request's head is not complete
 (also before its first byte, and during the TLS handshake), and otherwise *idle*: kept for a next request.
 Busy connections are kept. Where there are too many, the oldest waiting one is closed first, then the oldest
-idle one. `planner.accepting` has the sockets.
+idle one. `planner.connection_acceptor` has the sockets.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_WAITING: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class ConnectionState:
     """One connection, as it is now."""
 
     key: int
@@ -34,37 +34,35 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ConnectionLimits:
     """How many connections there may be."""
 
     connections: int
     waiting: int
 
     @classmethod
-    def of_descriptors(cls, most: int) -> Limits:
+    def from_descriptor_limit(cls, max_descriptors: int) -> ConnectionLimits:
         """For a process that may open so many descriptors (negative: any number)."""
-        free = MAX_CONNECTIONS if most < 0 else most - RESERVED
+        free = MAX_CONNECTIONS if max_descriptors < 0 else max_descriptors - RESERVED
         connections = max(MIN_CONNECTIONS, min(free, MAX_CONNECTIONS))
         return cls(connections, max(MIN_CONNECTIONS // 2, min(connections // 2, MAX_WAITING)))
 
 
-def overdue(seen: Iterable[Seen], now: float) -> list[int]:
+def overdue(connections: Iterable[ConnectionState], now: float) -> list[int]:
     """The connections whose request's head has taken too long."""
     return [
         each.key
-        for each in seen
+        for each in connections
         if not each.busy and each.waits_since is not None and now >= each.waits_since + HEAD_S
     ]
 
 
-def surplus(seen: Iterable[Seen], limits: Limits) -> list[int]:
+def surplus(connections: Iterable[ConnectionState], limits: ConnectionLimits) -> list[int]:
     """The connections to close so that there is room for one more, as far as that can be had."""
-    known = list(seen)
-    waiting = sorted(
-        (each.waits_since, each.key) for each in known if not each.busy and each.waits_since is not None
-    )
-    idle = sorted((each.active_at, each.key) for each in known if not each.busy and each.waits_since is None)
-    too_many = max(0, len(known) + 1 - limits.connections)
+    by_age = list(connections)
+    waiting = sorted((each.waits_since, each.key) for each in by_age if not each.busy and each.waits_since is not None)
+    idle = sorted((each.active_at, each.key) for each in by_age if not each.busy and each.waits_since is None)
+    too_many = max(0, len(by_age) + 1 - limits.connections)
     count = max(too_many, len(waiting) + 1 - limits.waiting, 0)
     closed = [key for _, key in waiting[:count]]
     return closed + [key for _, key in idle[: max(0, too_many - len(closed))]]

@@ -1,4 +1,4 @@
-"""Mints lease tokens: the planner's half of `rfork.control.lease`."""
+"""Mints lease tokens: the planner's half of `rfork.planner_client.lease`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
-from rfork.control.lease import LeaseClaims, decode_key, derive_key, sign
 from rfork.errors import SettingsError
-from rfork.wire import Lease
+from rfork.planner_client.lease import LeaseClaims, decode_key, derive_key, sign
+from rfork.schema import Lease
 
-INSTANCES_KEPT: Final = 32_768
+KEY_CACHE_SIZE: Final = 32_768
 """Whose keys are remembered rather than derived again: about 700 bytes each."""
 
 
@@ -26,15 +26,15 @@ class Clock:
 
 
 @dataclass(frozen=True)
-class _Keys:
+class _InstanceKeys:
     """What is derived for one instance."""
 
-    told: tuple[str, ...]
+    verification_keys: tuple[str, ...]
     """Base64url, the newest first."""
-    signs: bytes
+    signing_key: bytes
 
 
-class LeaseMint:
+class LeaseSigner:
     """Signs leases under keys derived from the first of its secrets; the others are on their way out.
 
     To change the secret, restart with ``NEW,OLD``, and with ``NEW`` alone once every lease signed under
@@ -52,16 +52,16 @@ class LeaseMint:
         self._secrets = tuple(dict.fromkeys(each.encode() for each in secrets)) or (os.urandom(32),)
         self._ttl_s = ttl_s
         self._clock = clock
-        self._keys = lru_cache(INSTANCES_KEPT)(self._derive)
+        self._keys = lru_cache(KEY_CACHE_SIZE)(self._derive)
 
     @property
-    def unix_s(self) -> float:
+    def unix_time(self) -> float:
         """The time by which leases end, in seconds since the epoch."""
         return self._clock.unix()
 
     def keys_of(self, instance_id: str, owner: str = "") -> tuple[str, ...]:
         """The keys (base64url, the newest first) that the owner of the instance checks tokens with."""
-        return self._keys(instance_id, owner).told
+        return self._keys(instance_id, owner).verification_keys
 
     def lease(
         self,
@@ -85,8 +85,8 @@ class LeaseMint:
             generation=generation,
             expires_at=self._clock.unix() + self._ttl_s,
         )
-        return Lease(token=sign(claims, self._keys(source_id, owner).signs), expires_in_s=self._ttl_s)
+        return Lease(token=sign(claims, self._keys(source_id, owner).signing_key), expires_in_s=self._ttl_s)
 
-    def _derive(self, instance_id: str, owner: str) -> _Keys:
-        told = tuple(derive_key(secret, instance_id, owner) for secret in self._secrets)
-        return _Keys(told, decode_key(told[0]))
+    def _derive(self, instance_id: str, owner: str) -> _InstanceKeys:
+        verification_keys = tuple(derive_key(secret, instance_id, owner) for secret in self._secrets)
+        return _InstanceKeys(verification_keys, decode_key(verification_keys[0]))

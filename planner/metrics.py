@@ -18,21 +18,21 @@ from prometheus_client import (
     generate_latest,
 )
 
-from planner.durations import Origin, origin_of
+from planner.fork_stats import Origin, origin_of
 from planner.store.records import ForkRecord, InstanceRecord
 from rfork import errors, weights_version
-from rfork.certificate import not_after
-from rfork.fields import ON_KERNELS, InstanceState, Outcome, SourceKind, StorageKind
+from rfork.schema import ForkResult, SourceFault, source_kind
+from rfork.schema.types import GPU_KERNEL_TRANSPORTS, InstanceState, Outcome, SourceKind, StorageKind
 from rfork.settings import TransportName
-from rfork.wire import ForkFinish, SourceFault, source_kind
+from rfork.tls_expiry import not_after
 
 FAULT_OF: Final = {
-    name: kind.fault
-    for name, kind in vars(errors).items()
-    if isinstance(kind, type) and issubclass(kind, errors.RforkError)
+    name: error_class.fault
+    for name, error_class in vars(errors).items()
+    if isinstance(error_class, type) and issubclass(error_class, errors.RforkError)
 }
 """Whose fault each error of ours is."""
-ERROR_KINDS: Final = frozenset(FAULT_OF)
+ERROR_TYPES: Final = frozenset(FAULT_OF)
 REFUSALS: Final = (
     "unauthorized", "forbidden", "too-many-requests", "body-too-large", "request-timeout", "other",
 )  # fmt: skip
@@ -45,10 +45,10 @@ FIRST_OF_VERSION: Final = "FirstOfVersion"
 VersionChoice = Literal["served", "several", "conflict"]
 """How the planner settled the version of a target: one that is served, for a target that has none; none, as
 several are served; none, as another rank of the replica has another version."""
-TOGETHER: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+BATCH_SIZE_BUCKETS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 EFFICIENCY: Final = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0)
 TRANSPORTS: Final = (*get_args(TransportName), "other")
-MOST_BYTES: Final = 1 << 60
+MAX_BYTES: Final = 1 << 60
 """What one source of one fork can be told to have given; a counter must not overflow for one caller."""
 
 
@@ -88,20 +88,16 @@ class Metrics:
         self._bytes = self._counter(
             "verified_bytes", "Bytes verified by forks that ended: from peers, or what storage gave", "source"
         )
-        self._routes = self._counter(
-            "routes", "Routes planned, by the transport that is tried first", "transport"
-        )
+        self._routes = self._counter("routes", "Routes planned, by the transport that is tried first", "transport")
         self._kernels = self._counter("kernel_routes", "Routes planned that run kernels on the source's GPU")
         self._scaleups = self._gauge("scaleups", "Scale-ups under way that were announced")
         self._expected = self._gauge("expected_replicas", "Replicas that they expect and that have not come")
         self._scaling: Callable[[], tuple[int, int]] = lambda: (0, 0)
-        self._gathered = self._counter(
+        self._scaleup_batches = self._counter(
             "gathered_batches", "Batches of scale-ups: whether nobody was missing at their end", "whole"
         )
         self._refused = self._counter("refused_requests", "Requests that met no route", "reason")
-        self._conflicts = self._counter(
-            "store_conflicts", "Changes made anew because another replica was quicker"
-        )
+        self._conflicts = self._counter("store_conflicts", "Changes made anew because another replica was quicker")
         self._unavailable = self._counter("store_unavailable", "Changes that the store did not take")
         self.plan_seconds = Histogram(
             "rfork_planner_plan_seconds",
@@ -109,8 +105,11 @@ class Metrics:
             buckets=PLAN_SECONDS,
             registry=self.registry,
         )
-        self._together = Histogram(
-            "rfork_planner_plan_forks", "Forks planned together", buckets=TOGETHER, registry=self.registry
+        self._batch_sizes = Histogram(
+            "rfork_planner_plan_forks",
+            "Forks planned together",
+            buckets=BATCH_SIZE_BUCKETS,
+            registry=self.registry,
         )
         self._seconds = Histogram(
             "rfork_planner_fork_seconds",
@@ -126,10 +125,10 @@ class Metrics:
             buckets=FORK_SECONDS,
             registry=self.registry,
         )
-        self._saved = self._counter(
+        self._seconds_saved = self._counter(
             "saved_seconds", "Time by which forks from one another were quicker than storage"
         )
-        self._lost = self._counter("lost_seconds", "Time by which forks from one another were slower")
+        self._abandoned = self._counter("lost_seconds", "Time by which forks from one another were slower")
         self._efficiency = Histogram(
             "rfork_planner_fork_efficiency",
             "Image bytes over the seconds of the transfer, against the fastest second's rate",
@@ -140,13 +139,13 @@ class Metrics:
             "certificate_not_after_seconds",
             "When the planner's certificate ends, in seconds since the epoch; 0: it has none",
         )
-        self._show_zeros()
+        self._initialise_series()
 
-    def planned(self, together: int) -> None:
+    def planned(self, batch_size: int) -> None:
         """So many forks share one plan that was made."""
-        self._together.observe(together)
+        self._batch_sizes.observe(batch_size)
 
-    def follow(self, scaling: Callable[[], tuple[int, int]]) -> None:
+    def track_scaleups(self, scaling: Callable[[], tuple[int, int]]) -> None:
         """Ask `scaling` for the scale-ups under way, and how many replicas they expect."""
         self._scaling = scaling
 
@@ -154,20 +153,20 @@ class Metrics:
         """Show when the planner's certificate ends, as its file says at each scrape; 0: it says nothing."""
         self._certificate.set_function(lambda: _end_of(certificate))
 
-    def gathered(self, whole: bool) -> None:
+    def scaleup_batched(self, is_complete: bool) -> None:
         """A batch of a scale-up waits no longer."""
-        self._gathered.labels("true" if whole else "false").inc()
+        self._scaleup_batches.labels("true" if is_complete else "false").inc()
 
-    def routed(self, transports: Sequence[str]) -> None:
+    def route_planned(self, transports: Sequence[str]) -> None:
         """A fork is to read from a source that it did not read from before, over these, the first first."""
         first = transports[0] if transports else "other"
         self._routes.labels(first if first in TRANSPORTS else "other").inc()
-        if first in ON_KERNELS:
+        if first in GPU_KERNEL_TRANSPORTS:
             self._kernels.inc()
 
     def fault(self, fault: SourceFault) -> None:
         """A target reported a source."""
-        self._faults.labels(fault.fault, _error_kind(fault.error)).inc()
+        self._faults.labels(fault.fault, _error_type(fault.error)).inc()
 
     def version_chosen(self, choice: VersionChoice) -> None:
         """A fork asked for the first time, and its version was not its target's own."""
@@ -177,27 +176,27 @@ class Metrics:
         """A source went into quarantine."""
         self._quarantines.inc()
 
-    def lost(self) -> None:
+    def fork_abandoned(self) -> None:
         """A fork was given up: its target is silent, removed, or began another. It may yet end otherwise."""
         self._forks.labels("lost").inc()
 
-    def ended(self, finish: ForkFinish, saved_s: float | None = None) -> None:
-        """A fork ended; `saved_s`: it took so much less than storage would have, if that is known."""
+    def ended(self, finish: ForkResult, seconds_saved: float | None = None) -> None:
+        """A fork ended; `seconds_saved`: it took so much less than storage would have, if that is known."""
         self._forks.labels(finish.outcome).inc()
         self._seconds.labels(finish.outcome, origin_of(finish)).observe(finish.seconds)
         for phase, seconds in finish.phases.items():
             self._phases.labels(phase if phase in PHASES else "other").observe(seconds)
-        if saved_s is not None:
-            (self._saved if saved_s >= 0 else self._lost).inc(abs(saved_s))
+        if seconds_saved is not None:
+            (self._seconds_saved if seconds_saved >= 0 else self._abandoned).inc(abs(seconds_saved))
         for source, verified_bytes in finish.sources.items():
-            self._bytes.labels(source_kind(source)).inc(min(max(verified_bytes, 0), MOST_BYTES))
+            self._bytes.labels(source_kind(source)).inc(min(max(verified_bytes, 0), MAX_BYTES))
         if finish.outcome == "fallback":
             fallback = source_kind(finish.fallback) if finish.fallback else "loader"
             self._fallbacks.labels(fallback, _fallback_reason(finish.reasons)).inc()
         if finish.efficiency is not None and math.isfinite(finish.efficiency):
             self._efficiency.observe(finish.efficiency)
 
-    def refused(self, slug: str) -> None:
+    def request_refused(self, slug: str) -> None:
         """A request was turned away before a route saw it; `slug` is the last part of the problem's type."""
         self._refused.labels(slug if slug in REFUSALS else "other").inc()
 
@@ -235,8 +234,8 @@ class Metrics:
             self._instances.labels(state).set(states[state])
         for fork_state in ("planning", "running"):
             self._live.labels(fork_state).set(forks[fork_state])
-        for kind in get_args(StorageKind):
-            self._readers.labels(kind).set(readers[kind])
+        for storage_type in get_args(StorageKind):
+            self._readers.labels(storage_type).set(readers[storage_type])
         self._leases.set(leases)
         self._orphaned.set(orphaned)
         self._mixed.set(mixed)
@@ -245,7 +244,7 @@ class Metrics:
         self._expected.set(expected)
         return generate_latest(self.registry)
 
-    def _show_zeros(self) -> None:
+    def _initialise_series(self) -> None:
         """What has not happened yet is 0 rather than missing, so that the first time shows as a rise."""
         self._forks.labels("lost")
         for outcome in get_args(Outcome):
@@ -254,18 +253,18 @@ class Metrics:
                 self._seconds.labels(outcome, origin)
         for phase in PHASES:
             self._phases.labels(phase)
-        for kind in get_args(SourceKind):
-            self._bytes.labels(kind)
-        for name in sorted(ERROR_KINDS):
+        for source_type in get_args(SourceKind):
+            self._bytes.labels(source_type)
+        for name in sorted(ERROR_TYPES):
             self._faults.labels(FAULT_OF[name], name)
         for reason in REFUSALS:
             self._refused.labels(reason)
         for transport in TRANSPORTS:
             self._routes.labels(transport)
-        for whole in ("true", "false"):
-            self._gathered.labels(whole)
-        for kind in get_args(StorageKind):
-            self._fallbacks.labels(kind, FIRST_OF_VERSION)
+        for is_complete in ("true", "false"):
+            self._scaleup_batches.labels(is_complete)
+        for source_type in get_args(StorageKind):
+            self._fallbacks.labels(source_type, FIRST_OF_VERSION)
         for choice in get_args(VersionChoice):
             self._versions.labels(choice)
 
@@ -286,10 +285,10 @@ def _end_of(certificate: Path) -> float:
 def _fallback_reason(reasons: Sequence[str]) -> str:
     """Return the label for why a fork fell back: a rollout of new weights is told from all else."""
     last = reasons[-1] if reasons else ""
-    return FIRST_OF_VERSION if weights_version.is_first(last) else _error_kind(last)
+    return FIRST_OF_VERSION if weights_version.is_first(last) else _error_type(last)
 
 
-def _error_kind(reason: str) -> str:
-    """The error class that a reason (`SourceStalled: …`) begins with; `other` where it is none of ours."""
-    kind = reason.partition(":")[0].strip()
-    return kind if kind in ERROR_KINDS else "other"
+def _error_type(reason: str) -> str:
+    """The error class that a reason (`SourceTimeout: …`) begins with; `other` where it is none of ours."""
+    error_type = reason.partition(":")[0].strip()
+    return error_type if error_type in ERROR_TYPES else "other"

@@ -19,19 +19,19 @@ from urllib.parse import quote
 import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from planner.auth import CALLER, STANDING, Auth, is_open
-from planner.limits import RateLimit
-from planner.problems import ProblemError, problem_response
+from planner.auth import CALLER, ROLE_ORDER, Auth, is_open
+from planner.http_errors import ProblemError, problem_response
+from planner.request_rate_limit import RateLimit
 from rfork.logs import logger
 
 BODY_S: Final = 10.0
 """Seconds within which a request's body has to be here, whole; a client's own call times out before."""
-CLIENT_LEFT: Final = 499
+CLIENT_DISCONNECTED: Final = 499
 """Logged as the status of a request whose client went away before the answer, as nginx does."""
 REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 
 
-Refused = Callable[[str], None]
+RefusalListener = Callable[[str], None]
 """Told the slug of each problem that a request ends with before its route."""
 
 
@@ -50,14 +50,14 @@ class RequestLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = header(scope, b"x-request-id")
-        if given is not None and REQUEST_ID.fullmatch(given):
-            request_id = given.decode("ascii")
+        client_request_id = header(scope, b"x-request-id")
+        if client_request_id is not None and REQUEST_ID.fullmatch(client_request_id):
+            request_id = client_request_id.decode("ascii")
         else:
             request_id = f"{self._prefix}-{next(self._numbers)}"
         scope["request_id"] = request_id
-        status = CLIENT_LEFT
-        began = time.perf_counter()
+        status = CLIENT_DISCONNECTED
+        started_at = time.perf_counter()
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -77,22 +77,20 @@ class RequestLog:
             # beforehand, because a line that is dropped costs as much as the rest of this class.
             level = logging.INFO if status >= 400 else logging.DEBUG
             if self._level.isEnabledFor(level):
-                seconds = round(time.perf_counter() - began, 6)
+                seconds = round(time.perf_counter() - started_at, 6)
                 # Quoted as it was sent: what it decodes to may move a terminal's cursor.
                 path = quote(scope["path"], safe="/:")
-                self._log.log(
-                    level, "request", method=scope["method"], path=path, status=status, seconds=seconds
-                )
+                self._log.log(level, "request", method=scope["method"], path=path, status=status, seconds=seconds)
             structlog.contextvars.reset_contextvars(**bound)
 
 
-class Guard:
+class AuthMiddleware:
     """The door: who asks, whether it asks too often, whether it may; health checks and page are open."""
 
-    def __init__(self, app: ASGIApp, auth: Auth, rate: RateLimit | None, refused: Refused) -> None:
+    def __init__(self, app: ASGIApp, auth: Auth, rate: RateLimit | None, on_refused: RefusalListener) -> None:
         """`rate` None: as often as one likes."""
         self._app = app
-        self._refused = refused
+        self._on_refused = on_refused
         self._auth = auth
         self._rate = rate
 
@@ -105,22 +103,22 @@ class Guard:
         if problem is None:
             await self._app(scope, receive, send)
         else:
-            self._refused(problem.slug)
+            self._on_refused(problem.slug)
             await problem_response(problem, scope["path"])(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> ProblemError | None:
         authorization = header(scope, b"authorization")
         caller = scope[CALLER] = self._auth.caller(authorization)
-        scope[STANDING] = lambda: self._auth.check(scope["method"], scope["path"], authorization) is None
+        scope[ROLE_ORDER] = lambda: self._auth.check(scope["method"], scope["path"], authorization) is None
         if self._rate is not None:
             client = scope.get("client")
             # Guessed tokens all count as the one caller that they come from.
             wait_s = self._rate.wait_s((caller.digest if caller else b"", client[0] if client else ""))
             if wait_s > 0:
                 headers = {"Retry-After": str(math.ceil(wait_s))}
-                why = f"more requests than one caller may send: again in {wait_s:.1f} s"
-                return ProblemError(429, "too-many-requests", why, headers=headers)
-        return self._auth.refusal(scope["method"], scope["path"], authorization, caller)
+                detail = f"more requests than one caller may send: again in {wait_s:.1f} s"
+                return ProblemError(429, "too-many-requests", detail, headers=headers)
+        return self._auth.denial_problem(scope["method"], scope["path"], authorization, caller)
 
 
 class BodyLimit:
@@ -129,10 +127,10 @@ class BodyLimit:
     The routes read bodies whole in any case, so nothing is held here that would not be held there.
     """
 
-    def __init__(self, app: ASGIApp, limit: int, refused: Refused, within_s: float = BODY_S) -> None:
+    def __init__(self, app: ASGIApp, limit: int, on_refused: RefusalListener, within_s: float = BODY_S) -> None:
         """`limit` in bytes."""
         self._app = app
-        self._refused = refused
+        self._on_refused = on_refused
         self._limit = limit
         self._within_s = within_s
 
@@ -148,35 +146,35 @@ class BodyLimit:
             return
         try:
             if announced is not None and announced.isdigit() and int(announced) > self._limit:
-                raise self._too_large()
+                raise self._too_large_error()
             async with asyncio.timeout(self._within_s):
-                taken = await self._take(receive)
+                body = await self._read_body(receive)
         except TimeoutError:
-            why = f"the body did not come within {self._within_s:g} s"
-            late = ProblemError(408, "request-timeout", why, headers={"Connection": "close"})
-            await self._answer(late, scope, receive, send)
+            detail = f"the body did not come within {self._within_s:g} s"
+            late = ProblemError(408, "request-timeout", detail, headers={"Connection": "close"})
+            await self._send_problem(late, scope, receive, send)
             return
         except ProblemError as problem:
-            await self._answer(problem, scope, receive, send)
+            await self._send_problem(problem, scope, receive, send)
             return
-        if taken is None:
+        if body is None:
             return
-        waiting: Message | None = taken
+        waiting: Message | None = body
 
-        async def receive_taken() -> Message:
+        async def receive_buffered() -> Message:
             nonlocal waiting
             if waiting is None:
                 return await receive()
             message, waiting = waiting, None
             return message
 
-        await self._app(scope, receive_taken, send)
+        await self._app(scope, receive_buffered, send)
 
-    async def _answer(self, problem: ProblemError, scope: Scope, receive: Receive, send: Send) -> None:
-        self._refused(problem.slug)
+    async def _send_problem(self, problem: ProblemError, scope: Scope, receive: Receive, send: Send) -> None:
+        self._on_refused(problem.slug)
         await problem_response(problem, scope["path"])(scope, receive, send)
 
-    async def _take(self, receive: Receive) -> Message | None:
+    async def _read_body(self, receive: Receive) -> Message | None:
         """The whole body as one message; None where the client left, ProblemError where it is too large."""
         pieces: list[bytes] = []
         size = 0
@@ -187,15 +185,15 @@ class BodyLimit:
             piece = message.get("body", b"")
             size += len(piece)
             if size > self._limit:
-                raise self._too_large()
+                raise self._too_large_error()
             if not message.get("more_body", False):
                 return {"type": "http.request", "body": b"".join((*pieces, piece)), "more_body": False}
             pieces.append(piece)
 
-    def _too_large(self) -> ProblemError:
+    def _too_large_error(self) -> ProblemError:
         # Closed, or the rest of it would still have to be read.
-        why = f"the body is larger than {self._limit} bytes"
-        return ProblemError(413, "body-too-large", why, headers={"Connection": "close"})
+        detail = f"the body is larger than {self._limit} bytes"
+        return ProblemError(413, "body-too-large", detail, headers={"Connection": "close"})
 
 
 def header(scope: Scope, name: bytes) -> bytes | None:

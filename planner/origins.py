@@ -16,14 +16,14 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from planner.middleware import Refused, header
-from planner.problems import ProblemError, problem_response
+from planner.http_errors import ProblemError, problem_response
+from planner.middleware import RefusalListener, header
 from rfork.settings import PlannerSettings
 
 ANY: Final = "*"
 READING: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 PORTS: Final = {"http": 80, "https": 443}
-MAX_SHOWN: Final = 80
+MAX_DISPLAYED: Final = 80
 
 
 class KnownHosts:
@@ -37,8 +37,8 @@ class KnownHosts:
         """Those of this machine, of the address that is bound, and of the settings."""
         return cls((settings.bind, socket.gethostname(), *settings.allowed_hosts))
 
-    def knows(self, host: str | None) -> bool:
-        """True for a `Host` header of a known host; a request without one comes from no browser."""
+    def contains(self, host: str | None) -> bool:
+        """True for a `SimHost` header of a known host; a request without one comes from no browser."""
         if host is None or ANY in self._names:
             return True
         name = _name_of(host)
@@ -61,9 +61,9 @@ def is_foreign(origin: str | None, fetch_site: str | None, host: str | None) -> 
         return False  # no browser leaves it out of a request that changes something
     try:
         parts = urlsplit(origin)
-        there = parts.hostname, parts.port or PORTS.get(parts.scheme)
+        origin_host = parts.hostname, parts.port or PORTS.get(parts.scheme)
         own = urlsplit(f"//{host or ''}")
-        return there != (own.hostname, own.port or PORTS.get(parts.scheme))
+        return origin_host != (own.hostname, own.port or PORTS.get(parts.scheme))
     except ValueError:
         return True
 
@@ -71,10 +71,10 @@ def is_foreign(origin: str | None, fetch_site: str | None, host: str | None) -> 
 class OriginGuard:
     """Refuses requests to unknown hosts, and changes on behalf of foreign web pages."""
 
-    def __init__(self, app: ASGIApp, hosts: KnownHosts, refused: Refused) -> None:
+    def __init__(self, app: ASGIApp, hosts: KnownHosts, on_refused: RefusalListener) -> None:
         self._app = app
         self._hosts = hosts
-        self._refused = refused
+        self._on_refused = on_refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -82,22 +82,22 @@ class OriginGuard:
         if problem is None:
             await self._app(scope, receive, send)
             return
-        self._refused(problem.slug)
+        self._on_refused(problem.slug)
         await problem_response(problem, scope["path"])(scope, receive, send)
 
     def _problem(self, scope: Scope) -> ProblemError | None:
         host = _text(header(scope, b"host"))
-        if not self._hosts.knows(host):
-            shown = ascii(host)[:MAX_SHOWN]
-            why = (
-                f"this planner has no token and does not know the host {shown}: name it in"
+        if not self._hosts.contains(host):
+            displayed = ascii(host)[:MAX_DISPLAYED]
+            detail = (
+                f"this planner has no token and does not know the host {displayed}: name it in"
                 " RFORK_PLANNER_ALLOWED_HOSTS, or set RFORK_PLANNER_TOKEN"
             )
-            return ProblemError(403, "unknown-host", why)
+            return ProblemError(403, "unknown-host", detail)
         origin, site = _text(header(scope, b"origin")), _text(header(scope, b"sec-fetch-site"))
         if scope["method"] not in READING and is_foreign(origin, site, host):
-            why = "a web page of another origin may not change anything here: set RFORK_PLANNER_TOKEN"
-            return ProblemError(403, "cross-origin", why)
+            detail = "a web page of another origin may not change anything here: set RFORK_PLANNER_TOKEN"
+            return ProblemError(403, "cross-origin", detail)
         return None
 
 
@@ -106,7 +106,7 @@ def _text(value: bytes | None) -> str | None:
 
 
 def _name_of(host: str) -> str | None:
-    """The name in a `Host` header, without its port; None where it has no such form."""
+    """The name in a `SimHost` header, without its port; None where it has no such form."""
     try:
         parts = urlsplit(f"//{host}")
         valid = parts.netloc == host and "@" not in host and (parts.port is None or parts.port >= 0)

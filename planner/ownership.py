@@ -1,6 +1,6 @@
 """Ownership of records: decides which caller may change an instance's record and its forks.
 
-A record belongs to the holder of the secret that its first report showed (`rfork.control.ownership`). Pure:
+A record belongs to the holder of the secret that its first report showed (`rfork.planner_client.ownership`). Pure:
 knows a caller by what it showed, and a record by the owner in it.
 
 | call | without any token set | role instance | role operator |
@@ -23,10 +23,10 @@ from starlette.types import Scope
 
 from planner.accusations import address_of
 from planner.auth import CALLER, Caller
+from planner.http_errors import ProblemError, invalid_field
 from planner.middleware import header
-from planner.problems import ProblemError, invalid
 from planner.store.records import ForkRecord, InstanceRecord
-from rfork.control.ownership import OWNER_HEADER, SECRET, owner_id
+from rfork.planner_client.ownership import OWNER_HEADER, SECRET, owner_id
 
 NOT_OWNER: Final = "not-owner"
 """Slug of the problem."""
@@ -50,9 +50,9 @@ class Claimant:
 
     owner: str = ""
     """Digest of the secret that it showed; empty: it showed none."""
-    required: bool = False
+    owner_required: bool = False
     """It has to show a secret to register."""
-    rules: bool = True
+    is_operator: bool = True
     """It may drain and remove what others own: an operator, or anyone where no token is set."""
     address: str = ""
     """Network address that it calls from, where that tells callers apart."""
@@ -60,55 +60,53 @@ class Claimant:
     @classmethod
     def of(cls, scope: Scope) -> Self:
         """The caller of a request that was let in. Raises ProblemError where its secret is malformed."""
-        shown = header(scope, OWNER_HEADER.lower().encode())
-        secret = "" if shown is None else shown.decode("latin-1")
-        if shown is not None and not SECRET.fullmatch(secret):
-            raise invalid(OWNER_HEADER, "a secret is 32 to 256 visible ASCII characters")
+        owner_header = header(scope, OWNER_HEADER.lower().encode())
+        secret = "" if owner_header is None else owner_header.decode("latin-1")
+        if owner_header is not None and not SECRET.fullmatch(secret):
+            raise invalid_field(OWNER_HEADER, "a secret is 32 to 256 visible ASCII characters")
         caller: Caller | None = scope.get(CALLER)
         client = scope.get("client")
         return cls(
             owner=owner_id(secret) if secret else "",
-            required=caller is not None,
-            rules=caller is None or caller.may("operator"),
+            owner_required=caller is not None,
+            is_operator=caller is None or caller.has_role("operator"),
             address=address_of(client[0] if client else None),
         )
 
-    def owner_of(self, instance_id: str, known: InstanceRecord | None) -> str:
+    def owner_of(self, instance_id: str, record: InstanceRecord | None) -> str:
         """The owner that a report of this caller gives the record; ProblemError where it may not report."""
-        if known is not None and known.owner:
-            self._check(f"instance {instance_id}", known.owner)
-        elif self.required and not self.owner:
+        if record is not None and record.owner:
+            self._check(f"instance {instance_id}", record.owner)
+        elif self.owner_required and not self.owner:
             raise ProblemError(403, NOT_OWNER, f"instance {instance_id} needs an owner: send {OWNER_HEADER}")
         return self.owner
 
-    def check_end(self, known: InstanceRecord) -> None:
+    def check_can_remove(self, record: InstanceRecord) -> None:
         """Raises ProblemError where the caller may neither drain nor remove the instance."""
-        if not self.rules:
-            self._check(f"instance {known.report.instance_id}", known.owner)
+        if not self.is_operator:
+            self._check(f"instance {record.report.instance_id}", record.owner)
 
-    def check_fork(self, fork: ForkRecord) -> None:
+    def check_can_change_fork(self, fork: ForkRecord) -> None:
         """Raises ProblemError where the caller may not report on the fork, or ask for it again."""
-        if fork.owner or not self.rules:
+        if fork.owner or not self.is_operator:
             self._check(f"fork {fork.fork_id}", fork.owner)
 
     def _check(self, what: str, owner: str) -> None:
         if not owner or not hmac.compare_digest(owner, self.owner):
-            raise ProblemError(
-                403, NOT_OWNER, f"{what} belongs to another caller: {OWNER_HEADER} does not match"
-            )
+            raise ProblemError(403, NOT_OWNER, f"{what} belongs to another caller: {OWNER_HEADER} does not match")
 
 
 @dataclass(frozen=True)
 class _Trusted(Claimant):
     """Code of the planner itself, which passes on what it has checked, under names of its own."""
 
-    def owner_of(self, instance_id: str, known: InstanceRecord | None) -> str:
-        return known.owner if known is not None else ""
+    def owner_of(self, instance_id: str, record: InstanceRecord | None) -> str:
+        return record.owner if record is not None else ""
 
-    def check_end(self, known: InstanceRecord) -> None:
+    def check_can_remove(self, record: InstanceRecord) -> None:
         pass
 
-    def check_fork(self, fork: ForkRecord) -> None:
+    def check_can_change_fork(self, fork: ForkRecord) -> None:
         pass
 
 

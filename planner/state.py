@@ -9,52 +9,52 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Final, Protocol
 
-from planner.groups import LiveGroup
-from planner.order import SortedIds
-from planner.past import Past, PastGroups
-from planner.store.records import ForkRecord, GroupKey, InstanceRecord, Read, ScaleUpRecord
+from planner.group_history import GroupHistory, GroupHistoryCache
+from planner.group_index import GroupIndex
+from planner.sorted_ids import SortedIds
+from planner.store.records import ForkRecord, GroupKey, InstanceRecord, RouteRecord, ScaleUpRecord
 from rfork import weights_version
-from rfork.wire import ForkFinish, StorageRead
+from rfork.schema import ForkResult, StorageAssignment
 
-Listener = Callable[[ForkRecord], None]
+ForkListener = Callable[[ForkRecord], None]
 ROLES: Final = ("-draft-", "-target-")
-"""What follows a replica's name in the ids of its instances (see `rfork.wire.Rank`), in order."""
+"""What follows a replica's name in the ids of its instances (see `rfork.schema.Rank`), in order."""
 
 
-class Watcher(Protocol):
-    """Told of what scale-ups go by, after `State` has it."""
+class StateListener(Protocol):
+    """Told of what scale-ups go by, after `PlannerState` has it."""
 
-    def came(self, record: InstanceRecord) -> None:
+    def on_instance(self, record: InstanceRecord) -> None:
         """An instance is new, or asks for its first fork."""
 
-    def announced(self, models: Iterable[str]) -> None:
+    def on_scaleups(self, models: Iterable[str]) -> None:
         """The scale-ups of these models were changed."""
 
-    def loaded(self) -> None:
+    def on_reload(self) -> None:
         """Everything may be otherwise."""
 
 
-class State:
-    """All records. Keeps the last `keep_forks` forks that ended."""
+class PlannerState:
+    """All records. Keeps the last `max_finished_forks` forks that ended."""
 
     def __init__(self, *, keep_forks: int) -> None:
         self._keep_forks = keep_forks
         self._instances: dict[str, InstanceRecord] = {}
         self._instance_order = SortedIds()
         # Instances by how long they may be silent; in each table the one silent for longest first.
-        self._heard: dict[float, dict[str, None]] = {}
+        self._by_last_seen: dict[float, dict[str, None]] = {}
         self._forks: dict[str, ForkRecord] = {}
         self._fork_order = SortedIds()
         self._live: dict[str, None] = {}  # forks under way, the one silent for longest first
         self._live_targets: dict[str, str] = {}
         self._ended: dict[str, None] = {}  # in order of their end
-        self._groups: dict[GroupKey, LiveGroup] = {}
-        self._models: dict[str, dict[GroupKey, LiveGroup]] = {}
+        self._groups: dict[GroupKey, GroupIndex] = {}
+        self._models: dict[str, dict[GroupKey, GroupIndex]] = {}
         self._replicas: dict[str, dict[str, None]] = {}  # instances by the replica that they are ranks of
-        self._past_groups = PastGroups()
-        self._listeners: list[Listener] = []
+        self._histories = GroupHistoryCache()
+        self._listeners: list[ForkListener] = []
         self._scaleups: dict[str, ScaleUpRecord] = {}
-        self._watchers: list[Watcher] = []
+        self._state_listeners: list[StateListener] = []
 
     # -- changes ----------------------------------------------------------------------------------
 
@@ -62,18 +62,18 @@ class State:
         self,
         instances: Iterable[InstanceRecord] = (),
         forks: Iterable[ForkRecord] = (),
-        gone: Iterable[str] = (),
+        removed: Iterable[str] = (),
         scaleups: Iterable[ScaleUpRecord] = (),
         withdrawn: Iterable[str] = (),
     ) -> None:
-        """Keep these records, each in the place of the one with its id, and forget the instances `gone` and
+        """Keep these records, each in the place of the one with its id, and forget the instances `removed` and
         the scale-ups `withdrawn`.
         """
         for instance in instances:
             self._put_instance(instance)
         for fork in forks:
             self._put_fork(fork)
-        for instance_id in gone:
+        for instance_id in removed:
             self._forget(instance_id)
         models: set[str] = set()
         for scaleup_id in withdrawn:
@@ -82,33 +82,33 @@ class State:
             models |= self._withdraw(scaleup.scaleup.scaleup_id) | {scaleup.scaleup.model}
             self._scaleups[scaleup.scaleup.scaleup_id] = scaleup
         if models:
-            for watcher in self._watchers:
-                watcher.announced(models)
+            for listener in self._state_listeners:
+                listener.on_scaleups(models)
 
     def clear(self) -> None:
         """Forget everything: what the store holds is loaded anew."""
-        for table in (self._instances, self._heard, self._forks, self._live, self._live_targets):
+        for table in (self._instances, self._by_last_seen, self._forks, self._live, self._live_targets):
             table.clear()
         for rest in (self._ended, self._groups, self._models, self._replicas, self._scaleups):
             rest.clear()
         for order in (self._instance_order, self._fork_order):
             order.clear()
-        self._past_groups.clear()
+        self._histories.clear()
 
-    def loaded(self) -> None:
+    def notify_reloaded(self) -> None:
         """All that the store holds was put, after `clear`."""
         for fork in map(self._forks.__getitem__, self._ended):
             # They were put before there was any group.
-            if fork.finish is not None and not fork.lost:
+            if fork.finish is not None and not fork.abandoned:
                 self._count(fork, fork.finish)
-        for watcher in self._watchers:
-            watcher.loaded()
+        for listener in self._state_listeners:
+            listener.on_reload()
 
-    def watch(self, watcher: Watcher) -> None:
+    def add_state_listener(self, listener: StateListener) -> None:
         """Tell it of what scale-ups go by, for as long as this state lives."""
-        self._watchers.append(watcher)
+        self._state_listeners.append(listener)
 
-    def subscribe(self, listener: Listener) -> Callable[[], None]:
+    def subscribe(self, listener: ForkListener) -> Callable[[], None]:
         """Call `listener` with each fork record that comes in; returns the way to stop."""
         self._listeners.append(listener)
         return lambda: self._listeners.remove(listener)
@@ -131,10 +131,10 @@ class State:
         ids = chain.from_iterable(self._instance_order.after(cursor, prefix) for prefix in prefixes)
         return map(self._instances.__getitem__, ids)
 
-    def silent_instances(self, now: float) -> Iterator[InstanceRecord]:
+    def overdue_instances(self, now: float) -> Iterator[InstanceRecord]:
         """Those that are to be forgotten by now. Costs nothing for the others."""
-        for heard in list(self._heard.values()):
-            for instance_id in list(heard):
+        for by_last_seen in list(self._by_last_seen.values()):
+            for instance_id in list(by_last_seen):
                 record = self._instances[instance_id]
                 if now < record.expires_at:
                     break
@@ -168,7 +168,7 @@ class State:
         fork_id = self._live_targets.get(instance_id)
         return None if fork_id is None else self._forks[fork_id]
 
-    def silent_forks(self, since: float) -> Iterator[ForkRecord]:
+    def overdue_forks(self, since: float) -> Iterator[ForkRecord]:
         """Forks under way of which nothing was heard since then. Costs nothing for the others."""
         for fork_id in list(self._live):
             fork = self._forks[fork_id]
@@ -178,27 +178,23 @@ class State:
 
     # -- groups -----------------------------------------------------------------------------------
 
-    def group(self, key: GroupKey) -> LiveGroup:
+    def group(self, key: GroupKey) -> GroupIndex:
         """The group's index; an empty one where nobody is in it."""
-        return self._groups.get(key) or LiveGroup(key, self._past_groups.of(key))
+        return self._groups.get(key) or GroupIndex(key, self._histories.of(key))
 
-    def groups(self) -> list[LiveGroup]:
+    def groups(self) -> list[GroupIndex]:
         """The groups that hold at least one instance."""
         return list(self._groups.values())
 
-    def pasts(self) -> list[Past]:
+    def histories(self) -> list[GroupHistory]:
         """What forks that ended have told, of each group: also of the last ones that hold no instance now."""
-        return [group.past for group in self._groups.values()] + self._past_groups.all()
+        return [group.history for group in self._groups.values()] + self._histories.all()
 
     def other_ranks(self, key: GroupKey) -> tuple[str, ...]:
         """Return the keys of the other ranks of the same version that some instance holds."""
-        known = self._models.get(key.model, {})
+        seen = self._models.get(key.model, {})
         return tuple(
-            sorted(
-                other.rank_key
-                for other in known
-                if other.version == key.version and other.rank_key != key.rank_key
-            )
+            sorted(other.rank_key for other in seen if other.version == key.version and other.rank_key != key.rank_key)
         )
 
     def other_versions(self, key: GroupKey) -> dict[str, int]:
@@ -210,7 +206,7 @@ class State:
         }
         return {version: count for version, count in sorted(counts.items()) if version and count}
 
-    def mixed_models(self) -> set[str]:
+    def models_with_several_versions(self) -> set[str]:
         """Return the models of which complete instances serve more than one version.
 
         Versions that only one replica can have are left out: each replica updated in place has its own.
@@ -233,7 +229,7 @@ class State:
         """Return the records of all ranks of one replica."""
         return (self._instances[instance_id] for instance_id in self._replicas.get(replica, ()))
 
-    def groups_of(self, model: str) -> list[LiveGroup]:
+    def groups_of(self, model: str) -> list[GroupIndex]:
         """The groups of one model."""
         return list(self._models.get(model, {}).values())
 
@@ -253,45 +249,45 @@ class State:
         instance_id = record.report.instance_id
         old = self._instances.get(instance_id)
         if old is not None and old.group != record.group:
-            self._leave(old)
+            self._leave_group(old)
         self._instances[instance_id] = record
         if old is None:
             self._instance_order.add(instance_id)
         else:
-            del self._heard[old.forget_s][instance_id]
-        self._heard.setdefault(record.forget_s, {})[instance_id] = None
+            del self._by_last_seen[old.ttl_s][instance_id]
+        self._by_last_seen.setdefault(record.ttl_s, {})[instance_id] = None
         if old is not None and old.report.replica != record.report.replica:
             self._leave_replica(old)
         if record.report.replica is not None:
             self._replicas.setdefault(record.report.replica, {})[instance_id] = None
         group = self._groups.get(record.group)
         if group is None:
-            group = LiveGroup(record.group, self._past_groups.take(record.group))
+            group = GroupIndex(record.group, self._histories.pop_group(record.group))
             self._groups[record.group] = group
             self._models.setdefault(record.group.model, {})[record.group] = group
         # Readers that no replica ever heard of are from before a restart: they count too.
-        strangers = tuple(name for name in record.report.readers if name not in self._forks)
-        group.put(record.source, missing=record.missing, strangers=strangers)
+        unplanned_readers = tuple(name for name in record.report.readers if name not in self._forks)
+        group.put(record.source, missing=record.reported_missing, unplanned_readers=unplanned_readers)
         if old is None:
-            self._resume(record, group)
-        if old is None or record.asked != old.asked:
-            for watcher in self._watchers:
-                watcher.came(record)
+            self._resume_forks(record, group)
+        if old is None or record.asked_for_plan != old.asked_for_plan:
+            for listener in self._state_listeners:
+                listener.on_instance(record)
 
-    def _resume(self, record: InstanceRecord, group: LiveGroup) -> None:
+    def _resume_forks(self, record: InstanceRecord, group: GroupIndex) -> None:
         """One that was forgotten, or is new to this replica, is back: with its fork, and its readers."""
         forks = [self.live_fork_of(record.report.instance_id)]
         forks += [self._forks.get(name) for name in record.report.readers]
         for fork in forks:
             if fork is not None and fork.live and fork.group == record.group:
-                group.follow(fork)
+                group.apply_plan(fork)
 
     def _forget(self, instance_id: str) -> None:
         record = self._instances.pop(instance_id, None)
         if record is not None:
             self._instance_order.discard(instance_id)
-            del self._heard[record.forget_s][instance_id]
-            self._leave(record)
+            del self._by_last_seen[record.ttl_s][instance_id]
+            self._leave_group(record)
             self._leave_replica(record)
 
     def _leave_replica(self, record: InstanceRecord) -> None:
@@ -301,22 +297,22 @@ class State:
             if not self._replicas[replica]:
                 del self._replicas[replica]
 
-    def _leave(self, record: InstanceRecord) -> None:
+    def _leave_group(self, record: InstanceRecord) -> None:
         group = self._groups[record.group]
         group.remove(record.report.instance_id)
         if not group.sources:
             key = record.group
-            self._past_groups.keep(key, group.past)
+            self._histories.keep(key, group.history)
             del self._groups[key], self._models[key.model][key]
             if not self._models[key.model]:
                 del self._models[key.model]
 
-    def _count(self, fork: ForkRecord, finish: ForkFinish) -> None:
+    def _count(self, fork: ForkRecord, finish: ForkResult) -> None:
         group = self._groups.get(fork.group)
         if group is not None:
-            group.past.count(fork, finish)
+            group.history.record(fork, finish)
         else:
-            self._past_groups.count(fork.group, fork, finish)
+            self._histories.record(fork.group, fork, finish)
 
     def _withdraw(self, scaleup_id: str) -> set[str]:
         """Forget a scale-up; its model, if it was known."""
@@ -343,23 +339,23 @@ class State:
                 del self._ended[oldest], self._forks[oldest]
                 self._fork_order.discard(oldest)
         if old is not None and old.group != record.group and old.group in self._groups:
-            self._groups[old.group].leave(old)  # its target takes another version now
+            self._groups[old.group].end_fork(old)  # its target takes another version now
         group = self._groups.get(record.group)
         if group is not None:
             if not record.live:
-                group.leave(record)
-                if old is not None and old.lost and not record.lost:
-                    group.learn(record)  # it left when it was given up
+                group.end_fork(record)
+                if old is not None and old.abandoned and not record.abandoned:
+                    group.record_weights(record)  # it left when it was given up
             elif old is None or not old.live or _plan_of(old) != _plan_of(record):
-                group.follow(record)
-        elif old is not None and (old.live or old.lost) and record.finish is not None and not record.lost:
-            self._past_groups.count(record.group, record, record.finish)
+                group.apply_plan(record)
+        elif old is not None and (old.live or old.abandoned) and record.finish is not None and not record.abandoned:
+            self._histories.record(record.group, record, record.finish)
         for listener in list(self._listeners):
             listener(record)
 
 
 def _plan_of(
     fork: ForkRecord,
-) -> tuple[tuple[Read, ...], tuple[StorageRead, ...], str | None, str | None]:
+) -> tuple[tuple[RouteRecord, ...], tuple[StorageAssignment, ...], str | None, str | None]:
     """What a group goes by of a fork."""
-    return fork.reads, fork.storage, fork.weights_id, fork.draft
+    return fork.reads, fork.storage, fork.weights_id, fork.provisional_id

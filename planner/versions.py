@@ -14,9 +14,9 @@ from typing import Final, Literal
 
 from planner.store.records import InstanceRecord
 from rfork import weights_version
-from rfork.wire import InstanceReport
+from rfork.schema import InstanceReport
 
-NAMED: Final = 8
+MAX_NAMED: Final = 8
 """Versions that a reason lists at most."""
 
 
@@ -25,12 +25,12 @@ class ReplicaConflict(Exception):
 
 
 @dataclass(frozen=True)
-class Resolution:
+class VersionResolution:
     """The version that a fork gets; `note` says why, where it is not the target's own."""
 
     version: str
     choice: Literal["own", "served", "several", "none"]
-    """`own`: the target's. `served`: one that is served, or that its replica has. `several`: none, as several
+    """`own_replica`: the target's. `served`: one that is served, or that its replica has. `several`: none, as several
     are served. `none`: none is served."""
     note: str = ""
 
@@ -42,7 +42,7 @@ def resolve(
     mains: Iterable[InstanceRecord] = (),
     *,
     loading: Collection[str] = (),
-) -> Resolution:
+) -> VersionResolution:
     """Return the version that the target of `report` gets.
 
     `members` are the known instances of its model, `ranks` those of its replica, of any model, and `mains`,
@@ -53,7 +53,7 @@ def resolve(
     """
     role, own_id = report.rank.role, report.instance_id
     replica = [record for record in ranks if record.report.instance_id != own_id]
-    fixed = Counter(
+    replica_versions = Counter(
         record.version
         for record in replica
         if (record.report.model, record.report.rank.role) == (report.model, role)
@@ -61,46 +61,48 @@ def resolve(
         and _position(record.report) != _position(report)  # an earlier process of this very rank
     )
     if report.version is not None and not report.any_version:
-        for version in fixed:
+        for version in replica_versions:
             if version != report.version:
                 raise ReplicaConflict(
                     f"replica {report.replica} began with version {version}, "
                     f"but the files of rank {report.rank.key} are version {report.version}"
                 )
-        return Resolution(report.version, "own")
-    if fixed:
-        return _taken_over(max(fixed, key=lambda version: (fixed[version], version)))
-    alike = [
-        record
-        for record in members
-        if record.report.rank.role == role and record.report.instance_id != own_id
+        return VersionResolution(report.version, "own")
+    if replica_versions:
+        return _resolve_to(max(replica_versions, key=lambda version: (replica_versions[version], version)))
+    same_role = [
+        record for record in members if record.report.rank.role == role and record.report.instance_id != own_id
     ]
-    current = report.version
-    if current is not None and (own_id in loading or _can_complete(current, report, alike, loading)):
-        return _taken_over(current)
-    served = _served(alike)
+    reported_version = report.version
+    if reported_version is not None and (
+        own_id in loading or _can_complete(reported_version, report, same_role, loading)
+    ):
+        return _resolve_to(reported_version)
+    served = _served(same_role)
     if len(served) > 1 and role != "target":
-        served = _served_with_main(alike, mains, replica) or served
+        served = _served_with_main(same_role, mains, replica) or served
     if len(served) == 1:
-        return _taken_over(next(iter(served)))
-    unnamed = weights_version.unnamed(report.replica or own_id)
+        return _resolve_to(next(iter(served)))
+    unnamed_version = weights_version.unnamed(report.replica or own_id)
     if not served:
         # Where what it took over is gone, it must not read other weights under that name.
-        return _taken_over(current if current and weights_version.is_unnamed(current) else unnamed)
-    listed = sorted(served)
-    more = f" and {len(listed) - NAMED} more" if len(listed) > NAMED else ""
-    return Resolution(
-        unnamed,
+        return _resolve_to(
+            reported_version if reported_version and weights_version.is_unnamed(reported_version) else unnamed_version
+        )
+    sorted_versions = sorted(served)
+    more = f" and {len(sorted_versions) - MAX_NAMED} more" if len(sorted_versions) > MAX_NAMED else ""
+    return VersionResolution(
+        unnamed_version,
         "several",
-        f"{len(listed)} versions of {report.model} are served ({', '.join(listed[:NAMED])}{more}) "
+        f"{len(sorted_versions)} versions of {report.model} are served ({', '.join(sorted_versions[:MAX_NAMED])}{more}) "
         f"and {weights_version.UNSTATED}: set RFORK_VERSION",
     )
 
 
-def _taken_over(version: str) -> Resolution:
+def _resolve_to(version: str) -> VersionResolution:
     if weights_version.is_unnamed(version):
-        return Resolution(version, "none")
-    return Resolution(version, "served", f"{weights_version.TAKEN_OVER} {weights_version.short(version)}")
+        return VersionResolution(version, "none")
+    return VersionResolution(version, "served", f"{weights_version.ADOPTS_VERSION} {weights_version.short(version)}")
 
 
 def _position(report: InstanceReport) -> tuple[str, int]:
@@ -108,32 +110,30 @@ def _position(report: InstanceReport) -> tuple[str, int]:
 
 
 def _can_complete(
-    version: str, report: InstanceReport, alike: Iterable[InstanceRecord], loading: Collection[str]
+    version: str, report: InstanceReport, same_role: Iterable[InstanceRecord], loading: Collection[str]
 ) -> bool:
     """Return whether another instance holds all of this rank of the version, or reads it from storage."""
     return any(
         record.version == version
         and record.report.rank.key == report.rank.key
         and (record.source.complete or record.report.instance_id in loading)
-        for record in alike
+        for record in same_role
     )
 
 
 def _served(records: Sequence[InstanceRecord]) -> set[str]:
     """Return the versions that complete instances serve; without any, those that instances are getting."""
-    complete = {
-        record.version for record in records if record.source.complete and record.source.state != "draining"
-    }
-    return (complete or {record.version for record in records if record.asked or record.resolved_version}) - {
+    complete = {record.version for record in records if record.source.complete and record.source.state != "draining"}
+    return (complete or {record.version for record in records if record.asked_for_plan or record.resolved_version}) - {
         ""
     }
 
 
 def _served_with_main(
-    drafts: Sequence[InstanceRecord], mains: Iterable[InstanceRecord], replica: Sequence[InstanceRecord]
+    speculative: Sequence[InstanceRecord], mains: Iterable[InstanceRecord], replica: Sequence[InstanceRecord]
 ) -> set[str]:
     """Return the versions of a speculative model that replicas of this replica's main version serve."""
-    own = {
+    own_replica = {
         (record.report.model, record.version)
         for record in replica
         if record.report.rank.role == "target" and record.version
@@ -141,6 +141,6 @@ def _served_with_main(
     replicas = {
         record.report.replica
         for record in mains
-        if record.report.replica and (record.report.model, record.version) in own
+        if record.report.replica and (record.report.model, record.version) in own_replica
     }
-    return _served([record for record in drafts if record.report.replica in replicas])
+    return _served([record for record in speculative if record.report.replica in replicas])

@@ -1,103 +1,86 @@
 """fork() for model weights: a new inference instance pulls its weights from one that already runs.
 
-The public names load lazily, so that the planner can import `rfork.wire` and `rfork.settings` on a
+The public names load lazily, so that the planner can import `rfork.schema` and `rfork.settings` on a
 machine without torch.
 """
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rfork import artifacts
+    from rfork._api import fork, seed
     from rfork.artifacts.report import ArtifactReport
-    from rfork.engines.pretrained import fork_pretrained, report_of
-    from rfork.engines.torch import fork, seed
+    from rfork.engines.pretrained import fork_pretrained, fork_report
     from rfork.errors import RforkError
-    from rfork.fork.report import ForkReport
     from rfork.image.capture import capture
-    from rfork.settings import ArtifactSettings, Settings, StorageSettings
-    from rfork.storage.modules.lazy import load_tensors, open, tensors
-    from rfork.storage.modules.load import LoadReport, load
-    from rfork.storage.modules.no_init import no_init
-    from rfork.storage.modules.save import save
-    from rfork.wire import Rank
+    from rfork.receiver.report import ForkReport
+    from rfork.schema import Rank
+    from rfork.settings import ArtifactSettings, InstanceSettings, StorageSettings
+    from rfork.storage.module_io.lazy import iter_tensors, load_tensors, open_tensors
+    from rfork.storage.module_io.load import LoadReport, load
+    from rfork.storage.module_io.no_init import no_init
+    from rfork.storage.module_io.save import save
 
 __version__ = "0.1.0"
 
-_HOMES = {
+_LAZY_EXPORTS = {
     "ArtifactReport": "rfork.artifacts.report",
     "ArtifactSettings": "rfork.settings",
-    "ForkReport": "rfork.fork.report",
-    "LoadReport": "rfork.storage.modules.load",
-    "Rank": "rfork.wire",
+    "ForkReport": "rfork.receiver.report",
+    "InstanceSettings": "rfork.settings",
+    "LoadReport": "rfork.storage.module_io.load",
+    "Rank": "rfork.schema",
     "RforkError": "rfork.errors",
-    "Settings": "rfork.settings",
     "StorageSettings": "rfork.settings",
     "capture": "rfork.image.capture",
-    "fork": "rfork.engines.torch",
+    "fork": "rfork._api",
     "fork_pretrained": "rfork.engines.pretrained",
-    "load": "rfork.storage.modules.load",
-    "load_tensors": "rfork.storage.modules.lazy",
-    "no_init": "rfork.storage.modules.no_init",
-    "open": "rfork.storage.modules.lazy",
-    "report_of": "rfork.engines.pretrained",
-    "save": "rfork.storage.modules.save",
-    "seed": "rfork.engines.torch",
-    "tensors": "rfork.storage.modules.lazy",
+    "fork_report": "rfork.engines.pretrained",
+    "iter_tensors": "rfork.storage.module_io.lazy",
+    "load": "rfork.storage.module_io.load",
+    "load_tensors": "rfork.storage.module_io.lazy",
+    "no_init": "rfork.storage.module_io.no_init",
+    "open_tensors": "rfork.storage.module_io.lazy",
+    "save": "rfork.storage.module_io.save",
+    "seed": "rfork._api",
 }
 
-_ROOMS = frozenset({"artifacts"})
-"""Rooms that are used by their own name: ``rfork.artifacts.fetch(…)``."""
+_LAZY_PACKAGES = frozenset({"artifacts"})
+"""Public packages, used as ``rfork.artifacts.fetch(…)``."""
 
 __all__ = [
     "ArtifactReport",
     "ArtifactSettings",
     "ForkReport",
+    "InstanceSettings",
     "LoadReport",
     "Rank",
     "RforkError",
-    "Settings",
     "StorageSettings",
     "__version__",
     "artifacts",
     "capture",
     "fork",
     "fork_pretrained",
+    "fork_report",
+    "iter_tensors",
     "load",
     "load_tensors",
     "no_init",
-    "open",
-    "report_of",
+    "open_tensors",
     "save",
     "seed",
-    "tensors",
 ]
 
 
 def __getattr__(name: str) -> object:
-    if name in _ROOMS:
+    if name in _LAZY_PACKAGES:
         return import_module(f"rfork.{name}")
-    if name not in _HOMES:
+    if name not in _LAZY_EXPORTS:
         raise AttributeError(f"module 'rfork' has no attribute {name!r}")
-    value: object = getattr(import_module(_HOMES[name]), name)
+    value: object = getattr(import_module(_LAZY_EXPORTS[name]), name)
     globals()[name] = value
     return value
-
-
-class _Package(ModuleType):
-    """`rfork.fork` and `rfork.seed` are functions, and also the names of two rooms.
-
-    Importing a room would bind its name here to the module; the public function keeps the name, and
-    the rooms are reached by ``from rfork.fork.session import …``.
-    """
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if not (name in _HOMES and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

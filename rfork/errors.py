@@ -14,33 +14,33 @@
     ├── TargetError                fault: target   exit 3   the side that receives is at fault
     │   ├── LayoutMismatch         target and source do not hold the same tensors; names the first difference
     │   ├── WrongVersion           one server would be made of two versions of the weights
-    │   ├── LeaseRefused           a lease token is expired, forged or for another source
-    │   └── DeadlinePassed         the fork's own time is over
+    │   ├── LeaseRejected           a lease token is expired, forged or for another source
+    │   └── DeadlineExceeded         the fork's own time is over
     ├── SourceError                fault: source   exit 4   the side that gives is at fault; another is asked
-    │   ├── SourceGone             refused, reset or closed the connection: the process died
-    │   ├── SourceStalled          connected, but sent nothing for too long
+    │   ├── SourceUnavailable             refused, reset or closed the connection: the process died
+    │   ├── SourceTimeout          connected, but sent nothing for too long
     │   ├── SourceCorrupt          sent bytes that do not match the manifest, or fewer than it promised
-    │   ├── SourceChanged          its weights have another generation or another weights_id by now
+    │   ├── SourceWeightsChanged          its weights have another generation or another weights_id by now
     │   └── SourceBusy             at capacity or draining: gives no new reader a place
     ├── NetworkError               fault: network  exit 5
     │   ├── PlannerUnreachable     the planner did not answer
-    │   ├── PlannerRefused         the planner answered with a problem (RFC 9457)
+    │   ├── PlannerRejected         the planner answered with a problem (RFC 9457)
     │   ├── SourceUnreachable      no packet of a source arrives; it may be well, and others may reach it
-    │   └── TransportUnusable      a transport cannot work here, or between these two; the next one is taken
-    │       ├── NotOneHost         memory cannot be shared: two hosts, or namespaces that part two containers
-    │       ├── NoPeerAccess       a GPU cannot address the other one's memory
-    │       ├── NoGpuDirect        the network card cannot reach GPU memory (nvidia-peermem or dma-buf)
+    │   └── TransportUnavailable      a transport cannot work here, or between these two; the next one is taken
+    │       ├── NotSameHost         memory cannot be shared: two hosts, or namespaces that part two containers
+    │       ├── PeerAccessUnavailable       a GPU cannot address the other one's memory
+    │       ├── GpuDirectUnavailable        the network card cannot reach GPU memory (nvidia-peermem or dma-buf)
     │       ├── DeviceDown         an RDMA device is missing, or its port is down
     │       └── VersionMismatch    the libraries of the two sides, or library and machine, do not fit
     ├── StorageError               fault: storage  exit 6   a disk or an object store failed
-    │   ├── StorageMissing         no such file, folder, object or bucket
-    │   ├── StorageDenied          credentials are missing, wrong, or do not reach so far
+    │   ├── StorageNotFound         no such file, folder, object or bucket
+    │   ├── StorageAccessDenied          credentials are missing, wrong, or do not reach so far
     │   ├── StorageChanged         what is read was written to, or replaced, meanwhile
     │   ├── StorageCorrupt         the bytes are not what their digest or their format promises
     │   └── StorageFull            no room is left to write
     └── ForkFailed                 fault: that of the last reason   exit 7
         ├── NoSource               nobody holds an image of this layout
-        └── NothingLeft            all sources and all fallbacks failed; carries each reason in order
+        └── AllSourcesFailed            all sources and all fallbacks failed; carries each reason in order
 
 A source is only ever blamed (``fault == "source"``) for what it did itself, so that one bad target
 cannot drive every seed of a fleet into quarantine.
@@ -137,11 +137,11 @@ class WrongVersion(TargetError):
     """A rank would get weights of another version than its replica has."""
 
 
-class LeaseRefused(TargetError):
+class LeaseRejected(TargetError):
     """A lease token is expired, forged or for another source."""
 
 
-class DeadlinePassed(TargetError):
+class DeadlineExceeded(TargetError):
     """The fork's own time is over."""
 
 
@@ -152,11 +152,11 @@ class SourceError(RforkError):
     exit_code = 4
 
 
-class SourceGone(SourceError):
+class SourceUnavailable(SourceError):
     """The source refused, reset or closed the connection."""
 
 
-class SourceStalled(SourceError):
+class SourceTimeout(SourceError):
     """The source is connected but sent nothing for too long."""
 
 
@@ -164,7 +164,7 @@ class SourceCorrupt(SourceError):
     """The source sent bytes that do not match the manifest, or fewer than it promised."""
 
 
-class SourceChanged(SourceError):
+class SourceWeightsChanged(SourceError):
     """The source's weights have another generation or another `weights_id` by now."""
 
 
@@ -187,7 +187,7 @@ class PlannerUnreachable(NetworkError):
         self.silent = silent
 
 
-class PlannerRefused(NetworkError):
+class PlannerRejected(NetworkError):
     """The planner answered with a problem document (RFC 9457).
 
     `status` is the HTTP status; `problem` is the last part of the problem's type URI.
@@ -210,27 +210,27 @@ class SourceUnreachable(NetworkError):
         )
 
 
-class TransportUnusable(NetworkError):
+class TransportUnavailable(NetworkError):
     """A transport cannot work here, or between these two sides; the next one is taken."""
 
 
-class NotOneHost(TransportUnusable):
+class NotSameHost(TransportUnavailable):
     """Memory cannot be shared: the two run on two hosts, or in namespaces that part them."""
 
 
-class NoPeerAccess(TransportUnusable):
+class PeerAccessUnavailable(TransportUnavailable):
     """A GPU cannot address the other one's memory."""
 
 
-class NoGpuDirect(TransportUnusable):
+class GpuDirectUnavailable(TransportUnavailable):
     """The network card cannot reach GPU memory."""
 
 
-class DeviceDown(TransportUnusable):
+class DeviceDown(TransportUnavailable):
     """An RDMA device is missing, or its port is down."""
 
 
-class VersionMismatch(TransportUnusable):
+class VersionMismatch(TransportUnavailable):
     """The libraries of the two sides, or a library and the machine, do not fit."""
 
 
@@ -241,11 +241,11 @@ class StorageError(RforkError):
     exit_code = 6
 
 
-class StorageMissing(StorageError):
+class StorageNotFound(StorageError):
     """There is no such file, folder, object or bucket."""
 
 
-class StorageDenied(StorageError):
+class StorageAccessDenied(StorageError):
     """Credentials are missing, wrong, or do not reach so far."""
 
 
@@ -273,7 +273,7 @@ class NoSource(ForkFailed):
     fault = "network"
 
 
-class NothingLeft(ForkFailed):
+class AllSourcesFailed(ForkFailed):
     """All sources and all fallbacks failed; `reasons` holds each in the order it happened."""
 
     def __init__(self, message: str, reasons: Sequence[RforkError], *, hint: str = "") -> None:

@@ -45,18 +45,18 @@ class _Renewal:
     def __init__(self, tls: TlsSettings, files: Files) -> None:
         self.files = files
         self._tls = tls
-        self._trouble = ""
+        self._last_problem = ""
 
     def __call__(self) -> grpc.ServerCertificateConfiguration | None:
         try:
             files = _read(self._tls)
         except OSError as error:
             # Half of a renewal, for example: a certificate that does not go with the key yet.
-            if str(error) != self._trouble:  # not at each handshake
+            if str(error) != self._last_problem:  # not at each handshake
                 logger("rfork.tls").warning(CANNOT, reason=str(error), used="those read before")
-            self._trouble = str(error)
+            self._last_problem = str(error)
             return None
-        self._trouble = ""
+        self._last_problem = ""
         if files == self.files:
             return None
         self.files = files

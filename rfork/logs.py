@@ -16,7 +16,7 @@ from structlog.stdlib import BoundLogger
 from structlog.typing import EventDict, Processor, WrappedLogger
 
 # What libraries say of each request or of their own start: rfork logs that itself; botocore's has signatures.
-CHATTY = (
+NOISY_LOGGERS = (
     "uvicorn", "httpx", "httpx2", "httpcore", "httpcore2", "grpc", "asyncio",
     "botocore", "boto3", "s3transfer", "urllib3",
 )  # fmt: skip
@@ -60,7 +60,7 @@ def configure(json: bool, level: str, *, stream: TextIO | None = None) -> None:
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(severity)
-    for name in CHATTY:
+    for name in NOISY_LOGGERS:
         logging.getLogger(name).setLevel(max(severity, logging.WARNING))
 
 
@@ -68,8 +68,8 @@ def _as_record(_: WrappedLogger, __: str, event: EventDict) -> tuple[tuple[str, 
     """An event as the arguments of the standard library's `Logger.info` and its like."""
     word = str(event.pop("event"))
     keywords = {name: event.pop(name) for name in ("exc_info", "stack_info") if name in event}
-    told = " ".join([word, *(f"{name}={value}" for name, value in event.items())])
-    return ("%s", told), {**keywords, "extra": {FIELDS: {"event": word, **event}}}
+    line = " ".join([word, *(f"{name}={value}" for name, value in event.items())])
+    return ("%s", line), {**keywords, "extra": {FIELDS: {"event": word, **event}}}
 
 
 def _with_fields(_: WrappedLogger, __: str, event: EventDict) -> EventDict:

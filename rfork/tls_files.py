@@ -13,10 +13,10 @@ from math import floor
 from pathlib import Path
 from typing import Final
 
-from rfork.certificate import not_after
 from rfork.errors import SettingsError
 from rfork.logs import logger
 from rfork.settings import TlsSettings
+from rfork.tls_expiry import not_after
 
 SOON_S: Final = 14 * 86400.0
 """A certificate that ends within this time is warned of."""
@@ -46,7 +46,7 @@ class CurrentContext:
         self._warned_at = 0.0
         self._version = files_version(tls)
         self._context = make(tls)
-        self._warn_of_end()
+        self._warn_before_expiry()
 
     def __call__(self) -> ssl.SSLContext:
         """Return the context for a new connection."""
@@ -54,11 +54,11 @@ class CurrentContext:
             version = files_version(self._tls)
             if version != self._version:
                 self._version = version
-                self._make_again()
-            self._warn_of_end()
+                self._reload()
+            self._warn_before_expiry()
             return self._context
 
-    def _make_again(self) -> None:
+    def _reload(self) -> None:
         try:
             self._context = self._make(self._tls)
         except (SettingsError, OSError) as error:
@@ -67,7 +67,7 @@ class CurrentContext:
         self._warned_at = 0.0
         self._log.info("TLS files read again", certificate=str(self._tls.certificate))
 
-    def _warn_of_end(self) -> None:
+    def _warn_before_expiry(self) -> None:
         now = self._clock()
         if self._tls.certificate is None or now - self._warned_at < REMIND_S:
             return
@@ -77,9 +77,7 @@ class CurrentContext:
         except (OSError, ValueError):
             return  # half of a renewal
         if left_s <= 0:
-            self._log.error(
-                "certificate has expired", certificate=str(self._tls.certificate), hint="renew it now"
-            )
+            self._log.error("certificate has expired", certificate=str(self._tls.certificate), hint="renew it now")
         elif left_s < SOON_S:
             self._log.warning(
                 "certificate expires soon",

@@ -13,14 +13,14 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from rfork.wire import Rank
+from rfork.schema import Rank
 
 _GENERATED: Final = re.compile(r"(commit|files|weights|update|unnamed):([A-Za-z0-9._:-]+)")
 SHORT: Final = 8
 """Characters of a generated identifier that people are shown."""
 FIRST: Final = "first of version"
 """The words by which a plan's reason says that other versions of the model are served, and not this one."""
-TAKEN_OVER: Final = "takes over version"
+ADOPTS_VERSION: Final = "takes over version"
 """The words by which a plan's reason says that its target has no version and gets the one that is served."""
 UNSTATED: Final = "this target states none"
 """The words by which a plan's reason says that several versions are served, and the target names none."""
@@ -72,8 +72,8 @@ def short(version: str | None) -> str:
         return "(none)"
     if (generated := _GENERATED.fullmatch(version)) is None:
         return version
-    kind, identifier = generated.groups()
-    if kind == "update":
+    scheme, identifier = generated.groups()
+    if scheme == "update":
         replica, _, count = identifier.rpartition(":")
         return f"update:{replica[:SHORT]}:{count}"
-    return f"{kind}:{identifier[:SHORT]}"
+    return f"{scheme}:{identifier[:SHORT]}"

@@ -21,12 +21,12 @@ from tests.processes import START_S, RforkProcess
 
 # How long an example takes is the machine's business: tests assert nothing about time. Each run has the same
 # examples, so that what fails is what was changed; `make test-all` looks for others.
-UNHURRIED = hypothesis.settings(
+NO_DEADLINE = hypothesis.settings(
     deadline=None,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],  # of making an example
 )
-hypothesis.settings.register_profile("explore", UNHURRIED)
-hypothesis.settings.register_profile("rfork", UNHURRIED, derandomize=True)
+hypothesis.settings.register_profile("explore", NO_DEADLINE)
+hypothesis.settings.register_profile("rfork", NO_DEADLINE, derandomize=True)
 hypothesis.settings.load_profile("rfork")
 
 
@@ -49,13 +49,13 @@ def _no_rfork_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _same_chances(request: pytest.FixtureRequest) -> None:
+def _fixed_random_seed(request: pytest.FixtureRequest) -> None:
     """What the product leaves to chance in this process (jitter) comes out alike in each run of a test."""
     random.seed(request.node.nodeid)
 
 
 @pytest.fixture(autouse=True)
-def _signals_as_before() -> Iterator[None]:
+def _signal_handlers_restored() -> Iterator[None]:
     """A command that runs in this process sets its own handlers."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
@@ -64,11 +64,11 @@ def _signals_as_before() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _logging_as_before() -> Iterator[None]:
+def _logging_restored() -> Iterator[None]:
     """A command that runs in this process configures logging: later tests do not inherit that."""
     root = logging.getLogger()
     handlers = list(root.handlers)
-    levels = {name: logging.getLogger(name).level for name in (None, *logs.CHATTY)}
+    levels = {name: logging.getLogger(name).level for name in (None, *logs.NOISY_LOGGERS)}
     yield
     root.handlers = handlers
     for name, level in levels.items():
@@ -76,20 +76,18 @@ def _logging_as_before() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _interrupts_are_heard() -> None:
+def _sigint_not_ignored() -> None:
     """A shell that runs the tests in the background has them, and all they start, ignore SIGINT."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _no_seed_left_behind() -> Iterator[None]:
+def _seeds_closed() -> Iterator[None]:
     """What a module started in this process is gone with it: the next one counts threads and descriptors."""
     before = set(threading.enumerate())
     yield
-    left = [
-        thread for thread in threading.enumerate() if thread.name.startswith("rfork") and thread not in before
-    ]
+    left = [thread for thread in threading.enumerate() if thread.name.startswith("rfork") and thread not in before]
     for thread in left:
         thread.join(JOIN_S)
     assert [] == [thread.name for thread in left if thread.is_alive()]

@@ -19,8 +19,16 @@ import torch
 
 from rfork.image.layout import Layout
 from rfork.image.memory import Image
-from rfork.image.specs import TensorSpec
-from rfork.transport.cuda_ipc.driver import HANDLE_BYTES, Allocation, Copy, DriverError, Handle, Kind, Opened
+from rfork.image.tensor_specs import TensorSpec
+from rfork.transport.cuda_ipc.driver import (
+    HANDLE_BYTES,
+    Allocation,
+    CopyOp,
+    DriverError,
+    HandleType,
+    ImportedAllocation,
+    IpcHandle,
+)
 
 INVALID_CONTEXT = 201
 MAP_FAILED = 205
@@ -33,16 +41,16 @@ _MAP_FIXED = 0x10
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 
 
-def _mapped(descriptor: int, size: int, at: int = 0) -> int:
-    flags = mmap.MAP_SHARED | (_MAP_FIXED if at else 0)
-    address = _libc.mmap(at or None, size, _READ_WRITE, flags, descriptor, 0)
+def _mapped(descriptor: int, size: int, fixed_address: int = 0) -> int:
+    flags = mmap.MAP_SHARED | (_MAP_FIXED if fixed_address else 0)
+    address = _libc.mmap(fixed_address or None, size, _READ_WRITE, flags, descriptor, 0)
     if address in (None, ctypes.c_void_p(-1).value):
         raise OSError(ctypes.get_errno(), "mmap failed")
     return int(address)
 
 
 @dataclass(frozen=True)
-class Block:
+class FakeAllocation:
     """One allocation and the file it is."""
 
     allocation: Allocation
@@ -53,9 +61,9 @@ class FakeMemory:
     """The memory of one process's devices; it lives as long as the process."""
 
     def __init__(self) -> None:
-        self.blocks: list[Block] = []
+        self.blocks: list[FakeAllocation] = []
 
-    def allocate(self, size: int, *, block: int, kind: Kind = "legacy", device: int = 0) -> torch.Tensor:
+    def allocate(self, size: int, *, block: int, handle_type: HandleType = "legacy", device: int = 0) -> torch.Tensor:
         """Zeros of so many bytes, in allocations of `block` bytes (whole pages), side by side."""
         total = -(-size // block) * block
         reserved = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -64,10 +72,10 @@ class FakeMemory:
             descriptor = os.memfd_create("fake-gpu", os.MFD_CLOEXEC)
             os.ftruncate(descriptor, block)
             _mapped(descriptor, block, base + offset)
-            self.blocks.append(Block(Allocation(base + offset, block, device, kind), descriptor))
+            self.blocks.append(FakeAllocation(Allocation(base + offset, block, device, handle_type), descriptor))
         return torch.frombuffer((ctypes.c_ubyte * size).from_address(base), dtype=torch.uint8)
 
-    def find(self, address: int) -> Block | None:
+    def find_block(self, address: int) -> FakeAllocation | None:
         """The block that an address lies in."""
         found = [one for one in self.blocks if one.allocation.base <= address < one.allocation.end]
         return found[0] if found else None
@@ -79,8 +87,8 @@ class FakeDriver:
 
     memory: FakeMemory
     uuids: Sequence[str] = ("gpu-0",)
-    peers: bool = True
-    refuses: int | None = None
+    has_peer_access: bool = True
+    open_error_code: int | None = None
     """The code that every `open` is refused with."""
     running: threading.Event = field(default_factory=threading.Event)
     """While it is not set, no copy goes on."""
@@ -88,51 +96,51 @@ class FakeDriver:
     """Set once copies have been queued."""
     streams: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     """Released for each `queue` of copies."""
-    refused_kinds: Sequence[Kind] = ("legacy", "descriptor", "fabric")
-    """Those that `refuses` is for."""
-    fails: bool = False
-    opened: list[Opened] = field(default_factory=list)
+    rejected_handle_types: Sequence[HandleType] = ("legacy", "descriptor", "fabric")
+    """Those that `open_error_code` is for."""
+    copies_fail: bool = False
+    opened: list[ImportedAllocation] = field(default_factory=list)
     exports: list[int] = field(default_factory=list)
-    copied: list[Copy] = field(default_factory=list)
-    wrong: list[str] = field(default_factory=list)
+    completed_copies: list[CopyOp] = field(default_factory=list)
+    violations: list[str] = field(default_factory=list)
     """What a real device would have crashed at."""
 
     def __post_init__(self) -> None:
         self.running.set()
         self._lock = threading.Lock()
 
-    def place(self, storage: torch.UntypedStorage) -> int | None:
-        found = self.memory.find(storage.data_ptr())
+    def device_of(self, storage: torch.UntypedStorage) -> int | None:
+        found = self.memory.find_block(storage.data_ptr())
         return found.allocation.device if found else None
 
     def uuid(self, device: int) -> str:
         return self.uuids[device]
 
-    def find(self, uuid: str) -> int | None:
+    def device_index(self, uuid: str) -> int | None:
         return list(self.uuids).index(uuid) if uuid in self.uuids else None
 
-    def reaches(self, device: int, peer: int) -> bool:
-        return self.peers or device == peer
+    def can_access_peer(self, device: int, peer: int) -> bool:
+        return self.has_peer_access or device == peer
 
     def allocation(self, device: int, address: int) -> Allocation:
-        found = self.memory.find(address)
+        found = self.memory.find_block(address)
         if found is None:
             raise DriverError("cuMemGetAddressRange_v2", 1, "invalid argument")
         return found.allocation
 
-    def export(self, allocation: Allocation) -> Handle:
-        found = self.memory.find(allocation.base)
+    def export(self, allocation: Allocation) -> IpcHandle:
+        found = self.memory.find_block(allocation.base)
         if found is None:
             raise DriverError("cuIpcGetMemHandle", 1, "invalid argument")
         self.exports.append(allocation.base)
-        if allocation.kind == "descriptor":
-            return Handle(descriptor=os.dup(found.descriptor))
-        return Handle(f"{os.getpid()}:{found.descriptor}".encode().ljust(HANDLE_BYTES, b"\0"))
+        if allocation.handle_type == "descriptor":
+            return IpcHandle(descriptor=os.dup(found.descriptor))
+        return IpcHandle(f"{os.getpid()}:{found.descriptor}".encode().ljust(HANDLE_BYTES, b"\0"))
 
-    def open(self, device: int, kind: Kind, handle: Handle, size: int) -> Opened:
-        if self.refuses is not None and kind in self.refused_kinds:
-            raise DriverError("cuIpcOpenMemHandle_v2", self.refuses, "invalid device context")
-        if kind == "descriptor":
+    def open(self, device: int, handle_type: HandleType, handle: IpcHandle, size: int) -> ImportedAllocation:
+        if self.open_error_code is not None and handle_type in self.rejected_handle_types:
+            raise DriverError("cuIpcOpenMemHandle_v2", self.open_error_code, "invalid device context")
+        if handle_type == "descriptor":
             descriptor = os.dup(handle.descriptor or 0)
         else:
             try:
@@ -143,44 +151,44 @@ class FakeDriver:
         try:
             if os.fstat(descriptor).st_size < size:
                 raise DriverError("cuMemMap", 1, "invalid argument")
-            opened = Opened(_mapped(descriptor, size), size, device, kind)
+            opened = ImportedAllocation(_mapped(descriptor, size), size, device, handle_type)
         finally:
             os.close(descriptor)
         with self._lock:
             self.opened.append(opened)
         return opened
 
-    def close(self, opened: Opened) -> None:
+    def close(self, opened: ImportedAllocation) -> None:
         with self._lock:
             self.opened.remove(opened)
         _libc.munmap(opened.address, opened.size)
 
-    def copies(self, device: int) -> FakeCopies:
-        return FakeCopies(self)
+    def copies(self, device: int) -> FakeCopyStream:
+        return FakeCopyStream(self)
 
-    def copy(self, wanted: Copy) -> None:
+    def copy(self, request: CopyOp) -> None:
         """Copy, unless that would crash."""
         with self._lock:
             for one in self.opened:
-                if one.address <= wanted.source and wanted.source + wanted.length <= one.address + one.size:
-                    ctypes.memmove(wanted.target, wanted.source, wanted.length)
-                    self.copied.append(wanted)
+                if one.address <= request.source and request.source + request.length <= one.address + one.size:
+                    ctypes.memmove(request.target, request.source, request.length)
+                    self.completed_copies.append(request)
                     return
-            self.wrong.append(f"a copy from {wanted.source:#x}, where nothing is opened")
+            self.violations.append(f"a copy from {request.source:#x}, where nothing is opened")
 
 
-class FakeCopies:
+class FakeCopyStream:
     """`Copies` on a thread that lives from one `queue` to the last copy."""
 
     def __init__(self, driver: FakeDriver) -> None:
         self._driver = driver
-        self._left: deque[Copy] = deque()
+        self._pending: deque[CopyOp] = deque()
         self._thread: threading.Thread | None = None
 
-    def queue(self, copies: Sequence[Copy]) -> None:
-        if self._driver.fails:
+    def queue(self, copies: Sequence[CopyOp]) -> None:
+        if self._driver.copies_fail:
             raise DriverError("cuMemcpyAsync", 700, "an illegal memory access was encountered")
-        self._left.extend(copies)
+        self._pending.extend(copies)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
         self._driver.queued.set()
@@ -191,12 +199,12 @@ class FakeCopies:
 
     def close(self) -> None:
         if not self.done():
-            self._driver.wrong.append("a stream was let go while copies were under way on it")
+            self._driver.violations.append("a stream was let go while copies were under way on it")
 
     def _run(self) -> None:
-        while self._left:
+        while self._pending:
             self._driver.running.wait()
-            self._driver.copy(self._left.popleft())
+            self._driver.copy(self._pending.popleft())
 
 
 def pattern(index: int, size: int) -> torch.Tensor:
@@ -205,7 +213,7 @@ def pattern(index: int, size: int) -> torch.Tensor:
     return period.repeat(size // 251 + 1)[:size].clone()
 
 
-def image_in(
+def fake_device_image(
     memory: FakeMemory,
     sizes: Sequence[int],
     *,
@@ -213,23 +221,23 @@ def image_in(
     filled: bool = False,
     block: int = 1 << 20,
     align: int = 512,
-    kind: Kind = "legacy",
+    handle_type: HandleType = "legacy",
     device: int = 0,
 ) -> Image:
     """An image of byte tensors in device memory, but those numbered `on_host`; zeros unless `filled`.
 
     As torch's allocator has them: side by side, each from a multiple of `align` bytes on.
     """
-    places = [-(-size // align) * align for size in sizes]
-    line = memory.allocate(max(sum(places), 1), block=block, kind=kind, device=device)
+    padded_sizes = [-(-size // align) * align for size in sizes]
+    buffer = memory.allocate(max(sum(padded_sizes), 1), block=block, handle_type=handle_type, device=device)
     specs: list[TensorSpec] = []
     tensors: list[torch.Tensor] = []
-    at = offset = 0
-    for index, (size, place) in enumerate(zip(sizes, places, strict=True)):
+    device_offset = offset = 0
+    for index, (size, padded_size) in enumerate(zip(sizes, padded_sizes, strict=True)):
         host = torch.zeros(size, dtype=torch.uint8)
-        tensors.append(host if index in on_host else line[at : at + size])
+        tensors.append(host if index in on_host else buffer[device_offset : device_offset + size])
         if filled:
             tensors[-1].copy_(pattern(index, size))
         specs.append(TensorSpec(f"t{index}", "uint8", (size,), (1,), offset))
-        at, offset = at + place, offset + size
+        device_offset, offset = device_offset + padded_size, offset + size
     return Image(Layout(tuple(specs), offset), tensors)

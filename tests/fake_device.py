@@ -9,56 +9,56 @@ import torch
 from rfork.image.memory import Image
 
 
-class FakeCopying:
+class FakePendingCopy:
     """A copy that happens when it is waited for."""
 
-    def __init__(self, copies: FakeCopies, copy: Callable[[], None]) -> None:
+    def __init__(self, copies: FakeDeviceCopier, copy: Callable[[], None]) -> None:
         self._copies = copies
         self._copy = copy
-        copies.under_way.append(self)
+        copies.pending.append(self)
 
     def wait(self) -> None:
-        if self in self._copies.under_way:
-            self._copies.under_way.remove(self)
+        if self in self._copies.pending:
+            self._copies.pending.remove(self)
             self._copy()
 
 
-class FakeCopies:
-    """`Copies` of all memory but what `host` names; `fails_after`: so many copies begin, and no more."""
+class FakeDeviceCopier:
+    """`Copies` of all memory but what `host` names; `max_copies`: so many copies begin, and no more."""
 
-    def __init__(self, host: Sequence[torch.Tensor] = (), fails_after: int | None = None) -> None:
-        self.under_way: list[FakeCopying] = []
-        self.begun = self.begun_bytes = 0
+    def __init__(self, host: Sequence[torch.Tensor] = (), max_copies: int | None = None) -> None:
+        self.pending: list[FakePendingCopy] = []
+        self.started_count = self.started_bytes = 0
         self.pinned_bytes: list[int] = []
         self._host = {tensor.untyped_storage().data_ptr() for tensor in host}
-        self._fails_after = fails_after
+        self._max_copies = max_copies
 
-    def stages(self, memory: torch.Tensor) -> bool:
+    def needs_staging(self, memory: torch.Tensor) -> bool:
         return memory.untyped_storage().data_ptr() not in self._host
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         self.pinned_bytes.append(nbytes)
         return torch.zeros(nbytes, dtype=torch.uint8)
 
-    def fetch(self, host: Sequence[torch.Tensor], memory: Sequence[torch.Tensor]) -> FakeCopying:
+    def device_to_host(self, host: Sequence[torch.Tensor], memory: Sequence[torch.Tensor]) -> FakePendingCopy:
         return self._begin(host, memory)
 
-    def put(self, memory: Sequence[torch.Tensor], host: Sequence[torch.Tensor]) -> FakeCopying:
+    def host_to_device(self, memory: Sequence[torch.Tensor], host: Sequence[torch.Tensor]) -> FakePendingCopy:
         return self._begin(memory, host)
 
-    def _begin(self, into: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> FakeCopying:
-        if self.begun == self._fails_after:
+    def _begin(self, destination: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> FakePendingCopy:
+        if self.started_count == self._max_copies:
             raise RuntimeError("the device failed")
-        self.begun += 1
-        self.begun_bytes += sum(tensor.numel() for tensor in into)
+        self.started_count += 1
+        self.started_bytes += sum(tensor.numel() for tensor in destination)
 
         def copy() -> None:
-            for one, other in zip(into, source, strict=True):
+            for one, other in zip(destination, source, strict=True):
                 one.copy_(other)
 
-        return FakeCopying(self, copy)
+        return FakePendingCopy(self, copy)
 
 
-def on_device(image: Image, copies: FakeCopies) -> Image:
+def image_on_fake_device(image: Image, copies: FakeDeviceCopier) -> Image:
     """The same image, as if it lay on a device."""
     return Image(image.layout, image.regions, copies)

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-Answer = Callable[[socket.socket, threading.Event], None]
+ResponseWriter = Callable[[socket.socket, threading.Event], None]
 """Answers one request on a connection; the event is set when the server ends."""
 
 TRICKLE_S = 0.1
@@ -56,13 +56,13 @@ def gzip_bomb(connection: socket.socket, ended: threading.Event) -> None:
     connection.sendall(head.encode() + body)
 
 
-HOSTILE: tuple[Answer, ...] = (
+HOSTILE: tuple[ResponseWriter, ...] = (
     silent, trickling_head, trickling_body, trickling_chunk, endless_body, gzip_bomb,
 )  # fmt: skip
 
 
 @contextmanager
-def serving(answer: Answer) -> Iterator[str]:
+def hostile_server(write_response: ResponseWriter) -> Iterator[str]:
     """Answer so inside the block; yields the server's URL."""
     ended = threading.Event()
     listener = socket.create_server(("127.0.0.1", 0))
@@ -71,7 +71,7 @@ def serving(answer: Answer) -> Iterator[str]:
     def handle(connection: socket.socket) -> None:
         with connection, suppress(OSError):
             while connection.recv(1 << 16) and not ended.is_set():
-                answer(connection, ended)
+                write_response(connection, ended)
 
     def accept() -> None:
         with suppress(OSError):
@@ -96,7 +96,7 @@ def serving(answer: Answer) -> Iterator[str]:
 
 
 @contextmanager
-def never_accepting() -> Iterator[tuple[str, int]]:
+def unaccepting_address() -> Iterator[tuple[str, int]]:
     """An address whose packets are as good as dropped: the queue of connections to accept is full."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

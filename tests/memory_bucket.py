@@ -9,17 +9,17 @@ from contextlib import contextmanager
 
 import pytest
 
-from rfork.errors import StorageCorrupt, StorageError, StorageMissing
+from rfork.errors import StorageCorrupt, StorageError, StorageNotFound
 from rfork.settings import StorageSettings
-from rfork.storage import stores
-from rfork.storage.blob import Entry, Store
+from rfork.storage import registry
+from rfork.storage.blob import BlobEntry, BlobStore
 from rfork.storage.location import Location
 
 Fault = Callable[[str, str], None]
 """Called with what is done (open, read, write, commit, remove) and the path, before it is done; may raise."""
 
 
-class MemoryBucket:
+class InMemoryBucket:
     """Objects by path. `log` holds what was done, in order; `open_blobs` counts what was not closed."""
 
     def __init__(self) -> None:
@@ -29,22 +29,22 @@ class MemoryBucket:
         self.fault: Fault | None = None
         self.lock = threading.Lock()
 
-    def did(self, what: str, path: str) -> None:
+    def record(self, operation: str, path: str) -> None:
         """Note it, and fail where the test says so."""
         with self.lock:
-            self.log.append((what, path))
+            self.log.append((operation, path))
         if self.fault is not None:
-            self.fault(what, path)
+            self.fault(operation, path)
 
-    def done(self, what: str) -> list[str]:
+    def paths_of(self, operation: str) -> list[str]:
         """The paths of all that was done of one kind."""
-        return [path for kind, path in self.log if kind == what]
+        return [path for logged_operation, path in self.log if logged_operation == operation]
 
 
-class MemoryBlob:
+class InMemoryBlob:
     """One object as it was when it was opened; see `Blob`."""
 
-    def __init__(self, bucket: MemoryBucket, path: str, data: bytes) -> None:
+    def __init__(self, bucket: InMemoryBucket, path: str, data: bytes) -> None:
         self.uri = f"s3://bucket/{path}"
         self.size = len(data)
         self.version = hashlib.md5(data).hexdigest()
@@ -58,7 +58,7 @@ class MemoryBlob:
     def read(self, offset: int, into: Sequence[memoryview]) -> None:
         if self._closed:
             raise StorageError(f"{self.uri} is closed")
-        self._bucket.did("read", self._path)
+        self._bucket.record("read", self._path)
         for view in into:
             piece = self._data[offset : offset + view.nbytes]
             if len(piece) < view.nbytes:
@@ -72,53 +72,53 @@ class MemoryBlob:
             self._closed = True
 
 
-class MemoryWriter:
-    """An object in the making; see `Writer`."""
+class InMemoryBlobWriter:
+    """An object in the making; see `BlobWriter`."""
 
-    def __init__(self, bucket: MemoryBucket, path: str) -> None:
+    def __init__(self, bucket: InMemoryBucket, path: str) -> None:
         self.data = bytearray()
         self._bucket = bucket
         self._path = path
 
     def write(self, views: Sequence[memoryview]) -> None:
-        self._bucket.did("write", self._path)
+        self._bucket.record("write", self._path)
         for view in views:
             self.data += view
 
 
-class MemoryStore:
+class InMemoryBlobStore:
     """What lies below a path of a bucket; see `Store`."""
 
-    def __init__(self, bucket: MemoryBucket, folder: Location) -> None:
+    def __init__(self, bucket: InMemoryBucket, folder: Location) -> None:
         self.uri = folder.uri
         self._bucket = bucket
         self._path = folder.path
 
-    def open(self, name: str, *, front: int = 0) -> MemoryBlob:
+    def open(self, name: str, *, front: int = 0) -> InMemoryBlob:
         path = self._path + name
-        self._bucket.did("open", path)
+        self._bucket.record("open", path)
         data = self._bucket.objects.get(path)
         if data is None:
-            raise StorageMissing(f"{self.uri}{name}: no such object")
-        return MemoryBlob(self._bucket, path, data)
+            raise StorageNotFound(f"{self.uri}{name}: no such object")
+        return InMemoryBlob(self._bucket, path, data)
 
-    def list(self, prefix: str = "") -> Iterator[Entry]:
+    def list(self, prefix: str = "") -> Iterator[BlobEntry]:
         for path, data in sorted(self._bucket.objects.items()):
             if path.startswith(self._path + prefix):
-                yield Entry(path.removeprefix(self._path), len(data))
+                yield BlobEntry(path.removeprefix(self._path), len(data))
 
     @contextmanager
-    def write(self, name: str, *, replace: bool = True) -> Iterator[MemoryWriter]:
+    def write(self, name: str, *, replace: bool = True) -> Iterator[InMemoryBlobWriter]:
         path = self._path + name
-        writer = MemoryWriter(self._bucket, path)
+        writer = InMemoryBlobWriter(self._bucket, path)
         yield writer
-        self._bucket.did("commit", path)
+        self._bucket.record("commit", path)
         with self._bucket.lock:
             if replace or path not in self._bucket.objects:
                 self._bucket.objects[path] = bytes(writer.data)
 
     def remove(self, name: str) -> None:
-        self._bucket.did("remove", self._path + name)
+        self._bucket.record("remove", self._path + name)
         self._bucket.objects.pop(self._path + name, None)
 
     def close(self) -> None:
@@ -126,13 +126,13 @@ class MemoryStore:
 
 
 @pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch) -> MemoryBucket:
+def bucket(monkeypatch: pytest.MonkeyPatch) -> InMemoryBucket:
     """A bucket that every s3:// URI means."""
-    made = MemoryBucket()
-    real = stores.open_store
+    made = InMemoryBucket()
+    real = registry.open_store
 
-    def open_store(folder: Location, settings: StorageSettings | None = None) -> Store:
-        return MemoryStore(made, folder) if folder.scheme == "s3" else real(folder, settings)
+    def open_store(folder: Location, settings: StorageSettings | None = None) -> BlobStore:
+        return InMemoryBlobStore(made, folder) if folder.scheme == "s3" else real(folder, settings)
 
-    monkeypatch.setattr(stores, "open_store", open_store)
+    monkeypatch.setattr(registry, "open_store", open_store)
     return made

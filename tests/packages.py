@@ -16,9 +16,9 @@ from deploy.docker.install import WHEELS, copy_sources
 from deploy.docker.requirements import canonical
 
 
-def closure(wanted: Iterable[str]) -> Iterator[str]:
+def dependency_closure(requirements: Iterable[str]) -> Iterator[str]:
     """The names of the packages that requirements bring, as they are installed here."""
-    left, seen = [(Requirement(line), "") for line in wanted], set()
+    left, seen = [(Requirement(line), "") for line in requirements], set()
     while left:
         requirement, extra = left.pop()
         name = canonical(requirement.name)
@@ -31,9 +31,9 @@ def closure(wanted: Iterable[str]) -> Iterator[str]:
         yield name
 
 
-def copy_packages(wanted: Iterable[str], target: Path) -> None:
+def copy_packages(requirements: Iterable[str], target: Path) -> None:
     """Have them in a folder as ``pip install --target`` would."""
-    for name in sorted(set(closure(wanted))):
+    for name in sorted(set(dependency_closure(requirements))):
         for file in metadata.distribution(name).files or ():
             if ".." not in file.parts and "__pycache__" not in file.parts:
                 (target / file).parent.mkdir(parents=True, exist_ok=True)

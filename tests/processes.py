@@ -27,28 +27,28 @@ def send(process: subprocess.Popen[str], number: int) -> None:
             os.waitid(os.P_PID, process.pid, os.WSTOPPED)
 
 
-def at_start(folder: Path, code: str) -> dict[str, str]:
+def startup_patch(folder: Path, code: str) -> dict[str, str]:
     """The environment that has a Python process run `code` before anything else; makes `folder` for it."""
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(code)
     return {"PYTHONPATH": str(folder)}
 
 
-class OtherThread:
+class SignalThread:
     """A thread of a Python process that takes a signal for it: the main thread is not woken by that."""
 
     def __init__(self, folder: Path) -> None:
-        self.environment = at_start(folder, TAKES.format(told=str(folder / "told")))
+        self.environment = startup_patch(folder, SIGNAL_THREAD_PATCH.format(told=str(folder / "told")))
         """What the process is to be started with; its own children do not inherit it."""
-        self._told = folder / "told"
-        os.mkfifo(self._told)
+        self._fifo = folder / "told"
+        os.mkfifo(self._fifo)
 
-    def take(self, number: signal.Signals) -> None:
+    def deliver(self, number: signal.Signals) -> None:
         """Have the signal come to the thread."""
-        self._told.write_text(str(int(number)))
+        self._fifo.write_text(str(int(number)))
 
 
-TAKES = """
+SIGNAL_THREAD_PATCH = """
 import os, signal, threading
 del os.environ["PYTHONPATH"]
 def take():
@@ -62,9 +62,7 @@ threading.Thread(target=take, daemon=True).start()
 class RforkProcess:
     """``python -m MODULE ARGUMENTS`` in a process group of its own, its output read as it comes."""
 
-    def __init__(
-        self, arguments: Sequence[str], environment: Mapping[str, str], *, module: str = "rfork"
-    ) -> None:
+    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], *, module: str = "rfork") -> None:
         self.module = module
         self.arguments = tuple(arguments)
         self._changed = threading.Condition()
@@ -106,7 +104,7 @@ class RforkProcess:
 
         Gives up at once when the process has ended and all it wrote is read.
         """
-        compiled, give_up = re.compile(pattern), time.monotonic() + deadline_s
+        compiled, deadline = re.compile(pattern), time.monotonic() + deadline_s
         with self._changed:
             while True:
                 # Whether it may still write is asked first: what is read after that is then complete.
@@ -114,7 +112,7 @@ class RforkProcess:
                 for line in (*self._lines["stdout"], *self._lines["stderr"]):
                     if match := compiled.search(line):
                         return match
-                remaining = give_up - time.monotonic()
+                remaining = deadline - time.monotonic()
                 if ended or remaining <= 0:
                     why = f"ended with {self._process.poll()}" if ended else f"{deadline_s} s passed"
                     raise TimeoutError(f"no line matches {pattern!r}: {why}\n{self.transcript()}")

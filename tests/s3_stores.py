@@ -12,16 +12,16 @@ import pytest
 from benchmarks import seaweed
 from benchmarks.seaweed import SeaweedServer
 from rfork.errors import RforkError
-from rfork.storage.blob import Store, part
+from rfork.storage.blob import BlobStore, read_range
 from rfork.storage.location import Location
-from rfork.storage.stores import open_store
+from rfork.storage.registry import open_store
 
 MIB = 1 << 20
 SEVERAL_PARTS = 9 * MIB
 """Bytes of a blob that is uploaded in two parts."""
 
-OpenStore = Callable[..., Store]
-Use = Callable[[Store], None]
+OpenStore = Callable[..., BlobStore]
+StoreOperation = Callable[[BlobStore], None]
 
 
 @pytest.fixture
@@ -29,9 +29,9 @@ def s3_store(s3: SeaweedServer) -> Iterator[OpenStore]:
     """Opens stores: ``open_(uri, **settings)``, in a folder of the test's own without a URI."""
     pytest.importorskip("botocore", reason="NO boto3: S3 IS NOT TESTED")
     folder = f"tests/{uuid.uuid4().hex}/"
-    stores: list[Store] = []
+    stores: list[BlobStore] = []
 
-    def open_(uri: str = f"s3://models/{folder}", **changes: bool | float | str) -> Store:
+    def open_(uri: str = f"s3://models/{folder}", **changes: bool | float | str) -> BlobStore:
         store = open_store(Location.parse(uri), s3.settings(**{"attempts": 3} | changes))
         stores.append(store)
         return store
@@ -41,16 +41,16 @@ def s3_store(s3: SeaweedServer) -> Iterator[OpenStore]:
         store.close()
 
 
-def put(store: Store, name: str, data: bytes, *, replace: bool = True) -> None:
+def put(store: BlobStore, name: str, data: bytes, *, replace: bool = True) -> None:
     """Write a blob."""
     with store.write(name, replace=replace) as writer:
         writer.write([memoryview(data)])
 
 
-def get(store: Store, name: str) -> bytes:
+def get(store: BlobStore, name: str) -> bytes:
     """A whole blob."""
     with closing(store.open(name)) as blob:
-        return part(blob, 0, blob.size)
+        return read_range(blob, 0, blob.size)
 
 
 def random_bytes(size: int) -> bytes:
@@ -58,7 +58,7 @@ def random_bytes(size: int) -> bytes:
     return random.Random(size).randbytes(size)
 
 
-def uploads(server: SeaweedServer) -> list[str]:
+def pending_uploads(server: SeaweedServer) -> list[str]:
     """Keys of the uploads in parts that are neither complete nor aborted."""
     from botocore.session import Session
 
@@ -68,36 +68,36 @@ def uploads(server: SeaweedServer) -> list[str]:
     return [upload["Key"] for upload in found]
 
 
-def failed(use: Callable[[], None]) -> tuple[type[RforkError], str]:
+def storage_error_of(use: Callable[[], None]) -> tuple[type[RforkError], str]:
     """The kind of error that `use` raises, and what it says of what it names."""
     with pytest.raises(RforkError) as caught:
         use()
     return type(caught.value), str(caught.value).partition(": ")[2]
 
 
-def open_it(store: Store) -> None:
+def open_named_blob(store: BlobStore) -> None:
     """Open a blob."""
     store.open("blob").close()
 
 
-def list_it(store: Store) -> None:
+def list_blobs(store: BlobStore) -> None:
     """List all blobs."""
     list(store.list())
 
 
-def put_it(store: Store) -> None:
+def put_blob(store: BlobStore) -> None:
     """Write a small blob."""
     put(store, "blob", b"abc")
 
 
-def upload_it(store: Store) -> None:
+def upload_blob(store: BlobStore) -> None:
     """Write a blob in parts."""
     put(store, "blob", bytes(SEVERAL_PARTS))
 
 
-def remove_it(store: Store) -> None:
+def remove_blob(store: BlobStore) -> None:
     """Remove a blob."""
     store.remove("blob")
 
 
-every_way = pytest.mark.parametrize("use", [open_it, list_it, put_it, upload_it, remove_it])
+each_operation = pytest.mark.parametrize("use", [open_named_blob, list_blobs, put_blob, upload_blob, remove_blob])

@@ -18,7 +18,7 @@ UseIdentity = Callable[[Identity | None], None]
 @pytest.fixture(scope="session")
 def seaweed_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedServer]:
     """SeaweedFS with `BUCKETS`, for the whole run: tests keep to keys of their own."""
-    if why := seaweed.why_not():
+    if why := seaweed.unavailable_reason():
         pytest.skip(f"NO SeaweedFS: S3 IS NOT TESTED: {why}")
     with SeaweedServer(tmp_path_factory.mktemp("seaweed"), buckets=BUCKETS) as server:
         yield server

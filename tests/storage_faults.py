@@ -9,28 +9,28 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
-class Stall:
+class StallFault:
     """Sends `after` bytes of the body (None: not even a head), then nothing until the script is released."""
 
     after: int | None = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Reset:
+class ResetFault:
     """Resets the connection (RST) after so many bytes of the body; None: before the head."""
 
     after: int | None = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Truncate:
+class TruncateFault:
     """Ends the connection in order after so many bytes of a body that was promised whole; None: no head."""
 
     after: int | None = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Status:
+class ErrorStatus:
     """Answers with a status, fields and a text, which may come in chunked coding."""
 
     status: int
@@ -40,19 +40,19 @@ class Status:
 
 
 @dataclass(frozen=True, slots=True)
-class Fields:
+class HeaderFields:
     """Answers as it should, but for these fields of the head (None: left out). For `StorageServer` alone."""
 
     fields: Mapping[str, str | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class FullObject:
     """Answers 200 with the whole object, whatever range was asked for. For `StorageServer` alone."""
 
 
 @dataclass(frozen=True, slots=True)
-class Replace:
+class ReplaceObject:
     """Sends `after` bytes of the object, then puts `data` in its place and ends the connection in order.
 
     For `StorageServer` alone.
@@ -62,10 +62,10 @@ class Replace:
     after: int = 0
 
 
-Fault = Stall | Reset | Truncate | Status | Fields | Whole | Replace
+Fault = StallFault | ResetFault | TruncateFault | ErrorStatus | HeaderFields | FullObject | ReplaceObject
 
 
-class Script:
+class FaultScript:
     """Which answers go wrong, in the order of requests. Thread-safe.
 
     ::
@@ -103,12 +103,12 @@ class Script:
         """Let everything that stalls go on, now and from now on."""
         self._released.set()
 
-    def await_stall(self, deadline_s: float = 60.0) -> None:
+    def wait_stalled(self, deadline_s: float = 60.0) -> None:
         """Wait until one more answer stalls. Raises TimeoutError where none does."""
         if not self._stalled.acquire(timeout=deadline_s):
             raise TimeoutError("no answer stalls")
 
-    def take(self, path: str) -> Fault | None:
+    def next_fault(self, path: str) -> Fault | None:
         """For the server: what becomes of this request."""
         with self._lock:
             for part, faults in self._next.items():
@@ -116,7 +116,7 @@ class Script:
                     return faults.popleft()
             return next((fault for part, fault in self._always.items() if part in path), None)
 
-    def stall(self) -> None:
+    def wait_released(self) -> None:
         """For the server: wait until the script is released."""
         self._stalled.release()
         self._released.wait()

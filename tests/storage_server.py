@@ -30,14 +30,24 @@ from types import TracebackType
 from typing import Literal, Self
 from urllib.parse import unquote
 
-from rfork.transport.http.fields import RangeNotSatisfiable, bearer, names_tag, requested_range
-from tests.storage_faults import Fault, Fields, Replace, Reset, Script, Stall, Status, Truncate, Whole
+from rfork.transport.http.headers import RangeNotSatisfiable, bearer_token, etag_matches, parse_range
+from tests.storage_faults import (
+    ErrorStatus,
+    Fault,
+    FaultScript,
+    FullObject,
+    HeaderFields,
+    ReplaceObject,
+    ResetFault,
+    StallFault,
+    TruncateFault,
+)
 
-PIECE = 1 << 20
+BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class SeenRequest:
     """A request: its path without the query, the query, the fields by lower-case name, and its answer."""
 
     path: str
@@ -52,7 +62,7 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredObject:
     """An object, its entity tag, and when it was written, in seconds since the epoch."""
 
     data: bytes
@@ -60,7 +70,7 @@ class Stored:
     modified: float
 
     @classmethod
-    def of(cls, data: bytes, modified: float) -> Stored:
+    def of(cls, data: bytes, modified: float) -> StoredObject:
         """With the tag that S3 would give it."""
         return cls(data, f'"{hashlib.md5(data).hexdigest()}"', modified)
 
@@ -68,7 +78,7 @@ class Stored:
 class StorageServer:
     """Serves objects from memory, given as a mapping or as a folder that is read once, until it is closed.
 
-    `tags`: what kind of ETag its answers have; `dates`: whether they have Last-Modified. `heeds`: whether it
+    `tags`: what kind of ETag its answers have; `dates`: whether they have Last-Modified. `honours_preconditions`: whether it
     looks at conditions at all. `tls`: a server context; then its URLs are https. `host`: what URLs name.
     """
 
@@ -78,21 +88,21 @@ class StorageServer:
         *,
         tags: Literal["strong", "weak", "none"] = "strong",
         dates: bool = True,
-        heeds: bool = True,
+        honours_preconditions: bool = True,
         token: str | None = None,
         tls: ssl.SSLContext | None = None,
         host: str = "127.0.0.1",
     ) -> None:
-        self.script = Script()
+        self.script = FaultScript()
         self.tags = tags
         self.dates = dates
-        self.heeds = heeds
+        self.honours_preconditions = honours_preconditions
         self.token = token
         self.lock = threading.Condition()
         self._bytes_sent = 0
-        self._requests: list[Seen] = []
+        self._requests: list[SeenRequest] = []
         self._written = 1_700_000_000.0
-        self._objects: dict[str, Stored] = {}
+        self._objects: dict[str, StoredObject] = {}
         if isinstance(objects, Path):
             files = (path for path in objects.rglob("*") if path.is_file())
             objects = {str(path.relative_to(objects)): path.read_bytes() for path in files}
@@ -117,24 +127,24 @@ class StorageServer:
         """Write an object, or replace it: with another tag and date."""
         with self.lock:
             self._written += 10
-            self._objects[name] = Stored.of(data, self._written)
+            self._objects[name] = StoredObject.of(data, self._written)
 
     def remove(self, name: str) -> None:
         """Remove an object."""
         with self.lock:
             del self._objects[name]
 
-    def stored(self, name: str) -> Stored | None:
+    def get_object(self, name: str) -> StoredObject | None:
         """The object of a name, as it is now."""
         with self.lock:
             return self._objects.get(name)
 
-    def seen(self, path: str = "") -> list[Seen]:
+    def requests_matching(self, path: str = "") -> list[SeenRequest]:
         """The requests so far whose path holds `path`, in the order of their answers' heads."""
         with self.lock:
             return [request for request in self._requests if path in request.path]
 
-    def await_requests(self, count: int, deadline_s: float = 60.0) -> None:
+    def wait_requests(self, count: int, deadline_s: float = 60.0) -> None:
         """Wait until so many requests have come in all. Raises TimeoutError where they do not."""
         with self.lock:
             if not self.lock.wait_for(lambda: len(self._requests) >= count, deadline_s):
@@ -151,13 +161,13 @@ class StorageServer:
         """Connections accepted so far."""
         return self._tcp.accepted
 
-    def note(self, request: Seen) -> None:
+    def record_request(self, request: SeenRequest) -> None:
         """For the handler: a request is being answered."""
         with self.lock:
             self._requests.append(request)
             self.lock.notify_all()
 
-    def sent(self, count: int) -> None:
+    def record_sent(self, count: int) -> None:
         """For the handler: bytes of a body are going out."""
         with self.lock:
             self._bytes_sent += count
@@ -174,7 +184,7 @@ class StorageServer:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
 
@@ -228,63 +238,61 @@ class _Handler(BaseHTTPRequestHandler):
         storage = self.server.storage
         path, _, query = self.path.partition("?")
         name = unquote(path.lstrip("/"))
-        fault = storage.script.take(name)
-        if isinstance(fault, Stall | Reset | Truncate) and fault.after is None:
+        fault = storage.script.next_fault(name)
+        if isinstance(fault, StallFault | ResetFault | TruncateFault) and fault.after is None:
             self._note(name, query, 0)
-            self._break_off(fault)
-            if not isinstance(fault, Stall):
+            self._apply_connection_fault(fault)
+            if not isinstance(fault, StallFault):
                 return
-        if isinstance(fault, Status):
+        if isinstance(fault, ErrorStatus):
             self._note(name, query, fault.status)
-            self._refuse(fault)
+            self._send_error(fault)
             return
-        answer = _answer(storage, name, self._fields(), whole=isinstance(fault, Whole))
-        self._note(name, query, answer.status)
-        if isinstance(answer, Status):
-            self._refuse(answer)
+        response = _build_response(storage, name, self._fields(), ignore_range=isinstance(fault, FullObject))
+        self._note(name, query, response.status)
+        if isinstance(response, ErrorStatus):
+            self._send_error(response)
         else:
-            self._give(answer, fault)
+            self._send_body_response(response, fault)
 
     do_HEAD = do_GET
 
     def log_message(self, format: str, *args: str) -> None:
-        """Tests ask `StorageServer.seen` instead."""
+        """Tests ask `StorageServer.requests_matching` instead."""
 
     def _note(self, name: str, query: str, status: int) -> None:
-        self.server.storage.note(Seen(name, query, self._fields(), status))
+        self.server.storage.record_request(SeenRequest(name, query, self._fields(), status))
 
     def _fields(self) -> dict[str, str]:
         return {name.lower(): value for name, value in self.headers.items()}
 
-    def _refuse(self, answer: Status) -> None:
-        self.send_response(answer.status)
-        length = (
-            {"Transfer-Encoding": "chunked"} if answer.chunked else {"Content-Length": str(len(answer.text))}
-        )
-        for name, value in {**answer.fields, **length}.items():
+    def _send_error(self, response: ErrorStatus) -> None:
+        self.send_response(response.status)
+        length = {"Transfer-Encoding": "chunked"} if response.chunked else {"Content-Length": str(len(response.text))}
+        for name, value in {**response.fields, **length}.items():
             self.send_header(name, value)
         self.end_headers()
         if self.command == "HEAD":
             return
-        coded = b"%x\r\n%s\r\n0\r\n\r\n" % (len(answer.text), answer.text)
-        self.wfile.write(coded if answer.chunked else answer.text)
+        chunked_body = b"%x\r\n%s\r\n0\r\n\r\n" % (len(response.text), response.text)
+        self.wfile.write(chunked_body if response.chunked else response.text)
 
-    def _give(self, answer: _Part, fault: Fault | None) -> None:
-        fields = dict(answer.fields)
-        if isinstance(fault, Fields):
+    def _send_body_response(self, response: _BodyResponse, fault: Fault | None) -> None:
+        fields = dict(response.fields)
+        if isinstance(fault, HeaderFields):
             fields = {name: value for name, value in {**fields, **fault.fields}.items() if value is not None}
-        self.send_response(answer.status)
+        self.send_response(response.status)
         for name, value in fields.items():
             self.send_header(name, value)
         self.end_headers()
         if self.command == "HEAD":
             return
-        body = memoryview(answer.data)
-        if isinstance(fault, Stall | Reset | Truncate) and fault.after is not None:
+        body = memoryview(response.data)
+        if isinstance(fault, StallFault | ResetFault | TruncateFault) and fault.after is not None:
             self._send(body[: fault.after])
-            self._break_off(fault)
+            self._apply_connection_fault(fault)
             body = body[fault.after :]
-        if isinstance(fault, Replace):
+        if isinstance(fault, ReplaceObject):
             self._send(body[: fault.after])
             self.server.storage.put(unquote(self.path.partition("?")[0].lstrip("/")), fault.data)
             self.close_connection = True
@@ -292,22 +300,22 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(body)
 
     def _send(self, body: memoryview) -> None:
-        for begin in range(0, len(body), PIECE):
-            piece = body[begin : begin + PIECE]
-            self.server.storage.sent(len(piece))  # first, so that what a client has is counted
+        for begin in range(0, len(body), BLOCK_BYTES):
+            piece = body[begin : begin + BLOCK_BYTES]
+            self.server.storage.record_sent(len(piece))  # first, so that what a client has is counted
             self.wfile.write(piece)
 
-    def _break_off(self, fault: Stall | Reset | Truncate) -> None:
-        if isinstance(fault, Stall):
-            self.server.storage.script.stall()
+    def _apply_connection_fault(self, fault: StallFault | ResetFault | TruncateFault) -> None:
+        if isinstance(fault, StallFault):
+            self.server.storage.script.wait_released()
             return
-        if isinstance(fault, Reset):
+        if isinstance(fault, ResetFault):
             reset(self.connection)
         self.close_connection = True
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _BodyResponse:
     """A body to give, and its head."""
 
     status: int
@@ -315,37 +323,41 @@ class _Part:
     data: bytes
 
 
-def _answer(storage: StorageServer, name: str, asked: Mapping[str, str], *, whole: bool) -> _Part | Status:
+def _build_response(
+    storage: StorageServer, name: str, request_headers: Mapping[str, str], *, ignore_range: bool
+) -> _BodyResponse | ErrorStatus:
     """What a server that does nothing wrong answers."""
-    if storage.token is not None and (shown := bearer(asked)) != storage.token:
-        return Status(401 if shown is None else 403)
-    stored = storage.stored(name)
+    if storage.token is not None and (presented := bearer_token(request_headers)) != storage.token:
+        return ErrorStatus(401 if presented is None else 403)
+    stored = storage.get_object(name)
     if stored is None:
-        return Status(404)
+        return ErrorStatus(404)
     size = len(stored.data)
-    about: dict[str, str] = {"Accept-Ranges": "bytes", "Content-Type": "application/octet-stream"}
+    common_headers: dict[str, str] = {"Accept-Ranges": "bytes", "Content-Type": "application/octet-stream"}
     if storage.tags != "none":
-        about["ETag"] = ("W/" if storage.tags == "weak" else "") + stored.etag
+        common_headers["ETag"] = ("W/" if storage.tags == "weak" else "") + stored.etag
     if storage.dates:
-        about["Last-Modified"] = formatdate(stored.modified, usegmt=True)
-    if storage.heeds and not _holds(stored, asked):
-        return Status(412, about)
+        common_headers["Last-Modified"] = formatdate(stored.modified, usegmt=True)
+    if storage.honours_preconditions and not _precondition_holds(stored, request_headers):
+        return ErrorStatus(412, common_headers)
     try:
-        wanted = requested_range(asked["range"], size) if "range" in asked and not whole else None
+        wanted = (
+            parse_range(request_headers["range"], size) if "range" in request_headers and not ignore_range else None
+        )
     except RangeNotSatisfiable:
-        return Status(416, {**about, "Content-Range": f"bytes */{size}"})
+        return ErrorStatus(416, {**common_headers, "Content-Range": f"bytes */{size}"})
     if wanted is None:
-        return _Part(200, {**about, "Content-Length": str(size)}, stored.data)
+        return _BodyResponse(200, {**common_headers, "Content-Length": str(size)}, stored.data)
     begin, end = wanted
-    place = {"Content-Range": f"bytes {begin}-{end - 1}/{size}", "Content-Length": str(end - begin)}
-    return _Part(206, {**about, **place}, stored.data[begin:end])
+    range_headers = {"Content-Range": f"bytes {begin}-{end - 1}/{size}", "Content-Length": str(end - begin)}
+    return _BodyResponse(206, {**common_headers, **range_headers}, stored.data[begin:end])
 
 
-def _holds(stored: Stored, asked: Mapping[str, str]) -> bool:
-    if "if-match" in asked:
-        return names_tag(asked["if-match"], stored.etag)
-    if "if-unmodified-since" in asked:
-        return stored.modified <= parsedate_to_datetime(asked["if-unmodified-since"]).timestamp()
+def _precondition_holds(stored: StoredObject, request_headers: Mapping[str, str]) -> bool:
+    if "if-match" in request_headers:
+        return etag_matches(request_headers["if-match"], stored.etag)
+    if "if-unmodified-since" in request_headers:
+        return stored.modified <= parsedate_to_datetime(request_headers["if-unmodified-since"]).timestamp()
     return True
 
 

@@ -34,16 +34,16 @@ def samples() -> dict[str, torch.Tensor]:
     }
 
 
-def raw(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:
+def raw_tensor(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:
     """Type, shape and bytes: equal where two tensors are, NaN or not."""
-    whole = tensor.detach().contiguous()
-    data = whole.reshape(-1).view(torch.uint8).numpy().tobytes() if whole.numel() else b""
+    contiguous = tensor.detach().contiguous()
+    data = contiguous.reshape(-1).view(torch.uint8).numpy().tobytes() if contiguous.numel() else b""
     return tensor.dtype, tuple(tensor.shape), data
 
 
-def all_raw(
+def raw_tensors(
     tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
 ) -> Raw:
     """The same of named tensors, by name."""
     items = tensors.items() if isinstance(tensors, Mapping) else tensors
-    return {name: raw(tensor) for name, tensor in items}
+    return {name: raw_tensor(tensor) for name, tensor in items}

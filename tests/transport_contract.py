@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from rfork.errors import LeaseRefused, SourceBusy, SourceChanged, SourceGone, SourceStalled
+from rfork.errors import LeaseRejected, SourceBusy, SourceTimeout, SourceUnavailable, SourceWeightsChanged
 from rfork.image.chunks import MIB
 from rfork.image.layout import Layout
 from rfork.image.memory import Image
-from rfork.image.specs import TensorSpec
+from rfork.image.tensor_specs import TensorSpec
 from rfork.transport.base import Exporter, Reader, Transport
 
 TOKEN = "a-valid-token"
@@ -51,38 +51,38 @@ class FakeGate:
     """A gate that tests turn: `verified` bytes from the start can be read, with `TOKEN`."""
 
     verified: int = 1 << 62
-    changed: bool = False
+    weights_changed: bool = False
     generation: int = 0
     before_slice: Callable[[int], None] = lambda nbytes: None
     admitted: list[tuple[int, int]] = field(default_factory=list)
 
-    def admit(self, token: str, begin: int, end: int) -> str:
+    def authorize(self, token: str, begin: int, end: int) -> str:
         if token != TOKEN:
-            raise LeaseRefused("no such lease")
-        if self.changed:
-            raise SourceChanged("the weights have another generation")
+            raise LeaseRejected("no such lease")
+        if self.weights_changed:
+            raise SourceWeightsChanged("the weights have another generation")
         if end > self.verified:
             raise SourceBusy("not verified here yet")
         self.admitted.append((begin, end))
         return "fork-1"
 
     @contextmanager
-    def reading(self, token: str, begin: int, end: int, cut: Callable[[], None]) -> Iterator[None]:
-        self.admit(token, begin, end)
+    def read_guard(self, token: str, begin: int, end: int, cut: Callable[[], None]) -> Iterator[None]:
+        self.authorize(token, begin, end)
         yield
 
-    def etag(self) -> str:
+    def version_tag(self) -> str:
         return f"generation-{self.generation}"
 
-    def grant(self, most: int, fork_id: str) -> int:
+    def acquire_bytes(self, max_bytes: int, fork_id: str) -> int:
         if fork_id != "fork-1":
-            raise LeaseRefused(f"nothing is leased to {fork_id!r}")
-        self.before_slice(most)
-        return most
+            raise LeaseRejected(f"nothing is leased to {fork_id!r}")
+        self.before_slice(max_bytes)
+        return max_bytes
 
 
 @dataclass
-class Pair:
+class TransportPair:
     """A source and a target over one transport."""
 
     transport: Transport
@@ -94,7 +94,7 @@ class Pair:
     readers: list[Reader] = field(default_factory=list)
 
     @classmethod
-    def over(cls, transport: Transport, sizes: Sequence[int] = MIXED) -> Pair:
+    def create(cls, transport: Transport, sizes: Sequence[int] = MIXED) -> TransportPair:
         gate, source = FakeGate(), image_of(sizes, seed=1)
         return cls(transport, gate, source, image_of(sizes), transport.export(source, gate))
 
@@ -114,14 +114,14 @@ def soon(seconds: float = 30.0) -> float:
     return time.monotonic() + seconds
 
 
-def gives_the_right_bytes(pair: Pair) -> None:
+def reads_correct_bytes(pair: TransportPair) -> None:
     """A read of the whole image makes the target's bytes the source's."""
     reader = pair.connect()
     reader.read(0, pair.source.layout.image_bytes, soon())
     assert content(pair.source) == content(pair.target)
 
 
-def gives_only_what_was_asked(pair: Pair) -> None:
+def reads_only_requested_range(pair: TransportPair) -> None:
     """Bytes outside the range that is read stay as they were."""
     begin, end = 3 * MIB + 20, 4 * MIB + 1
     reader = pair.connect()
@@ -130,14 +130,14 @@ def gives_only_what_was_asked(pair: Pair) -> None:
     assert bytes(begin) + content(pair.source, begin, end) + bytes(rest) == content(pair.target)
 
 
-def gives_nothing_for_an_empty_range(pair: Pair) -> None:
+def reads_empty_range(pair: TransportPair) -> None:
     """A read of no bytes is done at once."""
     reader = pair.connect()
     reader.read(7, 7, soon())
     assert bytes(pair.target.layout.image_bytes) == content(pair.target)
 
 
-def serves_many_threads(pair: Pair) -> None:
+def serves_many_threads(pair: TransportPair) -> None:
     """Eight threads share one reader, each with ranges of its own."""
     size, step = pair.source.layout.image_bytes, 300_001
     reader = pair.connect()
@@ -155,23 +155,23 @@ def serves_many_threads(pair: Pair) -> None:
     assert content(pair.source) == content(pair.target)
 
 
-def knows_the_ends_of_the_image(pair: Pair) -> None:
+def rejects_out_of_bounds_range(pair: TransportPair) -> None:
     """A range that is not in the image is the caller's error."""
     reader = pair.connect()
     with pytest.raises(ValueError, match="image"):
         reader.read(0, pair.source.layout.image_bytes + 1, soon())
 
 
-def refuses_a_wrong_lease(pair: Pair) -> None:
-    """A token that the gate does not know gives LeaseRefused and no byte."""
+def rejects_invalid_lease(pair: TransportPair) -> None:
+    """A token that the gate does not know gives LeaseRejected and no byte."""
     pair.token = "forged"
     reader = pair.connect()
-    with pytest.raises(LeaseRefused):
+    with pytest.raises(LeaseRejected):
         reader.read(0, 1000, soon())
     assert bytes(1000) == content(pair.target, 0, 1000)
 
 
-def takes_the_newest_token(pair: Pair) -> None:
+def uses_renewed_token(pair: TransportPair) -> None:
     """A token that was renewed after connecting is the one that is shown."""
     pair.token = "expired"
     reader = pair.connect()
@@ -180,7 +180,7 @@ def takes_the_newest_token(pair: Pair) -> None:
     assert content(pair.source, 0, 1000) == content(pair.target, 0, 1000)
 
 
-def withholds_what_is_not_verified(pair: Pair) -> None:
+def withholds_unverified_chunks(pair: TransportPair) -> None:
     """A relay gives what it has verified and is busy for the rest."""
     pair.gate.verified = 5000
     reader = pair.connect()
@@ -190,75 +190,75 @@ def withholds_what_is_not_verified(pair: Pair) -> None:
     assert content(pair.source, 0, 5000) + bytes(1) == content(pair.target, 0, 5001)
 
 
-def fences_changed_weights(pair: Pair) -> None:
-    """Once the weights have changed, readers of the old ones get SourceChanged."""
+def fences_changed_weights(pair: TransportPair) -> None:
+    """Once the weights have changed, readers of the old ones get SourceWeightsChanged."""
     reader = pair.connect()
-    pair.gate.changed = True
-    with pytest.raises(SourceChanged):
+    pair.gate.weights_changed = True
+    with pytest.raises(SourceWeightsChanged):
         reader.read(0, 1000, soon())
 
 
-def fences_weights_that_change_in_mid_read(pair: Pair) -> None:
-    """A change between two slices of one read ends it with SourceChanged."""
+def fences_weights_changed_mid_read(pair: TransportPair) -> None:
+    """A change between two slices of one read ends it with SourceWeightsChanged."""
 
     def change(nbytes: int) -> None:
-        pair.gate.changed = sum(end - begin for begin, end in pair.gate.admitted) > 0
+        pair.gate.weights_changed = sum(end - begin for begin, end in pair.gate.admitted) > 0
 
     pair.gate.before_slice = change
     reader = pair.connect()
-    with pytest.raises(SourceChanged):
+    with pytest.raises(SourceWeightsChanged):
         reader.read(0, pair.source.layout.image_bytes, soon())
 
 
-def says_when_the_source_is_gone(pair: Pair) -> None:
-    """After the exporter is closed, reads and new connections give SourceGone."""
+def raises_source_unavailable(pair: TransportPair) -> None:
+    """After the exporter is closed, reads and new connections give SourceUnavailable."""
     reader = pair.connect()
     endpoint = pair.exporter.endpoint()
     reader.read(0, 1000, soon())
     pair.exporter.close()
-    with pytest.raises(SourceGone):
+    with pytest.raises(SourceUnavailable):
         reader.read(0, 1000, soon())
-    with pytest.raises(SourceGone):
+    with pytest.raises(SourceUnavailable):
         pair.transport.connect(endpoint, pair.target, lambda: TOKEN, soon())
 
 
-def keeps_the_deadline(pair: Pair) -> None:
-    """A source that holds back past the deadline gives SourceStalled."""
+def respects_deadline(pair: TransportPair) -> None:
+    """A source that holds back past the deadline gives SourceTimeout."""
     release = threading.Event()
 
-    def hold(nbytes: int) -> None:
+    def block_grant(nbytes: int) -> None:
         release.wait(0.4)
 
-    pair.gate.before_slice = hold
+    pair.gate.before_slice = block_grant
     reader = pair.connect()
-    with pytest.raises(SourceStalled):
+    with pytest.raises(SourceTimeout):
         reader.read(0, pair.source.layout.image_bytes, time.monotonic() + 0.2)
     release.set()
 
 
-def reads_nothing_past_the_deadline(pair: Pair) -> None:
-    """A deadline that has passed already gives SourceStalled."""
+def rejects_expired_deadline(pair: TransportPair) -> None:
+    """A deadline that has passed already gives SourceTimeout."""
     reader = pair.connect()
-    with pytest.raises(SourceStalled):
+    with pytest.raises(SourceTimeout):
         reader.read(0, 1000, time.monotonic() - 1)
 
 
-def ends_reads_when_the_reader_closes(pair: Pair) -> None:
-    """Closing a reader ends the read under way, and every later one, with SourceGone."""
+def close_ends_reads(pair: TransportPair) -> None:
+    """Closing a reader ends the read under way, and every later one, with SourceUnavailable."""
     begun, release = threading.Event(), threading.Event()
 
-    def hold(nbytes: int) -> None:
+    def block_grant(nbytes: int) -> None:
         begun.set()
         release.wait(30)
 
-    pair.gate.before_slice = hold
+    pair.gate.before_slice = block_grant
     reader = pair.connect()
     raised: list[type[Exception]] = []
 
     def read() -> None:
         try:
             reader.read(0, pair.source.layout.image_bytes, soon())
-        except SourceGone as error:
+        except SourceUnavailable as error:
             raised.append(type(error))
 
     thread = threading.Thread(target=read)
@@ -267,25 +267,25 @@ def ends_reads_when_the_reader_closes(pair: Pair) -> None:
     reader.close()
     release.set()
     thread.join()
-    with pytest.raises(SourceGone):
+    with pytest.raises(SourceUnavailable):
         reader.read(0, 1000, soon())
     reader.close()
-    assert [SourceGone] == raised
+    assert [SourceUnavailable] == raised
 
 
-CONTRACT: tuple[Callable[[Pair], None], ...] = (
-    gives_the_right_bytes,
-    gives_only_what_was_asked,
-    gives_nothing_for_an_empty_range,
+CONTRACT: tuple[Callable[[TransportPair], None], ...] = (
+    reads_correct_bytes,
+    reads_only_requested_range,
+    reads_empty_range,
     serves_many_threads,
-    knows_the_ends_of_the_image,
-    refuses_a_wrong_lease,
-    takes_the_newest_token,
-    withholds_what_is_not_verified,
+    rejects_out_of_bounds_range,
+    rejects_invalid_lease,
+    uses_renewed_token,
+    withholds_unverified_chunks,
     fences_changed_weights,
-    fences_weights_that_change_in_mid_read,
-    says_when_the_source_is_gone,
-    keeps_the_deadline,
-    reads_nothing_past_the_deadline,
-    ends_reads_when_the_reader_closes,
+    fences_weights_changed_mid_read,
+    raises_source_unavailable,
+    respects_deadline,
+    rejects_expired_deadline,
+    close_ends_reads,
 )

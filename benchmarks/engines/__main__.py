@@ -33,64 +33,67 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks import harness
-from benchmarks.engines.cases import CASES, Case, EngineName, Run
-from benchmarks.engines.crew import Crew, DidNotRun, python_of
-from benchmarks.engines.limit import memory_seconds, socket_seconds
-from benchmarks.engines.model import make, without_weights
+from benchmarks.engines.cases import CASES, EngineCase, EngineName, EngineRun
+from benchmarks.engines.limits import memory_seconds, socket_seconds
+from benchmarks.engines.model import without_weights, write_model
+from benchmarks.engines.processes import EngineFailed, EngineProcesses, python_of
 from benchmarks.engines.table import figures, limit_row, row
 from rfork.errors import RforkError
 
-Runs = dict[Case, list[Run]]
+Runs = dict[EngineCase, list[EngineRun]]
 ROUNDS = 5
 
 
 def main() -> None:
     """Measure, print, and write what was asked for."""
     options = harness.options("engines", __doc__)
-    harness.heed_sigterm()
+    harness.exit_on_sigterm()
     runs: Runs = {case: [] for case in CASES}
     failed: dict[str, str] = {}
-    with tempfile.TemporaryDirectory(prefix="rfork-engines-") as name, Crew(Path(name)) as crew:
-        size = make(crew.folder / "model", quick=options.quick)
-        without_weights(crew.folder / "model", crew.folder / "bare" / "model")
+    with (
+        tempfile.TemporaryDirectory(prefix="rfork-engines-") as name,
+        EngineProcesses(Path(name)) as processes,
+    ):
+        size = write_model(processes.folder / "model", quick=options.quick)
+        without_weights(processes.folder / "model", processes.folder / "bare" / "model")
         limits = [(socket_seconds(size), memory_seconds(size)) for _ in range(options.rounds)]
         try:
             for engine in ("vllm", "sglang"):
                 if python_of(engine) is None:
                     failed[engine] = "not installed: make test-engines"
                     continue
-                _measure(crew, engine, options.rounds, runs, failed)
+                _measure(processes, engine, options.rounds, runs, failed)
         except SystemExit:  # told to end: what was measured by then is told, with its number of runs
             failed["the rest"] = "ended before it was done"
     harness.publish(
         options,
-        settings={"image_bytes": size, **{f"not run: {key}": why for key, why in failed.items()}},
+        settings={"image_bytes": size, **{f"not run: {key}": reason for key, reason in failed.items()}},
         rows=[
-            limit_row("one loopback socket", [over for over, _ in limits], size),
+            limit_row("one loopback socket", [socket_time for socket_time, _ in limits], size),
             limit_row("new memory, all cores", [fresh for _, fresh in limits], size),
-            *(row(case, made, size) for case, made in runs.items() if made),
+            *(row(case, model_files, size) for case, model_files in runs.items() if model_files),
         ],
         figures=figures(runs),
         plot=("contender", "weights s"),
     )
-    for key, why in failed.items():
-        print(f"did not run: {key}: {why}")
+    for key, reason in failed.items():
+        print(f"did not run: {key}: {reason}")
 
 
-def _measure(crew: Crew, engine: EngineName, rounds: int, runs: Runs, failed: dict[str, str]) -> None:
+def _measure(processes: EngineProcesses, engine: EngineName, rounds: int, runs: Runs, failed: dict[str, str]) -> None:
     """All cases of one engine, interleaved."""
-    crew.start_planner()
+    processes.start_planner()
     with contextlib.ExitStack() as seeds:
-        seeds.enter_context(crew.seed(engine))
-        snapshot = _snapshot(crew, engine)
+        seeds.enter_context(processes.seed(engine))
+        snapshot = _snapshot(processes, engine)
         # One that knows of nobody: its targets read the snapshot.
-        told: dict[str, Mapping[str, str]] = {"seed": {"RFORK_PLANNER": crew.planner}, "disk": {}}
-        crew.start_planner()
-        told["snapshot"] = {"RFORK_PLANNER": crew.planner, "RFORK_SNAPSHOT": str(snapshot)}
+        variables: dict[str, Mapping[str, str]] = {"seed": {"RFORK_PLANNER": processes.planner}, "disk": {}}
+        processes.start_planner()
+        variables["snapshot"] = {"RFORK_PLANNER": processes.planner, "RFORK_SNAPSHOT": str(snapshot)}
         if engine == "vllm":
             try:
-                crew.tensorize("tensorized")
-            except DidNotRun as error:
+                processes.tensorize("tensorized")
+            except EngineFailed as error:
                 failed["vllm: tensorizer, cold cache"] = _last(error)
         cases = [case for case in CASES if case.engine == engine and case.key not in failed]
         for number in range(rounds):
@@ -99,31 +102,31 @@ def _measure(crew: Crew, engine: EngineName, rounds: int, runs: Runs, failed: di
                     continue
                 print(f"round {number + 1}/{rounds}: {case.key}", file=sys.stderr)
                 if case.cold:
-                    crew.drop_cache("model", case.checkpoint, snapshot.name)
+                    processes.drop_cache("model", case.checkpoint, snapshot.name)
                 try:
                     if case.source == "stock seed":
                         # For its own run alone: an idle one takes a core from all others.
-                        with crew.stock_seed() as stock:
-                            runs[case].append(crew.run(_with(case, stock), {}))
+                        with processes.stock_seed() as stock:
+                            runs[case].append(processes.run(_with(case, stock), {}))
                     else:
-                        runs[case].append(crew.run(case, told.get(case.source, {})))
-                except DidNotRun as error:
+                        runs[case].append(processes.run(case, variables.get(case.source, {})))
+                except EngineFailed as error:
                     failed[case.key] = _last(error)
                     runs[case].clear()
-    answers = {run.tokens for case in cases for run in runs[case]}
-    if len(answers) > 1:
-        raise RforkError(f"{engine} answers differently by how it got its weights: {answers}")
+    outputs = {run.tokens for case in cases for run in runs[case]}
+    if len(outputs) > 1:
+        raise RforkError(f"{engine} answers differently by how it got its weights: {outputs}")
 
 
-def _with(case: Case, arguments: Mapping[str, object]) -> Case:
+def _with(case: EngineCase, arguments: Mapping[str, object]) -> EngineCase:
     return replace(case, arguments={**case.arguments, **arguments})
 
 
-def _snapshot(crew: Crew, engine: EngineName) -> Path:
+def _snapshot(processes: EngineProcesses, engine: EngineName) -> Path:
     """The seed's weights as a snapshot, by the command that users have."""
-    folder = crew.folder / f"snapshot-{engine}"
+    folder = processes.folder / f"snapshot-{engine}"
     shutil.rmtree(folder, ignore_errors=True)
-    options = ["--name", "bench", "--planner", crew.planner]
+    options = ["--name", "bench", "--planner", processes.planner]
     command = [sys.executable, "-m", "rfork", "snapshot", str(folder), *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -131,7 +134,7 @@ def _snapshot(crew: Crew, engine: EngineName) -> Path:
     return folder
 
 
-def _last(error: DidNotRun) -> str:
+def _last(error: EngineFailed) -> str:
     """The last line of what went wrong."""
     return str(error).strip().splitlines()[-1][:200]
 

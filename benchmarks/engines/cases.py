@@ -8,22 +8,22 @@ from types import MappingProxyType
 from typing import Literal
 
 EngineName = Literal["vllm", "sglang"]
-Source = Literal["disk", "seed", "snapshot", "stock seed"]
+WeightSource = Literal["disk", "seed", "snapshot", "stock seed"]
 
 NETWORK: Mapping[str, str] = MappingProxyType({"RFORK_TRANSPORTS": "http"})
 """As between hosts: nothing that two processes of one host can share."""
 
 
 @dataclass(frozen=True, eq=False)
-class Case:
+class EngineCase:
     """One row. `arguments` are the engine's own, as its Python interface names them."""
 
     engine: EngineName
     name: str
-    source: Source = "disk"
+    source: WeightSource = "disk"
     cold: bool = False
     """Whether the files it reads are out of the page cache when it starts."""
-    bare: bool = False
+    is_bare: bool = False
     """Whether it is given a folder without weights."""
     checkpoint: str = "model"
     """The folder, under the benchmark's, that it is given."""
@@ -38,7 +38,7 @@ class Case:
         return f"{self.engine}: {self.name}"
 
     @property
-    def ours(self) -> bool:
+    def is_rfork(self) -> bool:
         """Whether rfork brings the weights."""
         return self.source in ("seed", "snapshot")
 
@@ -49,31 +49,31 @@ REMOTE: Mapping[str, object] = MappingProxyType(
 )
 
 CASES = (
-    Case("vllm", "default loader, cold cache", cold=True),
-    Case("vllm", "default loader, warm cache"),
-    Case("vllm", "Run:ai streamer, cold cache", cold=True, arguments={"load_format": "runai_streamer"}),
-    Case("vllm", "Run:ai streamer, warm cache", arguments={"load_format": "runai_streamer"}),
-    Case(
+    EngineCase("vllm", "default loader, cold cache", cold=True),
+    EngineCase("vllm", "default loader, warm cache"),
+    EngineCase("vllm", "Run:ai streamer, cold cache", cold=True, arguments={"load_format": "runai_streamer"}),
+    EngineCase("vllm", "Run:ai streamer, warm cache", arguments={"load_format": "runai_streamer"}),
+    EngineCase(
         "vllm",
         "tensorizer, cold cache",
         cold=True,
         checkpoint="tensorized",
         arguments={"load_format": "tensorizer"},
     ),
-    Case("vllm", "rfork from a seed, http", "seed", bare=True, arguments=RFORK, environment=NETWORK),
-    Case("vllm", "rfork from a seed of this host", "seed", bare=True, arguments=RFORK),
-    Case("vllm", "rfork from a snapshot, cold cache", "snapshot", cold=True, bare=True, arguments=RFORK),
-    Case("sglang", "default loader, cold cache", cold=True),
-    Case("sglang", "default loader, warm cache"),
-    Case("sglang", "remote_instance (TransferEngine)", "stock seed", arguments=REMOTE, limit_s=120.0),
-    Case("sglang", "rfork from a seed, http", "seed", bare=True, arguments=RFORK, environment=NETWORK),
-    Case("sglang", "rfork from a seed of this host", "seed", bare=True, arguments=RFORK),
-    Case("sglang", "rfork from a snapshot, cold cache", "snapshot", cold=True, bare=True, arguments=RFORK),
+    EngineCase("vllm", "rfork from a seed, http", "seed", is_bare=True, arguments=RFORK, environment=NETWORK),
+    EngineCase("vllm", "rfork from a seed of this host", "seed", is_bare=True, arguments=RFORK),
+    EngineCase("vllm", "rfork from a snapshot, cold cache", "snapshot", cold=True, is_bare=True, arguments=RFORK),
+    EngineCase("sglang", "default loader, cold cache", cold=True),
+    EngineCase("sglang", "default loader, warm cache"),
+    EngineCase("sglang", "remote_instance (TransferEngine)", "stock seed", arguments=REMOTE, limit_s=120.0),
+    EngineCase("sglang", "rfork from a seed, http", "seed", is_bare=True, arguments=RFORK, environment=NETWORK),
+    EngineCase("sglang", "rfork from a seed of this host", "seed", is_bare=True, arguments=RFORK),
+    EngineCase("sglang", "rfork from a snapshot, cold cache", "snapshot", cold=True, is_bare=True, arguments=RFORK),
 )
 
 
 @dataclass(frozen=True)
-class Run:
+class EngineRun:
     """What one run of a case took."""
 
     weights_s: float

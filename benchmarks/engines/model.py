@@ -14,7 +14,7 @@ SHARD = "500MB"
 WEIGHTS = ("*.safetensors", "*.index.json")
 
 
-def make(folder: Path, *, quick: bool) -> int:
+def write_model(folder: Path, *, quick: bool) -> int:
     """Write it into `folder`, with a tokenizer; returns the bytes of its weights. `quick`: a small one.
 
     The vocabulary is that of the demo's model, whose tokenizer it borrows. The weights are always the same.
@@ -51,6 +51,6 @@ def make(folder: Path, *, quick: bool) -> int:
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
-def without_weights(folder: Path, to: Path) -> None:
+def without_weights(folder: Path, destination: Path) -> None:
     """A copy of everything but the weights."""
-    shutil.copytree(folder, to, ignore=shutil.ignore_patterns(*WEIGHTS))
+    shutil.copytree(folder, destination, ignore=shutil.ignore_patterns(*WEIGHTS))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import median
 
-from benchmarks.engines.cases import Case, Run
+from benchmarks.engines.cases import EngineCase, EngineRun
 from benchmarks.harness import Row
 
 FORK = "rfork from a seed, http"
@@ -13,7 +13,7 @@ SAME_HOST = "rfork from a seed of this host"
 DISK = "default loader, cold cache"
 
 
-def row(case: Case, runs: Sequence[Run], size: int) -> Row:
+def row(case: EngineCase, runs: Sequence[EngineRun], size: int) -> Row:
     """One line of the table; medians."""
     weights_s = median(run.weights_s for run in runs)
     return {
@@ -22,9 +22,7 @@ def row(case: Case, runs: Sequence[Run], size: int) -> Row:
         "GB/s": round(size / weights_s / 1e9, 2),
         "first token s": round(median(run.first_token_s for run in runs), 1),
         "read MB": round(median(run.read_bytes for run in runs) / 1e6),
-        "spread": round(
-            (max(run.weights_s for run in runs) - min(run.weights_s for run in runs)) / weights_s, 2
-        ),
+        "spread": round((max(run.weights_s for run in runs) - min(run.weights_s for run in runs)) / weights_s, 2),
         "runs": len(runs),
     }
 
@@ -43,10 +41,12 @@ def limit_row(name: str, seconds: Sequence[float], size: int) -> Row:
     }
 
 
-def figures(runs: Mapping[Case, Sequence[Run]]) -> dict[str, float]:
+def figures(runs: Mapping[EngineCase, Sequence[EngineRun]]) -> dict[str, float]:
     """The figure of the design page, each the worse engine's and its own; and that of forks within a host."""
     seconds = {
-        (case.engine, case.name): median(run.weights_s for run in made) for case, made in runs.items() if made
+        (case.engine, case.name): median(run.weights_s for run in first_tokens)
+        for case, first_tokens in runs.items()
+        if first_tokens
     }
     found: dict[str, float] = {}
     for name, fork in (("engine_fork_vs_disk_cold", FORK), ("engine_fork_vs_disk_cold_same_host", SAME_HOST)):

@@ -26,19 +26,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 from benchmarks import harness
-from benchmarks.disturb_case import Told, quantile
-from benchmarks.disturb_crew import PATIENCE_S, Worker, plan
-from benchmarks.gpu.case import Field, GpuOptions, parse
-from benchmarks.gpu.disturb_crew import KERNELS, Case, Order, seed_main, target_main
+from benchmarks.disturb_cases import SlotResult, quantile
+from benchmarks.disturb_workers import REPLY_TIMEOUT_S, BenchWorker, planner_process
+from benchmarks.gpu.common import GpuContenders, GpuOptions, parse
+from benchmarks.gpu.disturb_workers import KERNEL_COPIES, GpuDisturbCase, GpuOrder, seed_main, target_main
 from benchmarks.harness import GB, Contender, Row
 from rfork import logs
 from rfork.errors import RforkError
 
-WAYS = ("cuda_ipc", "shared_memory", "transfer_engine", "http")
-MOST_TARGETS = 2
-IDLE = (Case("idle", slot=1), Case("idle", slot=2))
-SeedWorker = Worker[Order, Told | None]
-TargetWorker = Worker[Order, None]
+TRANSPORTS = ("cuda_ipc", "shared_memory", "transfer_engine", "http")
+MAX_TARGETS = 2
+IDLE = (GpuDisturbCase("idle", slot=1), GpuDisturbCase("idle", slot=2))
+SeedWorker = BenchWorker[GpuOrder, SlotResult | None]
+TargetWorker = BenchWorker[GpuOrder, None]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -46,33 +46,36 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse("disturb", __doc__, arguments)
     logs.configure(json=False, level="error")
     cases = cases_of(options)
-    told = {case.name: Told() for case in cases}
-    field = Field()
+    results = {case.name: SlotResult() for case in cases}
+    field = GpuContenders()
     slot_s = slot_seconds(options)
-    with crew(str(options.device)) as (seed, targets):
+    with start_processes(str(options.device)) as (seed, targets):
         for case in cases:
-            field.add(case.name, partial(slot, case, slot_s, seed, targets, told))
-        field.run(options.common.rounds, warmed=lambda: told.update({case.name: Told() for case in cases}))
+            field.add(case.name, partial(slot, case, slot_s, seed, targets, results))
+        field.run(options.common.rounds, warmed=lambda: results.update({case.name: SlotResult() for case in cases}))
         graphed = bool(seed.counter.value)
     harness.publish(
         options.common,
         settings={"device": str(options.device), "slot_s": slot_s, "cuda_graph": graphed},
-        rows=rows(told, cases, field.notes),
-        figures=figures(told, [case for case in cases if case.name not in field.notes]),
+        rows=rows(results, cases, field.notes),
+        figures=figures(results, [case for case in cases if case.name not in field.notes]),
         plot=("contender", "tokens/s"),
     )
     if any("WRONG BYTES" in note for note in field.notes.values()):
         raise RforkError("wrong bytes")
 
 
-def cases_of(options: GpuOptions) -> list[Case]:
+def cases_of(options: GpuOptions) -> list[GpuDisturbCase]:
     """Everything; with --quick the most targets only."""
-    counts = (MOST_TARGETS,) if options.common.quick else (1, MOST_TARGETS)
-    read = [Case(way, count, governed) for way in WAYS for count in counts for governed in (False, True)] + [
-        Case(KERNELS, count) for count in counts
-    ]
-    half = len(read) // 2
-    return [IDLE[0], *read[:half], IDLE[1], *read[half:]]
+    counts = (MAX_TARGETS,) if options.common.quick else (1, MAX_TARGETS)
+    read = [
+        GpuDisturbCase(transport, count, governed)
+        for transport in TRANSPORTS
+        for count in counts
+        for governed in (False, True)
+    ] + [GpuDisturbCase(KERNEL_COPIES, count) for count in counts]
+    half_rate = len(read) // 2
+    return [IDLE[0], *read[:half_rate], IDLE[1], *read[half_rate:]]
 
 
 def slot_seconds(options: GpuOptions) -> float:
@@ -83,29 +86,33 @@ def slot_seconds(options: GpuOptions) -> float:
 
 
 def slot(
-    case: Case, seconds: float, seed: SeedWorker, targets: Sequence[TargetWorker], pools: Mapping[str, Told]
+    case: GpuDisturbCase,
+    seconds: float,
+    seed: SeedWorker,
+    targets: Sequence[TargetWorker],
+    pools: Mapping[str, SlotResult],
 ) -> Contender:
     """One slot of a case: pools what it gave, and returns its seconds."""
 
     def run() -> float:
         readers = targets[: case.targets]
-        seed.ask(Order("open", case))
+        seed.request(GpuOrder("open", case))
         try:
             try:
                 for reader in readers:
-                    reader.ask(Order("start", case))
+                    reader.request(GpuOrder("start", case))
                 before = sum(reader.counter.value for reader in readers)
-                told = seed.ask(Order("serve", seconds=seconds))
-                came = sum(reader.counter.value for reader in readers) - before
+                results = seed.request(GpuOrder("serve", seconds=seconds))
+                tokens_read = sum(reader.counter.value for reader in readers) - before
             finally:
                 _stop(readers)
         finally:
-            seed.ask(Order("close"))
-        if told is None:
+            seed.request(GpuOrder("close"))
+        if results is None:
             raise RforkError("the seed told nothing")
-        told.bytes_read = came
-        pools[case.name].add(told)
-        return told.seconds
+        results.bytes_read = tokens_read
+        pools[case.name].add(results)
+        return results.seconds
 
     return run
 
@@ -114,7 +121,7 @@ def _stop(readers: Sequence[TargetWorker]) -> None:
     """End all, then say what went wrong with the first."""
     errors: list[RforkError] = []
     for reader in readers:
-        reader.tell(Order("stop"))
+        reader.send(GpuOrder("stop"))
     for reader in readers:
         try:
             reader.reply()
@@ -124,19 +131,19 @@ def _stop(readers: Sequence[TargetWorker]) -> None:
         raise errors[0]
 
 
-def rows(told: Mapping[str, Told], cases: Sequence[Case], notes: Mapping[str, str]) -> list[Row]:
+def rows(results: Mapping[str, SlotResult], cases: Sequence[GpuDisturbCase], notes: Mapping[str, str]) -> list[Row]:
     """A line each; ratios are against both idle slots pooled."""
-    idle = idle_of(told)
-    lines: list[Row] = [line("limit: nobody reads (both idle slots)", idle, idle)]
+    idle = idle_result(results)
+    lines: list[Row] = [result_row("limit: nobody reads (both idle slots)", idle, idle)]
     for case in cases:
         if case.name in notes:
             lines.append({"contender": case.name, "note": notes[case.name]})
         else:
-            lines.append(line(case.name, told[case.name], idle))
+            lines.append(result_row(case.name, results[case.name], idle))
     return lines
 
 
-def line(name: str, slots: Told, idle: Told) -> Row:
+def result_row(name: str, slots: SlotResult, idle: SlotResult) -> Row:
     """One case that ran."""
     return {
         "contender": name,
@@ -151,52 +158,52 @@ def line(name: str, slots: Told, idle: Told) -> Row:
     }
 
 
-def idle_of(told: Mapping[str, Told]) -> Told:
+def idle_result(results: Mapping[str, SlotResult]) -> SlotResult:
     """Both idle slots as one."""
-    idle = Told()
+    idle = SlotResult()
     for case in IDLE:
-        idle.add(told[case.name])
+        idle.add(results[case.name])
     return idle
 
 
-def figures(told: Mapping[str, Told], cases: Sequence[Case]) -> dict[str, float]:
+def figures(results: Mapping[str, SlotResult], cases: Sequence[GpuDisturbCase]) -> dict[str, float]:
     """Of those that ran; the one that design section 8 names is the worst over the governed transports."""
-    idle = idle_of(told)
+    idle = idle_result(results)
     found: dict[str, float] = {}
     worst: list[float] = []
     for case in cases:
-        slots = told[case.name]
-        if case.way == "idle":
+        slots = results[case.name]
+        if case.transport == "idle":
             continue
-        word = "" if case.way == KERNELS else "_governed" if case.governed else "_free"
-        tail = f"{case.way.replace(' ', '_')}{word}_{case.targets}"
+        word = "" if case.transport == KERNEL_COPIES else "_governed" if case.governed else "_free"
+        tail = f"{case.transport.replace(' ', '_')}{word}_{case.targets}"
         share = slots.tokens_per_s / idle.tokens_per_s
         found[f"gpu_disturb_tokens_{tail}"] = share
         found[f"gpu_disturb_p99_{tail}"] = quantile(slots.tokens, 0.99) / quantile(idle.tokens, 0.99)
-        if case.way != KERNELS and case.governed and case.targets == MOST_TARGETS:
+        if case.transport != KERNEL_COPIES and case.governed and case.targets == MAX_TARGETS:
             worst.append(share)
     first = {"gpu_disturb_tokens_per_s": min(worst)} if worst else {}
-    noise = told[IDLE[0].name].tokens_per_s / told[IDLE[1].name].tokens_per_s
+    noise = results[IDLE[0].name].tokens_per_s / results[IDLE[1].name].tokens_per_s
     return {**first, "gpu_disturb_idle_vs_idle": noise, **found}
 
 
 @contextlib.contextmanager
-def crew(device: str) -> Iterator[tuple[SeedWorker, list[TargetWorker]]]:
+def start_processes(device: str) -> Iterator[tuple[SeedWorker, list[TargetWorker]]]:
     """The planner, the seed's process and the targets', until the block ends."""
     cores = os.sched_getaffinity(0)
     context = multiprocessing.get_context("spawn")
     url, there = context.Pipe()
-    planner = context.Process(target=plan, args=(there, cores), daemon=True)
+    planner = context.Process(target=planner_process, args=(there, cores), daemon=True)
     planner.start()
     try:
-        if not url.poll(PATIENCE_S):
+        if not url.poll(REPLY_TIMEOUT_S):
             raise RforkError("the planner did not start")
         at = url.recv()
         with contextlib.ExitStack() as workers:
-            seed: SeedWorker = workers.enter_context(Worker("the seed", cores, seed_main, at, device))
+            seed: SeedWorker = workers.enter_context(BenchWorker("the seed", cores, seed_main, at, device))
             targets = [
-                workers.enter_context(Worker(f"target {number + 1}", cores, target_main, at, device))
-                for number in range(MOST_TARGETS)
+                workers.enter_context(BenchWorker(f"target {number + 1}", cores, target_main, at, device))
+                for number in range(MAX_TARGETS)
             ]
             yield seed, targets
     finally:

@@ -19,7 +19,7 @@ WARM_STEPS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class DecoderSizes:
     """The decoder's widths."""
 
     hidden: int
@@ -31,16 +31,16 @@ class Sizes:
     context: int
 
 
-LARGE = Sizes(2048, 8192, 512, 16, 16, 32_000, 1024)
+LARGE = DecoderSizes(2048, 8192, 512, 16, 16, 32_000, 1024)
 """2.2 GB of weights."""
-TINY = Sizes(256, 1024, 128, 4, 4, 2048, 64)
+TINY = DecoderSizes(256, 1024, 128, 4, 4, 2048, 64)
 """10 MB: for a CPU."""
 
 
-class Block(nn.Module):
+class DecoderBlock(nn.Module):
     """Attention and a gated feed-forward part."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: DecoderSizes) -> None:
         super().__init__()
         self.heads = sizes.heads
         self.groups = sizes.key_value * sizes.heads // sizes.hidden
@@ -53,41 +53,41 @@ class Block(nn.Module):
         self.down = nn.Linear(sizes.intermediate, hidden, bias=False)
 
     def forward(
-        self, line: torch.Tensor, cache: torch.Tensor, place: torch.Tensor, seen: torch.Tensor
+        self, hidden_states: torch.Tensor, cache: torch.Tensor, position: torch.Tensor, mask: torch.Tensor
     ) -> torch.Tensor:
         """One token: line [1, hidden], cache [2, groups, context, width], place [1], seen [1, context]."""
-        hidden = line.shape[-1]
+        hidden = hidden_states.shape[-1]
         width = hidden // self.heads
-        normed = functional.rms_norm(line, (hidden,), self.input_norm, EPSILON)
-        asked, key, value = self.qkv(normed).split([hidden, self.groups * width, self.groups * width], -1)
-        cache[0].index_copy_(1, place, key.view(self.groups, 1, width))
-        cache[1].index_copy_(1, place, value.view(self.groups, 1, width))
+        normed = functional.rms_norm(hidden_states, (hidden,), self.input_norm, EPSILON)
+        query, key, value = self.qkv(normed).split([hidden, self.groups * width, self.groups * width], -1)
+        cache[0].index_copy_(1, position, key.view(self.groups, 1, width))
+        cache[1].index_copy_(1, position, value.view(self.groups, 1, width))
         repeat = self.heads // self.groups
         attended = functional.scaled_dot_product_attention(
-            asked.view(1, self.heads, 1, width),
+            query.view(1, self.heads, 1, width),
             cache[0].repeat_interleave(repeat, 0).unsqueeze(0),
             cache[1].repeat_interleave(repeat, 0).unsqueeze(0),
-            attn_mask=seen,
+            attn_mask=mask,
         )
-        line = line + self.out(attended.reshape(1, hidden))
-        normed = functional.rms_norm(line, (hidden,), self.feed_norm, EPSILON)
+        hidden_states = hidden_states + self.out(attended.reshape(1, hidden))
+        normed = functional.rms_norm(hidden_states, (hidden,), self.feed_norm, EPSILON)
         gate, up = self.gate_up(normed).chunk(2, -1)
-        return line + torch.as_tensor(self.down(functional.silu(gate) * up))
+        return hidden_states + torch.as_tensor(self.down(functional.silu(gate) * up))
 
 
 class Decoder(nn.Module):
     """The weights; the same in every process and on every device of one kind."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: DecoderSizes) -> None:
         super().__init__()
         self.sizes = sizes
         self.embedding = nn.Embedding(sizes.vocabulary, sizes.hidden)
-        self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.layers))
+        self.blocks = nn.ModuleList(DecoderBlock(sizes) for _ in range(sizes.layers))
         self.norm = nn.Parameter(torch.ones(sizes.hidden))
         self.head = nn.Linear(sizes.hidden, sizes.vocabulary, bias=False)
 
 
-def decoder_on(device: torch.device, sizes: Sizes) -> Decoder:
+def decoder_on(device: torch.device, sizes: DecoderSizes) -> Decoder:
     """A decoder in bfloat16 on a device, ready to serve."""
     with torch.device("meta"):
         decoder = Decoder(sizes)
@@ -107,23 +107,23 @@ def steps_of(decoder: Decoder, device: torch.device) -> tuple[Callable[[], int],
     shape = (sizes.layers, 2, groups, sizes.context, width)
     cache = torch.zeros(shape, dtype=torch.bfloat16, device=device)
     token = torch.zeros(1, dtype=torch.int64, device=device)
-    place = torch.zeros(1, dtype=torch.int64, device=device)
-    places = torch.arange(sizes.context, device=device).unsqueeze(0)
+    position = torch.zeros(1, dtype=torch.int64, device=device)
+    positions = torch.arange(sizes.context, device=device).unsqueeze(0)
 
     def step() -> None:
         with torch.inference_mode():
-            line = decoder.embedding(token)
-            seen = places <= place
+            hidden_states = decoder.embedding(token)
+            mask = positions <= position
             for index, block in enumerate(decoder.blocks):
-                line = block(line, cache[index], place, seen)
-            line = functional.rms_norm(line, (sizes.hidden,), decoder.norm, EPSILON)
-            token.copy_(decoder.head(line).argmax(-1))
-            place.copy_((place + 1) % sizes.context)
+                hidden_states = block(hidden_states, cache[index], position, mask)
+            hidden_states = functional.rms_norm(hidden_states, (sizes.hidden,), decoder.norm, EPSILON)
+            token.copy_(decoder.head(hidden_states).argmax(-1))
+            position.copy_((position + 1) % sizes.context)
 
     run: Callable[[], None] = step
     graphed = device.type == "cuda"
     if graphed:
-        run = _captured(step)
+        run = _capture(step)
 
     def next_token() -> int:
         run()
@@ -133,7 +133,7 @@ def steps_of(decoder: Decoder, device: torch.device) -> tuple[Callable[[], int],
 
 
 @dataclass(frozen=True, slots=True)
-class Captured:
+class CapturedStep:
     """A captured step. The graph writes to the addresses of the step's tensors, and does not own them: `step`
     is held as long as it may be replayed."""
 
@@ -145,16 +145,16 @@ class Captured:
         self.graph.replay()
 
 
-def _captured(step: Callable[[], None]) -> Captured:
+def _capture(step: Callable[[], None]) -> CapturedStep:
     """The step as one CUDA graph; warmed up on a stream of its own, as torch asks for."""
-    aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
+    side_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side_stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side_stream):
         for _ in range(WARM_STEPS):
             step()
-    torch.cuda.current_stream().wait_stream(aside)
+    torch.cuda.current_stream().wait_stream(side_stream)
     graph = torch.cuda.CUDAGraph()
     # Others of this process may call CUDA meanwhile: their calls are no part of it.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         step()
-    return Captured(graph, step)
+    return CapturedStep(graph, step)

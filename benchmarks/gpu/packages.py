@@ -26,12 +26,12 @@ IMPORTS = {
 }  # fmt: skip
 """The module of a package, where it has another name."""
 TESTS = ("pytest", "pytest-asyncio", "pytest-timeout")
-LEAST = ("xxhash", "structlog", "pytest")
+REQUIRED_PACKAGES = ("xxhash", "structlog", "pytest")
 """What the tests of the digest need, beside torch."""
 LOADERS = ("runai-model-streamer", "fastsafetensors", "tensorizer")
 PIP_S = 240.0
 """Seconds for the base packages; each optional one has a quarter."""
-ASK = """
+INSPECT_SCRIPT = """
 import importlib.util, json, sys
 def has(name):
     try:
@@ -48,13 +48,13 @@ print(json.dumps(answer))
 """
 
 LAST = "image.pth"
-FOLDERS = (
+LIST_FOLDERS_SCRIPT = (
     "import sys; print(*(p for p in sys.path if p.endswith(('site-packages', 'dist-packages'))), sep='\\n')"
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class PythonInspection:
     """What one interpreter has: the modules asked for that lack, torch, its CUDA, the GPUs' names."""
 
     missing: tuple[str, ...]
@@ -63,14 +63,14 @@ class Found:
     gpus: tuple[str, ...]
 
 
-def ask(python: str, modules: Sequence[str] = ()) -> Found:
+def inspect_python(python: str, modules: Sequence[str] = ()) -> PythonInspection:
     """Ask an interpreter. Raises OSError or CalledProcessError where it does not run."""
-    answer = json.loads(
+    result = json.loads(
         subprocess.run(
-            [python, "-c", ASK, *modules], cwd=ROOT, check=True, capture_output=True, text=True
+            [python, "-c", INSPECT_SCRIPT, *modules], cwd=ROOT, check=True, capture_output=True, text=True
         ).stdout.splitlines()[-1]
     )
-    return Found(tuple(answer["missing"]), answer["torch"], answer["cuda"], tuple(answer["gpus"]))
+    return PythonInspection(tuple(result["missing"]), result["torch"], result["cuda"], tuple(result["gpus"]))
 
 
 def base() -> list[str]:
@@ -100,34 +100,34 @@ def module_of(package: str) -> str:
     return IMPORTS.get(package, package.replace("-", "_"))
 
 
-def prepared(python: str, until: float, *, loaders: bool) -> str:
+def prepare_venv(python: str, until: float, *, loaders: bool) -> str:
     """The interpreter to use: that of a virtual environment over `python`, with all that could be installed.
 
     `loaders`: other people's as well. Nothing is begun after `until` (monotonic). One line for each
     thing that could not.
     `WHEELS` names a folder of wheels to take instead of an index.
     """
-    here = ask(python)
+    here = inspect_python(python)
     wanted = [*base(), *TESTS]
     extra = optional(here.cuda) if loaders else []
     modules = [module_of(name_of(line)) for line in [*wanted, *extra]]
-    if not ask(python, modules).missing:
+    if not inspect_python(python, modules).missing:
         return python
     inside = str(VENV / "bin" / "python")
-    if not is_made() and (failed := _over(python, _left(until))):
+    if not is_made() and (failed := _missing_after_install(python, _left(until))):
         print(f"no virtual environment over {python}, so nothing is installed: {failed}", flush=True)
         return python
     pins = VENV / "pins.txt"
     pins.write_text(f"torch=={here.torch}\n" if here.torch else "")
-    if ask(inside, [module_of(name_of(line)) for line in wanted]).missing:
+    if inspect_python(inside, [module_of(name_of(line)) for line in wanted]).missing:
         print("installing what the image lacks", flush=True)
         if failed := _pip(inside, pins, wanted, min(PIP_S, _left(until))):
             print(f"not all of rfork's packages can be installed: {failed}", flush=True)
-            _pip(inside, pins, LEAST, min(PIP_S / 4, _left(until)))
+            _pip(inside, pins, REQUIRED_PACKAGES, min(PIP_S / 4, _left(until)))
             return inside
     for package in extra:
         seconds = min(PIP_S / 4, _left(until))
-        if ask(inside, [module_of(package)]).missing and (failed := _pip(inside, pins, [package], seconds)):
+        if inspect_python(inside, [module_of(package)]).missing and (failed := _pip(inside, pins, [package], seconds)):
             print(f"without {package}: {failed}", flush=True)
     return inside
 
@@ -137,7 +137,7 @@ def is_made() -> bool:
     return any(VENV.glob(f"lib/python*/site-packages/{LAST}"))
 
 
-def _over(python: str, seconds: float) -> str:
+def _missing_after_install(python: str, seconds: float) -> str:
     """Make the virtual environment; why not on one line, "" where it is done.
 
     An image's Python may be in a virtual environment itself, whose packages another does not see. One without
@@ -153,9 +153,11 @@ def _over(python: str, seconds: float) -> str:
     else:
         shutil.rmtree(VENV, ignore_errors=True)
         return failed
-    asked = subprocess.run([python, "-c", FOLDERS], check=True, capture_output=True, text=True).stdout
+    folders_output = subprocess.run(
+        [python, "-c", LIST_FOLDERS_SCRIPT], check=True, capture_output=True, text=True
+    ).stdout
     for packages in VENV.glob("lib/python*/site-packages"):
-        (packages / LAST).write_text(asked)
+        (packages / LAST).write_text(folders_output)
     return ""
 
 

@@ -33,12 +33,20 @@ import torch
 import rfork
 from benchmarks import harness
 from benchmarks.gpu import pull_local
-from benchmarks.gpu.case import Field, GpuOptions, dense_bytes, parse, rows_of, shapes_of, why
-from benchmarks.gpu.pull_local import FILE, SHM, folder_in
-from benchmarks.gpu.pull_source import BARE, Offer, giving
-from benchmarks.gpu.pull_target import Target
+from benchmarks.gpu.common import (
+    GpuContenders,
+    GpuOptions,
+    dense_bytes,
+    error_text,
+    parse,
+    rows_of,
+    shapes_of,
+)
+from benchmarks.gpu.pull_local import FILE, SHM, temporary_folder_in
+from benchmarks.gpu.pull_source import BARE, GpuOffer, source_process
+from benchmarks.gpu.pull_target import GpuPullTarget
 from benchmarks.harness import GB
-from benchmarks.pull_source import IN_FLIGHT, plan, process
+from benchmarks.pull_source import IN_FLIGHT, planner_main, process
 from rfork import logs
 from rfork.errors import RforkError
 from rfork.image.memory import Image
@@ -60,25 +68,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse("pull", __doc__, arguments)
     logs.configure(json=False, level="error")
     shapes = shapes_of(dense_bytes(options))
-    field = Field()
+    contenders = GpuContenders()
     sizes: dict[str, int] = {}
     with contextlib.ExitStack() as stack:
-        url: str = stack.enter_context(process(plan))
-        targets = [Target(shape, tensors, options.device) for shape, tensors in shapes.items()]
+        url: str = stack.enter_context(process(planner_main))
+        targets = [GpuPullTarget(shape, tensors, options.device) for shape, tensors in shapes.items()]
         for source in filter(None, (options.device, options.peer)):
-            offer = stack.enter_context(giving(url, shapes, source))
+            offer = stack.enter_context(source_process(url, shapes, source))
             for target in targets:
                 original = target.original(shapes[target.shape], source)
-                before = place(target.shape, source, options)
-                from_peers(field, before, target, url, source, offer, original)
+                before = placement_name(target.shape, source, options)
+                measure_peers(contenders, before, target, url, source, offer, original)
                 if source == options.device:
-                    from_here(field, target, original, stack)
+                    measure_local(contenders, target, original, stack)
                 sizes |= {
                     name: target.bytes
-                    for name in (*field.names, *field.notes)
+                    for name in (*contenders.names, *contenders.notes)
                     if name.startswith(f"{before}: ")
                 }
-        seconds = field.run(options.common.rounds)
+        seconds = contenders.run(options.common.rounds)
     harness.publish(
         options.common,
         settings={
@@ -88,71 +96,73 @@ def main(arguments: Sequence[str] | None = None) -> None:
             **{f"{target.shape}_tensors": len(target.image.layout.tensors) for target in targets},
             **{f"{target.shape}_chunks": len(target.image.layout.chunks) for target in targets},
         },
-        rows=rows_of(seconds, sizes, field),
-        figures=figures(seconds, sizes) | {"gpu_wrong_bytes": field.wrong},
+        rows=rows_of(seconds, sizes, contenders),
+        figures=figures(seconds, sizes) | {"gpu_wrong_bytes": contenders.wrong},
         plot=("contender", "GB/s"),
     )
-    if field.wrong:
-        raise RforkError(f"{field.wrong} contenders left wrong bytes")
+    if contenders.wrong:
+        raise RforkError(f"{contenders.wrong} contenders left wrong bytes")
 
 
-def place(shape: str, source: torch.device, options: GpuOptions) -> str:
+def placement_name(shape: str, source: torch.device, options: GpuOptions) -> str:
     """What names of contenders begin with: the shape, and the other GPU where the bytes lie on one."""
     return shape if source == options.device else f"{shape} from {source}"
 
 
-def from_peers(
-    field: Field,
+def measure_peers(
+    contenders: GpuContenders,
     before: str,
-    target: Target,
+    target: GpuPullTarget,
     planner: str,
     source: torch.device,
-    offer: Offer,
+    offer: GpuOffer,
     original: Image,
 ) -> None:
     """Everything that comes from a giving process on the source device, and the plain copy from there."""
     for transport, verify in FORKS:
         name = f"{before}: rfork {transport}" + ("" if verify else ", unverified")
-        if reason := offer.refusal(transport):
-            field.absent(name, reason)
+        if reason := offer.unavailable_reason(transport):
+            contenders.absent(name, reason)
             continue
-        field.add(
+        contenders.add(
             name,
-            partial(target.forked, planner, source, transport, verify=verify),
+            partial(target.fork, planner, source, transport, verify=verify),
             aside=transport in SLOW,
         )
     for transport in BARE:
         name = f"{before}: {transport} reads"
-        if reason := offer.refusal(transport):
-            field.absent(name, reason)
+        if reason := offer.unavailable_reason(transport):
+            contenders.absent(name, reason)
             continue
-        field.add(name, partial(target.reads, planner, offer, transport), aside=transport in SLOW)
-    field.add(f"{before}: {COPY}", partial(target.copied, original))
+        contenders.add(name, partial(target.read_remote, planner, offer, transport), aside=transport in SLOW)
+    contenders.add(f"{before}: {COPY}", partial(target.copy_from, original))
 
 
-def from_here(field: Field, target: Target, original: Image, stack: contextlib.ExitStack) -> None:
+def measure_local(
+    contenders: GpuContenders, target: GpuPullTarget, original: Image, stack: contextlib.ExitStack
+) -> None:
     """Everything that comes from this host's memory and files, and what is only read."""
     before = target.shape
-    field.add(f"{before}: {DIGEST}", partial(pull_local.digests, target, original))
-    field.add(f"{before}: {READ}", partial(pull_local.memory_read, target, original))
-    field.add(f"{before}: {PINNED}", partial(pull_local.pinned, target))
+    contenders.add(f"{before}: {DIGEST}", partial(pull_local.digests, target, original))
+    contenders.add(f"{before}: {READ}", partial(pull_local.memory_read, target, original))
+    contenders.add(f"{before}: {PINNED}", partial(pull_local.pinned, target))
     for where, folder in (("page cache", Path(tempfile.gettempdir())), ("/dev/shm", SHM)):
         load, engine = f"{before}: rfork.load, {where}", f"{before}: rfork reading engine, {where}"
         try:
-            path = stack.enter_context(folder_in(folder, target.bytes)) / FILE
+            path = stack.enter_context(temporary_folder_in(folder, target.bytes)) / FILE
             rfork.save(target.module, path)
         except (RforkError, OSError) as error:
-            field.absent(load, why(error))
-            field.absent(engine, why(error))
+            contenders.absent(load, error_text(error))
+            contenders.absent(engine, error_text(error))
             continue
-        field.add(load, partial(pull_local.restored, target, path))
-        field.add(engine, partial(pull_local.engine_fill, target, path))
+        contenders.add(load, partial(pull_local.restored, target, path))
+        contenders.add(engine, partial(pull_local.engine_fill, target, path))
         if folder == SHM:
             continue
-        field.add(f"{before}: safetensors load_file", partial(pull_local.load_file, target, path), aside=True)
-        field.add(f"{before}: Run:ai", partial(pull_local.run_ai, target, path), aside=True)
-        field.add(f"{before}: fastsafetensors", partial(pull_local.fastsafetensors, target, path), aside=True)
-        field.add(f"{before}: tensorizer", partial(pull_local.tensorizer, target, path.parent), aside=True)
+        contenders.add(f"{before}: safetensors load_file", partial(pull_local.load_file, target, path), aside=True)
+        contenders.add(f"{before}: Run:ai", partial(pull_local.run_ai, target, path), aside=True)
+        contenders.add(f"{before}: fastsafetensors", partial(pull_local.fastsafetensors, target, path), aside=True)
+        contenders.add(f"{before}: tensorizer", partial(pull_local.tensorizer, target, path.parent), aside=True)
 
 
 def figures(seconds: Mapping[str, Sequence[float]], sizes: Mapping[str, int]) -> dict[str, float]:
@@ -161,7 +171,7 @@ def figures(seconds: Mapping[str, Sequence[float]], sizes: Mapping[str, int]) ->
     Of the small tensors there is none against a limit: a plain copy of 20,000 is bound by its launches.
     """
     speed = {name: sizes[name] / GB / median(values) for name, values in seconds.items()}
-    asked = {
+    requested_figures = {
         "gpu_ipc_vs_device_copy": ("cuda_ipc reads", COPY),
         "gpu_ipc_fork_vs_device_copy": ("rfork cuda_ipc, unverified", COPY),
         "gpu_ipc_verified_vs_device_copy": ("rfork cuda_ipc", COPY),
@@ -172,7 +182,7 @@ def figures(seconds: Mapping[str, Sequence[float]], sizes: Mapping[str, int]) ->
     found: dict[str, float] = {}
     for before in dict.fromkeys(name.partition(": ")[0] for name in speed):
         suffix = "" if before == "dense" else f"_{before.replace(' ', '_').replace(':', '')}"
-        for name, (one, other) in asked.items() if before.partition(" ")[0] != "small" else ():
+        for name, (one, other) in requested_figures.items() if before.partition(" ")[0] != "small" else ():
             ours, limit = speed.get(f"{before}: {one}"), speed.get(f"{before}: {other}")
             if ours and limit:
                 found[name + suffix] = ours / limit

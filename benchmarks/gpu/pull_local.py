@@ -15,53 +15,53 @@ from tempfile import TemporaryDirectory
 import torch
 
 import rfork
-from benchmarks.gpu.case import WrongBytes, clocked, settled
-from benchmarks.gpu.pull_target import Target, Tensors, copy_all
+from benchmarks.gpu.common import VerificationError, synchronized, timed_on_device
+from benchmarks.gpu.pull_target import GpuPullTarget, Tensors, copy_all
 from benchmarks.harness import Contender
 from rfork import settings
 from rfork.errors import RforkError
 from rfork.image.memory import Image
 from rfork.settings import StorageSettings
+from rfork.storage.io.reader import Extent, fill
 from rfork.storage.local.files import LocalStore
 from rfork.storage.location import Location
-from rfork.storage.reading.engine import Extent, fill
 
 SHM = Path("/dev/shm")
-SPARE = 1 << 30
-MOST_PINNED = 4
+SPARE_BYTES = 1 << 30
+MAX_PINNED_FRACTION = 4
 """One part in so many of the host's memory is locked at most, for the plain copy from it."""
 FILE = "model.safetensors"
 Loaded = tuple[Tensors, Callable[[], None]]
 
 
 @contextmanager
-def folder_in(place: Path, nbytes: int) -> Iterator[Path]:
+def temporary_folder_in(parent: Path, nbytes: int) -> Iterator[Path]:
     """A folder for files of so many bytes. Raises RforkError where there is no room."""
-    if shutil.disk_usage(place).free < nbytes + min(SPARE, nbytes):
-        raise RforkError(f"no room in {place}")
-    with TemporaryDirectory(prefix="rfork-gpu-", dir=place) as folder:
+    if shutil.disk_usage(parent).free < nbytes + min(SPARE_BYTES, nbytes):
+        raise RforkError(f"no room in {parent}")
+    with TemporaryDirectory(prefix="rfork-gpu-", dir=parent) as folder:
         yield Path(folder)
 
 
-def pinned(target: Target) -> Contender:
+def pinned(target: GpuPullTarget) -> Contender:
     """Plain copies from page-locked memory, a tensor each: what the copy engine can do."""
     cuda = target.device.type == "cuda"
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if cuda and target.bytes > memory // MOST_PINNED:
+    if cuda and target.bytes > memory // MAX_PINNED_FRACTION:
         raise RforkError("the host has too little memory to lock")
-    whole = torch.empty(target.bytes, dtype=torch.uint8, pin_memory=cuda)
+    pinned_memory = torch.empty(target.bytes, dtype=torch.uint8, pin_memory=cuda)
     into = list(target.image.regions)
-    out = list(torch.split(whole, [region.numel() for region in into]))
+    out = list(torch.split(pinned_memory, [region.numel() for region in into]))
     copy_all(out, into)
-    settled(target.device)
+    synchronized(target.device)
 
     def copy() -> None:
         copy_all(into, out)
 
-    return target.checked(copy)
+    return target.run_checked(copy)
 
 
-def engine_fill(target: Target, path: Path) -> Contender:
+def engine_fill(target: GpuPullTarget, path: Path) -> Contender:
     """rfork's reading engine from a snapshot's file into the tensors, nothing verified."""
     chosen = settings.load(StorageSettings)
     store = LocalStore(Location.parse(path.parent), chosen)
@@ -75,20 +75,20 @@ def engine_fill(target: Target, path: Path) -> Contender:
                 offset += region.numel()
             fill(extents, chosen)
 
-    return target.checked(run)
+    return target.run_checked(run)
 
 
-def restored(target: Target, path: Path) -> Contender:
+def restored(target: GpuPullTarget, path: Path) -> Contender:
     """`rfork.load` of a snapshot into the module: the same engine, and every chunk verified."""
 
     def run() -> None:
         if not rfork.load(target.module, path).verified:
             raise RforkError("the snapshot was not verified")
 
-    return target.checked(run)
+    return target.run_checked(run)
 
 
-def load_file(target: Target, path: Path) -> Contender:
+def load_file(target: GpuPullTarget, path: Path) -> Contender:
     """safetensors' own, onto the device."""
     from safetensors.torch import load_file as load
 
@@ -99,24 +99,22 @@ def load_file(target: Target, path: Path) -> Contender:
             loaded = {name: tensor.clone() for name, tensor in loaded.items()}
         return loaded, _nothing
 
-    return target.checked_new(run)
+    return target.run_checked_load(run)
 
 
-def run_ai(target: Target, path: Path) -> Contender:
+def run_ai(target: GpuPullTarget, path: Path) -> Contender:
     """Run:ai Model Streamer, each tensor to the device as it comes, as engines do."""
     from runai_model_streamer import SafetensorsStreamer
 
     def run() -> Loaded:
         with SafetensorsStreamer() as streamer:
             streamer.stream_files([str(path)])
-            return {
-                name: part.to(target.device, copy=True) for name, part in streamer.get_tensors()
-            }, _nothing
+            return {name: part.to(target.device, copy=True) for name, part in streamer.get_tensors()}, _nothing
 
-    return target.checked_new(run)
+    return target.run_checked_load(run)
 
 
-def fastsafetensors(target: Target, path: Path) -> Contender:
+def fastsafetensors(target: GpuPullTarget, path: Path) -> Contender:
     """fastsafetensors, through the host's memory."""
     from fastsafetensors import SafeTensorsFileLoader
 
@@ -131,10 +129,10 @@ def fastsafetensors(target: Target, path: Path) -> Contender:
 
         return {name: buffers.get_tensor(name) for name in loader.get_keys()}, release
 
-    return target.checked_new(run)
+    return target.run_checked_load(run)
 
 
-def tensorizer(target: Target, folder: Path) -> Contender:
+def tensorizer(target: GpuPullTarget, folder: Path) -> Contender:
     """tensorizer, at its defaults; it writes and reads its own format."""
     from tensorizer import TensorDeserializer
 
@@ -145,10 +143,10 @@ def tensorizer(target: Target, folder: Path) -> Contender:
         with TensorDeserializer(str(path), device=str(target.device)) as file:
             return dict(file.items()), _nothing
 
-    return target.checked_new(run)
+    return target.run_checked_load(run)
 
 
-def digests(target: Target, original: Image) -> Contender:
+def digests(target: GpuPullTarget, original: Image) -> Contender:
     """A manifest as a seed computes it, of the original, which nobody writes to; compared."""
 
     def run() -> float:
@@ -158,15 +156,15 @@ def digests(target: Target, original: Image) -> Contender:
             nonlocal found
             found = original.manifest().digests
 
-        seconds = clocked(digest, target.device)
-        if found != target.right:
-            raise WrongBytes("the digests")
+        seconds = timed_on_device(digest, target.device)
+        if found != target.expected:
+            raise VerificationError("the digests")
         return seconds
 
     return run
 
 
-def memory_read(target: Target, original: Image) -> Contender:
+def memory_read(target: GpuPullTarget, original: Image) -> Contender:
     """The sum of all words: one read of the device's memory."""
     words = [region[: region.numel() // 8 * 8].view(torch.int64) for region in original.regions]
 
@@ -174,7 +172,7 @@ def memory_read(target: Target, original: Image) -> Contender:
         for part in words:
             part.sum()
 
-    return lambda: clocked(read, target.device)
+    return lambda: timed_on_device(read, target.device)
 
 
 def _nothing() -> None:

@@ -11,15 +11,15 @@ import torch
 from torch import nn
 
 import rfork
-from benchmarks.gpu.case import NOT_FOUND, module_of, settled, why
-from benchmarks.pull_source import LOOPBACK, PATIENCE_S, process, settings_for
+from benchmarks.gpu.common import NOT_FOUND, error_text, module_of, synchronized
+from benchmarks.pull_source import LOOPBACK, READY_TIMEOUT_S, process, settings_for
 from rfork import logs
-from rfork.errors import LeaseRefused, RforkError
+from rfork.errors import LeaseRejected, RforkError
 from rfork.image.capture import capture
 from rfork.image.memory import Image
-from rfork.settings import Settings
+from rfork.settings import InstanceSettings
 from rfork.transport.base import Endpoint
-from rfork.transport.choice import TRANSPORTS
+from rfork.transport.selection import TRANSPORTS
 
 Shapes = Mapping[str, Mapping[str, tuple[int, ...]]]
 TOKEN = "benchmark"
@@ -29,40 +29,40 @@ BARE = ("cuda_ipc", "shared_memory", "http")
 
 
 @dataclass(frozen=True)
-class Offer:
+class GpuOffer:
     """What one giving process offers: who gives each shape, and why others do not."""
 
     transports: tuple[str, ...]
-    refused: Mapping[str, str] = field(default_factory=dict)
+    unavailable: Mapping[str, str] = field(default_factory=dict)
     endpoints: Mapping[str, Mapping[str, Endpoint]] = field(default_factory=dict)
 
-    def refusal(self, transport: str) -> str:
+    def unavailable_reason(self, transport: str) -> str:
         """Why this transport does not give; "" where it does."""
         if transport not in TRANSPORTS:
             return "this rfork has no such transport"
-        return self.refused.get(transport, "")
+        return self.unavailable.get(transport, "")
 
 
-class OpenGate:
-    """A gate without limits for whoever shows `TOKEN`; see `rfork.transport.base.Gate`."""
+class AllowAllGate:
+    """A gate without limits for whoever shows `TOKEN`; see `rfork.transport.base.AccessGate`."""
 
-    def admit(self, token: str, begin: int, end: int) -> str:
+    def authorize(self, token: str, begin: int, end: int) -> str:
         """See `Gate.admit`."""
         if token != TOKEN:
-            raise LeaseRefused("not the benchmark's token")
+            raise LeaseRejected("not the benchmark's token")
         return FORK_ID
 
     @contextlib.contextmanager
-    def reading(self, token: str, begin: int, end: int, cut: Callable[[], None]) -> Iterator[None]:
+    def read_guard(self, token: str, begin: int, end: int, cut: Callable[[], None]) -> Iterator[None]:
         """See `Gate.reading`."""
-        self.admit(token, begin, end)
+        self.authorize(token, begin, end)
         yield
 
-    def grant(self, most: int, fork_id: str) -> int:
+    def acquire_bytes(self, max_bytes: int, fork_id: str) -> int:
         """See `Gate.grant`."""
-        return most
+        return max_bytes
 
-    def etag(self) -> str:
+    def version_tag(self) -> str:
         """See `Gate.etag`."""
         return "benchmark"
 
@@ -73,52 +73,52 @@ def model_name(shape: str, transport: str, device: torch.device) -> str:
 
 
 @contextlib.contextmanager
-def giving(planner: str, shapes: Shapes, device: torch.device) -> Iterator[Offer]:
+def source_process(planner: str, shapes: Shapes, device: torch.device) -> Iterator[GpuOffer]:
     """A giving process with its tensors on a device, for the time of the block."""
-    offer: Offer
-    with process(_give, planner, shapes, str(device)) as offer:
+    offer: GpuOffer
+    with process(_source_main, planner, shapes, str(device)) as offer:
         yield offer
 
 
-def usable(settings: Settings) -> tuple[tuple[str, ...], dict[str, str]]:
+def usable_transports(settings: InstanceSettings) -> tuple[tuple[str, ...], dict[str, str]]:
     """The transports that can run on this machine, and why the others cannot."""
     names: list[str] = []
-    refused: dict[str, str] = {}
+    unavailable: dict[str, str] = {}
     for name, make in TRANSPORTS.items():
         available = make(settings).availability()
         if available.usable:
             names.append(name)
         else:
-            refused[name] = available.reason
-    return tuple(names), refused
+            unavailable[name] = available.reason
+    return tuple(names), unavailable
 
 
-def _give(ready: Connection, planner: str, shapes: Shapes, device_name: str) -> None:
+def _source_main(ready: Connection, planner: str, shapes: Shapes, device_name: str) -> None:
     logs.configure(json=False, level="error")
     device = torch.device(device_name)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)
-    names, refused = usable(settings_for(planner, ("http",)))
+    names, unavailable = usable_transports(settings_for(planner, ("http",)))
     modules = {shape: module_of(tensors, device) for shape, tensors in shapes.items()}
-    settled(device)
+    synchronized(device)
     with contextlib.ExitStack() as opened:
         for name in names:
             try:
-                _seeded(modules, name, planner, device, opened)
+                _start_seeds(modules, name, planner, device, opened)
             except NOT_FOUND as error:
-                refused[name] = why(error)
+                unavailable[name] = error_text(error)
         options = settings_for(planner, names)
         endpoints: dict[str, dict[str, Endpoint]] = {}
         for shape, module in modules.items():
-            endpoints[shape] = _exported(capture(module), options, names, refused, opened)
-        ready.send(Offer(names, refused, endpoints))
+            endpoints[shape] = _export_image(capture(module), options, names, unavailable, opened)
+        ready.send(GpuOffer(names, unavailable, endpoints))
         with contextlib.suppress(EOFError):
             ready.recv()  # until the benchmark ends
 
 
-def _seeded(
+def _start_seeds(
     modules: Mapping[str, nn.Module],
     transport: str,
     planner: str,
@@ -129,15 +129,15 @@ def _seeded(
     options = settings_for(planner, (transport,))
     for shape, module in modules.items():
         seed = rfork.seed(module, model=model_name(shape, transport, device), settings=options)
-        if not opened.enter_context(seed).wait_acknowledged(PATIENCE_S):
+        if not opened.enter_context(seed).wait_registered(READY_TIMEOUT_S):
             raise RforkError("the planner did not answer the seed")
 
 
-def _exported(
+def _export_image(
     image: Image,
-    settings: Settings,
+    settings: InstanceSettings,
     names: tuple[str, ...],
-    refused: dict[str, str],
+    unavailable: dict[str, str],
     opened: contextlib.ExitStack,
 ) -> dict[str, Endpoint]:
     """One endpoint a bare transport; who cannot give this image is noted as refused."""
@@ -146,11 +146,11 @@ def _exported(
         if name not in BARE:
             continue
         try:
-            exporter = TRANSPORTS[name](settings).export(image, OpenGate())
+            exporter = TRANSPORTS[name](settings).export(image, AllowAllGate())
         except NOT_FOUND as error:
-            refused[name] = why(error)
+            unavailable[name] = error_text(error)
             continue
         opened.callback(exporter.close)
-        exporter.let_in(FORK_ID, LOOPBACK)
+        exporter.authorize_peer(FORK_ID, LOOPBACK)
         endpoints[name] = exporter.endpoint()
     return endpoints

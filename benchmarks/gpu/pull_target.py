@@ -10,20 +10,20 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 import rfork
-from benchmarks.gpu.case import WrongBytes, clocked, module_of, settled
-from benchmarks.gpu.pull_source import TOKEN, Offer, model_name
+from benchmarks.gpu.common import VerificationError, module_of, synchronized, timed_on_device
+from benchmarks.gpu.pull_source import TOKEN, GpuOffer, model_name
 from benchmarks.harness import Contender
-from benchmarks.pull_source import IN_FLIGHT, PATIENCE_S, settings_for
+from benchmarks.pull_source import IN_FLIGHT, READY_TIMEOUT_S, settings_for
 from rfork.errors import RforkError
-from rfork.image.capture import capture, image_of
+from rfork.image.capture import capture, image_from_tensors
 from rfork.image.memory import Image
-from rfork.transport.choice import TRANSPORTS
+from rfork.transport.selection import TRANSPORTS
 
 Tensors = Mapping[str, torch.Tensor]
-MANY = 1000
+MAX_CHUNKS = 1000
 
 
-class Target:
+class GpuPullTarget:
     """One module of this process on a device, and what it must hold."""
 
     def __init__(self, shape: str, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> None:
@@ -32,39 +32,39 @@ class Target:
         self.module = module_of(shapes, device)
         self.image = capture(self.module)
         self.bytes = self.image.layout.image_bytes
-        settled(device)
-        self.right = self.image.manifest().digests
+        synchronized(device)
+        self.expected = self.image.manifest().digests
 
     def original(self, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> Image:
         """The same bytes once more, on a device of this process: what plain copies copy from."""
         image = capture(module_of(shapes, device))
-        settled(device)
+        synchronized(device)
         return image
 
-    def checked(self, fill: Callable[[], float | None]) -> Contender:
+    def run_checked(self, fill: Callable[[], float | None]) -> Contender:
         """`fill` into zeroed tensors, each byte checked; the seconds it tells, else its wall time."""
 
         def run() -> float:
             torch._foreach_zero_(list(self.image.regions))
-            seconds = clocked(fill, self.device)
+            seconds = timed_on_device(fill, self.device)
             self._check(self.image)
             return seconds
 
         return run
 
-    def checked_new(self, load: Callable[[], tuple[Tensors, Callable[[], None]]]) -> Contender:
+    def run_checked_load(self, load: Callable[[], tuple[Tensors, Callable[[], None]]]) -> Contender:
         """`load` gives new tensors on the device, and what lets go of them; each byte is checked."""
 
         def run() -> float:
-            settled(self.device)
+            synchronized(self.device)
             began = time.perf_counter()
             tensors, release = load()
-            settled(self.device)
+            synchronized(self.device)
             seconds = time.perf_counter() - began
             try:
                 if any(tensor.device != self.device for tensor in tensors.values()):
                     raise RforkError(f"its tensors are not on {self.device}")
-                self._check(image_of(tensors))
+                self._check(image_from_tensors(tensors))
             finally:
                 del tensors
                 release()
@@ -74,7 +74,7 @@ class Target:
 
         return run
 
-    def forked(self, planner: str, source: torch.device, transport: str, *, verify: bool) -> Contender:
+    def fork(self, planner: str, source: torch.device, transport: str, *, verify: bool) -> Contender:
         """`rfork.fork` from the process on a device: the report's transfer phase."""
         options = settings_for(planner, (transport,), verify=verify)
         model = model_name(self.shape, transport, source)
@@ -87,49 +87,49 @@ class Target:
                 raise RforkError("; ".join(report.reasons) or f"not over {transport}: {report.line()}")
             return report.phases["transfer"]
 
-        return self.checked(pull)
+        return self.run_checked(pull)
 
-    def reads(self, planner: str, offer: Offer, transport: str) -> Contender:
+    def read_remote(self, planner: str, offer: GpuOffer, transport: str) -> Contender:
         """Bare reads of all chunks, several in flight, over a reader that is connected already."""
         options = settings_for(planner, (transport,))
         endpoint = offer.endpoints[self.shape].get(transport)
         if endpoint is None:
-            raise RforkError(offer.refusal(transport) or "not given")
+            raise RforkError(offer.unavailable_reason(transport) or "not given")
         reader = TRANSPORTS[transport](options).connect(
-            endpoint, self.image, lambda: TOKEN, time.monotonic() + PATIENCE_S
+            endpoint, self.image, lambda: TOKEN, time.monotonic() + READY_TIMEOUT_S
         )
         chunks = list(self.image.layout.chunks)
 
         def pull() -> None:
-            until = time.monotonic() + PATIENCE_S
-            in_turn(chunks, lambda chunk: reader.read(*chunk, until))
+            until = time.monotonic() + READY_TIMEOUT_S
+            read_sequentially(chunks, lambda chunk: reader.read(*chunk, until))
 
-        return self.checked(pull)
+        return self.run_checked(pull)
 
-    def copied(self, original: Image) -> Contender:
+    def copy_from(self, original: Image) -> Contender:
         """A plain copy, tensor by tensor, from tensors of this process: on one GPU, or between two."""
         into, out = list(self.image.regions), list(original.regions)
 
         def copy() -> None:
             copy_all(into, out)
 
-        return self.checked(copy)
+        return self.run_checked(copy)
 
     def _check(self, image: Image) -> None:
-        if image.manifest().digests != self.right:
-            raise WrongBytes(self.shape)
+        if image.manifest().digests != self.expected:
+            raise VerificationError(self.shape)
 
 
 def copy_all(into: Sequence[torch.Tensor], out: Sequence[torch.Tensor]) -> None:
     """Each tensor into its like; very many in one call, which costs a device a few launches."""
-    if len(into) > MANY:
+    if len(into) > MAX_CHUNKS:
         torch._foreach_copy_(list(into), list(out), non_blocking=True)
         return
     for one, other in zip(into, out, strict=True):
         one.copy_(other, non_blocking=True)
 
 
-def in_turn(chunks: Sequence[tuple[int, int]], read: Callable[[tuple[int, int]], None]) -> None:
+def read_sequentially(chunks: Sequence[tuple[int, int]], read: Callable[[tuple[int, int]], None]) -> None:
     """`read` each chunk, `IN_FLIGHT` at once; raises what the first to fail raised."""
     waiting: Iterator[tuple[int, int]] = iter(chunks)
     lock = threading.Lock()

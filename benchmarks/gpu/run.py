@@ -18,13 +18,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.gpu.packages import ROOT, TESTS, ask, base, module_of, name_of, prepared
+from benchmarks.gpu.packages import ROOT, TESTS, base, inspect_python, module_of, name_of, prepare_venv
 
 BENCHMARKS = ("pull", "disturb")
 TEST_S, BENCH_S = 170.0, 370.0
 """Seconds from the start, installing included; with twice `END_S` each, to end what will not, ten minutes."""
-INSTALL_S, LEAST_S, END_S = 110.0, 60.0, 15.0
-OLDEST = (3, 11)
+INSTALL_S, MIN_REMAINING_S, END_S = 110.0, 60.0, 15.0
+MIN_PYTHON = (3, 11)
 COLUMNS = "180"
 AS_WARNINGS = ("-W", "default")
 """torch warns on some images as it is imported (of pynvml), which would be an error here and end all."""
@@ -39,31 +39,31 @@ def main(arguments: Sequence[str]) -> int:
     if list(arguments) not in (["test"], ["bench"]):
         print("python -m benchmarks.gpu.run test|bench")
         return 2
-    if sys.version_info[:2] < OLDEST:
-        told = ".".join(map(str, sys.version_info[:2]))
-        print(f"{sys.executable} is {told}: it needs Python {OLDEST[0]}.{OLDEST[1]}")
+    if sys.version_info[:2] < MIN_PYTHON:
+        python_version = ".".join(map(str, sys.version_info[:2]))
+        print(f"{sys.executable} is {python_version}: it needs Python {MIN_PYTHON[0]}.{MIN_PYTHON[1]}")
         return 1
     testing = arguments[0] == "test"
     until = time.monotonic() + (TEST_S if testing else float(os.environ.get("GPU_BENCH_S", BENCH_S)))
     device = os.environ.get("DEVICE", "cuda")
-    if device == "cuda" and not ask(sys.executable).gpus:
-        seen = ask(sys.executable).torch
-        why = f"torch {seen} finds no CUDA device" if seen else "it has no torch"
-        print(f"{sys.executable}: {why}; name another with make PYTHON=/path/to/python")
+    if device == "cuda" and not inspect_python(sys.executable).gpus:
+        gpu_names = inspect_python(sys.executable).torch
+        reason = f"torch {gpu_names} finds no CUDA device" if gpu_names else "it has no torch"
+        print(f"{sys.executable}: {reason}; name another with make PYTHON=/path/to/python")
         return 1
-    installed_by = min(time.monotonic() + INSTALL_S, until - LEAST_S)
-    python = prepared(sys.executable, installed_by, loaders=not testing)
+    installed_by = min(time.monotonic() + INSTALL_S, until - MIN_REMAINING_S)
+    python = prepare_venv(sys.executable, installed_by, loaders=not testing)
     return test(python, until) if testing else bench(python, device, until)
 
 
 def test(python: str, until: float) -> int:
     """tests/gpu: all, or the files that can be imported with what is there; ended at `until` (monotonic)."""
-    lacking = ask(python, [module_of(name_of(line)) for line in [*TESTS, *base()]]).missing
-    if not lacking:
+    missing = inspect_python(python, [module_of(name_of(line)) for line in [*TESTS, *base()]]).missing
+    if not missing:
         command = [python, "-m", "pytest", *AS_WARNINGS, "-q", "-m", "gpu", "tests/gpu"]
         return call(command, until - time.monotonic())
-    print(f"missing: {', '.join(lacking)}")
-    if "pytest" in lacking:
+    print(f"missing: {', '.join(missing)}")
+    if "pytest" in missing:
         print("without pytest no test can run here")
         return 1
     files = [path for path in sorted((ROOT / "tests" / "gpu").glob("test_*.py")) if importable(python, path)]
@@ -82,9 +82,9 @@ def importable(python: str, path: Path) -> bool:
 
 def bench(python: str, device: str, until: float) -> int:
     """Both benchmarks, quick and then in full as far as there is time, `until` (monotonic)."""
-    lacking = ask(python, [module_of(name_of(line)) for line in base()]).missing
-    if lacking:
-        print(f"the benchmarks cannot run here; missing: {', '.join(lacking)}")
+    missing = inspect_python(python, [module_of(name_of(line)) for line in base()]).missing
+    if missing:
+        print(f"the benchmarks cannot run here; missing: {', '.join(missing)}")
         return 1
     folder = Path(os.environ.get("RESULTS") or ROOT / "benchmarks" / "results" / machine_folder(python))
     folder.mkdir(parents=True, exist_ok=True)
@@ -93,7 +93,7 @@ def bench(python: str, device: str, until: float) -> int:
         for name in BENCHMARKS:
             file = f"gpu_{name}{'_quick' if quick else ''}"
             left = until - time.monotonic()
-            if left < LEAST_S:
+            if left < MIN_REMAINING_S:
                 print(f"{file}: not run, no time is left (GPU_BENCH_S)")
                 continue
             command = [python, "-m", f"benchmarks.gpu.{name}", "--device", device]
@@ -108,11 +108,11 @@ def call(command: Sequence[str], seconds: float, keep: Path | None = None) -> in
 
     `keep` gets its output; where it fails or is ended, ``….partial.txt`` beside it does.
     """
-    surroundings = {**os.environ, "COLUMNS": COLUMNS, "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, "COLUMNS": COLUMNS, "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
         command,
         cwd=ROOT,
-        env=surroundings,
+        env=environment,
         stdout=subprocess.PIPE if keep else None,
         text=True,
         start_new_session=True,
@@ -154,7 +154,7 @@ def machine_folder(python: str) -> str:
         if text.startswith("model name"):
             cpu = text.partition(":")[2].strip()
             break
-    return folder_name(ask(python).gpus, cpu, len(os.sched_getaffinity(0)))
+    return folder_name(inspect_python(python).gpus, cpu, len(os.sched_getaffinity(0)))
 
 
 def folder_name(gpus: Sequence[str], cpu: str, cores: int) -> str:

@@ -30,23 +30,23 @@ def installed() -> dict[str, str]:
     return found
 
 
-def constraints(versions: Mapping[str, str], may_replace: Collection[str]) -> str:
+def constraints(versions: Mapping[str, str], replaceable: Collection[str]) -> str:
     """A constraints file that holds all but some packages to their versions. ValueError for engines."""
-    if engines := sorted(set(may_replace) & set(ENGINES)):
+    if engines := sorted(set(replaceable) & set(ENGINES)):
         raise ValueError(f"rfork replaces no engine: {', '.join(engines)}")
     return "".join(
         f"{name}=={version}\n"
         for name, version in sorted(versions.items())
-        if name not in may_replace and name != "rfork"
+        if name not in replaceable and name != "rfork"
     )
 
 
-def changed(before: Mapping[str, str], after: Mapping[str, str], may_replace: Collection[str]) -> list[str]:
+def changed(before: Mapping[str, str], after: Mapping[str, str], replaceable: Collection[str]) -> list[str]:
     """What is no longer as it was, though nobody allowed that."""
     return [
         f"{name} was {version} and is {after.get(name, 'gone')}"
         for name, version in before.items()
-        if after.get(name) != version and name not in may_replace and name != "rfork"
+        if after.get(name) != version and name not in replaceable and name != "rfork"
     ]
 
 
@@ -55,21 +55,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="engine.py", description=__doc__)
     parser.add_argument("wheel", type=Path)
     parser.add_argument("--extras", default="", help="extras of rfork, comma separated")
-    parser.add_argument(
-        "--may-replace", default="", help="packages that may change their version, with blanks"
-    )
-    given = parser.parse_args(arguments)
-    may_replace = {name.lower().replace("_", "-") for name in given.may_replace.split()}
+    parser.add_argument("--may-replace", default="", help="packages that may change their version, with blanks")
+    parsed = parser.parse_args(arguments)
+    replaceable = {name.lower().replace("_", "-") for name in parsed.may_replace.split()}
     before = installed()
     with tempfile.TemporaryDirectory() as made:
         kept = Path(made, "constraints.txt")
-        kept.write_text(constraints(before, may_replace), "utf-8")
-        extras = f"[{given.extras}]" if given.extras else ""
+        kept.write_text(constraints(before, replaceable), "utf-8")
+        extras = f"[{parsed.extras}]" if parsed.extras else ""
         # Images are no machines that a package manager looks after.
         environment = {**os.environ, "PIP_BREAK_SYSTEM_PACKAGES": "1"}
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--no-cache-dir"]
         code = subprocess.run(
-            [*pip, "--constraint", kept, f"rfork{extras} @ {given.wheel.resolve().as_uri()}"],
+            [*pip, "--constraint", kept, f"rfork{extras} @ {parsed.wheel.resolve().as_uri()}"],
             env=environment,
             check=False,
         ).returncode
@@ -90,8 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         check=True,
     ).stdout
     after = dict(line.split("==", 1) for line in now.splitlines())
-    if wrong := changed(before, after, may_replace):
-        sys.exit("the image's packages changed: " + "; ".join(wrong))
+    if problems := changed(before, after, replaceable):
+        sys.exit("the image's packages changed: " + "; ".join(problems))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from deploy.docker.requirements import requirements
-from rfork.commands import ENTRY_POINTS, PLUGIN
+from rfork.engine_command import ENTRY_POINTS, PLUGIN
 
 PYTHONS: Final = ("3.11", "3.12", "3.13")
 """The Pythons that engines' images have."""
@@ -51,7 +51,7 @@ def build(folder: Path, wheel: Path, pythons: Sequence[str], install: Install) -
         target.mkdir(parents=True)
         # `packaging` says whether what the image has will do.
         install((*requirements(), "packaging"), python, target)
-        _slim(target)
+        _remove_unused(target)
     (folder / "bin").mkdir()
     for name in ("rfork", "rfork.py"):
         shutil.copyfile(LAYER / name, folder / "bin" / name)
@@ -89,15 +89,13 @@ def _unpack(wheel: Path, path: Path) -> None:
     package = path / "rfork" / "__init__.py"
     # Whatever of rfork is imported first, in whatever process (a pickle may come before any plug-in), its
     # dependencies are found from then on.
-    package.write_text(
-        f"{package.read_text('utf-8')}\nfrom rfork import {HOOK} as {HOOK}  # noqa: E402\n", "utf-8"
-    )
+    package.write_text(f"{package.read_text('utf-8')}\nfrom rfork import {HOOK} as {HOOK}  # noqa: E402\n", "utf-8")
     (metadata,) = path.glob("rfork-*.dist-info")
     points = "".join(f"[{group}]\n{PLUGIN} = {shim}\n" for group, shim in SHIMS.items())
     (metadata / "entry_points.txt").write_text(points, "utf-8")
 
 
-def _slim(target: Path) -> None:
+def _remove_unused(target: Path) -> None:
     """Leave out what is not read at run time: stubs, sources of C, scripts."""
     shutil.rmtree(target / "bin", ignore_errors=True)
     for pattern in UNUSED:

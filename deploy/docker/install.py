@@ -45,13 +45,21 @@ def pip(*arguments: str | Path) -> None:
 
 def wheel(folder: Path) -> None:
     """Build rfork's wheel, with the build backend that constraints.txt names."""
-    with tempfile.TemporaryDirectory(prefix="rfork-wheel-") as made:
-        sources, tools = Path(made, "sources"), Path(made, "tools")
+    with tempfile.TemporaryDirectory(prefix="rfork-wheel-") as output:
+        sources, tools = Path(output, "sources"), Path(output, "tools")
         copy_sources(sources)
         venv.create(tools, with_pip=False)
-        into = ("--python", tools)
-        pip(*into, "install", "--no-cache-dir", "--constraint", CONSTRAINTS, *build_requirements())
-        pip(*into, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder / WHEELS, sources)
+        destination = ("--python", tools)
+        pip(*destination, "install", "--no-cache-dir", "--constraint", CONSTRAINTS, *build_requirements())
+        pip(
+            *destination,
+            "wheel",
+            "--no-deps",
+            "--no-build-isolation",
+            "--wheel-dir",
+            folder / WHEELS,
+            sources,
+        )
 
 
 def copy_sources(folder: Path) -> None:
@@ -66,11 +74,11 @@ def copy_sources(folder: Path) -> None:
 
 def planner(folder: Path) -> None:
     """A virtual environment with the planner and its hooks, but neither torch nor pip."""
-    made = folder / PLANNER
-    venv.create(made, with_pip=False, clear=True)
-    into = ("--python", made, "install", "--no-cache-dir")
-    pip(*into, "--only-binary", ":all:", "--constraint", CONSTRAINTS, *requirements(PLANNER_EXTRAS))
-    pip(*into, "--no-deps", "--no-index", built(folder))
+    output = folder / PLANNER
+    venv.create(output, with_pip=False, clear=True)
+    destination = ("--python", output, "install", "--no-cache-dir")
+    pip(*destination, "--only-binary", ":all:", "--constraint", CONSTRAINTS, *requirements(PLANNER_EXTRAS))
+    pip(*destination, "--no-deps", "--no-index", built(folder))
 
 
 def layer(folder: Path, pythons: Sequence[str]) -> None:
@@ -91,17 +99,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m deploy.docker.install", description=__doc__)
     parser.add_argument("step", choices=STEPS)
     parser.add_argument("folder", type=Path, help="what becomes /opt/rfork")
-    parser.add_argument(
-        "--pythons", default=" ".join(files.PYTHONS), help="for `files`: versions, with blanks"
-    )
-    given = parser.parse_args(arguments)
-    folder: Path = given.folder.resolve()
-    if given.step == "wheel":
+    parser.add_argument("--pythons", default=" ".join(files.PYTHONS), help="for `files`: versions, with blanks")
+    parsed = parser.parse_args(arguments)
+    folder: Path = parsed.folder.resolve()
+    if parsed.step == "wheel":
         wheel(folder)
-    elif given.step == "planner":
+    elif parsed.step == "planner":
         planner(folder)
     else:
-        layer(folder, given.pythons.split())
+        layer(folder, parsed.pythons.split())
 
 
 if __name__ == "__main__":

@@ -40,42 +40,38 @@ class ReleaseError(Exception):
 def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "dist", help="folder of the distributions; emptied"
-    )
+    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder of the distributions; emptied")
     parser.add_argument("--sbom", type=Path, default=ROOT / "build" / "release", help="folder of the SBOM")
     parser.add_argument("--repository", default="", help="its https address, for README's links")
     options = parser.parse_args()
     try:
         check(options.out.resolve(), options.sbom.resolve(), options.repository)
-    except (ReleaseError, contents.WrongContents) as error:
+    except (ReleaseError, contents.InvalidContents) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
 
 
 def check(out: Path, sbom: Path, repository: str = "") -> None:
-    """All steps. Raises ReleaseError or WrongContents."""
+    """All steps. Raises ReleaseError or InvalidContents."""
     with tempfile.TemporaryDirectory(prefix="rfork-release-") as made:
         folder = Path(made)
         files = clean_copy(folder / "source")
         if repository:
-            place(files, repository)
+            set_repository_links(files, repository)
         source, wheel = build(files, out)
         step("metadata", [sys.executable, "-m", "twine", "check", "--strict", str(source), str(wheel)])
-        step(
-            "wheel", [sys.executable, "-m", "check_wheel_contents", "--toplevel", "rfork,planner", str(wheel)]
-        )
-        told = contents.check_wheel(wheel, files, __version__)
+        step("wheel", [sys.executable, "-m", "check_wheel_contents", "--toplevel", "rfork,planner", str(wheel)])
+        wheel_version = contents.check_wheel(wheel, files, __version__)
         contents.check_source(source, __version__)
-        print(f"wheel: {told}")
+        print(f"wheel: {wheel_version}")
         if repository:
             contents.check_links(wheel, repository)
         else:
             print("not for an index: README's links would lead nowhere (make release-check REPOSITORY=URL)")
         python = installed(wheel, folder / "venv")
-        look(python)
-        print(f"sbom: {bill_of_materials(python, versioned(folder), sbom)}")
+        check_installed(python)
+        print(f"sbom: {bill_of_materials(python, folder_versions(folder), sbom)}")
     for path in (source, wheel):
         print(f"{path}: {path.stat().st_size / 1e6:.2f} MB")
 
@@ -94,7 +90,7 @@ def clean_copy(target: Path) -> Path:
     return target
 
 
-def place(source: Path, repository: str) -> None:
+def set_repository_links(source: Path, repository: str) -> None:
     """Tell a clean copy where the repository is: its README's links lead there, and the metadata names it."""
     if not repository.startswith("https://"):
         raise ReleaseError(f"{repository} is no https address of a repository")
@@ -109,10 +105,10 @@ def build(source: Path, out: Path) -> tuple[Path, Path]:
     """The source distribution, and the wheel that is built from it."""
     shutil.rmtree(out, ignore_errors=True)
     step("build", [sys.executable, "-m", "build", "--outdir", str(out), str(source)])
-    return found(out, "*.tar.gz"), found(out, "*.whl")
+    return find_files(out, "*.tar.gz"), find_files(out, "*.whl")
 
 
-def found(folder: Path, pattern: str) -> Path:
+def find_files(folder: Path, pattern: str) -> Path:
     """The one file of that pattern."""
     files = list(folder.glob(pattern))
     if len(files) != 1:
@@ -132,18 +128,18 @@ def installed(wheel: Path, folder: Path) -> Path:
     return python
 
 
-def look(python: Path) -> None:
+def check_installed(python: Path) -> None:
     """What a user does first, far from the sources: it works without extras."""
-    told = said(python.parent / "rfork", "version")
-    if told != __version__ or said(python, "-c", PUBLIC) != __version__:
-        raise ReleaseError(f"the wheel says that it is {told}, and this is {__version__}")
-    checks = json.loads(said(python.parent / "rfork", "doctor", "--json"))["checks"]
+    version_output = run_program(python.parent / "rfork", "version")
+    if version_output != __version__ or run_program(python, "-c", PUBLIC) != __version__:
+        raise ReleaseError(f"the wheel says that it is {version_output}, and this is {__version__}")
+    checks = json.loads(run_program(python.parent / "rfork", "doctor", "--json"))["checks"]
     if not checks:
         raise ReleaseError("rfork doctor found nothing to look at")
-    print(f"installed: rfork {told}, doctor made {len(checks)} checks")
+    print(f"installed: rfork {version_output}, doctor made {len(checks)} checks")
 
 
-def versioned(folder: Path) -> Path:
+def folder_versions(folder: Path) -> Path:
     """pyproject.toml with the version that it takes from the code, for who only reads that file."""
     text = (ROOT / "pyproject.toml").read_text()
     path = folder / "pyproject.toml"
@@ -170,18 +166,14 @@ def bill_of_materials(python: Path, project: Path, folder: Path) -> Path:
     return path
 
 
-def said(program: Path, *arguments: str) -> str:
+def run_program(program: Path, *arguments: str) -> str:
     """What a program of the new environment prints, started outside of this repository."""
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith(("RFORK", "PYTHON"))
-    }
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("RFORK", "PYTHON"))}
     done = subprocess.run(
         [str(program), *arguments], cwd="/", env=environment, capture_output=True, text=True, check=False
     )
     if done.returncode not in (0, 1) or (done.returncode == 1 and "doctor" not in arguments):
-        raise ReleaseError(
-            f"{program.name} {' '.join(arguments)} ended with {done.returncode}: {done.stderr}"
-        )
+        raise ReleaseError(f"{program.name} {' '.join(arguments)} ended with {done.returncode}: {done.stderr}")
     return done.stdout.strip()
 
 

@@ -18,8 +18,8 @@ NEEDED: Final = (
     "rfork/peer/v1/peer_pb2.py",
     "rfork/peer/v1/peer_pb2.pyi",
     "rfork/peer/v1/peer_pb2_grpc.py",
-    "planner/hooks/keda/v1/externalscaler_pb2.py",
-    "planner/hooks/keda/v1/externalscaler_pb2_grpc.py",
+    "planner/integrations/keda/v1/externalscaler_pb2.py",
+    "planner/integrations/keda/v1/externalscaler_pb2_grpc.py",
 )
 ENTRY_POINTS: Final = {
     "console_scripts": {"rfork": "rfork.cli.app:main"},
@@ -32,69 +32,63 @@ LICENCE: Final = "Apache-2.0 AND ISC"
 LICENSES: Final = ("LICENSE", "planner/ui/vendor/LICENSE")
 
 
-class WrongContents(Exception):
+class InvalidContents(Exception):
     """A distribution lacks a file, or has one too many."""
 
 
 def check_wheel(wheel: Path, root: Path, version: str) -> str:
-    """Look into a wheel that was built of `root`; one line of what it holds. Raises WrongContents."""
+    """Look into a wheel that was built of `root`; one line of what it holds. Raises InvalidContents."""
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         info = f"rfork-{version}.dist-info"
         wanted = {*NEEDED, *assets(root), *modules(root), f"{info}/METADATA"}
         wanted |= {f"{info}/licenses/{path}" for path in LICENSES}
         if missing := sorted(wanted - names):
-            raise WrongContents(f"{wheel.name} lacks {missing[0]} ({len(missing)} such)")
+            raise InvalidContents(f"{wheel.name} lacks {missing[0]} ({len(missing)} such)")
         tops = {name.partition("/")[0] for name in names}
         if foreign := sorted(tops - {*PACKAGES, info}):
-            raise WrongContents(f"{wheel.name} brings {foreign[0]}, which is none of {', '.join(PACKAGES)}")
+            raise InvalidContents(f"{wheel.name} brings {foreign[0]}, which is none of {', '.join(PACKAGES)}")
         if unwanted := sorted(name for name in names if set(UNWANTED) & set(name.split("/"))):
-            raise WrongContents(f"{wheel.name} brings {unwanted[0]} ({len(unwanted)} such)")
+            raise InvalidContents(f"{wheel.name} brings {unwanted[0]} ({len(unwanted)} such)")
         points = configparser.ConfigParser()
         points.read_string(archive.read(f"{info}/entry_points.txt").decode())
         if (declared := {name: dict(points[name]) for name in points.sections()}) != ENTRY_POINTS:
-            raise WrongContents(f"{wheel.name} declares {declared}")
+            raise InvalidContents(f"{wheel.name} declares {declared}")
         metadata = Parser().parsestr(archive.read(f"{info}/METADATA").decode())
-    told = (metadata["Name"], metadata["Version"], metadata["License-Expression"])
-    if told != ("rfork", version, LICENCE):
-        raise WrongContents(f"{wheel.name} says that it is {told}")
+    declared_metadata = (metadata["Name"], metadata["Version"], metadata["License-Expression"])
+    if declared_metadata != ("rfork", version, LICENCE):
+        raise InvalidContents(f"{wheel.name} says that it is {declared_metadata}")
     return f"{len(names)} files, {len(modules(root))} modules, {len(assets(root))} files of the page"
 
 
 def check_links(wheel: Path, repository: str) -> None:
-    """Whether what a package index shows of a wheel leads somewhere. Raises WrongContents."""
+    """Whether what a package index shows of a wheel leads somewhere. Raises InvalidContents."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [each for each in archive.namelist() if each.endswith(".dist-info/METADATA")]
         metadata = Parser().parsestr(archive.read(name).decode())
     if left := links.relative(str(metadata.get_payload())):
-        raise WrongContents(f"{wheel.name}: README's link to {left[0]} is relative ({len(left)} such)")
+        raise InvalidContents(f"{wheel.name}: README's link to {left[0]} is relative ({len(left)} such)")
     if f"Repository, {repository}" not in metadata.get_all("Project-URL", ()):
-        raise WrongContents(f"{wheel.name} does not name {repository}")
+        raise InvalidContents(f"{wheel.name} does not name {repository}")
 
 
 def check_source(source: Path, version: str) -> None:
-    """Look into a source distribution. Raises WrongContents."""
+    """Look into a source distribution. Raises InvalidContents."""
     with tarfile.open(source) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
         tops = {name.partition("/")[0] for name in archive.getnames()}
     if tops != {f"rfork-{version}"}:
-        raise WrongContents(f"{source.name} unpacks to {sorted(tops)}")
+        raise InvalidContents(f"{source.name} unpacks to {sorted(tops)}")
     if missing := sorted({"pyproject.toml", "README.md", "LICENSE", *NEEDED} - names):
-        raise WrongContents(f"{source.name} lacks {missing[0]} ({len(missing)} such)")
+        raise InvalidContents(f"{source.name} lacks {missing[0]} ({len(missing)} such)")
 
 
 def modules(root: Path) -> set[str]:
     """All modules of both packages."""
-    return {
-        path.relative_to(root).as_posix() for package in PACKAGES for path in (root / package).rglob("*.py")
-    }
+    return {path.relative_to(root).as_posix() for package in PACKAGES for path in (root / package).rglob("*.py")}
 
 
 def assets(root: Path) -> set[str]:
     """What the planner's page is made of."""
     found = (root / "planner" / "ui").rglob("*")
-    return {
-        path.relative_to(root).as_posix()
-        for path in found
-        if path.is_file() and "__pycache__" not in path.parts
-    }
+    return {path.relative_to(root).as_posix() for path in found if path.is_file() and "__pycache__" not in path.parts}

@@ -10,18 +10,14 @@ import re
 from pathlib import Path
 from typing import Final
 
-LINK: Final = re.compile(
-    r"```.*?^ *```|`[^`\n]*`|(?<=\]\()(?P<target>[^)\s]+)(?=\))", re.DOTALL | re.MULTILINE
-)
+LINK: Final = re.compile(r"```.*?^ *```|`[^`\n]*`|(?<=\]\()(?P<target>[^)\s]+)(?=\))", re.DOTALL | re.MULTILINE)
 """Code, which stays as it is, or where a link or a picture leads."""
 PICTURES: Final = frozenset({".svg", ".png"})
 
 
 def relative(page: str) -> list[str]:
     """Where a page's links lead that mean a file beside it."""
-    return [
-        found["target"] for found in LINK.finditer(page) if found["target"] and _is_relative(found["target"])
-    ]
+    return [found["target"] for found in LINK.finditer(page) if found["target"] and _is_relative(found["target"])]
 
 
 def absolute(page: str, root: Path, repository: str, version: str) -> str:
@@ -32,8 +28,8 @@ def absolute(page: str, root: Path, repository: str, version: str) -> str:
         if target is None or not _is_relative(target):
             return found[0]
         path = target.partition("#")[0]
-        kind = "raw" if Path(path).suffix in PICTURES else "tree" if (root / path).is_dir() else "blob"
-        return f"{repository.rstrip('/')}/{kind}/{version}/{target}"
+        view = "raw" if Path(path).suffix in PICTURES else "tree" if (root / path).is_dir() else "blob"
+        return f"{repository.rstrip('/')}/{view}/{version}/{target}"
 
     return LINK.sub(address, page)
 

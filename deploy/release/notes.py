@@ -28,8 +28,10 @@ def main() -> int:
     """The command."""
     try:
         version, repository = (*sys.argv[1:], "")[:2]
-        told = notes(CHANGELOG.read_text(), version)
-        print(links.absolute(told, CHANGELOG.parent, repository, f"v{version}") if repository else told)
+        release_notes = notes(CHANGELOG.read_text(), version)
+        print(
+            links.absolute(release_notes, CHANGELOG.parent, repository, f"v{version}") if repository else release_notes
+        )
     except (KeyError, ValueError):
         print(f"error: {CHANGELOG.name} has no section {' '.join(sys.argv[1:])}", file=sys.stderr)
         return 1

@@ -20,13 +20,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from docs.site.reference.pages import filled
+from docs.site.reference.pages import fill_markers
 
 ROOT: Final = Path(__file__).parents[2]
 DOCS: Final = ROOT / "docs"
 SITE: Final = DOCS / "site"
 
-GUESTS: Final = {
+EXTRA_PAGES: Final = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "deploy/helm/rfork/README.md": "chart.md",
@@ -77,11 +77,11 @@ def is_elsewhere(target: str) -> bool:
 
 
 @dataclass
-class Gathering:
+class SiteFolder:
     """The folder that Zensical builds from, while it is filled."""
 
     folder: Path
-    shown: set[Path] = field(default_factory=set)
+    rendered: set[Path] = field(default_factory=set)
     """Files of the repository that have become pages."""
 
     def run(self) -> None:
@@ -94,19 +94,17 @@ class Gathering:
                 self.page(path, inside)
             else:
                 self.write(inside, path.read_bytes())
-        for guest, name in GUESTS.items():
-            if (ROOT / guest).is_file():
-                self.page(ROOT / guest, Path(name))
+        for extra_page, name in EXTRA_PAGES.items():
+            if (ROOT / extra_page).is_file():
+                self.page(ROOT / extra_page, Path(name))
         for style in SITE.glob("*.css"):
             self.write(Path(style.name), style.read_bytes())
 
     def page(self, path: Path, name: Path) -> None:
         """Take a page, its links made to fit, without what it says to its tests."""
         text = "".join(
-            LINK.sub(lambda link: self.target(link["target"], path, name), COMMENT.sub("", piece))
-            if prose
-            else piece
-            for piece, prose in outside_code(filled(path.read_text()))
+            LINK.sub(lambda link: self.target(link["target"], path, name), COMMENT.sub("", piece)) if prose else piece
+            for piece, prose in outside_code(fill_markers(path.read_text()))
         )
         self.write(name, text.encode())
 
@@ -115,38 +113,38 @@ class Gathering:
         if is_elsewhere(target):
             return target
         path, _, anchor = target.partition("#")
-        meant = (page.parent / path).resolve()
-        if not meant.exists():
+        source_path = (page.parent / path).resolve()
+        if not source_path.exists():
             raise BrokenLink(f"{page.relative_to(ROOT)} links to {target}, which is not there")
-        there = self.place_of(meant)
+        site_target = self.site_path(source_path)
         up = "../" * (len(name.parts) - 1)
-        return f"{up}{there}{'#' + anchor if anchor else ''}"
+        return f"{up}{site_target}{'#' + anchor if anchor else ''}"
 
-    def place_of(self, meant: Path) -> str:
+    def site_path(self, source_path: Path) -> str:
         """Where a file or folder of the repository is in the site; it is brought there if it is not yet."""
-        inside = str(meant.relative_to(ROOT))
-        if meant.is_relative_to(DOCS):
-            return str(meant.relative_to(DOCS))
-        if inside in GUESTS:
-            return GUESTS[inside]
-        if meant.is_dir() and f"{inside}/README.md" in GUESTS:
-            return GUESTS[f"{inside}/README.md"]
-        place = f"files/{inside}.md"
-        if meant not in self.shown:
-            self.shown.add(meant)
-            self.write(Path(place), self.shown_as_page(meant, inside).encode())
-        return place
+        inside = str(source_path.relative_to(ROOT))
+        if source_path.is_relative_to(DOCS):
+            return str(source_path.relative_to(DOCS))
+        if inside in EXTRA_PAGES:
+            return EXTRA_PAGES[inside]
+        if source_path.is_dir() and f"{inside}/README.md" in EXTRA_PAGES:
+            return EXTRA_PAGES[f"{inside}/README.md"]
+        page_path = f"files/{inside}.md"
+        if source_path not in self.rendered:
+            self.rendered.add(source_path)
+            self.write(Path(page_path), self.render_file_page(source_path, inside).encode())
+        return page_path
 
-    def shown_as_page(self, meant: Path, inside: str) -> str:
+    def render_file_page(self, source_path: Path, inside: str) -> str:
         """A file as it is, or what is in a folder."""
         title = f"---\nsearch:\n  exclude: true\n---\n\n# `{inside}`\n\n"
-        if meant.is_dir():
-            files = sorted(path for path in meant.rglob("*") if path.is_file() and path.suffix in LANGUAGES)
+        if source_path.is_dir():
+            files = sorted(path for path in source_path.rglob("*") if path.is_file() and path.suffix in LANGUAGES)
             up = "../" * len(Path("files", inside).parts[:-1])
-            lines = [f"- [`{path.relative_to(meant)}`]({up}{self.place_of(path)})" for path in files]
+            lines = [f"- [`{path.relative_to(source_path)}`]({up}{self.site_path(path)})" for path in files]
             return title + "\n".join(lines) + "\n"
-        language = LANGUAGES.get(meant.suffix, "text")
-        return f"{title}``````{language}\n{meant.read_text()}\n``````\n"
+        language = LANGUAGES.get(source_path.suffix, "text")
+        return f"{title}``````{language}\n{source_path.read_text()}\n``````\n"
 
     def write(self, name: Path, content: bytes) -> None:
         """Put a file into the folder."""
@@ -160,7 +158,7 @@ def build(out: Path, *, serve: bool = False) -> int:
     with tempfile.TemporaryDirectory(prefix="rfork-docs-") as made:
         folder = Path(made)
         try:
-            Gathering(folder).run()
+            SiteFolder(folder).run()
         except BrokenLink as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
@@ -177,13 +175,11 @@ def build(out: Path, *, serve: bool = False) -> int:
 
 def main() -> int:
     """The command."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "docs", help="folder to write to")
     parser.add_argument("--serve", action="store_true", help="show it instead, on http://localhost:8000")
-    given = parser.parse_args()
-    return build(given.out.resolve(), serve=given.serve)
+    parsed = parser.parse_args()
+    return build(parsed.out.resolve(), serve=parsed.serve)
 
 
 if __name__ == "__main__":

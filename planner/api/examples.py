@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from typing import Final
 
-from rfork.wire import (
+from rfork.schema import (
+    ChunkAssignment,
+    ExitCheck,
     ForkEvent,
-    ForkFinish,
+    ForkInfo,
     ForkPage,
     ForkProgress,
     ForkRequest,
-    ForkView,
+    ForkResult,
     InstanceAck,
+    InstanceInfo,
     InstancePage,
     InstanceReport,
-    InstanceView,
     Lease,
-    MayExit,
-    ModelView,
+    ModelInfo,
     Placement,
     Plan,
     Preview,
@@ -28,11 +29,10 @@ from rfork.wire import (
     Rank,
     Route,
     ScaleUp,
-    ScaleUpView,
-    Share,
+    ScaleUpInfo,
     SourceFault,
-    StorageOffer,
-    StorageRead,
+    StorageAssignment,
+    StorageCandidate,
 )
 
 LAYOUT: Final = "9f86d081884c7d659a2feaa0c55ad015"
@@ -66,25 +66,26 @@ TARGET: Final = SEED.model_copy(
         "placement": Placement(host="node-b", rack="r1", zone="z1"),
     }
 )
-COLD: Final = TARGET.model_copy(
+COLD_TARGET: Final = TARGET.model_copy(
     update={
         "instance_id": "target-2",
         "layout_id": "0cc175b9c0f1b6a831c399e269772661",
         "address": "10.0.0.9:41234",
         "placement": Placement(host="node-c", rack="r2", zone="z1"),
-        "storage": (StorageOffer(kind="checkpoint", uri=FOLDER, origin=ORIGIN), StorageOffer(kind="loader")),
+        "storage": (
+            StorageCandidate(kind="checkpoint", uri=FOLDER, origin=ORIGIN),
+            StorageCandidate(kind="loader"),
+        ),
     }
 )
-HALF_WAY: Final = TARGET.model_copy(update={"weights_id": WEIGHTS, "verified": ((0, 30),)})
-ASK: Final = ForkRequest(fork_id="fork-1", instance=TARGET)
-ASK_AGAIN: Final = ForkRequest(
+PARTIAL_TARGET: Final = TARGET.model_copy(update={"weights_id": WEIGHTS, "verified": ((0, 30),)})
+FORK_REQUEST: Final = ForkRequest(fork_id="fork-1", instance=TARGET)
+REPLAN_REQUEST: Final = ForkRequest(
     fork_id="fork-1",
-    instance=HALF_WAY,
-    faults=(
-        SourceFault(instance_id="seed-1", fault="source", error="SourceGone", detail="connection reset"),
-    ),
+    instance=PARTIAL_TARGET,
+    faults=(SourceFault(instance_id="seed-1", fault="source", error="SourceGone", detail="connection reset"),),
 )
-ASK_COLD: Final = ForkRequest(fork_id="fork-2", instance=COLD)
+COLD_FORK_REQUEST: Final = ForkRequest(fork_id="fork-2", instance=COLD_TARGET)
 PROGRESS: Final = ForkProgress(
     verified=((0, 30),),
     bytes_read=125_829_120,
@@ -94,7 +95,7 @@ PROGRESS: Final = ForkProgress(
     transports={"seed-1": "http"},
     phases={"capture": 0.02, "plan": 0.004, "transfer": 0.11},
 )
-FINISH: Final = ForkFinish(
+FINISH: Final = ForkResult(
     outcome="forked",
     seconds=0.31,
     bytes_read=IMAGE_BYTES,
@@ -106,9 +107,7 @@ FINISH: Final = ForkFinish(
     phases={"capture": 0.02, "plan": 0.004, "transfer": 0.28},
 )
 
-LEASE: Final = Lease(
-    token="eyJhbGciOiJIUzI1NiIsInR5cCI6IkpXVCJ9.eyJzdWIiOiJmb3JrLTEifQ.c2lnbmVk", expires_in_s=30
-)
+LEASE: Final = Lease(token="eyJhbGciOiJIUzI1NiIsInR5cCI6IkpXVCJ9.eyJzdWIiOiJmb3JrLTEifQ.c2lnbmVk", expires_in_s=30)
 ACK: Final = InstanceAck(heartbeat_s=5, lease_keys=("3q2-78r-uu-3q2-78r-uu-3q2-78r-uu-3q2-78r-uuw=",))
 PLAN: Final = Plan(
     fork_id="fork-1",
@@ -128,25 +127,25 @@ PLAN: Final = Plan(
 )
 COLD_PLAN: Final = Plan(
     fork_id="fork-2",
-    draft=ORIGIN,
-    storage=(StorageRead(kind="checkpoint", uri=FOLDER, chunks=((0, CHUNKS),)),),
+    provisional_id=ORIGIN,
+    storage=(StorageAssignment(kind="checkpoint", uri=FOLDER, chunks=((0, CHUNKS),)),),
     reason=f"elected to read 65 of 65 chunks from checkpoint {FOLDER}",
 )
 PROGRESS_ACK: Final = ProgressAck(leases={"seed-1": LEASE})
-INSTANCE: Final = InstanceView(report=SEED, age_s=1.5)
+INSTANCE: Final = InstanceInfo(report=SEED, age_s=1.5)
 INSTANCES: Final = InstancePage(items=(INSTANCE,), next="seed-1")
-DRAINING: Final = InstanceView(report=SEED.model_copy(update={"state": "draining"}), age_s=0.2)
-EXIT: Final = MayExit(may_exit=False, readers=2, reason="forks that read from it: 2")
-FORK: Final = ForkView(
+DRAINING: Final = InstanceInfo(report=SEED.model_copy(update={"state": "draining"}), age_s=0.2)
+EXIT_CHECK: Final = ExitCheck(can_exit=False, readers=2, reason="forks that read from it: 2")
+FORK: Final = ForkInfo(
     fork_id="fork-1",
     instance_id="target-1",
     model=MODEL,
     rank=Rank(),
     state="running",
-    plan=(Share(source_id="seed-1", chunks=((0, CHUNKS),)),),
+    plan=(ChunkAssignment(source_id="seed-1", chunks=((0, CHUNKS),)),),
     reason="from seed seed-1 (0 other readers)",
     progress=PROGRESS,
-    held={"seed-1": 1_200_000_000},
+    source_rate_limits={"seed-1": 1_200_000_000},
     age_s=0.12,
     chunk_count=CHUNKS,
     image_bytes=IMAGE_BYTES,
@@ -154,7 +153,7 @@ FORK: Final = ForkView(
 FORKS: Final = ForkPage(items=(FORK,))
 EVENT: Final = ForkEvent(kind="progress", fork=FORK)
 MODELS: Final = (
-    ModelView(
+    ModelInfo(
         model=MODEL,
         rank_key=Rank().key,
         layout_id=LAYOUT,
@@ -167,16 +166,20 @@ MODELS: Final = (
         forked_bytes=3 * IMAGE_BYTES,
         storage_s=1.9,
         fork_s=0.33,
-        saved_s=4.71,
+        seconds_saved=4.71,
     ),
 )
 SCALEUP: Final = ScaleUp(
-    scaleup_id="default.llama", model=MODEL, replicas=3, expires_in_s=900, by="deployment/default/llama"
+    scaleup_id="default.llama",
+    model=MODEL,
+    replicas=3,
+    expires_in_s=900,
+    announced_by="deployment/default/llama",
 )
-SCALEUP_OVER: Final = SCALEUP.model_copy(update={"replicas": 0})
-SCALEUP_VIEW: Final = ScaleUpView(
+FINISHED_SCALEUP: Final = SCALEUP.model_copy(update={"replicas": 0})
+SCALEUP_VIEW: Final = ScaleUpInfo(
     scaleup=SCALEUP,
-    arrived=1,
+    arrived_count=1,
     expires_in_s=871.5,
     seeds=2,
     image_bytes=IMAGE_BYTES,
@@ -199,7 +202,7 @@ PREVIEWS: Final = PreviewPage(
                 PreviewTarget(
                     instance_id="preview-1",
                     host="preview-host-1",
-                    shares=(Share(source_id="seed-1", chunks=((0, CHUNKS),)),),
+                    shares=(ChunkAssignment(source_id="seed-1", chunks=((0, CHUNKS),)),),
                     transports={"seed-1": "http"},
                     seconds=0.215,
                     reason="from seed seed-1 (0 other readers)",
@@ -207,7 +210,7 @@ PREVIEWS: Final = PreviewPage(
                 PreviewTarget(
                     instance_id="preview-2",
                     host="preview-host-2",
-                    shares=(Share(source_id="preview-1", chunks=((0, CHUNKS),)),),
+                    shares=(ChunkAssignment(source_id="preview-1", chunks=((0, CHUNKS),)),),
                     transports={"preview-1": "http"},
                     seconds=0.219,
                     reason="behind relay preview-1 (0 of 65 chunks, 0 other readers)",
@@ -215,7 +218,7 @@ PREVIEWS: Final = PreviewPage(
                 PreviewTarget(
                     instance_id="preview-3",
                     host="preview-host-3",
-                    shares=(Share(source_id="preview-2", chunks=((0, CHUNKS),)),),
+                    shares=(ChunkAssignment(source_id="preview-2", chunks=((0, CHUNKS),)),),
                     transports={"preview-2": "http"},
                     seconds=0.222,
                     reason="behind relay preview-2 (0 of 65 chunks, 0 other readers)",

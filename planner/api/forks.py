@@ -7,20 +7,20 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Path, Query, Request
 
 from planner.api import examples
-from planner.api.documents import ALWAYS, WITH_BODY, Told, answer, named, problems
-from planner.api.pages import PAGE, After, Limit, page
-from planner.api.reports import own_names
+from planner.api.openapi import ALWAYS, WITH_BODY, ProblemDoc, openapi_examples, problems, success
+from planner.api.pagination import PAGE, After, Limit, paginate
+from planner.api.validation import reject_reserved_names
 from planner.ownership import NOT_OWNER, PARAMETER, Claimant
 from planner.registry import Registry
-from rfork.fields import ForkState, Identifier
-from rfork.wire import ForkFinish, ForkPage, ForkProgress, ForkRequest, ForkView, Plan, ProgressAck
+from rfork.schema import ForkInfo, ForkPage, ForkProgress, ForkRequest, ForkResult, Plan, ProgressAck
+from rfork.schema.types import ForkState, Identifier
 
 ForkId = Annotated[Identifier, Path(description="chosen by the target", examples=["fork-1"])]
 
-UNKNOWN = Told(404, "unknown-fork", "no fork fork-1 is known")
-FOREIGN = Told(403, NOT_OWNER, "fork fork-1 belongs to another caller: X-Rfork-Owner does not match")
-ENDED = Told(409, "fork-ended", "fork fork-1 has ended: ask under another id")
-BUSY = Told(503, "busy", "other planners changed this group at each attempt: ask again")
+UNKNOWN = ProblemDoc(404, "unknown-fork", "no fork fork-1 is known")
+FOREIGN = ProblemDoc(403, NOT_OWNER, "fork fork-1 belongs to another caller: X-Rfork-Owner does not match")
+ENDED = ProblemDoc(409, "fork-ended", "fork fork-1 has ended: ask under another id")
+BUSY = ProblemDoc(503, "busy", "other planners changed this group at each attempt: ask again")
 
 
 def forks_router(registry: Registry) -> APIRouter:
@@ -30,20 +30,20 @@ def forks_router(registry: Registry) -> APIRouter:
     @router.post(
         "",
         summary="Ask for a plan, or for a new one",
-        responses=answer({"read from a seed": examples.PLAN, "cold start: read storage": examples.COLD_PLAN})
+        responses=success({"read from a seed": examples.PLAN, "cold start: read storage": examples.COLD_PLAN})
         | problems(*WITH_BODY, FOREIGN, ENDED, BUSY),
         openapi_extra=PARAMETER,
     )
-    async def ask(
+    async def create_fork(
         call: Request,
         request: Annotated[
             ForkRequest,
             Body(
-                openapi_examples=named(
+                openapi_examples=openapi_examples(
                     {
-                        "first": examples.ASK,
-                        "again, half way": examples.ASK_AGAIN,
-                        "cold start": examples.ASK_COLD,
+                        "first": examples.FORK_REQUEST,
+                        "again, half way": examples.REPLAN_REQUEST,
+                        "cold start": examples.COLD_FORK_REQUEST,
                     }
                 )
             ),
@@ -57,13 +57,13 @@ def forks_router(registry: Registry) -> APIRouter:
         `storage` (several, where it is a snapshot: each reads a share), and the others read from it. A plan
         with neither `routes` nor `storage` says in `reason` what there is instead.
         """
-        own_names(request.instance)
-        return await registry.ask(request, Claimant.of(call.scope))
+        reject_reserved_names(request.instance)
+        return await registry.request_plan(request, Claimant.of(call.scope))
 
     @router.post(
         "/{fork_id}/progress",
         summary="Report progress, renew leases",
-        responses=answer(examples.PROGRESS_ACK) | problems(*WITH_BODY, FOREIGN, UNKNOWN, ENDED, 503),
+        responses=success(examples.PROGRESS_ACK) | problems(*WITH_BODY, FOREIGN, UNKNOWN, ENDED, 503),
         openapi_extra=PARAMETER,
     )
     async def progress(
@@ -71,7 +71,7 @@ def forks_router(registry: Registry) -> APIRouter:
         request: Request,
         progress: Annotated[
             ForkProgress,
-            Body(openapi_examples=named({"half way": examples.PROGRESS})),
+            Body(openapi_examples=openapi_examples({"half way": examples.PROGRESS})),
         ],
     ) -> ProgressAck:
         """Tell what is verified, about once a second; the answer renews the leases of the current routes.
@@ -86,18 +86,18 @@ def forks_router(registry: Registry) -> APIRouter:
         "/{fork_id}/finish",
         status_code=204,
         summary="Say how it ended",
-        responses=answer(status=204) | problems(*WITH_BODY, FOREIGN, 503),
+        responses=success(status=204) | problems(*WITH_BODY, FOREIGN, 503),
         openapi_extra=PARAMETER,
     )
     async def finish(
         fork_id: ForkId,
         request: Request,
-        finish: Annotated[ForkFinish, Body(openapi_examples=named({"forked": examples.FINISH}))],
+        finish: Annotated[ForkResult, Body(openapi_examples=openapi_examples({"forked": examples.FINISH}))],
     ) -> None:
         """End the fork and release its leases. A fork that is not known, or has ended, is no error."""
         await registry.finish(fork_id, finish, Claimant.of(request.scope))
 
-    @router.get("", summary="List forks", responses=answer(examples.FORKS))
+    @router.get("", summary="List forks", responses=success(examples.FORKS))
     async def list_forks(
         model: Annotated[str | None, Query(description="only of this model")] = None,
         state: Annotated[ForkState | None, Query(description="only in this state")] = None,
@@ -116,19 +116,19 @@ def forks_router(registry: Registry) -> APIRouter:
             target = known.instance(instance_id)
             return target.report.placement.host if target is not None else None
 
-        wanted = (
+        filters = (
             record.fork_id
             for record in known.forks_after(after)
             if (model is None or model == record.model)
             and (state is None or state == record.state)
             and (host is None or host == host_of(record.instance_id))
         )
-        found, following = page(wanted, limit)
+        found, following = paginate(filters, limit)
         records = [record for each in found if (record := known.fork(each))]
         return ForkPage(items=tuple(record.view(now) for record in records), next=following)
 
-    @router.get("/{fork_id}", summary="Show one fork", responses=answer(examples.FORK) | problems(UNKNOWN))
-    async def show(fork_id: ForkId) -> ForkView:
+    @router.get("/{fork_id}", summary="Show one fork", responses=success(examples.FORK) | problems(UNKNOWN))
+    async def show(fork_id: ForkId) -> ForkInfo:
         """The fork's plan, its progress and, once it has ended, how."""
         return registry.fork(fork_id).view(registry.now())
 

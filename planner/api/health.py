@@ -8,11 +8,11 @@ from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import Field
 
-from planner.api.documents import REQUEST_ID, Told, answer, problems
+from planner.api.openapi import REQUEST_ID, ProblemDoc, problems, success
+from planner.http_errors import ProblemError
 from planner.metrics import Metrics
-from planner.problems import ProblemError
 from planner.registry import Registry
-from rfork.wire import WireModel
+from rfork.schema import WireModel
 
 SAMPLE: Final = 'rfork_planner_instances{state="serving"} 3.0'
 
@@ -27,7 +27,7 @@ def health_router(registry: Registry, metrics: Metrics) -> APIRouter:
     """/healthz and /readyz, open to all, and /metrics."""
     router = APIRouter(tags=["health"])
 
-    @router.get("/healthz", summary="Is the process alive?", responses=answer(Health()))
+    @router.get("/healthz", summary="Is the process alive?", responses=success(Health()))
     async def healthz() -> Health:
         """Answers as long as the process serves requests. Needs no token."""
         return Health()
@@ -35,7 +35,7 @@ def health_router(registry: Registry, metrics: Metrics) -> APIRouter:
     @router.get(
         "/readyz",
         summary="Can it plan?",
-        responses=answer(Health()) | problems(Told(503, "not-ready", "the store cannot be read or written")),
+        responses=success(Health()) | problems(ProblemDoc(503, "not-ready", "the store cannot be read or written")),
     )
     async def readyz() -> Health:
         """Answers 503 while the store cannot be read or written. Needs no token."""
@@ -55,7 +55,7 @@ def health_router(registry: Registry, metrics: Metrics) -> APIRouter:
         await registry.sweep()
         state = registry.state
         orphaned = sum(group.orphaned for group in state.groups())
-        mixed = len(state.mixed_models())
+        mixed = len(state.models_with_several_versions())
         text = metrics.exposition(state.instances(), state.live_forks(), orphaned, mixed)
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 

@@ -7,21 +7,21 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Path, Query, Request
 
 from planner.api import examples
-from planner.api.documents import ALWAYS, WITH_BODY, Told, answer, named, problems
-from planner.api.pages import PAGE, After, Limit, page
-from planner.api.reports import own_names
-from planner.auth import demand
+from planner.api.openapi import ALWAYS, WITH_BODY, ProblemDoc, openapi_examples, problems, success
+from planner.api.pagination import PAGE, After, Limit, paginate
+from planner.api.validation import reject_reserved_names
+from planner.auth import require_role
+from planner.http_errors import invalid_field
 from planner.ownership import NOT_OWNER, PARAMETER, Claimant
-from planner.problems import invalid
 from planner.registry import Registry
-from rfork.fields import Identifier, InstanceState
-from rfork.wire import InstanceAck, InstancePage, InstanceReport, InstanceView, MayExit
+from rfork.schema import ExitCheck, InstanceAck, InstanceInfo, InstancePage, InstanceReport
+from rfork.schema.types import Identifier, InstanceState
 
 InstanceId = Annotated[Identifier, Path(description="chosen by the instance", examples=["seed-1"])]
 
-UNKNOWN = Told(404, "unknown-instance", "no instance seed-1 is known")
-FOREIGN = Told(403, NOT_OWNER, "instance seed-1 belongs to another caller: X-Rfork-Owner does not match")
-LAST_SEED = Told(
+UNKNOWN = ProblemDoc(404, "unknown-instance", "no instance seed-1 is known")
+FOREIGN = ProblemDoc(403, NOT_OWNER, "instance seed-1 belongs to another caller: X-Rfork-Owner does not match")
+LAST_SEED = ProblemDoc(
     409,
     "last-seed",
     "instance seed-1 is the last that holds version files:3fa2c1d0 of these weights: "
@@ -36,13 +36,13 @@ def instances_router(registry: Registry) -> APIRouter:
     @router.put(
         "/{instance_id}",
         summary="Register, or send a heartbeat",
-        responses=answer(examples.ACK) | problems(*WITH_BODY, FOREIGN, 503),
+        responses=success(examples.ACK) | problems(*WITH_BODY, FOREIGN, 503),
         openapi_extra=PARAMETER,
     )
     async def report(
         instance_id: InstanceId,
         request: Request,
-        report: Annotated[InstanceReport, Body(openapi_examples=named({"seed": examples.SEED}))],
+        report: Annotated[InstanceReport, Body(openapi_examples=openapi_examples({"seed": examples.SEED}))],
     ) -> InstanceAck:
         """Tell the planner all about one rank of an instance.
 
@@ -54,13 +54,13 @@ def instances_router(registry: Registry) -> APIRouter:
         403). The lease keys in the answer are derived from it too.
         """
         if report.instance_id != instance_id:
-            raise invalid("instance_id", f"the path says {instance_id}, the body {report.instance_id}")
-        return await registry.report(own_names(report), Claimant.of(request.scope))
+            raise invalid_field("instance_id", f"the path says {instance_id}, the body {report.instance_id}")
+        return await registry.report(reject_reserved_names(report), Claimant.of(request.scope))
 
     @router.post(
         "/{instance_id}/drain",
         summary="Give it no new readers",
-        responses=answer(examples.DRAINING) | problems(FOREIGN, UNKNOWN, LAST_SEED, 503),
+        responses=success(examples.DRAINING) | problems(FOREIGN, UNKNOWN, LAST_SEED, 503),
         openapi_extra=PARAMETER,
     )
     async def drain(
@@ -70,7 +70,7 @@ def instances_router(registry: Registry) -> APIRouter:
             bool,
             Query(description="drain it even if it is the last that holds its weights (operators only)"),
         ] = False,
-    ) -> InstanceView:
+    ) -> InstanceInfo:
         """Send no new forks to the instance; those that read from it go on. Lasts until it is removed.
 
         Problem `last-seed` (409) where nobody else holds its weights whole; `force` drains it all the same,
@@ -78,16 +78,16 @@ def instances_router(registry: Registry) -> APIRouter:
         the role `instance` must show the owner's secret.
         """
         if force:
-            demand(request.scope, "operator")
+            require_role(request.scope, "operator")
         record = await registry.drain(instance_id, Claimant.of(request.scope), force=force)
         return record.view(registry.now())
 
     @router.get(
         "/{instance_id}/exit",
         summary="May it end now?",
-        responses=answer(examples.EXIT),
+        responses=success(examples.EXIT_CHECK),
     )
-    async def may_exit(instance_id: InstanceId) -> MayExit:
+    async def can_exit(instance_id: InstanceId) -> ExitCheck:
         """Whether anybody reads from the instance, or will have to. Answers 200 always: ask until it may.
 
         For a preStop hook, once it is drained: `rfork drain INSTANCE --wait 60`, or without rfork
@@ -95,13 +95,13 @@ def instances_router(registry: Registry) -> APIRouter:
         $RFORK_PLANNER/v1/instances/$INSTANCE/exit | grep -q '"may_exit":true' && break; sleep 1; done`.
         An instance that the planner does not know may end.
         """
-        return await registry.may_exit(instance_id)
+        return await registry.can_exit(instance_id)
 
     @router.delete(
         "/{instance_id}",
         status_code=204,
         summary="Forget an instance",
-        responses=answer(status=204) | problems(FOREIGN, 503),
+        responses=success(status=204) | problems(FOREIGN, 503),
         openapi_extra=PARAMETER,
     )
     async def remove(instance_id: InstanceId, request: Request) -> None:
@@ -111,7 +111,7 @@ def instances_router(registry: Registry) -> APIRouter:
         """
         await registry.remove(instance_id, Claimant.of(request.scope))
 
-    @router.get("", summary="List instances", responses=answer(examples.INSTANCES))
+    @router.get("", summary="List instances", responses=success(examples.INSTANCES))
     async def list_instances(
         model: Annotated[str | None, Query(description="only of this model")] = None,
         state: Annotated[InstanceState | None, Query(description="only in this state")] = None,
@@ -133,23 +133,23 @@ def instances_router(registry: Registry) -> APIRouter:
         """
         await registry.sweep()
         now = registry.now()
-        wanted = (
+        filters = (
             record.source.instance_id
             for record in registry.state.instances_after(after, replica)
             if (model is None or model == record.report.model)
-            and (host is None or host == record.source.place.host)
+            and (host is None or host == record.source.location.host)
             and (state is None or state == record.source.state)
         )
-        found, following = page(wanted, limit)
+        found, following = paginate(filters, limit)
         records = [record for each in found if (record := registry.state.instance(each))]
         return InstancePage(items=tuple(record.view(now) for record in records), next=following)
 
     @router.get(
         "/{instance_id}",
         summary="Show one instance",
-        responses=answer(examples.INSTANCE) | problems(UNKNOWN),
+        responses=success(examples.INSTANCE) | problems(UNKNOWN),
     )
-    async def show(instance_id: InstanceId) -> InstanceView:
+    async def show(instance_id: InstanceId) -> InstanceInfo:
         """What the instance last reported, how long ago, and why it is in quarantine, if it is."""
         return registry.instance(instance_id).view(registry.now())
 

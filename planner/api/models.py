@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from fastapi import APIRouter
 
 from planner.api import examples
-from planner.api.documents import ALWAYS, answer, problems
-from planner.groups import LiveGroup
+from planner.api.openapi import ALWAYS, problems, success
+from planner.group_index import GroupIndex
 from planner.registry import Registry
-from planner.state import State
-from rfork.wire import ModelView
+from planner.state import PlannerState
+from rfork.schema import ModelInfo
 
 Image = tuple[str, str | None]
 """layout_id and weights_id."""
@@ -22,8 +22,8 @@ def models_router(registry: Registry) -> APIRouter:
     """The routes under /v1/models."""
     router = APIRouter(prefix="/v1/models", tags=["models"], responses=problems(*ALWAYS))
 
-    @router.get("", summary="List models", responses=answer(examples.MODELS))
-    async def list_models() -> list[ModelView]:
+    @router.get("", summary="List models", responses=success(examples.MODELS))
+    async def list_models() -> list[ModelInfo]:
         """Count the instances that hold, and that are getting, each model, version, rank, layout and weights.
 
         `storage_bytes` and `forked_bytes` are those of the model's rank, alike in each of its rows. The fewer
@@ -33,33 +33,33 @@ def models_router(registry: Registry) -> APIRouter:
         """
         await registry.sweep()
         groups = sorted(registry.state.groups(), key=lambda group: group.key)
-        return [row for group in groups for row in rows(registry.state, group)]
+        return [row for group in groups for row in model_infos(registry.state, group)]
 
     return router
 
 
-def rows(state: State, group: LiveGroup) -> Iterator[ModelView]:
+def model_infos(state: PlannerState, group: GroupIndex) -> Iterator[ModelInfo]:
     """What a group holds; a target that has not learnt its weights yet counts to those of its plan."""
     seeds: Counter[Image] = Counter()
     relays: Counter[Image] = Counter()
     forks: Counter[Image] = Counter()
     members: dict[Image, str] = {}
     for instance_id, source in group.sources.items():
-        reading = instance_id in group.shares
+        receiving = instance_id in group.shares
         weights_id = source.weights_id
-        if weights_id is None and reading and (fork := state.live_fork_of(instance_id)) is not None:
+        if weights_id is None and receiving and (fork := state.live_fork_of(instance_id)) is not None:
             weights_id = fork.weights_id
         image = (source.layout_id, weights_id)
         members[image] = instance_id
         if source.complete:
             seeds[image] += 1
-        elif reading:
+        elif receiving:
             relays[image] += 1
-        if reading:
+        if receiving:
             forks[image] += 1
     for image, instance_id in sorted(members.items(), key=lambda item: (item[0][0], item[0][1] or "")):
         record = state.instance(instance_id)
-        yield ModelView(
+        yield ModelInfo(
             model=group.model,
             version=group.version or None,
             rank_key=group.rank_key,
@@ -69,9 +69,9 @@ def rows(state: State, group: LiveGroup) -> Iterator[ModelView]:
             seeds=seeds[image],
             relays=relays[image],
             forks_running=forks[image],
-            storage_bytes=group.past.storage_bytes,
-            forked_bytes=group.past.forked_bytes,
-            storage_s=group.past.durations.storage_s,
-            fork_s=group.past.durations.fork_s,
-            saved_s=group.past.durations.saved_s,
+            storage_bytes=group.history.storage_bytes,
+            forked_bytes=group.history.forked_bytes,
+            storage_s=group.history.durations.storage_s,
+            fork_s=group.history.durations.fork_s,
+            seconds_saved=group.history.durations.total_seconds_saved,
         )

@@ -10,36 +10,38 @@ from typing import Annotated, Final
 from fastapi import APIRouter, Body
 
 from planner.api import examples
-from planner.api.documents import ALWAYS, WITH_BODY, Told, answer, named, problems
-from planner.groups import LiveGroup
-from planner.previews import Snapshot, known, preview, snapshot
-from planner.problems import ProblemError, invalid
+from planner.api.openapi import ALWAYS, WITH_BODY, ProblemDoc, openapi_examples, problems, success
+from planner.dry_run import GroupSnapshot, build_scenario, preview, take_group_snapshot
+from planner.group_index import GroupIndex
+from planner.http_errors import ProblemError, invalid_field
 from planner.registry import Registry
-from rfork.wire import Preview, PreviewPage, PreviewRequest
+from rfork.schema import Preview, PreviewPage, PreviewRequest
 
-MOST: Final = 8192
+MAX_TARGETS: Final = 8192
 """Targets of all ranks that one call asks about."""
-MOST_WAITING: Final = 4
+MAX_QUEUED: Final = 4
 """Calls that wait for another one to be answered."""
 
-FULL = Told(503, "too-many-previews", f"{MOST_WAITING} callers wait for previews already")
-UNKNOWN = Told(404, "unknown-model", "no instance of llama is known")
+FULL = ProblemDoc(503, "too-many-previews", f"{MAX_QUEUED} callers wait for previews already")
+UNKNOWN = ProblemDoc(404, "unknown-model", "no instance of llama is known")
 
 
 def previews_router(registry: Registry) -> APIRouter:
     """The routes under /v1/previews."""
     router = APIRouter(prefix="/v1/previews", tags=["previews"], responses=problems(*ALWAYS))
     # One at a time: Python has its thread and the event loop's take turns.
-    turn = asyncio.Lock()
-    room = asyncio.Semaphore(1 + MOST_WAITING)
+    run_lock = asyncio.Lock()
+    queue_slots = asyncio.Semaphore(1 + MAX_QUEUED)
 
     @router.post(
         "",
         summary="Preview replicas that would come",
-        responses=answer(examples.PREVIEWS) | problems(*WITH_BODY, UNKNOWN, FULL),
+        responses=success(examples.PREVIEWS) | problems(*WITH_BODY, UNKNOWN, FULL),
     )
-    async def ask(
-        request: Annotated[PreviewRequest, Body(openapi_examples=named({"three": examples.PREVIEW_REQUEST}))],
+    async def create_preview(
+        request: Annotated[
+            PreviewRequest, Body(openapi_examples=openapi_examples({"three": examples.PREVIEW_REQUEST}))
+        ],
     ) -> PreviewPage:
         """Who would read what from whom if replicas came now, and when each would be whole.
 
@@ -65,25 +67,26 @@ def previews_router(registry: Registry) -> APIRouter:
             groups = [group for group in groups if group.rank_key == request.rank_key]
             if not groups:
                 raise ProblemError(404, "unknown-model", f"no instance of that rank is known, but of {ranks}")
-        if len(groups) * request.targets > MOST:
-            raise invalid(
-                "targets", f"{request.targets} of {len(groups)} ranks are more than {MOST}: name one rank_key"
+        if len(groups) * request.targets > MAX_TARGETS:
+            raise invalid_field(
+                "targets",
+                f"{request.targets} of {len(groups)} ranks are more than {MAX_TARGETS}: name one rank_key",
             )
-        if room.locked():
+        if queue_slots.locked():
             raise ProblemError(FULL.status, FULL.slug, FULL.detail, headers={"Retry-After": "2"})
-        items: list[Preview] = []
-        async with room:
+        rank_items: list[Preview] = []
+        async with queue_slots:
             for group in groups:
-                async with turn:
-                    taken = snapshot(state, group, request, registry.now() if items else now)
-                    if taken is not None:
-                        items.append(await asyncio.to_thread(_previewed, taken))
-        return PreviewPage(items=tuple(items))
+                async with run_lock:
+                    group_snapshot = take_group_snapshot(state, group, request, registry.now() if rank_items else now)
+                    if group_snapshot is not None:
+                        rank_items.append(await asyncio.to_thread(_run_preview, group_snapshot))
+        return PreviewPage(items=tuple(rank_items))
 
     return router
 
 
-def _seeds_of(groups: Sequence[LiveGroup]) -> Callable[[str], int]:
+def _seeds_of(groups: Sequence[GroupIndex]) -> Callable[[str], int]:
     """Return a function that counts the complete instances of a version."""
     counts = Counter[str]()
     for group in groups:
@@ -91,6 +94,6 @@ def _seeds_of(groups: Sequence[LiveGroup]) -> Callable[[str], int]:
     return counts.__getitem__
 
 
-def _previewed(taken: Snapshot) -> Preview:
+def _run_preview(group_snapshot: GroupSnapshot) -> Preview:
     """Run in a thread."""
-    return preview(known(taken))
+    return preview(build_scenario(group_snapshot))

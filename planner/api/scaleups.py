@@ -7,14 +7,14 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Path
 
 from planner.api import examples
-from planner.api.documents import ALWAYS, WITH_BODY, Told, answer, named, problems
+from planner.api.openapi import ALWAYS, WITH_BODY, ProblemDoc, openapi_examples, problems, success
 from planner.registry import Registry
-from rfork.fields import Identifier
-from rfork.wire import ScaleUp, ScaleUpView
+from rfork.schema import ScaleUp, ScaleUpInfo
+from rfork.schema.types import Identifier
 
 ScaleUpId = Annotated[Identifier, Path(description="chosen by the caller", examples=["default.llama"])]
 
-UNKNOWN = Told(404, "unknown-scaleup", "no scale-up default.llama is known")
+UNKNOWN = ProblemDoc(404, "unknown-scaleup", "no scale-up default.llama is known")
 
 
 def scaleups_router(registry: Registry) -> APIRouter:
@@ -24,14 +24,18 @@ def scaleups_router(registry: Registry) -> APIRouter:
     @router.post(
         "",
         summary="Announce replicas that are about to start",
-        responses=answer(examples.SCALEUP_VIEW) | problems(*WITH_BODY, 503),
+        responses=success(examples.SCALEUP_VIEW) | problems(*WITH_BODY, 503),
     )
     async def announce(
         scaleup: Annotated[
             ScaleUp,
-            Body(openapi_examples=named({"three": examples.SCALEUP, "none any more": examples.SCALEUP_OVER})),
+            Body(
+                openapi_examples=openapi_examples(
+                    {"three": examples.SCALEUP, "none any more": examples.FINISHED_SCALEUP}
+                )
+            ),
         ],
-    ) -> ScaleUpView:
+    ) -> ScaleUpInfo:
         """Have those that start together share one plan: call it before they start.
 
         The first fork of each rank then waits until as many have asked as are expected, for
@@ -43,8 +47,8 @@ def scaleups_router(registry: Registry) -> APIRouter:
         await registry.sweep()
         return await registry.scaleups.announce(scaleup)
 
-    @router.get("", summary="List scale-ups", responses=answer(examples.SCALEUPS))
-    async def list_scaleups() -> list[ScaleUpView]:
+    @router.get("", summary="List scale-ups", responses=success(examples.SCALEUPS))
+    async def list_scaleups() -> list[ScaleUpInfo]:
         """Those under way, in the order of their ids. One that expired, or was withdrawn, is forgotten."""
         await registry.sweep()
         return registry.scaleups.views()
@@ -52,9 +56,9 @@ def scaleups_router(registry: Registry) -> APIRouter:
     @router.get(
         "/{scaleup_id}",
         summary="Show one scale-up",
-        responses=answer(examples.SCALEUP_VIEW) | problems(UNKNOWN),
+        responses=success(examples.SCALEUP_VIEW) | problems(UNKNOWN),
     )
-    async def show(scaleup_id: ScaleUpId) -> ScaleUpView:
+    async def show(scaleup_id: ScaleUpId) -> ScaleUpInfo:
         """How many have come since it was last announced, and what awaits the others."""
         return registry.scaleups.view(scaleup_id)
 
@@ -62,7 +66,7 @@ def scaleups_router(registry: Registry) -> APIRouter:
         "/{scaleup_id}",
         status_code=204,
         summary="Withdraw a scale-up",
-        responses=answer(status=204) | problems(503),
+        responses=success(status=204) | problems(503),
     )
     async def withdraw(scaleup_id: ScaleUpId) -> None:
         """Those that wait are planned at once. One that is not known is no error."""

@@ -2,7 +2,7 @@
 
 For who comes late or alone, and for who lost a source. A source must be *fit* (alive, same layout and
 weights, shares a transport, neither draining nor quarantined nor blamed by this fork), have a free
-*slot*, and be *fed* (see `Working.fed`). What the target reads now it goes on reading while that is
+*slot*, and be *fed* (see `PlanState.fed`). What the target reads now it goes on reading while that is
 good. For the rest: whoever can be read without kernels on its GPU comes first; then whoever shares the
 target's host, so that a node pulls each byte over its NIC once, and there whoever can be read over a
 transport of one host; then the least loaded, so that targets that come one by one form a chain; then
@@ -16,92 +16,101 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from planner.fleet import Decision, Demand, Source, Storage
 from planner.policy import reasons
-from planner.policy.choosing import MOST, STRIPES, Option, choose
-from planner.policy.fitness import order, unfed, unfit
-from planner.policy.parts import assigned, merged
-from planner.policy.ways import way
-from planner.policy.weights import readable_by_itself, reading, same_weights
-from planner.policy.working import Working
+from planner.policy.chunk_split import the, to_assignments
+from planner.policy.eligibility import ineligible_reason, no_data_reason, source_sort_key
+from planner.policy.plan_state import PlanState
+from planner.policy.source_selection import MAX_SOURCES, MAX_STRIPES, SourceOption, split_among
+from planner.policy.transports import transport_cost
+from planner.policy.weights import own_storage_chunks, weights_compatible, with_storage_weights
+from planner.policy_types import ForkDemand, PlanDecision, Source, Storage
 from rfork.image.ranges import Range, count, intersect, normalise, subtract
 
 
-def attach(working: Working, demand: Demand, candidates: Iterable[Source]) -> Decision:
+def attach(state: PlanState, demand: ForkDemand, candidates: Iterable[Source]) -> PlanDecision:
     """Assign what the target misses; `demand.target` names the weights that are wanted."""
     candidates = list(candidates)
     missing = subtract([(0, demand.target.chunk_count)], demand.target.verified)
-    working.release(demand)
-    demand, storage = _still_from_storage(demand, missing)
+    state.release(demand)
+    demand, storage = _keep_from_storage(demand, missing)
     target = demand.target
-    rest = subtract(missing, [each for _, chunks in storage for each in chunks])
-    kept = _still_from_peers(working, demand, rest)
-    rest = subtract(rest, [each for _, chunks in kept for each in chunks])
-    obstacles: dict[str, str] = {}
+    unassigned = subtract(missing, [each for _, chunks in storage for each in chunks])
+    kept = _keep_from_peers(state, demand, unassigned)
+    unassigned = subtract(unassigned, [each for _, chunks in kept for each in chunks])
+    ineligible_reasons: dict[str, str] = {}
     total = count(missing)
-    keeps = {source.instance_id: count(chunks) / total for source, chunks in kept}
-    options, full = _options(working, demand, rest, candidates, keeps, obstacles) if rest else ([], ())
-    chosen = choose(target, rest, count(rest) / total, options) if rest else []
-    rest = subtract(rest, [each for _, chunks in chosen for each in chunks])
-    if (beyond := subtract(rest, full)) and target.instance_id not in demand.blamed:
-        if own := readable_by_itself(target, beside=True):
-            storage, rest = (*storage, (own, beyond)), subtract(rest, beyond)
-        elif not full and not storage and (own := readable_by_itself(target)):
+    kept_ids = {source.instance_id: count(chunks) / total for source, chunks in kept}
+    options, no_free_slot = (
+        _source_options(state, demand, unassigned, candidates, kept_ids, ineligible_reasons) if unassigned else ([], ())
+    )
+    chosen = split_among(target, unassigned, count(unassigned) / total, options) if unassigned else []
+    unassigned = subtract(unassigned, [each for _, chunks in chosen for each in chunks])
+    if (uncovered := subtract(unassigned, no_free_slot)) and target.instance_id not in demand.excluded:
+        if own := own_storage_chunks(target, has_other_sources=True):
+            storage, unassigned = (*storage, (own, uncovered)), subtract(unassigned, uncovered)
+        elif not no_free_slot and not storage and (own := own_storage_chunks(target)):
             # All or nothing, where it is not known to be what the others give, or cannot be read by chunk.
-            kept, chosen, storage, rest = [], [], ((own, missing),), ()
-            target = reading(target, own)
-    assignments = assigned(target, (*kept, *chosen))
+            kept, chosen, storage, unassigned = [], [], ((own, missing),), ()
+            target = with_storage_weights(target, own)
+    assignments = to_assignments(target, (*kept, *chosen))
     if assignments or storage:
-        reason = reasons.how(working, target, assignments, storage)
+        reason = reasons.choice_reason(state, target, assignments, storage)
     else:
-        reason = reasons.all_refused(target, obstacles)
-    again = bool(rest and (full or assignments or storage or _may_read(working, demand, candidates)))
-    return Decision(
-        target.weights_id, assignments, reason, draft=target.draft, storage=merged(storage), full=again
+        reason = reasons.all_ineligible_reason(target, ineligible_reasons)
+    is_replan = bool(
+        unassigned and (no_free_slot or assignments or storage or _peer_could_read_storage(state, demand, candidates))
+    )
+    return PlanDecision(
+        target.weights_id,
+        assignments,
+        reason,
+        provisional_id=target.provisional_id,
+        storage=the(storage),
+        no_free_slot=is_replan,
     )
 
 
-def _still_from_storage(
-    demand: Demand, missing: tuple[Range, ...]
-) -> tuple[Demand, tuple[tuple[Storage, tuple[Range, ...]], ...]]:
+def _keep_from_storage(
+    demand: ForkDemand, missing: tuple[Range, ...]
+) -> tuple[ForkDemand, tuple[tuple[Storage, tuple[Range, ...]], ...]]:
     """What the target goes on reading from its own storage, and the demand for what fits that."""
     target = demand.target
-    shares = [share.chunks for share in demand.current if share.source_id == target.instance_id]
+    shares = [share.chunks for share in demand.current_shares if share.source_id == target.instance_id]
     chunks = intersect([chunk for each in shares for chunk in each], missing)
-    own = readable_by_itself(target, beside=True) or readable_by_itself(target)
-    if not chunks or own is None or target.instance_id in demand.blamed:
+    own = own_storage_chunks(target, has_other_sources=True) or own_storage_chunks(target)
+    if not chunks or own is None or target.instance_id in demand.excluded:
         return demand, ()
     if not target.verified:
-        demand = replace(demand, target=reading(target, own))
+        demand = replace(demand, target=with_storage_weights(target, own))
     return demand, ((own, missing if own.kind == "loader" else chunks),)
 
 
-def _still_from_peers(
-    working: Working, demand: Demand, rest: tuple[Range, ...]
+def _keep_from_peers(
+    state: PlanState, demand: ForkDemand, unassigned: tuple[Range, ...]
 ) -> list[tuple[Source, tuple[Range, ...]]]:
     """What the target goes on reading from others: what is good and still missing."""
     target = demand.target
     kept: list[tuple[Source, tuple[Range, ...]]] = []
-    for share in demand.current:
-        source = working.source(share.source_id)
-        if source is None or unfit(source, demand, working.now, reads=True) or not working.slots(source):
+    for share in demand.current_shares:
+        source = state.source(share.source_id)
+        if source is None or ineligible_reason(source, demand, state.now, reads=True) or not state.slots(source):
             continue
         if (source.slow and not source.complete) or source.instance_id == target.instance_id:
             continue
-        if not same_weights(source, target):
+        if not weights_compatible(source, target):
             continue
-        chunks = intersect(share.chunks, rest)
+        chunks = intersect(share.chunks, unassigned)
         # One whose own reads are not known yet (the planner restarted) is taken at the target's word, if it
         # has begun itself.
-        if working.known(source) or not source.verified:
-            chunks = working.fed(source, chunks, target)
+        if state.is_known(source) or not source.verified:
+            chunks = state.available_chunks(source, chunks, target)
         if chunks:
             kept.append((source, chunks))
-            rest = subtract(rest, chunks)
+            unassigned = subtract(unassigned, chunks)
     return kept
 
 
-def _may_read(working: Working, demand: Demand, candidates: Iterable[Source]) -> bool:
+def _peer_could_read_storage(state: PlanState, demand: ForkDemand, candidates: Iterable[Source]) -> bool:
     """Whether one of those that wait too could read the weights from its storage: it will, once it asks.
 
     Most have not said what they could read, as they had somebody to read from: so where the target was
@@ -110,49 +119,52 @@ def _may_read(working: Working, demand: Demand, candidates: Iterable[Source]) ->
     target = demand.target
     return any(
         not source.complete
-        and working.known(source)
-        and same_weights(source, target)
-        and not unfit(source, demand, working.now)
-        and (demand.elected or readable_by_itself(replace(target, storage=source.storage), beside=True))
+        and state.is_known(source)
+        and weights_compatible(source, target)
+        and not ineligible_reason(source, demand, state.now)
+        and (
+            demand.is_elected_reader
+            or own_storage_chunks(replace(target, storage=source.storage), has_other_sources=True)
+        )
         for source in candidates
     )
 
 
-def _options(
-    working: Working,
-    demand: Demand,
-    rest: tuple[Range, ...],
+def _source_options(
+    state: PlanState,
+    demand: ForkDemand,
+    unassigned: tuple[Range, ...],
     candidates: Iterable[Source],
-    keeps: Mapping[str, float],
-    obstacles: dict[str, str],
-) -> tuple[list[Option], tuple[Range, ...]]:
+    kept_ids: Mapping[str, float],
+    ineligible_reasons: dict[str, str],
+) -> tuple[list[SourceOption], tuple[Range, ...]]:
     """Who can give some of the rest, best first, and what only those could that have no free slot now.
 
-    `keeps`: what part of its speed the target goes on reading from a source.
+    `kept_ids`: what part of its speed the target goes on reading from a source.
     """
     target = demand.target
-    options: list[Option] = []
-    full: tuple[Range, ...] = ()
-    left = rest
-    lost = bool(demand.blamed or demand.current)
-    for source in sorted(candidates, key=lambda source: order(working, source, target, lost=lost)):
+    options: list[SourceOption] = []
+    no_free_slot: tuple[Range, ...] = ()
+    left = unassigned
+    excluded = bool(demand.excluded or demand.current_shares)
+    for source in sorted(candidates, key=lambda source: source_sort_key(state, source, target, excluded=excluded)):
         if source.instance_id == target.instance_id:
             continue
-        if sum(option.gives == rest for option in options) == STRIPES or (not left and len(options) > MOST):
+        if sum(option.available == unassigned for option in options) == MAX_STRIPES or (
+            not left and len(options) > MAX_SOURCES
+        ):
             break
-        obstacle = unfit(source, demand, working.now)
-        gives = () if obstacle else working.fed(source, rest, target)
-        if not obstacle and not gives:
-            obstacle = unfed(working, source, target)
-        elif not obstacle and not working.slots(source):
-            obstacle = (
-                f"at capacity ({len(working.readers(source.instance_id))} of {source.max_readers} readers)"
-            )
-            full = normalise((*full, *gives))
-        if obstacle:
-            obstacles[source.instance_id] = obstacle
+        exclusion_reason = ineligible_reason(source, demand, state.now)
+        available = () if exclusion_reason else state.available_chunks(source, unassigned, target)
+        if not exclusion_reason and not available:
+            exclusion_reason = no_data_reason(state, source, target)
+        elif not exclusion_reason and not state.slots(source):
+            exclusion_reason = f"at capacity ({len(state.readers(source.instance_id))} of {source.max_readers} readers)"
+            no_free_slot = normalise((*no_free_slot, *available))
+        if exclusion_reason:
+            ineligible_reasons[source.instance_id] = exclusion_reason
         else:
-            spare = max(0.0, working.spare(source, target) - keeps.get(source.instance_id, 0.0))
-            options.append(Option(source, gives, spare, way(source, target)))
-            left = subtract(left, gives)
-    return options, intersect(full, left)
+            spare_egress = max(0.0, state.spare_egress(source, target) - kept_ids.get(source.instance_id, 0.0))
+            options.append(SourceOption(source, available, spare_egress, transport_cost(source, target)))
+            left = subtract(left, available)
+    return options, intersect(no_free_slot, left)

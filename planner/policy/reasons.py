@@ -5,48 +5,48 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
-from planner.fleet import Assignment, Group, Source, Storage
-from planner.policy.ways import runs_kernels, takes_one_host
+from planner.policy.transports import is_same_host_route, uses_gpu_kernels
+from planner.policy_types import GroupView, RouteAssignment, Source, Storage
 from rfork.image.ranges import Range, count
 from rfork.weights_version import FIRST, is_unnamed, short
 
 if TYPE_CHECKING:
-    from planner.policy.working import Working
+    from planner.policy.plan_state import PlanState
 
-NAMED: Final = 8
+MAX_NAMED: Final = 8
 """Most instances that a reason names."""
 
 
-def how(
-    working: Working,
+def choice_reason(
+    state: PlanState,
     target: Source,
-    assignments: Sequence[Assignment],
+    assignments: Sequence[RouteAssignment],
     storage: Sequence[tuple[Storage, tuple[Range, ...]]],
 ) -> str:
     """How the sources were chosen."""
-    group = working.group
+    group = state.group
     first = bool(storage) and not assignments and _is_first(group)
-    parts = [nobody(group, ())] if first else []
+    parts = [no_holder_reason(group, ())] if first else []
     parts += [
-        f"elected to read {_part(chunks, target)} from {each.kind}{f' {each.uri}' if each.uri else ''}"
+        f"elected to read {_chunk_count_phrase(chunks, target)} from {each.kind}{f' {each.uri}' if each.uri else ''}"
         for each, chunks in storage
     ]
     if len(assignments) == 1:
-        parts.append(_behind(working, target, assignments[0]) + _over(assignments[0]))
+        parts.append(_downstream_phrase(state, target, assignments[0]) + _transport_phrase(assignments[0]))
     elif assignments:
-        named = [
-            f"{_part(each.chunks, target)} from {each.source_id}{_over(each)}"
-            for each in sorted(assignments, key=lambda each: each.chunks)[:NAMED]
+        source_phrases = [
+            f"{_chunk_count_phrase(each.chunks, target)} from {each.source_id}{_transport_phrase(each)}"
+            for each in sorted(assignments, key=lambda each: each.chunks)[:MAX_NAMED]
         ]
-        if len(assignments) > NAMED:
-            named.append(f"and {len(assignments) - NAMED} more")
-        parts.append(f"striped over {len(assignments)} sources: {', '.join(named)}")
+        if len(assignments) > MAX_NAMED:
+            source_phrases.append(f"and {len(assignments) - MAX_NAMED} more")
+        parts.append(f"striped over {len(assignments)} sources: {', '.join(source_phrases)}")
     return "; ".join(parts)
 
 
-def _behind(working: Working, target: Source, assignment: Assignment) -> str:
-    source = working.source(assignment.source_id)
-    readers = len(working.readers(assignment.source_id))
+def _downstream_phrase(state: PlanState, target: Source, assignment: RouteAssignment) -> str:
+    source = state.source(assignment.source_id)
+    readers = len(state.readers(assignment.source_id))
     others = f"{readers} other reader{'' if readers == 1 else 's'}"
     if source is None:
         return f"from {assignment.source_id} ({others})"
@@ -55,74 +55,74 @@ def _behind(working: Working, target: Source, assignment: Assignment) -> str:
     return f"behind relay {source.instance_id} ({source.watermark} of {source.chunk_count} chunks, {others})"
 
 
-def _over(assignment: Assignment) -> str:
+def _transport_phrase(assignment: RouteAssignment) -> str:
     """The transport, where it is one that makes a difference to the source."""
-    if takes_one_host(assignment.transports):
+    if is_same_host_route(assignment.transports):
         return f" over {assignment.transports[0]} on this host"
-    if runs_kernels(assignment.transports):
+    if uses_gpu_kernels(assignment.transports):
         return f" over {assignment.transports[0]}, which runs kernels on the source's GPU"
     return ""
 
 
-def _is_first(group: Group) -> bool:
+def _is_first(group: GroupView) -> bool:
     """Return whether other versions are served, and no instance has all of this one."""
     complete = any(source.complete for source in group.sources.values())
     return bool(group.other_versions) and not complete and not is_unnamed(group.version)
 
 
-def _part(chunks: tuple[Range, ...], target: Source) -> str:
+def _chunk_count_phrase(chunks: tuple[Range, ...], target: Source) -> str:
     return f"{count(chunks)} of {target.chunk_count} chunks"
 
 
-def nobody(group: Group, others: Sequence[Source]) -> str:
+def no_holder_reason(group: GroupView, others: Sequence[Source]) -> str:
     """Return why no instance holds the layout, and what the fleet holds instead."""
-    named = group.version and not is_unnamed(group.version)
-    version = f"version {short(group.version)} of " if named else ""
+    source_phrases = group.version and not is_unnamed(group.version)
+    version = f"version {short(group.version)} of " if source_phrases else ""
     model = f"{version}model {group.model}"
     if others:
-        return other_layouts(group, others, f"{model} at rank {group.rank_key}")
+        return other_layouts_phrase(group, others, f"{model} at rank {group.rank_key}")
     if group.other_versions and is_unnamed(group.version):
-        return f"no version of model {group.model} can be taken over; {served(group.other_versions)}"
+        return f"no version of model {group.model} can be taken over; {served_versions_phrase(group.other_versions)}"
     if group.other_versions:
-        return f"{FIRST} {short(group.version)} of model {group.model}; {served(group.other_versions)}"
+        return f"{FIRST} {short(group.version)} of model {group.model}; {served_versions_phrase(group.other_versions)}"
     if group.other_ranks:
         return (
             f"no instance holds {model} at rank {group.rank_key}; "
-            f"other ranks are held: {', '.join(group.other_ranks[:NAMED])}"
+            f"other ranks are held: {', '.join(group.other_ranks[:MAX_NAMED])}"
         )
     return f"no instance holds {model}"
 
 
-def served(versions: Mapping[str, int]) -> str:
+def served_versions_phrase(versions: Mapping[str, int]) -> str:
     """Return how many instances serve which versions, as ``4 instances serve files:91bc01f2``."""
-    most = sorted(versions, key=lambda version: (-versions[version], version))
+    by_count = sorted(versions, key=lambda version: (-versions[version], version))
     parts = [
         f"{versions[version]} instance{' serves' if versions[version] == 1 else 's serve'} {short(version)}"
-        for version in most[:NAMED]
+        for version in by_count[:MAX_NAMED]
     ]
-    return ", ".join(parts) + (f" and {len(most) - NAMED} other versions" if len(most) > NAMED else "")
+    return ", ".join(parts) + (f" and {len(by_count) - MAX_NAMED} other versions" if len(by_count) > MAX_NAMED else "")
 
 
-def other_layouts(group: Group, others: Sequence[Source], what: str) -> str:
+def other_layouts_phrase(group: GroupView, others: Sequence[Source], what: str) -> str:
     """Some hold `what`, with other tensors: whom to compare with."""
     layouts = sorted(group.other_layouts or {source.layout_id for source in others})
     number = sum(group.other_layouts.values()) or len(others)
-    first = representative(others)
+    first = sample_source(others)
     holders = f"{number} instance{' holds' if number == 1 else 's hold'}"
     return (
-        f"{holders} {what} with another layout ({', '.join(layouts[:NAMED])}): "
+        f"{holders} {what} with another layout ({', '.join(layouts[:MAX_NAMED])}): "
         f"layout differs from instance {first.instance_id} at {first.address}"
     )
 
 
-def representative(sources: Sequence[Source]) -> Source:
+def sample_source(sources: Sequence[Source]) -> Source:
     """The one to compare with, of several: a complete one where there is one."""
     return min(sources, key=lambda source: (not source.complete, source.instance_id))
 
 
-def all_refused(target: Source, obstacles: Mapping[str, str]) -> str:
+def all_ineligible_reason(target: Source, ineligible_reasons: Mapping[str, str]) -> str:
     """Some hold this layout, and none can be read from: what stands in the way of each."""
-    named = [f"{instance_id} {why}" for instance_id, why in sorted(obstacles.items())[:NAMED]]
-    if len(obstacles) > NAMED:
-        named.append(f"and {len(obstacles) - NAMED} more")
-    return f"no source of {len(obstacles)} can be read from: {'; '.join(named)}"
+    source_phrases = [f"{instance_id} {why}" for instance_id, why in sorted(ineligible_reasons.items())[:MAX_NAMED]]
+    if len(ineligible_reasons) > MAX_NAMED:
+        source_phrases.append(f"and {len(ineligible_reasons) - MAX_NAMED} more")
+    return f"no source of {len(ineligible_reasons)} can be read from: {'; '.join(source_phrases)}"

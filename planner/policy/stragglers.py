@@ -5,43 +5,47 @@ from __future__ import annotations
 from statistics import median
 from typing import Final
 
-from planner.fleet import Group, Source
+from planner.policy_types import GroupView, Source
 from rfork.image.ranges import count, intersect, subtract
 
-BEHIND: Final = 6
+LAG_THRESHOLD: Final = 6
 """A relay is slow once it is more than a chunk in this many behind its sources, and four times as far
 behind as the others are."""
-MARKED: Final = 4.0
+MAX_MARKED_FRACTION: Final = 4.0
 
 
-def stragglers(group: Group, now: float) -> frozenset[str]:
+def stragglers(group: GroupView, now: float) -> frozenset[str]:
     """Relays with readers that fall behind their own sources, by what was told last; pure.
 
     Where all that read from one source fall behind it, the source is the slow one.
     """
-    behind: dict[str, float] = {}
+    lag_by_target: dict[str, float] = {}
     readers: dict[str, list[str]] = {}
     for target_id, shares in group.shares.items():
         target = group.sources.get(target_id)
         if target is None or now >= target.expires_at or target.complete:
             continue
-        behind[target_id] = _behind(group, target)
+        lag_by_target[target_id] = _lag(group, target)
         for share in shares:
             if share.source_id != target_id:
                 readers.setdefault(share.source_id, []).append(target_id)
-    if not behind:
+    if not lag_by_target:
         return frozenset()
-    usual = median(behind.values())
-    late = {target_id for target_id, part in behind.items() if part > 1 / BEHIND and part > MARKED * usual}
+    median_lag = median(lag_by_target.values())
+    lagging = {
+        target_id
+        for target_id, lag in lag_by_target.items()
+        if lag > 1 / LAG_THRESHOLD and lag > MAX_MARKED_FRACTION * median_lag
+    }
     found: set[str] = set()
-    for target_id in late:
+    for target_id in lagging:
         sources = {share.source_id for share in group.shares[target_id]} - {target_id}
-        culprits = {name for name in sources if len(readers[name]) > 1 and set(readers[name]) <= late}
-        found |= culprits or {target_id}
+        slow_sources = {name for name in sources if len(readers[name]) > 1 and set(readers[name]) <= lagging}
+        found |= slow_sources or {target_id}
     return frozenset(name for name in found if name in readers)
 
 
-def _behind(group: Group, target: Source) -> float:
+def _lag(group: GroupView, target: Source) -> float:
     """The part of the image that the relays it reads from have of its shares, and it has not.
 
     A seed has everything from the start: how far one is behind it says nothing.

@@ -39,17 +39,17 @@ def _tree(length: int, parity: int) -> list[int]:
                 parents[inner[outer]], depths[inner[outer]] = top, depth
                 top, depth = inner[outer], depth + 1
                 begin, end = (begin + 1, end) if outer == 0 else (begin, end - 1)
-    spans = [(begin, end, top, depth)]
-    while spans:
-        begin, end, parent, depth = spans.pop()
+    pending_spans = [(begin, end, top, depth)]
+    while pending_spans:
+        begin, end, parent, depth = pending_spans.pop()
         if begin == end:
             continue
         middle = (begin + end) // 2
         parents[inner[middle]], depths[inner[middle]] = parent, depth
-        spans.append((begin, middle, inner[middle], depth + 1))
-        spans.append((middle + 1, end, inner[middle], depth + 1))
+        pending_spans.append((begin, middle, inner[middle], depth + 1))
+        pending_spans.append((middle + 1, end, inner[middle], depth + 1))
     for leaf in range(1 - parity, length, 2):
         # The gap that a leaf stands in belongs to the deeper of the two inner nodes beside it.
-        beside = [node for node in (leaf - 1, leaf + 1) if 0 <= node < length]
-        parents[leaf] = max(beside, key=lambda node: depths[node], default=ROOT)
+        neighbours = [node for node in (leaf - 1, leaf + 1) if 0 <= node < length]
+        parents[leaf] = max(neighbours, key=lambda node: depths[node], default=ROOT)
     return parents

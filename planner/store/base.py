@@ -1,8 +1,8 @@
 """The store seam: how the planner's records outlive one call, one process, or one replica.
 
-Every replica keeps the whole state in memory (`Store.state`), so that a plan reads no network. A change
+Every replica keeps the whole state in memory (`PlannerStore.state`), so that a plan reads no network. A change
 is offered to the store with the version of the group that it was made from: the store takes it whole,
-or, where another replica changed the group in the meantime, refuses it with `Conflict` once `state` is
+or, where another replica changed the group in the meantime, refuses it with `CommitConflict` once `state` is
 up to date. Two replicas so never give one slot to two readers, nor elect two readers.
 """
 
@@ -11,11 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from planner.state import State
+from planner.state import PlannerState
 from planner.store.records import ForkRecord, GroupKey, InstanceRecord, ScaleUpRecord
 
 
-class Conflict(Exception):
+class CommitConflict(Exception):
     """Another replica changed the group since it was looked at; `state` is up to date: decide again."""
 
 
@@ -24,12 +24,12 @@ class StoreUnavailable(Exception):
 
 
 @dataclass(frozen=True)
-class Change:
+class StoreChange:
     """Records to keep, and instances to forget, in one step."""
 
     instances: tuple[InstanceRecord, ...] = ()
     forks: tuple[ForkRecord, ...] = ()
-    gone: tuple[str, ...] = ()
+    removed: tuple[str, ...] = ()
     """Ids of instances to forget."""
     scaleups: tuple[ScaleUpRecord, ...] = ()
     withdrawn: tuple[str, ...] = ()
@@ -39,10 +39,10 @@ class Change:
     version: int = 0
 
 
-class Store(Protocol):
+class PlannerStore(Protocol):
     """Keeps `state`, alone or with other replicas."""
 
-    state: State
+    state: PlannerState
 
     async def start(self) -> None:
         """Connect and load what there is; raises StoreUnavailable, and may go on trying until `stop`."""
@@ -50,11 +50,11 @@ class Store(Protocol):
     async def stop(self) -> None:
         """Let go of connections and tasks."""
 
-    async def commit(self, change: Change) -> None:
+    async def commit(self, change: StoreChange) -> None:
         """Apply the change to `state`, and to the store, whole. Raises Conflict or StoreUnavailable."""
 
     def version(self, group: GroupKey) -> int:
-        """The version of the group's forks in `state`, for `Change.version`."""
+        """The version of the group's forks in `state`, for `StoreChange.version`."""
 
     def now(self) -> float:
         """Seconds on a clock that never goes back and that all replicas share; for all times in records."""

@@ -15,56 +15,56 @@ from typing import Any, Final, Generic, TypeVar, get_type_hints
 from pydantic import ConfigDict, TypeAdapter
 
 from planner.store.records import ForkRecord, InstanceRecord
-from rfork.fields import ChunkRange
-from rfork.wire import InstanceReport
+from rfork.schema import InstanceReport
+from rfork.schema.types import ChunkRange
 
 Record = TypeVar("Record", InstanceRecord, ForkRecord)
 Patch = Mapping[str, str]
 """JSON text by part."""
 
 
-LISTS: Final[Mapping[str, TypeAdapter[Any]]] = {
+LIST_FIELDS: Final[Mapping[str, TypeAdapter[Any]]] = {
     "verified": TypeAdapter(tuple[ChunkRange, ...]),
     "readers": TypeAdapter(tuple[str, ...]),
 }
 """The parts of a report that are sent by themselves."""
-REST: Final = tuple(name for name in InstanceReport.model_fields if name not in LISTS)
+OTHER_FIELDS: Final = tuple(name for name in InstanceReport.model_fields if name not in LIST_FIELDS)
 
 
 class Codec(Generic[Record]):
     """The parts of one kind of record. A record that is whole has the part named `head`."""
 
-    def __init__(self, kind: type[Record], head: str) -> None:
+    def __init__(self, record_type: type[Record], head: str) -> None:
         self.head = head
-        self._kind: type[Record] = kind
-        hints = get_type_hints(kind)
+        self._record_type: type[Record] = record_type
+        hints = get_type_hints(record_type)
         self._parts: dict[str, TypeAdapter[Any]] = {
-            field.name: _adapter(hints[field.name]) for field in dataclasses.fields(kind)
+            field.name: _adapter(hints[field.name]) for field in dataclasses.fields(record_type)
         }
-        self._defaults = dict(_defaults(kind))
+        self._defaults = dict(_defaults(record_type))
 
     def patch(self, base: Record | None, record: Record) -> dict[str, str]:
         """The parts of `record` that differ from `base`, or from the defaults where there is none."""
         patch: dict[str, str] = {}
         for name in self._parts:
             before = self._defaults.get(name, dataclasses.MISSING) if base is None else getattr(base, name)
-            self._differ(patch, name, before, getattr(record, name))
+            self._add_if_changed(patch, name, before, getattr(record, name))
         return patch
 
     def apply(self, base: Record | None, patch: Patch) -> Record:
         """`base` with the parts of the patch in it. Raises ValueError where the text fits no record."""
         changes = self._read(base, patch)
         try:
-            return self._kind(**changes) if base is None else dataclasses.replace(base, **changes)
+            return self._record_type(**changes) if base is None else dataclasses.replace(base, **changes)
         except TypeError as error:
-            raise ValueError(f"no whole {self._kind.__name__}: {error}") from None
+            raise ValueError(f"no whole {self._record_type.__name__}: {error}") from None
 
     @property
-    def parts(self) -> tuple[str, ...]:
+    def part_names(self) -> tuple[str, ...]:
         """The names of all parts."""
         return tuple(self._parts)
 
-    def _differ(self, patch: dict[str, str], name: str, before: Any, after: Any) -> None:
+    def _add_if_changed(self, patch: dict[str, str], name: str, before: Any, after: Any) -> None:
         if after is not before and after != before:
             patch[name] = self._parts[name].dump_json(after).decode()
 
@@ -72,7 +72,7 @@ class Codec(Generic[Record]):
         try:
             return {name: self._parts[name].validate_json(text) for name, text in patch.items()}
         except KeyError as error:
-            raise ValueError(f"{self._kind.__name__} has no part {error}") from None
+            raise ValueError(f"{self._record_type.__name__} has no part {error}") from None
 
 
 class InstanceCodec(Codec[InstanceRecord]):
@@ -82,43 +82,45 @@ class InstanceCodec(Codec[InstanceRecord]):
         super().__init__(InstanceRecord, "report")
 
     @property
-    def parts(self) -> tuple[str, ...]:
+    def part_names(self) -> tuple[str, ...]:
         """The names of all parts."""
-        return (*super().parts, *LISTS)
+        return (*super().part_names, *LIST_FIELDS)
 
-    def _differ(self, patch: dict[str, str], name: str, before: Any, after: Any) -> None:
+    def _add_if_changed(self, patch: dict[str, str], name: str, before: Any, after: Any) -> None:
         if not isinstance(after, InstanceReport):
-            super()._differ(patch, name, before, after)
+            super()._add_if_changed(patch, name, before, after)
             return
         old = before if isinstance(before, InstanceReport) else None
         if old is after:
             return
-        if old is None or any(getattr(old, rest) != getattr(after, rest) for rest in REST):
-            patch[name] = after.model_dump_json(exclude=set(LISTS), exclude_defaults=True)
-        for part, adapter in LISTS.items():
+        if old is None or any(
+            getattr(old, other_fields) != getattr(after, other_fields) for other_fields in OTHER_FIELDS
+        ):
+            patch[name] = after.model_dump_json(exclude=set(LIST_FIELDS), exclude_defaults=True)
+        for part, adapter in LIST_FIELDS.items():
             value = getattr(after, part)
             if value != (() if old is None else getattr(old, part)):
                 patch[part] = adapter.dump_json(value).decode()
 
     def _read(self, base: InstanceRecord | None, patch: Patch) -> dict[str, Any]:
-        changes = super()._read(base, {name: text for name, text in patch.items() if name not in LISTS})
-        lists = {name: LISTS[name].validate_json(patch[name]) for name in LISTS if name in patch}
+        changes = super()._read(base, {name: text for name, text in patch.items() if name not in LIST_FIELDS})
+        lists = {name: LIST_FIELDS[name].validate_json(patch[name]) for name in LIST_FIELDS if name in patch}
         if "report" in changes and base is not None:
-            lists = {name: getattr(base.report, name) for name in LISTS} | lists
+            lists = {name: getattr(base.report, name) for name in LIST_FIELDS} | lists
         report = changes.get("report") or (base.report if base is not None else None)
         if lists and report is not None:
             changes["report"] = report.model_copy(update=lists)
         return changes
 
 
-def _adapter(kind: Any) -> TypeAdapter[Any]:
+def _adapter(annotation: Any) -> TypeAdapter[Any]:
     """Of one field; infinite times stay what they are."""
     config = ConfigDict(ser_json_inf_nan="constants")
-    return TypeAdapter(kind, config=config) if kind in (float, float | None) else TypeAdapter(kind)
+    return TypeAdapter(annotation, config=config) if annotation in (float, float | None) else TypeAdapter(annotation)
 
 
-def _defaults(kind: type[Record]) -> Iterator[tuple[str, Any]]:
-    for field in dataclasses.fields(kind):
+def _defaults(record_type: type[Record]) -> Iterator[tuple[str, Any]]:
+    for field in dataclasses.fields(record_type):
         if field.default is not dataclasses.MISSING:
             yield field.name, field.default
         elif field.default_factory is not dataclasses.MISSING:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from planner.leases import Clock
-from planner.state import State
-from planner.store.base import Change, Conflict
+from planner.state import PlannerState
+from planner.store.base import CommitConflict, StoreChange
 from planner.store.records import GroupKey
 
 
@@ -12,7 +12,7 @@ class MemoryStore:
     """The store of a planner that runs alone."""
 
     def __init__(self, clock: Clock, *, keep_forks: int) -> None:
-        self.state = State(keep_forks=keep_forks)
+        self.state = PlannerState(keep_forks=keep_forks)
         self._clock = clock
         self._changes = 0
         self._versions: dict[GroupKey, int] = {}
@@ -23,18 +23,18 @@ class MemoryStore:
     async def stop(self) -> None:
         """There is nothing to let go of."""
 
-    async def commit(self, change: Change) -> None:
+    async def commit(self, change: StoreChange) -> None:
         """Apply the change; raises Conflict where it was made from an older version of the group."""
         if change.group is not None:
             if change.version != self.version(change.group):
-                raise Conflict
+                raise CommitConflict
             self._changes += 1
             self._versions[change.group] = self._changes
-        self.state.apply(change.instances, change.forks, change.gone, change.scaleups, change.withdrawn)
-        if change.gone:
+        self.state.apply(change.instances, change.forks, change.removed, change.scaleups, change.withdrawn)
+        if change.removed:
             # Numbers never come again, so a group that is gone may begin anew.
-            held = {group.key for group in self.state.groups()}
-            self._versions = {key: version for key, version in self._versions.items() if key in held}
+            live_groups = {group.key for group in self.state.groups()}
+            self._versions = {key: version for key, version in self._versions.items() if key in live_groups}
 
     def version(self, group: GroupKey) -> int:
         """The number of the change that the group's forks were last in; 0 for none."""

@@ -10,21 +10,21 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from planner.accusations import Accusation, standing
-from planner.fleet import Place, Source, Storage
-from rfork import wire
-from rfork.fields import ForkState
+from planner.accusations import Accusation, active_accusations
+from planner.policy_types import HostLocation, Source, Storage
+from rfork import schema
 from rfork.image.ranges import Range, normalise
-from rfork.wire import (
-    ForkFinish,
+from rfork.schema import (
+    ForkInfo,
     ForkProgress,
-    ForkView,
+    ForkResult,
+    InstanceInfo,
     InstanceReport,
-    InstanceView,
     Rank,
     ScaleUp,
-    StorageRead,
+    StorageAssignment,
 )
+from rfork.schema.types import ForkState
 
 
 class GroupKey(NamedTuple):
@@ -42,12 +42,12 @@ class InstanceRecord:
 
     report: InstanceReport
     seen_at: float
-    forget_s: float
+    ttl_s: float
     drained: bool = False
     """Drained through the planner; its own reports do not undo that."""
     quarantined_until: float = 0.0
     quarantine: str = ""
-    missing: bool = False
+    reported_missing: bool = False
     """A reader found it gone, and nothing has been heard of it since."""
     ingress_rate: float | None = None
     """The fastest that any of its forks read, in bytes a second."""
@@ -55,7 +55,7 @@ class InstanceRecord:
     """Since when its fork falls behind the sources it reads from, if it does."""
     since: float = 0.0
     """When it was first heard of."""
-    asked: bool = False
+    asked_for_plan: bool = False
     """Whether it has asked for its (first) fork."""
     resolved_version: str = ""
     """The version that the planner chose for an instance that reports none."""
@@ -63,7 +63,7 @@ class InstanceRecord:
     """Digest of the secret that later changes must show; empty: any caller may change it."""
     accusations: tuple[Accusation, ...] = ()
     """What readers say that it did wrong, the oldest first."""
-    doubted: int = 0
+    contradiction_count: int = 0
     """How many of its own accusations other readers contradicted."""
 
     @property
@@ -79,7 +79,7 @@ class InstanceRecord:
     @property
     def expires_at(self) -> float:
         """When it is forgotten."""
-        return self.seen_at + self.forget_s
+        return self.seen_at + self.ttl_s
 
     @cached_property
     def source(self) -> Source:
@@ -95,14 +95,12 @@ class InstanceRecord:
             state="draining" if self.drained else report.state,
             verified=normalise(report.verified),
             transports=report.transports,
-            place=Place(placement.host, placement.rack, placement.zone, placement.nvlink),
+            location=HostLocation(placement.host, placement.rack, placement.zone, placement.nvlink),
             max_readers=report.max_readers,
             expires_at=self.expires_at,
-            draft=report.draft,
-            storage=tuple(
-                Storage(offer.kind, offer.uri, offer.origin, offer.weights_id) for offer in report.storage
-            ),
-            weight=report.weight,
+            provisional_id=report.provisional_id,
+            storage=tuple(Storage(offer.kind, offer.uri, offer.origin, offer.weights_id) for offer in report.storage),
+            egress_share=report.egress_share,
             egress_rate=report.egress_rate,
             ingress_rate=self.ingress_rate,
             slow=self.slow_since is not None,
@@ -110,36 +108,36 @@ class InstanceRecord:
             quarantine=self.quarantine,
         )
 
-    def view(self, now: float) -> InstanceView:
+    def view(self, now: float) -> InstanceInfo:
         """The instance as it is listed."""
         report, state = self.report, self.source.state
-        return InstanceView(
+        return InstanceInfo(
             report=report if report.state == state else report.model_copy(update={"state": state}),
             version=self.version or None,
             age_s=max(0.0, now - self.seen_at),
             quarantined=self.quarantine if now < self.quarantined_until else None,
-            accused=next((each.why for each in standing(self.accusations, report.generation, now)), None),
+            accused=next((each.reason for each in active_accusations(self.accusations, report.generation, now)), None),
         )
 
 
 @dataclass(frozen=True)
-class Blame:
+class SourceFaultRecord:
     """Why a fork is not sent to an instance again, for a while."""
 
-    why: str
+    reason: str
     until: float
     generation: int | None = None
     """Set where only this generation of the source's weights is to be avoided."""
-    wrong: bool = False
+    is_source_fault: bool = False
     """The fork says that the source did wrong, not only that it failed."""
 
-    def holds(self, now: float, generation: int) -> bool:
+    def is_active(self, now: float, generation: int) -> bool:
         """Whether a source with this generation is still to be avoided."""
         return now < self.until and self.generation in (None, generation)
 
 
 @dataclass(frozen=True)
-class Read:
+class RouteRecord:
     """One route of a fork's plan: chunks of one generation of one peer."""
 
     source_id: str
@@ -158,25 +156,25 @@ class ForkRecord:
     rank: Rank
     chunk_count: int
     image_bytes: int
-    asked_at: float
+    requested_at: float
     planned_at: float
     seen_at: float
-    reads: tuple[Read, ...] = ()
-    storage: tuple[StorageRead, ...] = ()
+    reads: tuple[RouteRecord, ...] = ()
+    storage: tuple[StorageAssignment, ...] = ()
     """What the target is elected to read by itself."""
     weights_id: str | None = None
-    draft: str | None = None
+    provisional_id: str | None = None
     version: str = ""
     """Of the weights it gets; empty while that is not settled."""
     reason: str = ""
     progress: ForkProgress | None = None
-    finish: ForkFinish | None = None
-    lost: bool = False
+    finish: ForkResult | None = None
+    abandoned: bool = False
     """Given up by the planner, not ended by the target: it may ask again."""
-    blames: Mapping[str, Blame] = field(default_factory=dict)
-    read_from: frozenset[str] = frozenset()
+    faults_by_source: Mapping[str, SourceFaultRecord] = field(default_factory=dict)
+    sources_used: frozenset[str] = frozenset()
     """Every instance that any of its plans named; its own id stands for its own storage."""
-    held: Mapping[str, int] = field(default_factory=dict)
+    source_rate_limits: Mapping[str, int] = field(default_factory=dict)
     """Bytes a second that sources of its plan held all their readers to, where they did."""
     owner: str = ""
     """As its instance's when it was planned."""
@@ -198,11 +196,11 @@ class ForkRecord:
             return "finished" if self.finish.outcome in ("forked", "fallback") else "failed"
         return "running" if self.reads or self.storage else "planning"
 
-    def view(self, now: float) -> ForkView:
+    def view(self, now: float) -> ForkInfo:
         """The fork as it is listed."""
-        shares = [wire.Share(source_id=read.source_id, chunks=read.chunks) for read in self.reads]
-        shares += [wire.Share(source_id=self.instance_id, chunks=read.chunks) for read in self.storage]
-        return ForkView(
+        shares = [schema.ChunkAssignment(source_id=read.source_id, chunks=read.chunks) for read in self.reads]
+        shares += [schema.ChunkAssignment(source_id=self.instance_id, chunks=read.chunks) for read in self.storage]
+        return ForkInfo(
             fork_id=self.fork_id,
             instance_id=self.instance_id,
             model=self.model,
@@ -213,8 +211,8 @@ class ForkRecord:
             reason=self.reason,
             progress=self.progress,
             finish=self.finish,
-            held=dict(self.held),
-            age_s=max(0.0, now - self.asked_at),
+            source_rate_limits=dict(self.source_rate_limits),
+            age_s=max(0.0, now - self.requested_at),
             chunk_count=self.chunk_count,
             image_bytes=self.image_bytes,
         )

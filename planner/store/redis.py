@@ -17,49 +17,55 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from planner.leases import Clock
-from planner.store.base import Change, Conflict, StoreUnavailable
-from planner.store.exchange import CONFLICT, READ_COUNT, UNKNOWN, Behind, Body, Entry, body_of
-from planner.store.mirror import Mirror
+from planner.store.base import CommitConflict, StoreChange, StoreUnavailable
+from planner.store.messages import (
+    CONFLICT_VERDICT,
+    READ_COUNT,
+    UNKNOWN_VERDICT,
+    ChangeMessage,
+    LogEntry,
+    ReplicaBehind,
+    body_of,
+)
 from planner.store.records import GroupKey
+from planner.store.replica import Replica
 from rfork.errors import MissingExtra
 from rfork.logs import logger
 
 if TYPE_CHECKING:
-    from planner.store.keyspace import Keyspace
+    from planner.store.redis_client import RedisClient
 
 BATCH: Final = 256
 """Most changes that travel together; while one batch is under way the next one gathers."""
-GATHER_S: Final = 0.005
+BATCH_WINDOW_S: Final = 0.005
 """The follower lets changes gather for this long: a commit brings what it needs to know along anyway."""
 BACKOFF_S: Final = 0.05
-MOST_BACKOFF_S: Final = 2.0
-CANCEL_AGAIN_S: Final = 0.1
-PATIENCE: Final = 3
+MAX_BACKOFF_S: Final = 2.0
+CANCEL_RETRY_S: Final = 0.1
+TIMEOUT_FACTOR: Final = 3
 """After this many of the follower's waits without a word from Redis, this replica's clock stands still."""
 
 
 @dataclass(frozen=True)
-class Offer:
+class PendingCommit:
     """A change on its way (none: a mere look at what others changed), and where its verdict goes."""
 
-    body: Body | None
+    body: ChangeMessage | None
     verdict: asyncio.Future[int]
 
 
 class RedisStore:
     """The store of a planner that is one of several replicas."""
 
-    def __init__(
-        self, url: str, clock: Clock, *, keep_forks: int, timeout_s: float, prefix: str = "rfork"
-    ) -> None:
+    def __init__(self, url: str, clock: Clock, *, keep_forks: int, timeout_s: float, prefix: str = "rfork") -> None:
         """Connects to nothing yet. Raises SettingsError for the URL, MissingExtra without `redis`."""
         self._keys = _keyspace(url, timeout_s=timeout_s, keep_forks=keep_forks, prefix=prefix)
-        self._mirror = Mirror(clock, keep_forks=keep_forks, patience_s=PATIENCE * self._keys.block_s)
-        self.state = self._mirror.state
+        self._replica = Replica(clock, keep_forks=keep_forks, max_staleness_s=TIMEOUT_FACTOR * self._keys.block_s)
+        self.state = self._replica.state
         self._timeout_s = timeout_s
-        self._offers: deque[Offer] = deque()
-        self._sent: list[Offer] = []  # without an answer yet
-        self._wanted = asyncio.Event()
+        self._pending_commits: deque[PendingCommit] = deque()
+        self._sent: list[PendingCommit] = []  # without an answer yet
+        self._work_available = asyncio.Event()
         self._failure: str | None = "the store was not started"
         self._task: asyncio.Task[None] | None = None
         self._log = logger("planner.store.redis")
@@ -77,43 +83,43 @@ class RedisStore:
     async def stop(self) -> None:
         """End the task, refuse what is still under way, and close the connections."""
         if self._task is not None:
-            await _end(self._task, again_s=10 * CANCEL_AGAIN_S)
+            await _end(self._task, cancel_retry_s=10 * CANCEL_RETRY_S)
             self._task = None
-        self._refuse_all("the store was stopped")
+        self._fail_all("the store was stopped")
         await self._keys.close()
 
-    async def commit(self, change: Change) -> None:
+    async def commit(self, change: StoreChange) -> None:
         """Apply the change to Redis and to `state`.
 
         Raises Conflict where another replica changed the group; StoreUnavailable within the timeout, and then
         an answer may have been lost: what Redis made of the change shows once everything is loaded again.
         """
         if change.group is not None and change.version != self.version(change.group):
-            raise Conflict
+            raise CommitConflict
         instances = [self.state.instance(each.report.instance_id) for each in change.instances]
         forks = [self.state.fork(each.fork_id) for each in change.forks]
-        emptied = self._mirror.emptied_by(change.gone) if change.gone else []
+        emptied = self._replica.groups_emptied_by(change.removed) if change.removed else []
         body = body_of(
             change,
             {each.report.instance_id: each for each in instances if each is not None},
             {each.fork_id: each for each in forks if each is not None},
             emptied,
         )
-        if body == Body():
+        if body == ChangeMessage():
             return
-        verdict = await self._offer(body)
-        if verdict == UNKNOWN:
-            verdict = await self._offer(body_of(change, {}, {}, emptied))
-        if verdict == CONFLICT:
-            raise Conflict
+        verdict = await self._submit(body)
+        if verdict == UNKNOWN_VERDICT:
+            verdict = await self._submit(body_of(change, {}, {}, emptied))
+        if verdict == CONFLICT_VERDICT:
+            raise CommitConflict
 
     def version(self, group: GroupKey) -> int:
-        """Of the group's forks, as far as this replica knows (`planner.store.mirror.Mirror.version`)."""
-        return self._mirror.version(group)
+        """Of the group's forks, as far as this replica knows (`planner.store.replica.Replica.version`)."""
+        return self._replica.version(group)
 
     def now(self) -> float:
-        """The clock that all replicas share (`planner.store.mirror.Mirror`)."""
-        return self._mirror.now()
+        """The clock that all replicas share (`planner.store.replica.Replica`)."""
+        return self._replica.now()
 
     @property
     def ready(self) -> bool:
@@ -131,14 +137,14 @@ class RedisStore:
                     if self._failure is not None:
                         # Not all replicas at once.
                         await asyncio.sleep(random.uniform(wait_s / 2, wait_s))
-                        wait_s = min(2 * wait_s, MOST_BACKOFF_S)
+                        wait_s = min(2 * wait_s, MAX_BACKOFF_S)
                     await self._load()
                 loaded, wait_s = False, BACKOFF_S
                 await self._serve()
-            except Behind as why:
-                self._log.warning("store is loaded again", why=str(why), store=self._keys.where)
+            except ReplicaBehind as reason:
+                self._log.warning("store is loaded again", why=str(reason), store=self._keys.address)
                 # Redis may have taken these: who asks again meets what it made of them.
-                _refuse(self._sent, f"the store at {self._keys.where} is loaded again: {why}")
+                _fail(self._sent, f"the store at {self._keys.address} is loaded again: {reason}")
                 self._sent = []
             except StoreUnavailable as error:
                 await self._fail(str(error))
@@ -153,23 +159,23 @@ class RedisStore:
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            await _end(*tasks, again_s=CANCEL_AGAIN_S)
+            await _end(*tasks, cancel_retry_s=CANCEL_RETRY_S)
         for task in done:
             task.result()
 
     async def _load(self) -> None:
         contents = await self._keys.load()
-        if self._mirror.epoch not in ("", contents.epoch):
-            self._log.warning("store was emptied: heartbeats fill it again", store=self._keys.where)
-        self._mirror.fill(contents)
+        if self._replica.epoch not in ("", contents.epoch):
+            self._log.warning("store was emptied: heartbeats fill it again", store=self._keys.address)
+        self._replica.fill(contents)
         if self._failure is not None:
             self._failure = None
-            self._log.info("store is ready", store=self._keys.where, instances=len(contents.instances))
+            self._log.info("store is ready", store=self._keys.address, instances=len(contents.instances))
 
-    async def _fail(self, why: str) -> None:
+    async def _fail(self, reason: str) -> None:
         if self._failure is None:
-            self._log.error("store cannot be used", why=why)
-        self._refuse_all(why)
+            self._log.error("store cannot be used", why=reason)
+        self._fail_all(reason)
         await self._keys.close()
 
     # -- changes ----------------------------------------------------------------------------------
@@ -177,94 +183,94 @@ class RedisStore:
     async def _follow(self) -> None:
         """Apply what others change, as it comes."""
         while True:
-            entries = await self._keys.follow(self._mirror.applied)
+            entries = await self._keys.read_changes(self._replica.applied)
             for entry in entries:
-                self._mirror.apply(entry)
+                self._replica.apply(entry)
             if not entries:
-                await self._offer(None)  # nothing happened, or the stream is no more: the script tells
+                await self._submit(None)  # nothing happened, or the stream is no more: the script tells
                 continue
             if len(entries) < READ_COUNT:
-                self._mirror.synced()
-            await asyncio.sleep(GATHER_S)
+                self._replica.is_synced()
+            await asyncio.sleep(BATCH_WINDOW_S)
 
     async def _write(self) -> None:
         """Take offers to Redis, one batch at a time."""
         while True:
-            await self._wanted.wait()
-            taken = [self._offers.popleft() for _ in range(min(BATCH, len(self._offers)))]
-            if not self._offers:
-                self._wanted.clear()
-            self._sent = [offer for offer in taken if not offer.verdict.done()]
+            await self._work_available.wait()
+            batch = [self._pending_commits.popleft() for _ in range(min(BATCH, len(self._pending_commits)))]
+            if not self._pending_commits:
+                self._work_available.clear()
+            self._sent = [pending for pending in batch if not pending.verdict.done()]
             await self._write_batch(self._sent)
             self._sent = []
 
-    async def _write_batch(self, batch: list[Offer]) -> None:
-        bodies = [offer.body for offer in batch if offer.body is not None]
-        mirror = self._mirror
+    async def _write_batch(self, batch: list[PendingCommit]) -> None:
+        bodies = [pending.body for pending in batch if pending.body is not None]
+        replica = self._replica
         try:
-            outcome = await self._keys.commit(mirror.epoch, mirror.applied, mirror.now(), bodies)
-        except Behind:
+            outcome = await self._keys.commit(replica.epoch, replica.applied, replica.now(), bodies)
+        except ReplicaBehind:
             # Redis looked at none of them: they are offered again once everything is loaded.
-            self._offers.extendleft(reversed(batch))
-            self._wanted.set()
+            self._pending_commits.extendleft(reversed(batch))
+            self._work_available.set()
             self._sent = []
             raise
         # From here on Redis has answered: whoever cannot follow it loads everything, and offers none twice.
-        for entry in outcome.missed:
-            mirror.apply(entry)
+        for entry in outcome.entries_since:
+            replica.apply(entry)
         for body, verdict in zip(bodies, outcome.verdicts, strict=True):
-            if verdict not in (CONFLICT, UNKNOWN):
-                mirror.apply(Entry(verdict, body))
-        mirror.synced(outcome.at)
+            if verdict not in (CONFLICT_VERDICT, UNKNOWN_VERDICT):
+                replica.apply(LogEntry(verdict, body))
+        replica.is_synced(outcome.time)
         verdicts = iter(outcome.verdicts)
-        for offer in batch:
-            verdict = CONFLICT if offer.body is None else next(verdicts)
-            if not offer.verdict.done():
-                offer.verdict.set_result(verdict)
+        for pending in batch:
+            verdict = CONFLICT_VERDICT if pending.body is None else next(verdicts)
+            if not pending.verdict.done():
+                pending.verdict.set_result(verdict)
 
-    async def _offer(self, body: Body | None) -> int:
+    async def _submit(self, body: ChangeMessage | None) -> int:
         """Have the writer take it to Redis; the script's verdict."""
         if self._failure is not None:
             raise StoreUnavailable(self._failure)
-        offer = Offer(body, asyncio.get_running_loop().create_future())
-        self._offers.append(offer)
-        self._wanted.set()
+        pending = PendingCommit(body, asyncio.get_running_loop().create_future())
+        self._pending_commits.append(pending)
+        self._work_available.set()
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await offer.verdict
+                return await pending.verdict
         except TimeoutError:
-            why = f"no answer within {self._timeout_s:g} s"
-            raise StoreUnavailable(f"the store at {self._keys.where} cannot be used: {why}") from None
+            reason = f"no answer within {self._timeout_s:g} s"
+            raise StoreUnavailable(f"the store at {self._keys.address} cannot be used: {reason}") from None
 
-    def _refuse_all(self, why: str) -> None:
-        self._failure = why
-        _refuse((*self._sent, *self._offers), why)
+    def _fail_all(self, reason: str) -> None:
+        self._failure = reason
+        _fail((*self._sent, *self._pending_commits), reason)
         self._sent = []
-        self._offers.clear()
-        self._wanted.clear()
+        self._pending_commits.clear()
+        self._work_available.clear()
 
 
-async def _end(*tasks: asyncio.Task[None], again_s: float) -> None:
+async def _end(*tasks: asyncio.Task[None], cancel_retry_s: float) -> None:
     """Cancel until they end: a cancellation that meets redis-py at work may be lost."""
     pending = set(tasks)
     while pending:
         for task in pending:
             task.cancel()
-        _, pending = await asyncio.wait(pending, timeout=again_s)
+        _, pending = await asyncio.wait(pending, timeout=cancel_retry_s)
     await asyncio.gather(*tasks, return_exceptions=True)  # nobody else asks how they ended
 
 
-def _refuse(offers: Iterable[Offer], why: str) -> None:
-    for offer in offers:
-        if not offer.verdict.done():
-            offer.verdict.set_exception(StoreUnavailable(why))
+def _fail(offers: Iterable[PendingCommit], reason: str) -> None:
+    for pending in offers:
+        if not pending.verdict.done():
+            pending.verdict.set_exception(StoreUnavailable(reason))
 
 
-def _keyspace(url: str, *, timeout_s: float, keep_forks: int, prefix: str) -> Keyspace:
+def _keyspace(url: str, *, timeout_s: float, keep_forks: int, prefix: str) -> RedisClient:
     try:
-        from planner.store.keyspace import Keyspace
+        from planner.store.redis_client import RedisClient
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != "redis":
             raise
         raise MissingExtra("the redis package", extra="redis") from None
-    return Keyspace(url, timeout_s=timeout_s, keep_forks=keep_forks, prefix=prefix)
+    return RedisClient(url, timeout_s=timeout_s, keep_forks=keep_forks, prefix=prefix)

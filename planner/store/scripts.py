@@ -1,6 +1,6 @@
 """What runs inside Redis: each script is one step that nothing comes between.
 
-Both are given the keys of `planner.store.keyspace.KEYS`, in that order.
+Both are given the keys of `planner.store.redis_client.KEYS`, in that order.
 """
 
 from __future__ import annotations

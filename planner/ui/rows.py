@@ -18,9 +18,9 @@ Row = dict[str, JsonValue]
 
 Amount = TypeVar("Amount", int, float)
 
-MOST_SOURCES: Final = 24
+MAX_SOURCES: Final = 24
 """Sources of one fork that a row names: those that gave most."""
-MOST_REASONS: Final = 6
+MAX_REASONS: Final = 6
 """The last failures on a fork's way."""
 
 
@@ -28,7 +28,7 @@ def instance_row(record: InstanceRecord, now: float, silent_s: float) -> Row:
     """An instance; `silent`: nothing was heard of it for `silent_s` seconds."""
     report, source = record.report, record.source
     placement = report.placement
-    return _told(
+    return _non_empty(
         id=report.instance_id,
         model=report.model,
         version=record.version,
@@ -51,14 +51,14 @@ def instance_row(record: InstanceRecord, now: float, silent_s: float) -> Row:
         storage=[offer.kind for offer in report.storage],
         quarantine=record.quarantine if now < record.quarantined_until else None,
         quarantined_until=record.quarantined_until if now < record.quarantined_until else None,
-        missing=record.missing,
+        missing=record.reported_missing,
         slow=record.slow_since is not None,
         silent=now >= record.seen_at + silent_s,
         since=round(record.since, 1),
     )
 
 
-def changes_at(record: InstanceRecord, now: float, silent_s: float) -> float:
+def next_change_at(record: InstanceRecord, now: float, silent_s: float) -> float:
     """When the row becomes another one although nothing is heard of the instance."""
     times = (record.seen_at + silent_s, record.quarantined_until)
     return min((at for at in times if at > now), default=float("inf"))
@@ -70,12 +70,12 @@ def fork_row(record: ForkRecord) -> Row:
     `rates` are those of its sources: now, while it is under way; at best, once it has ended.
     """
     progress, finish = record.progress, record.finish
-    told = finish or progress
+    status = finish or progress
     if finish is not None and finish.outcome == "forked":
         verified = record.chunk_count
     else:
         verified = count(normalise(progress.verified)) if progress else 0
-    row = _told(
+    row = _non_empty(
         id=record.fork_id,
         instance=record.instance_id,
         model=record.model,
@@ -84,40 +84,40 @@ def fork_row(record: ForkRecord) -> Row:
         state=record.state,
         bytes=record.image_bytes,
         chunks=record.chunk_count,
-        asked=round(record.asked_at, 2),
+        asked=round(record.requested_at, 2),
         heard=round(record.seen_at, 2),
         reason=record.reason,
         plan=_plan(record),
         storage={f"{read.kind}:{read.uri}": count(read.chunks) for read in record.storage},
         verified=verified,
-        held=dict(record.held),
-        lost=record.lost,
+        held=dict(record.source_rate_limits),
+        lost=record.abandoned,
     )
-    if told is not None:
-        row |= _told(
-            read=told.bytes_read,
-            sources=_most(told.sources),
-            rates={name: round(rate) for name, rate in _most(told.source_bytes_per_s).items()},
-            link=told.link_bytes_per_s,
-            transports=_named(told.transports, told.sources),
-            phases=dict(told.phases or (progress.phases if progress else {})),
+    if status is not None:
+        row |= _non_empty(
+            read=status.bytes_read,
+            sources=_top_sources(status.sources),
+            rates={name: round(rate) for name, rate in _top_sources(status.source_bytes_per_s).items()},
+            link=status.link_bytes_per_s,
+            transports=_named(status.transports, status.sources),
+            phases=dict(status.phases or (progress.phases if progress else {})),
         )
     if finish is not None:
-        row |= _told(
+        row |= _non_empty(
             outcome=finish.outcome,
             seconds=finish.seconds,
             fallback=finish.fallback,
-            reasons=list(finish.reasons[-MOST_REASONS:]),
+            reasons=list(finish.reasons[-MAX_REASONS:]),
             efficiency=finish.efficiency,
             repeated=finish.bytes_repeated,
             replans=finish.replans,
         )
     elif progress is not None:
-        row |= _told(rate=round(progress.bytes_per_s))
+        row |= _non_empty(rate=round(progress.bytes_per_s))
     return row
 
 
-def changed(old: Row | None, new: Row) -> Row:
+def row_diff(old: Row | None, new: Row) -> Row:
     """What of a row is new, with its id; None for what is no more. All of it where none is old."""
     if old is None:
         return new
@@ -130,23 +130,23 @@ def changed(old: Row | None, new: Row) -> Row:
 
 def _plan(record: ForkRecord) -> dict[str, int]:
     chunks = {read.source_id: count(read.chunks) for read in record.reads}
-    own = sum(count(read.chunks) for read in record.storage)
-    return chunks | ({record.instance_id: own} if own else {})
+    own_storage = sum(count(read.chunks) for read in record.storage)
+    return chunks | ({record.instance_id: own_storage} if own_storage else {})
 
 
-def _most(sources: Mapping[str, Amount]) -> dict[str, Amount]:
+def _top_sources(sources: Mapping[str, Amount]) -> dict[str, Amount]:
     """The sources that gave most, or fastest; in the order in which they were told, where they are few."""
-    if len(sources) <= MOST_SOURCES:
+    if len(sources) <= MAX_SOURCES:
         return dict(sources)
-    return dict(sorted(sources.items(), key=lambda item: -item[1])[:MOST_SOURCES])
+    return dict(sorted(sources.items(), key=lambda item: -item[1])[:MAX_SOURCES])
 
 
 def _named(transports: Mapping[str, str], sources: Mapping[str, int]) -> dict[str, str]:
     return {
-        name: over for name, over in transports.items() if len(transports) <= MOST_SOURCES or name in sources
+        name: transport for name, transport in transports.items() if len(transports) <= MAX_SOURCES or name in sources
     }
 
 
-def _told(**values: object) -> Row:
+def _non_empty(**values: object) -> Row:
     """Leaves out what is None, 0, empty or False: the page takes a missing field for that."""
     return {name: value for name, value in values.items() if value}  # type: ignore[misc]  # plain values all

@@ -1,9 +1,9 @@
 """JIT caches as a second kind of image: what engines compiled goes from those that run to new ones."""
 
-from rfork.artifacts.giving import ArtifactGiver, seed
-from rfork.artifacts.key import ArtifactKey, key_of_here
+from rfork.artifacts.client import fetch
+from rfork.artifacts.key import ArtifactKey, local_key
 from rfork.artifacts.report import ArtifactReport
-from rfork.artifacts.stored import load, save
-from rfork.artifacts.taking import fetch
+from rfork.artifacts.server import ArtifactServer, seed
+from rfork.artifacts.storage import load, save
 
-__all__ = ["ArtifactGiver", "ArtifactKey", "ArtifactReport", "fetch", "key_of_here", "load", "save", "seed"]
+__all__ = ["ArtifactKey", "ArtifactReport", "ArtifactServer", "fetch", "load", "local_key", "save", "seed"]

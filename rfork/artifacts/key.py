@@ -14,12 +14,12 @@ from typing import Final, Self
 import torch
 
 DOMAIN: Final = b"rfork-artifacts-v1\n"
-PARTED: Final = "+artifacts "
+KEY_SEPARATOR: Final = "+artifacts "
 """Between the model and the key in the name that they are given under."""
 ENGINES: Final = ("vllm", "sglang", "flashinfer-python", "deep_gemm", "apache-tvm-ffi")
-LONGEST_VALUE: Final = 32
-LONGEST_ENGINE: Final = 64
-LONGEST_MODEL: Final = 96
+MAX_VALUE_CHARS: Final = 32
+MAX_ENGINE_CHARS: Final = 64
+MAX_MODEL_CHARS: Final = 96
 NONE: Final = "none"
 _PLAIN: Final = re.compile(r"[^A-Za-z0-9._+-]+")
 _ISA: Final = re.compile(
@@ -65,37 +65,35 @@ class ArtifactKey:
     def parse(cls, values: Mapping[str, str]) -> Self:
         """A key from its values by name; what is missing is ``none``, what is not known is left out."""
         known = {field.name for field in fields(cls)}
-        return cls(**{name: _word(value, _most(name)) for name, value in values.items() if name in known})
+        return cls(**{name: _key_value(value, _max_chars(name)) for name, value in values.items() if name in known})
 
     def differences(self, other: Self) -> tuple[str, ...]:
         """Each value that differs: ``driver: here 550.54, there 560.1``."""
         there = asdict(other)
         return tuple(
-            f"{name}: here {value}, there {there[name]}"
-            for name, value in asdict(self).items()
-            if value != there[name]
+            f"{name}: here {value}, there {there[name]}" for name, value in asdict(self).items() if value != there[name]
         )
 
 
-def key_of_here(engine: str | None = None) -> ArtifactKey:
+def local_key(engine: str | None = None) -> ArtifactKey:
     """The key of this process: its GPUs, driver, Python and installed packages.
 
     `engine` (name and version) stands for the engines that are installed. Initialises CUDA, if there is any,
     so an engine that forks its workers must run it in a process of its own (`rfork artifacts`).
     """
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
-    told = [torch.cuda.get_device_properties(index) for index in gpus]
+    gpu_properties = [torch.cuda.get_device_properties(index) for index in gpus]
     found = [f"{name}-{version}" for name in ENGINES if (version := _version(name)) is not None]
     return ArtifactKey(
-        gpu=_word("+".join(sorted({one.name for one in told})) or NONE),
-        sm=_word("+".join(sorted({f"{one.major}.{one.minor}" for one in told})) or NONE),
-        driver=_word(_driver()),
-        cuda=_word(torch.version.cuda or torch.version.hip or NONE),
-        torch=_word(torch.__version__),
-        triton=_word(_version("triton") or NONE),
-        python=_word(f"{platform.python_implementation()}-{platform.python_version()}"),
-        engine=_word(engine or "+".join(found) or NONE, LONGEST_ENGINE),
-        cpu=_word(_cpu(_flags())),
+        gpu=_key_value("+".join(sorted({one.name for one in gpu_properties})) or NONE),
+        sm=_key_value("+".join(sorted({f"{one.major}.{one.minor}" for one in gpu_properties})) or NONE),
+        driver=_key_value(_driver()),
+        cuda=_key_value(torch.version.cuda or torch.version.hip or NONE),
+        torch=_key_value(torch.__version__),
+        triton=_key_value(_version("triton") or NONE),
+        python=_key_value(f"{platform.python_implementation()}-{platform.python_version()}"),
+        engine=_key_value(engine or "+".join(found) or NONE, MAX_ENGINE_CHARS),
+        cpu=_key_value(_cpu(_flags())),
     )
 
 
@@ -107,32 +105,32 @@ def name_of(model: str, key: ArtifactKey) -> str:
 def prefix_of(model: str) -> str:
     """How the names of all artifacts of a model begin, whatever their key."""
     short = model
-    if len(model) > LONGEST_MODEL:
-        short = f"{model[: LONGEST_MODEL - 17]}~{hashlib.sha256(model.encode()).hexdigest()[:16]}"
-    return short + PARTED
+    if len(model) > MAX_MODEL_CHARS:
+        short = f"{model[: MAX_MODEL_CHARS - 17]}~{hashlib.sha256(model.encode()).hexdigest()[:16]}"
+    return short + KEY_SEPARATOR
 
 
-def key_of_name(name: str) -> ArtifactKey | None:
+def parse_name(name: str) -> ArtifactKey | None:
     """The key in such a name, or None where it is none."""
-    _, parted, told = name.rpartition(PARTED)
-    key_id, _, description = told.partition(" ")
-    if not parted or not description:
+    _, separator, key_text = name.rpartition(KEY_SEPARATOR)
+    key_id, _, description = key_text.partition(" ")
+    if not separator or not description:
         return None
     pairs = (pair.partition("=") for pair in description.split(","))
     key = ArtifactKey.parse({name: value for name, _, value in pairs})
     return key if key.id == key_id else None
 
 
-def _word(text: str, most: int = LONGEST_VALUE) -> str:
+def _key_value(text: str, max_chars: int = MAX_VALUE_CHARS) -> str:
     """A value without what parts values; a long one keeps its start, and differs where the whole does."""
     plain = _PLAIN.sub("-", text).strip("-") or NONE
-    if len(plain) <= most:
+    if len(plain) <= max_chars:
         return plain
-    return f"{plain[: most - 9]}+{hashlib.sha256(plain.encode()).hexdigest()[:8]}"
+    return f"{plain[: max_chars - 9]}+{hashlib.sha256(plain.encode()).hexdigest()[:8]}"
 
 
-def _most(name: str) -> int:
-    return LONGEST_ENGINE if name == "engine" else LONGEST_VALUE
+def _max_chars(name: str) -> int:
+    return MAX_ENGINE_CHARS if name == "engine" else MAX_VALUE_CHARS
 
 
 def _version(package: str) -> str | None:
@@ -159,9 +157,9 @@ def _flags() -> list[str]:
     except OSError:
         return []
     for line in lines:
-        name, _, told = line.partition(":")
+        name, _, flags = line.partition(":")
         if name.strip() in ("flags", "Features"):
-            return told.split()
+            return flags.split()
     return []
 
 

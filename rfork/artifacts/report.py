@@ -10,8 +10,8 @@ class ArtifactReport:
     """How the caches of a start were taken. Sizes in bytes, times in seconds.
 
     `model` is the name that they were asked for under, `key` the id of what has to be equal on both sides
-    (GPU, versions), `seconds` the whole call. `files` and `bytes` were put in place; `there` files were there
-    already, `kept` were there with other content, which stays. `source` is the instance or the URI that gave
+    (GPU, versions), `seconds` the whole call. `files` and `bytes` were put in place; `already_present` files were there
+    already, `kept_existing` were there with other content, which stays. `source` is the instance or the URI that gave
     them, None where nothing was taken: `reason` says why then, or which kinds were passed over.
     """
 
@@ -19,8 +19,8 @@ class ArtifactReport:
     key: str
     files: int = 0
     bytes: int = 0
-    there: int = 0
-    kept: int = 0
+    already_present: int = 0
+    kept_existing: int = 0
     seconds: float = 0.0
     source: str | None = None
     reason: str | None = None
@@ -33,8 +33,8 @@ class ArtifactReport:
         """The report on one line."""
         if self.source is None:
             return f"no artifacts taken in {self.seconds:.2f} s, because: {self.reason}"
-        also = f", {self.there} were there" if self.there else ""
-        also += f", {self.kept} stay as they were" if self.kept else ""
+        also = f", {self.already_present} were there" if self.already_present else ""
+        also += f", {self.kept_existing} stay as they were" if self.kept_existing else ""
         also += f"; {self.reason}" if self.reason else ""
         return (
             f"{self.files} files ({self.bytes / 1e6:.1f} MB) of artifacts from {self.source} in "

@@ -9,12 +9,12 @@ import typer
 
 from rfork import __version__
 from rfork.cli import (
-    artifacts,
+    cache,
     convert,
     doctor,
     drain,
     forks,
-    hook,
+    k8s,
     launch,
     plan,
     planner,
@@ -24,7 +24,7 @@ from rfork.cli import (
     snapshot,
     status,
 )
-from rfork.cli.console import forgiving_streams, leave, out, print_json, reported
+from rfork.cli.console import handle_errors, hard_exit, out, print_json, replace_unencodable_output
 from rfork.cli.demo import command as demo
 from rfork.cli.explain import command as explain
 from rfork.cli.options import JsonOption
@@ -39,7 +39,7 @@ app = typer.Typer(
     rich_markup_mode=None,  # or it would take "[env: …]" for markup
 )
 app.command("planner", short_help="Run the planner: it says who reads from whom.")(planner.planner)
-app.command("hook", short_help="Run the planner's hooks into Kubernetes and KEDA.")(hook.hook)
+app.command("hook", short_help="Run the planner's hooks into Kubernetes and KEDA.")(k8s.hook)
 app.command("seed", short_help="Load a model folder, and give its weights.")(seed.seed)
 app.command("sidecar", short_help="Plan the R-Fork of an unmodified SGLang server.")(sidecar.sidecar)
 app.command("pull", short_help="Fork a model from those that run.")(pull.pull)
@@ -47,7 +47,7 @@ app.command("launch", context_settings=launch.CONTEXT, short_help="Start SGLang 
     launch.launch
 )
 app.add_typer(snapshot.app, name="snapshot", short_help="Write weights to storage, list and verify them.")
-app.add_typer(artifacts.app, name="artifacts", short_help="Save, give and take JIT caches.")
+app.add_typer(cache.app, name="artifacts", short_help="Save, give and take JIT caches.")
 app.command("convert", short_help="Write tensor files in another format.")(convert.convert)
 app.command("status", short_help="Show who holds what, and who reads from whom.")(status.status)
 app.command("top", short_help="Show the fleet live.")(top.top)
@@ -62,7 +62,7 @@ app.command("demo", short_help="Fork a real model on this machine, and prove it.
 @app.command("version")
 def version(as_json: JsonOption = False) -> None:
     """Print the version."""
-    with reported(as_json=as_json):
+    with handle_errors(as_json=as_json):
         if as_json:
             print_json({"version": __version__})
         else:
@@ -71,7 +71,7 @@ def version(as_json: JsonOption = False) -> None:
 
 def main() -> None:
     """Entry point of the `rfork` script."""
-    forgiving_streams()
+    replace_unencodable_output()
     code: str | int | None = None
     try:
         app()
@@ -79,5 +79,5 @@ def main() -> None:
         code = ended.code
     # Also one that did all it had to: gRPC's threads last a little longer than what they served.
     if isinstance(code, int | None) and any(each.daemon for each in threading.enumerate()):
-        leave(code or 0)
+        hard_exit(code or 0)
     sys.exit(code)

@@ -1,6 +1,6 @@
 """What the shell completes from the planner: models, versions, instances, forks, replicas.
 
-Runs in a process of its own at each press of Tab: one call to the planner that may take `MOST_S`, and
+Runs in a process of its own at each press of Tab: one call to the planner that may take `TIMEOUT_S`, and
 silence where it does not answer.
 """
 
@@ -14,13 +14,13 @@ from typing import Final
 import typer
 
 from rfork import settings as options
-from rfork.cli import units
-from rfork.control.client import PlannerClient
+from rfork.cli import format
 from rfork.errors import RforkError
-from rfork.settings import Settings
+from rfork.planner_client.client import PlannerClient
+from rfork.settings import InstanceSettings
 
-MOST_S: Final = 0.3
-MOST: Final = 200
+TIMEOUT_S: Final = 0.3
+MAX_ITEMS: Final = 200
 """Items that are offered at most: more than anybody reads."""
 
 Completions = list[tuple[str, str]]
@@ -32,32 +32,32 @@ _replica: Final = re.compile(r"(.+)-(?:target|draft)-.+")
 def complete_model(context: typer.Context, incomplete: str) -> Completions:
     """Names of models."""
 
-    def ask(client: PlannerClient) -> Iterable[tuple[str, str]]:
+    def query(client: PlannerClient) -> Iterable[tuple[str, str]]:
         seeds: Counter[str] = Counter()
         for row in client.models():
             seeds[row.model] += row.seeds
-        return ((name, units.plural(count, "seed")) for name, count in seeds.items())
+        return ((name, format.plural(count, "seed")) for name, count in seeds.items())
 
-    return _asked(context, incomplete, ask)
+    return _query(context, incomplete, query)
 
 
 def complete_version(context: typer.Context, incomplete: str) -> Completions:
     """Versions of the model that is named; of all models where none is."""
     model = context.params.get("model")
 
-    def ask(client: PlannerClient) -> Iterable[tuple[str, str]]:
+    def query(client: PlannerClient) -> Iterable[tuple[str, str]]:
         seeds: Counter[tuple[str, str]] = Counter()
         for row in client.models():
             if row.version and model in (None, row.model):
                 seeds[row.version, row.model] += row.seeds
-        return ((version, f"{units.plural(count, 'seed')} of {of}") for (version, of), count in seeds.items())
+        return ((version, f"{format.plural(count, 'seed')} of {of}") for (version, of), count in seeds.items())
 
-    return _asked(context, incomplete, ask)
+    return _query(context, incomplete, query)
 
 
 def complete_instance(context: typer.Context, incomplete: str) -> Completions:
     """Ids of instances."""
-    return _asked(
+    return _query(
         context,
         incomplete,
         lambda client: (
@@ -69,7 +69,7 @@ def complete_instance(context: typer.Context, incomplete: str) -> Completions:
 
 def complete_replica(context: typer.Context, incomplete: str) -> Completions:
     """Names of servers (RFORK_REPLICA)."""
-    return _asked(
+    return _query(
         context,
         incomplete,
         lambda client: (
@@ -82,7 +82,7 @@ def complete_replica(context: typer.Context, incomplete: str) -> Completions:
 
 def complete_fork(context: typer.Context, incomplete: str) -> Completions:
     """Ids of forks, the latest first."""
-    return _asked(
+    return _query(
         context,
         incomplete,
         lambda client: (
@@ -92,14 +92,14 @@ def complete_fork(context: typer.Context, incomplete: str) -> Completions:
     )
 
 
-def _asked(
-    context: typer.Context, incomplete: str, ask: Callable[[PlannerClient], Iterable[tuple[str, str]]]
+def _query(
+    context: typer.Context, incomplete: str, query: Callable[[PlannerClient], Iterable[tuple[str, str]]]
 ) -> Completions:
-    given = context.params.get("planner")
+    planner_url = context.params.get("planner")
     try:
-        settings = options.load(Settings, planner=given if isinstance(given, str) else None)
-        with PlannerClient.of(settings.model_copy(update={"planner_timeout_s": MOST_S})) as client:
-            found = dict(pair for pair in ask(client) if pair[0].startswith(incomplete))
+        settings = options.load(InstanceSettings, planner=planner_url if isinstance(planner_url, str) else None)
+        with PlannerClient.of(settings.model_copy(update={"planner_timeout_s": TIMEOUT_S})) as client:
+            found = dict(pair for pair in query(client) if pair[0].startswith(incomplete))
     except RforkError:
         return []
-    return list(found.items())[:MOST]
+    return list(found.items())[:MAX_ITEMS]

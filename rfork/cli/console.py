@@ -20,28 +20,28 @@ from rich.measure import Measurement
 from rfork import logs
 from rfork import settings as options
 from rfork.errors import RforkError
-from rfork.settings import PlannerSettings, Settings
+from rfork.settings import InstanceSettings, PlannerSettings
 
 INTERRUPTED: Final = 130
 BUG: Final = 1
-WIDEST: Final = 4000
+MAX_WIDTH: Final = 4000
 """Columns that a table may take where no terminal's width binds it."""
 
-LogSettings = Settings | PlannerSettings
+LogSettings = InstanceSettings | PlannerSettings
 
 
 class Output(Console):
     """A console of ours. Rich's own ends the process with 1 as soon as nobody reads its output any more."""
 
     def on_broken_pipe(self) -> None:
-        """On stderr: say nothing more, and go on. On stdout: raise BrokenPipeError; see `reported`."""
+        """On stderr: say nothing more, and go on. On stdout: raise BrokenPipeError; see `handle_errors`."""
         self.quiet = True
         if not self.stderr:
             raise BrokenPipeError
-        _forget(sys.stderr)
+        _discard_buffer(sys.stderr)
 
 
-def _forget(stream: TextIO) -> None:
+def _discard_buffer(stream: TextIO) -> None:
     """Nobody reads it: what is still in its buffer would fail once more when Python ends."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
@@ -58,7 +58,7 @@ def print_json(value: object) -> None:
     sys.stdout.flush()
 
 
-def forgiving_streams() -> None:
+def replace_unencodable_output() -> None:
     """A character that stdout or stderr cannot write becomes a question mark: no reason to end a command."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
@@ -90,7 +90,7 @@ class _Stderr:
 
 
 @contextlib.contextmanager
-def reported(*, as_json: bool = False) -> Iterator[None]:
+def handle_errors(*, as_json: bool = False) -> Iterator[None]:
     """End the command with one clear line and the error's exit code; never a traceback.
 
     SIGTERM ends it as Ctrl-C does, so that leases are given back. Where nobody reads its output any more, it
@@ -118,14 +118,14 @@ def reported(*, as_json: bool = False) -> Iterator[None]:
     except KeyboardInterrupt:
         _leave_interrupted()
     except BrokenPipeError:
-        _forget(sys.stdout)
+        _discard_buffer(sys.stdout)
         raise typer.Exit(0) from None
     except (typer.Exit, typer.Abort):
         raise
     except Exception as error:  # a bug, which no user is to read a traceback of
         if interrupted:  # or a wait of Python's, which fails so where it is broken off as it ends
             _leave_interrupted()
-        _tell_bug(error, as_json=as_json)
+        _report_bug(error, as_json=as_json)
         raise typer.Exit(BUG) from None
 
 
@@ -134,9 +134,9 @@ def _leave_interrupted() -> NoReturn:
     raise typer.Exit(INTERRUPTED) from None
 
 
-def _tell_bug(error: Exception, *, as_json: bool) -> None:
-    said = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    message = f"rfork failed where it should not: {said}"
+def _report_bug(error: Exception, *, as_json: bool) -> None:
+    error_text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    message = f"rfork failed where it should not: {error_text}"
     hint = "set RFORK_LOG_LEVEL=debug to see where, and report it"
     if as_json:
         print_json({"error": type(error).__name__, "fault": "rfork", "message": message, "hint": hint})
@@ -150,7 +150,7 @@ def _tell_bug(error: Exception, *, as_json: bool) -> None:
 def _debugging() -> bool:
     """Whether whoever runs this wants to see everything (RFORK_LOG_LEVEL)."""
     try:
-        return options.load(Settings).log_level == "debug"
+        return options.load(InstanceSettings).log_level == "debug"
     except RforkError:
         return False
 
@@ -160,17 +160,17 @@ def escaped(text: str) -> str:
     return text.replace("[", r"\[")
 
 
-def show(what: ConsoleRenderable) -> None:
+def print_renderable(what: ConsoleRenderable) -> None:
     """Print a table or the like on stdout: as wide as the terminal, or as it needs where there is none."""
     if out.is_terminal:
         out.print(what, soft_wrap=False)
         return
-    needed = Measurement.get(out, out.options.update(max_width=WIDEST), what).maximum
+    needed = Measurement.get(out, out.options.update(max_width=MAX_WIDTH), what).maximum
     console = Output(file=cast(TextIO, out.file), width=max(1, needed), highlight=False, no_color=True)
     console.print(what)
 
 
-def leave(code: int) -> NoReturn:
+def hard_exit(code: int) -> NoReturn:
     """End the process now, though threads are in the middle of something: after what is to be done at exit.
 
     What an interruption left open amid its opening is closed before, unless somebody still holds the error.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from rfork.cli.console import out, print_json, reported
+from rfork.cli.console import handle_errors, out, print_json
 from rfork.cli.options import JsonOption
 from rfork.cli.progress import Bar
 from rfork.errors import SettingsError
@@ -48,9 +48,7 @@ def convert(
     ] = None,
     rank: Annotated[
         int | None,
-        typer.Option(
-            "--rank", min=0, help="Which rank's files of a folder, or of model-rank-%03d.tensors, by number."
-        ),
+        typer.Option("--rank", min=0, help="Which rank's files of a folder, or of model-rank-%03d.tensors, by number."),
     ] = None,
     source_key: Annotated[
         Path | None,
@@ -83,13 +81,13 @@ def convert(
     shapes and bytes stay as they are; a snapshot is verified first. No new file is left at DST where the
     command fails.
     """
-    with reported(as_json=as_json):
+    with handle_errors(as_json=as_json):
         from rfork.storage.convert.convert import convert as run
-        from rfork.storage.tensorizer.crypt import Secret
+        from rfork.storage.tensorizer.encryption import Secret
 
         unlock = Secret.from_files(source_key, source_password)
         lock = Secret.from_files(key, password)
-        most = _bytes_in(max_shard_size) if max_shard_size is not None else None
+        max_shard_bytes = _bytes_in(max_shard_size) if max_shard_size is not None else None
         with Bar("convert") as bar:
             saved = run(
                 source,
@@ -99,7 +97,7 @@ def convert(
                 rank=rank,
                 unlock=unlock,
                 lock=lock,
-                max_shard_bytes=most,
+                max_shard_bytes=max_shard_bytes,
                 force=force,
                 progress=bar.update,
             )
@@ -120,7 +118,7 @@ def convert(
 def _dtype(name: FloatName | None) -> torch.dtype | None:
     import torch
 
-    types = {kind: getattr(torch, kind) for kind in ("float64", "float32", "float16", "bfloat16")}
+    types = {dtype_name: getattr(torch, dtype_name) for dtype_name in ("float64", "float32", "float16", "bfloat16")}
     return types[name] if name is not None else None
 
 

@@ -11,12 +11,12 @@ from rich.table import Table
 from rich.text import Text
 
 from rfork import settings as options
-from rfork.cli.console import out, print_json, reported, show
+from rfork.cli.console import handle_errors, out, print_json, print_renderable
 from rfork.cli.options import JsonOption, PlannerOption
-from rfork.settings import Settings, StorageSettings
+from rfork.settings import InstanceSettings, StorageSettings
 
 if TYPE_CHECKING:
-    from rfork.transport.doctor import Check
+    from rfork.diagnostics import CheckResult
 
 COLOUR = {"ok": "green", "warn": "yellow", "fail": "red", "skip": "dim"}
 FINDINGS = ("fail", "warn")
@@ -30,14 +30,14 @@ def doctor(planner: PlannerOption = None, as_json: JsonOption = False) -> None:
 
     Exit code 1 if something is wrong; each finding says what to do.
     """
-    with reported(as_json=as_json):
-        from rfork.storage import doctor as storage
-        from rfork.transport import doctor as transport
-        from rfork.transport.choice import explain
+    with handle_errors(as_json=as_json):
+        from rfork import diagnostics as transport
+        from rfork.diagnostics import storage as storage
+        from rfork.transport.selection import explain_selection
 
-        chosen = options.load(Settings, planner=planner)
+        chosen = options.load(InstanceSettings, planner=planner)
         checks = transport.run_checks(chosen) + storage.run_checks(chosen, options.load(StorageSettings))
-        choices = explain(chosen)
+        choices = explain_selection(chosen)
         if as_json:
             print_json(
                 {
@@ -48,13 +48,13 @@ def doctor(planner: PlannerOption = None, as_json: JsonOption = False) -> None:
             )
         else:
             for check in checks:
-                _tell(check)
-            _sum_up(checks)
+                _print_check(check)
+            _print_summary(checks)
         if any(check.status == "fail" for check in checks):
             raise typer.Exit(FAILED)
 
 
-def _tell(check: Check) -> None:
+def _print_check(check: CheckResult) -> None:
     """One line, folded under its second column where it is long; what to do stands on a line of its own."""
     table = Table.grid(padding=(0, 1))
     for size in (4, NAME):
@@ -66,10 +66,10 @@ def _tell(check: Check) -> None:
     if check.fix:
         word = "to do: " if check.status in FINDINGS else "to know: "
         table.add_row("", "", Text.assemble((word, colour), check.fix))
-    show(table)
+    print_renderable(table)
 
 
-def _sum_up(checks: Sequence[Check]) -> None:
+def _print_summary(checks: Sequence[CheckResult]) -> None:
     wrong, doubtful = ([check for check in checks if check.status == status] for status in FINDINGS)
     if not wrong and not doubtful:
         out.print("\nnothing to mend")

@@ -9,13 +9,13 @@ import typer
 
 from rfork import settings as options
 from rfork.cli.completion import complete_instance, complete_replica
-from rfork.cli.console import out, print_json, reported
+from rfork.cli.console import handle_errors, out, print_json
 from rfork.cli.options import JsonOption, PlannerOption
-from rfork.cli.progress import waiting
-from rfork.control.client import PlannerClient
-from rfork.control.draining import drain_replica, drained
+from rfork.cli.progress import spinner
 from rfork.errors import SettingsError, SourceBusy
-from rfork.settings import Settings
+from rfork.planner_client.client import PlannerClient
+from rfork.planner_client.drain import drain_instance, drain_replica
+from rfork.settings import InstanceSettings
 
 
 def drain(
@@ -44,9 +44,7 @@ def drain(
             "for its preStop hook.",
         ),
     ] = False,
-    force: Annotated[
-        bool, typer.Option("--force", help="Even if it is the last that holds its weights.")
-    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Even if it is the last that holds its weights.")] = False,
     wait: Annotated[
         float | None,
         typer.Option(
@@ -59,12 +57,12 @@ def drain(
     as_json: JsonOption = False,
 ) -> None:
     """Drain instances, as for a Kubernetes preStop hook. Exit code 0 when all may end, 4 if not in time."""
-    with reported(as_json=as_json):
+    with handle_errors(as_json=as_json):
         if [instance is not None, replica is not None, own].count(True) != 1:
             raise SettingsError(
                 "name one instance, or with --replica NAME all those of one server, or with --own this one's"
             )
-        chosen = options.load(Settings, planner=planner, drain_s=wait)
+        chosen = options.load(InstanceSettings, planner=planner, drain_s=wait)
         if own and chosen.replica is None:
             raise SettingsError("RFORK_REPLICA is not set: --own drains the server that it names")
         named = chosen.replica if own else replica
@@ -73,24 +71,26 @@ def drain(
                 # A server that drains itself is about to end, whether or not it is the last.
                 _drain_all(client, named, force=force or own, wait_s=chosen.drain_s, as_json=as_json)
             elif instance is not None:
-                with waiting(chosen.drain_s) as told:
-                    answer = drained(client, instance, force=force, wait_s=chosen.drain_s, on_wait=told.say)
+                with spinner(chosen.drain_s) as wait_spinner:
+                    drain_result = drain_instance(
+                        client, instance, force=force, wait_s=chosen.drain_s, on_wait=wait_spinner.set_message
+                    )
                 if as_json:
-                    print_json({"instance_id": instance, **answer.model_dump(mode="json")})
+                    print_json({"instance_id": instance, **drain_result.model_dump(mode="json")})
                 else:
-                    out.print(f"{instance} may end: {answer.reason}", markup=False)
+                    out.print(f"{instance} may end: {drain_result.reason}", markup=False)
 
 
 def _drain_all(client: PlannerClient, replica: str, *, force: bool, wait_s: float, as_json: bool) -> None:
-    with waiting(wait_s) as told:
-        ended = drain_replica(client, replica, force=force, wait_s=wait_s, on_wait=told.say)
+    with spinner(wait_s) as wait_spinner:
+        drain_results = drain_replica(client, replica, force=force, wait_s=wait_s, on_wait=wait_spinner.set_message)
     if as_json:
-        print_json({"replica": replica, "instances": [asdict(each) for each in ended]})
-    elif not ended:
+        print_json({"replica": replica, "instances": [asdict(each) for each in drain_results]})
+    elif not drain_results:
         out.print(f"{replica} has no instances: it may end", markup=False)
     else:
-        for each in ended:
+        for each in drain_results:
             word = "may end" if each.may_exit else "may not end"
             out.print(f"{each.instance_id} {word}: {each.reason}", markup=False)
-    if left := [each.instance_id for each in ended if not each.may_exit]:
-        raise SourceBusy(f"{len(left)} of {len(ended)} instances of {replica} may not end yet")
+    if left := [each.instance_id for each in drain_results if not each.may_exit]:
+        raise SourceBusy(f"{len(left)} of {len(drain_results)} instances of {replica} may not end yet")

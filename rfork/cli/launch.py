@@ -15,16 +15,16 @@ from typing import Annotated
 import typer
 
 from rfork import settings as options
-from rfork.cli.console import reported
-from rfork.control.client import PlannerClient
-from rfork.control.draining import drain_replica
-from rfork.control.ownership import owner_secret
+from rfork.cli.console import handle_errors
 from rfork.engines import flags
-from rfork.engines.launch import findable, for_the_engine, rewritten
-from rfork.engines.supervising import supervise
+from rfork.engines.launch import engine_environment, rewrite_command, with_plugin_path
+from rfork.engines.supervisor import supervise
 from rfork.errors import RforkError, SettingsError
 from rfork.logs import configure, logger
-from rfork.settings import Settings, redacted
+from rfork.planner_client.client import PlannerClient
+from rfork.planner_client.drain import drain_replica
+from rfork.planner_client.ownership import owner_secret
+from rfork.settings import InstanceSettings, redacted
 
 log = logger(__name__)
 
@@ -32,33 +32,28 @@ CONTEXT = {"ignore_unknown_options": True, "allow_interspersed_args": False, "he
 
 
 def launch(
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[OPTIONS] -- COMMAND…", show_default=False)
-    ] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="[OPTIONS] -- COMMAND…", show_default=False)] = None,
 ) -> None:
     """Start an SGLang or vLLM server that forks its weights (`rfork launch --help` lists the options)."""
-    with reported():
-        given, command = parsed(arguments or ())
-        started = rewritten(command, {**os.environ, **given})
+    with handle_errors():
+        environment_overrides, command = parse_launch_arguments(arguments or ())
+        started = rewrite_command(command, {**os.environ, **environment_overrides})
         settings = _settings(started.environment)
         configure(settings.log_json, settings.log_level)
         replica = started.environment[flags.variable("replica")]
         owner_secret(settings)  # read now: its file may be gone when the server ends
-        log.info(
-            "launching", engine=started.engine, replica=replica, command=redacted(" ".join(started.command))
-        )
-        with findable(for_the_engine(started.environment, settings)) as environment:
+        log.info("launching", engine=started.engine, replica=replica, command=redacted(" ".join(started.command)))
+        with with_plugin_path(engine_environment(started.environment, settings)) as environment:
             code = supervise(started.command, environment, lambda stop: _drain(settings, replica, stop))
         raise typer.Exit(code)
 
 
-def parsed(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+def parse_launch_arguments(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """The RFORK_* that the options in front set, and the command behind them. Exits after ``--help``."""
     parser = argparse.ArgumentParser(
         prog="rfork launch",
         usage="rfork launch [OPTIONS] -- COMMAND…",
-        description="Start an SGLang or vLLM server that forks its weights. "
-        "Each option may be spelt --rfork-…, too.",
+        description="Start an SGLang or vLLM server that forks its weights. Each option may be spelt --rfork-…, too.",
         allow_abbrev=False,
         exit_on_error=False,
     )
@@ -74,16 +69,16 @@ def parsed(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     command: list[str] = values.command
     if unknown:
         raise SettingsError(f"there is no option {unknown[0]}", hint="see `rfork launch --help`")
-    return flags.given(values), command[1:] if command[:1] == ["--"] else command
+    return flags.to_environment(values), command[1:] if command[:1] == ["--"] else command
 
 
-def _settings(environment: Mapping[str, str]) -> Settings:
+def _settings(environment: Mapping[str, str]) -> InstanceSettings:
     """Those that the server will have. Raises SettingsError before it is started."""
-    told = {name: environment.get(flags.variable(name)) or None for name, _ in flags.fields(without=())}
-    return options.load(Settings, **told)
+    overrides = {name: environment.get(flags.variable(name)) or None for name, _ in flags.fields(without=())}
+    return options.load(InstanceSettings, **overrides)
 
 
-def _drain(settings: Settings, replica: str, stop: threading.Event) -> None:
+def _drain(settings: InstanceSettings, replica: str, stop: threading.Event) -> None:
     if settings.planner is None:
         return
     try:

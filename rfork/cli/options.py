@@ -8,13 +8,11 @@ from typing import Annotated
 import typer
 
 from rfork.cli.completion import complete_version
-from rfork.engines.naming import meeting_name
+from rfork.engines.model_name import canonical_model_name
 
 PlannerOption = Annotated[
     str | None,
-    typer.Option(
-        "--planner", metavar="URL", help="URL of the planner [env: RFORK_PLANNER]", show_default=False
-    ),
+    typer.Option("--planner", metavar="URL", help="URL of the planner [env: RFORK_PLANNER]", show_default=False),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON, for machines.")]
 NameOption = Annotated[
@@ -42,19 +40,15 @@ BindOption = Annotated[
 ]
 EgressOption = Annotated[
     int | None,
-    typer.Option(
-        "--egress-rate", metavar="BYTES", help="Most bytes a second to give [env: RFORK_EGRESS_RATE]"
-    ),
+    typer.Option("--egress-rate", metavar="BYTES", help="Most bytes a second to give [env: RFORK_EGRESS_RATE]"),
 ]
-HostOption = Annotated[
-    str | None, typer.Option("--host", metavar="NAME", help="Name of this node [env: RFORK_HOST]")
-]
+HostOption = Annotated[str | None, typer.Option("--host", metavar="NAME", help="Name of this node [env: RFORK_HOST]")]
 
 
 def model_name(folder: Path, name: str | None) -> str:
     """The name seeds and forks meet under. Raises SettingsError for one that the planner would refuse."""
-    from rfork.engines.call_checks import check_model_name
+    from rfork.engines.argument_checks import check_model_name
 
-    chosen = meeting_name(folder) if name is None else name
+    chosen = canonical_model_name(folder) if name is None else name
     check_model_name(chosen)
     return chosen

@@ -13,18 +13,18 @@ from rich.text import Text
 from rich.tree import Tree
 
 from rfork import settings as options
-from rfork.cli import units
+from rfork.cli import format
 from rfork.cli.completion import complete_model, complete_version
-from rfork.cli.console import err, print_json, reported, show
+from rfork.cli.console import err, handle_errors, print_json, print_renderable
 from rfork.cli.options import JsonOption, PlannerOption
-from rfork.control.client import PlannerClient
-from rfork.errors import PlannerRefused, UserError
+from rfork.errors import PlannerRejected, UserError
 from rfork.image.ranges import count
-from rfork.settings import Settings
+from rfork.planner_client.client import PlannerClient
+from rfork.schema import Preview, PreviewPage, PreviewRequest, PreviewTarget
+from rfork.settings import InstanceSettings
 from rfork.weights_version import short
-from rfork.wire import Preview, PreviewPage, PreviewRequest, PreviewTarget
 
-MOST_SHOWN: Final = 64
+MAX_REPLICAS_DRAWN: Final = 64
 """Replicas of a rank that the tree shows one by one."""
 RATE: Final = re.compile(
     r"(?P<number>\d+(?:\.\d+)?(?:e\d+)?)\s*(?:(?P<prefix>[kMGT]?)(?P<unit>B|bit|b|Byte)(?:/s|ps)?)?",
@@ -103,27 +103,27 @@ def plan(
     The planner's own policy decides, over the fleet as it is and replicas that do not exist. The seconds are
     those of the transfer alone, as the links would do it.
     """
-    with reported(as_json=as_json):
+    with handle_errors(as_json=as_json):
         wanted = {
             "rank_key": rank, "rack": rack, "zone": zone, "cold": cold,
             "targets": targets, "per_host": per_host,
             "link_bytes_per_s": None if link is None else rate_of(link),
             "storage_bytes_per_s": None if storage is None else rate_of(storage),
         }  # fmt: skip
-        with PlannerClient.of(options.load(Settings, planner=planner)) as client:
+        with PlannerClient.of(options.load(InstanceSettings, planner=planner)) as client:
             name = model or _only_model(client)
             full = None if version is None else _full_version(client, name, version)
-            page = _ask(client, {"model": name, "version": full, **wanted})
+            page = _request_preview(client, {"model": name, "version": full, **wanted})
         if as_json:
             print_json(page.model_dump(mode="json"))
             return
         for preview in page.items:
-            show(drawn(preview, alone=len(page.items) == 1))
+            print_renderable(render_tree(preview, alone=len(page.items) == 1))
         if not page.items:
             err.print("no instance has told yet how large its image is", markup=False)
 
 
-def _ask(client: PlannerClient, wanted: Mapping[str, str | float | None]) -> PreviewPage:
+def _request_preview(client: PlannerClient, wanted: Mapping[str, str | float | None]) -> PreviewPage:
     try:
         request = PreviewRequest.model_validate(wanted)
     except ValidationError as error:
@@ -131,7 +131,7 @@ def _ask(client: PlannerClient, wanted: Mapping[str, str | float | None]) -> Pre
         raise UserError(f"{first['loc'][0]}: {first['msg']}") from None
     try:
         return client.preview(request)
-    except PlannerRefused as error:
+    except PlannerRejected as error:
         if error.problem not in ("unknown-model", "unknown-version"):
             raise
         detail = str(error).rpartition("/v1/previews: ")[2]
@@ -146,9 +146,7 @@ def _full_version(client: PlannerClient, model: str, text: str) -> str:
     if text in known or not found:
         return text
     if len(found) > 1:
-        raise UserError(
-            f"{text!r} could be any of {len(found)}: {', '.join(found[:5])}", hint="name more of it"
-        )
+        raise UserError(f"{text!r} could be any of {len(found)}: {', '.join(found[:5])}", hint="name more of it")
     return found[0]
 
 
@@ -163,23 +161,23 @@ def _only_model(client: PlannerClient) -> str:
         )
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     raise UserError(
-        f"the planner knows {units.plural(len(names), 'model')}: {', '.join(names[:5])}{more}",
+        f"the planner knows {format.plural(len(names), 'model')}: {', '.join(names[:5])}{more}",
         hint="name one: `rfork plan MODEL`",
     )
 
 
-def drawn(preview: Preview, *, alone: bool = True) -> ConsoleRenderable:
+def render_tree(preview: Preview, *, alone: bool = True) -> ConsoleRenderable:
     """The plan as a tree, and what it comes to. `alone`: the model has no other rank."""
-    title = " ".join(filter(None, (preview.model, units.version(preview.version))))
-    title += "" if alone else f", rank {units.rank(preview.rank_key)}"
-    head = f"{units.size(preview.image_bytes)} in {preview.chunk_count:,} chunks, "
-    head += f"to {units.plural(len(preview.targets), 'replica')} that would come now"
+    title = " ".join(filter(None, (preview.model, format.version(preview.version))))
+    title += "" if alone else f", rank {format.rank(preview.rank_key)}"
+    head = f"{format.size(preview.image_bytes)} in {preview.chunk_count:,} chunks, "
+    head += f"to {format.plural(len(preview.targets), 'replica')} that would come now"
     tree = Tree(Text.assemble((title, "bold"), ": ", head))
     parents = _parents(preview.targets)
     nodes: dict[str, Tree] = {}
-    for shown, (name, parent) in enumerate(parents.items()):
-        if shown == MOST_SHOWN:
-            left = len(parents) - shown
+    for drawn_count, (name, parent) in enumerate(parents.items()):
+        if drawn_count == MAX_REPLICAS_DRAWN:
+            left = len(parents) - drawn_count
             tree.add(Text(f"and {left:,} more: --json names them all", style="dim"))
             break
         target = next(each for each in preview.targets if each.instance_id == name)
@@ -188,9 +186,7 @@ def drawn(preview: Preview, *, alone: bool = True) -> ConsoleRenderable:
         nodes[name] = nodes[parent].add(_line(target, parent, preview))
     alone_reads = [each for each in preview.targets if not each.shares]
     if alone_reads:
-        branch = tree.add(
-            Text(f"{units.plural(len(alone_reads), 'replica')} with nobody to read from", "yellow")
-        )
+        branch = tree.add(Text(f"{format.plural(len(alone_reads), 'replica')} with nobody to read from", "yellow"))
         for reason in dict.fromkeys(each.reason for each in alone_reads):
             branch.add(Text(reason, style="dim"))
     return Group(tree, *(Text(line) for line in summary(preview)))
@@ -199,7 +195,7 @@ def drawn(preview: Preview, *, alone: bool = True) -> ConsoleRenderable:
 def summary(preview: Preview) -> list[str]:
     """What the plan comes to, beside the bound and beside storage."""
     number, image = len(preview.targets), preview.image_bytes
-    link, stored = units.rate(preview.link_bytes_per_s), units.rate(preview.storage_bytes_per_s)
+    link, stored = format.rate(preview.link_bytes_per_s), format.rate(preview.storage_bytes_per_s)
     known = "as forks measured it" if preview.measured else "--link says it, if it is another"
     lines = []
     if preview.seconds is None:
@@ -209,13 +205,13 @@ def summary(preview: Preview) -> list[str]:
     else:
         times = preview.seconds / preview.bound_s if preview.bound_s else 0.0
         lines.append(
-            f"all are whole after {units.duration(preview.seconds)}: {times:.2f} times the bound of "
-            f"{units.duration(preview.bound_s)}, one image over one link"
+            f"all are whole after {format.duration(preview.seconds)}: {times:.2f} times the bound of "
+            f"{format.duration(preview.bound_s)}, one image over one link"
         )
-        from_storage = units.size(preview.storage_bytes) if preview.storage_bytes else "nothing"
+        from_storage = format.size(preview.storage_bytes) if preview.storage_bytes else "nothing"
         lines.append(
-            f"each from storage: {units.duration(image / preview.storage_bytes_per_s)}, and "
-            f"{units.size(number * image)} are read from it; by this plan {from_storage}"
+            f"each from storage: {format.duration(image / preview.storage_bytes_per_s)}, and "
+            f"{format.size(number * image)} are read from it; by this plan {from_storage}"
         )
         lines.append(f"links of {link} ({known}), storage of {stored} for each reader")
     return lines
@@ -229,37 +225,37 @@ def _parents(targets: Sequence[PreviewTarget]) -> dict[str, str]:
     own = {target.instance_id: target for target in targets}
     parents: dict[str, str] = {}
     readers: dict[str, list[str]] = {}
-    front: list[str] = []
+    frontier: list[str] = []
     for target in targets:
         for share in sorted(target.shares, key=lambda share: -count(share.chunks)):
             readers.setdefault(share.source_id, []).append(target.instance_id)
             outside = share.source_id not in own
             if target.instance_id not in parents and (outside or share.source_id == target.instance_id):
                 parents[target.instance_id] = share.source_id if outside else STORAGE
-                front.append(target.instance_id)
-    for name in front:  # it grows meanwhile
+                frontier.append(target.instance_id)
+    for name in frontier:  # it grows meanwhile
         for reader in readers.get(name, ()):
             if reader not in parents:
                 parents[reader] = name
-                front.append(reader)
+                frontier.append(reader)
     return parents
 
 
 def _root(name: str, preview: Preview) -> Text:
     if name == STORAGE:
-        return Text(f"storage, {units.rate(preview.storage_bytes_per_s)} each", style="magenta")
-    return Text.assemble((units.short(name), "green"), " is there already")
+        return Text(f"storage, {format.rate(preview.storage_bytes_per_s)} each", style="magenta")
+    return Text.assemble((format.short(name), "green"), " is there already")
 
 
 def _line(target: PreviewTarget, parent: str, preview: Preview) -> Text:
     first = target.instance_id if parent == STORAGE else parent
     reads = [
         _share(count(share.chunks), preview.chunk_count)
-        + ("" if share.source_id == parent else f" from {_called(share.source_id, target)}")
-        + _over(target.transports, share.source_id)
+        + ("" if share.source_id == parent else f" from {_source_label(share.source_id, target)}")
+        + _transport_suffix(target.transports, share.source_id)
         for share in sorted(target.shares, key=lambda share: (share.source_id != first, -count(share.chunks)))
     ]
-    when = "never whole" if target.seconds is None else units.duration(target.seconds)
+    when = "never whole" if target.seconds is None else format.duration(target.seconds)
     host = f" on {target.host}" if target.host else ""
     return Text.assemble((target.instance_id, "cyan"), f"{host}: {', '.join(reads)}; ", (when, "bold"))
 
@@ -268,9 +264,9 @@ def _share(chunks: int, of: int) -> str:
     return "all" if chunks == of else f"{chunks / max(1, of):.0%}"
 
 
-def _called(source_id: str, target: PreviewTarget) -> str:
-    return STORAGE if source_id == target.instance_id else units.short(source_id)
+def _source_label(source_id: str, target: PreviewTarget) -> str:
+    return STORAGE if source_id == target.instance_id else format.short(source_id)
 
 
-def _over(transports: Mapping[str, str], source_id: str) -> str:
+def _transport_suffix(transports: Mapping[str, str], source_id: str) -> str:
     return f" over {transports[source_id]}" if source_id in transports else ""

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from rfork import settings as options
-from rfork.cli.console import configure_logs, out, print_json, reported
+from rfork.cli.console import configure_logs, handle_errors, out, print_json
 from rfork.cli.options import JsonOption
 from rfork.settings import PlannerSettings
 
@@ -23,10 +23,10 @@ def planner(
     as_json: JsonOption = False,
 ) -> None:
     """Run the planner: it knows who holds what, and says who reads from whom."""
-    with reported(as_json=as_json):
+    with handle_errors(as_json=as_json):
         chosen = options.load(PlannerSettings, bind=bind, port=port)
         configure_logs(chosen, as_json=as_json)
-        from planner.service import serve
+        from planner.server import serve
 
         def ready(url: str) -> None:
             if as_json:

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, Task, TextColumn
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
-from rfork.cli import units
+from rfork.cli import format
 from rfork.cli.console import err
 
 NARROW: Final = 110
@@ -35,7 +35,7 @@ class _Amount(TextColumn):
         if task.speed:
             parts.append(speed(task.speed, self._noun))
         if task.time_remaining is not None and not task.finished:
-            parts.append(f"{units.ago(task.time_remaining)} left")
+            parts.append(f"{format.format_age(task.time_remaining)} left")
         return Text(", ".join(filter(None, parts)), no_wrap=True)
 
 
@@ -72,8 +72,8 @@ class Bar:
 
     def update(self, done: int, total: int, note: str = "") -> None:
         """`done` of `total` bytes are there; `note` says what else there is to know, as its sources."""
-        shown = note if self._console.width >= NARROW else ""
-        self._progress.update(self._task, completed=done, total=total, note=shown)
+        note_text = note if self._console.width >= NARROW else ""
+        self._progress.update(self._task, completed=done, total=total, note=note_text)
         quarter = done * QUARTERS // total if total else 0
         if not self._console.is_terminal and quarter > self._quarter:
             self._quarter = quarter
@@ -85,7 +85,7 @@ class Bar:
         if passed_s > 0:
             line += f", {speed(done / passed_s, self._noun)}"
             if done < total:
-                line += f", {units.duration(passed_s * (total - done) / done)} left"
+                line += f", {format.duration(passed_s * (total - done) / done)} left"
         return f"{line}, {note}" if note else line
 
     def __enter__(self) -> Self:
@@ -94,14 +94,14 @@ class Bar:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._progress.stop()
 
 
 def speed(per_s: float, noun: str = "") -> str:
     """``30.00 MB/s``, ``1,290 tensors/s``."""
-    return f"{per_s:,.0f} {noun}/s" if noun else units.rate(per_s)
+    return f"{per_s:,.0f} {noun}/s" if noun else format.rate(per_s)
 
 
 def amount(done: int, total: int, noun: str = "") -> str:
@@ -110,41 +110,41 @@ def amount(done: int, total: int, noun: str = "") -> str:
         return ""
     if noun:
         return f"{done:,} of {total:,} {noun}" if total else f"{done:,} {noun}"
-    return f"{units.size(done)} of {units.size(total)}" if total else units.size(done)
+    return f"{format.size(done)} of {format.size(total)}" if total else format.size(done)
 
 
 def sources_note(sources: dict[str, int]) -> str:
     """Who gives, most first: ``from 1f3a9c2e and 2 others``."""
-    names = [units.source(name) for name, _ in sorted(sources.items(), key=lambda item: -item[1])]
+    names = [format.format_source(name) for name, _ in sorted(sources.items(), key=lambda item: -item[1])]
     if not names:
         return ""
-    others = f" and {units.plural(len(names) - 1, 'other')}" if len(names) > 1 else ""
+    others = f" and {format.plural(len(names) - 1, 'other')}" if len(names) > 1 else ""
     return f"from {names[0]}{others}"
 
 
-class Waiting:
+class Spinner:
     """A wait for something: on a terminal one line that is kept up to date, elsewhere a line each change."""
 
-    def __init__(self, most_s: float, *, console: Console | None = None) -> None:
-        """It ends after `most_s` seconds at the latest."""
+    def __init__(self, max_s: float, *, console: Console | None = None) -> None:
+        """It ends after `max_s` seconds at the latest."""
         self._console = console or err
-        self._most_s = most_s
+        self._max_s = max_s
         self._began = time.monotonic()
-        self._said = ""
+        self._message = ""
         self._status = self._console.status("") if self._console.is_terminal else None
-        self._shown = False
+        self._is_displayed = False
 
-    def say(self, why: str) -> None:
+    def set_message(self, why: str) -> None:
         """What is waited for now."""
         if self._status is None:
-            if why != self._said:
-                self._said = why
+            if why != self._message:
+                self._message = why
                 self._console.print(f"waiting: {why}", markup=False)
             return
-        left_s = max(0.0, self._most_s - (time.monotonic() - self._began))
+        left_s = max(0.0, self._max_s - (time.monotonic() - self._began))
         self._status.update(Text(f"waiting: {why} (at most {left_s:.0f} s more)"))
-        if not self._shown:
-            self._shown = True
+        if not self._is_displayed:
+            self._is_displayed = True
             self._status.start()
 
     def close(self) -> None:
@@ -154,9 +154,9 @@ class Waiting:
 
 
 @contextmanager
-def waiting(most_s: float) -> Iterator[Waiting]:
+def spinner(max_s: float) -> Iterator[Spinner]:
     """A wait of at most so many seconds; nothing of it is left on the terminal."""
-    wait = Waiting(most_s)
+    wait = Spinner(max_s)
     try:
         yield wait
     finally:

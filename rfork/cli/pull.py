@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from rfork import settings as options
-from rfork.cli.console import configure_logs, out, print_json, reported
-from rfork.cli.loading import counted
+from rfork.cli.console import configure_logs, handle_errors, out, print_json
 from rfork.cli.options import (
     BindOption,
     EgressOption,
@@ -25,12 +24,13 @@ from rfork.cli.options import (
     model_name,
 )
 from rfork.cli.progress import Bar, sources_note
+from rfork.cli.transformers_progress import patch_tqdm
 from rfork.errors import ModelError, SettingsError, StorageError, StorageFull
 from rfork.image import ranges
 from rfork.image.chunks import Chunks
-from rfork.settings import Settings
-from rfork.signals import stopped_by_signal, wait_until
-from rfork.wire import ForkProgress
+from rfork.schema import ForkProgress
+from rfork.settings import InstanceSettings
+from rfork.shutdown import shutdown_on_signal, wait_for_shutdown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,9 +46,7 @@ def pull(
     planner: PlannerOption = None,
     snapshot: Annotated[
         str | None,
-        typer.Option(
-            metavar="URI", help="Snapshot to read where nobody holds the image [env: RFORK_SNAPSHOT]"
-        ),
+        typer.Option(metavar="URI", help="Snapshot to read where nobody holds the image [env: RFORK_SNAPSHOT]"),
     ] = None,
     checkpoint: Annotated[
         str | None,
@@ -58,9 +56,7 @@ def pull(
             "[default: MODEL_DIR, if it has weights]",
         ),
     ] = None,
-    generate: Annotated[
-        str | None, typer.Option(metavar="PROMPT", help="Answer this prompt when forked.")
-    ] = None,
+    generate: Annotated[str | None, typer.Option(metavar="PROMPT", help="Answer this prompt when forked.")] = None,
     output: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Write the model to this folder as a checkpoint.")
     ] = None,
@@ -79,9 +75,9 @@ def pull(
     as_json: JsonOption = False,
 ) -> None:
     """Build MODEL_DIR's model from its config alone, and fork its weights from a running instance."""
-    with reported(as_json=as_json):
+    with handle_errors(as_json=as_json):
         chosen = options.load(
-            Settings,
+            InstanceSettings,
             planner=planner,
             bind=bind,
             host=host,
@@ -89,7 +85,7 @@ def pull(
             deadline_s=deadline,
             version=version,
         )
-        from rfork.engines.own_version import version_of_files
+        from rfork.engines.version_selection import version_of_files
 
         files = checkpoint or (folder if version_of_files(folder) is not None else None)
         if not (chosen.planner or snapshot or chosen.snapshot or files):
@@ -98,15 +94,15 @@ def pull(
                 hint="pass --planner URL or set RFORK_PLANNER; or name a --snapshot or a --checkpoint",
             )
         configure_logs(chosen, as_json=as_json, brief=True)
-        from rfork.engines import torch as engine
-        from rfork.engines.transformers import Unfilled
+        from rfork import _api as engine
+        from rfork.engines.transformers import EmptyModel
         from rfork.image.capture import capture
-        from rfork.image.proof import image_sha256
+        from rfork.image.checksum import image_sha256
 
         model = model_name(folder, name)
-        unfilled = Unfilled(folder, files)
+        unfilled = EmptyModel(folder, files)
         # A fallback that transformers loads writes no bar beside this one.
-        with Bar(f"fork {model}") as bar, counted(lambda done, total: None):
+        with Bar(f"fork {model}") as bar, patch_tqdm(lambda done, total: None):
 
             def show(progress: ForkProgress, image_bytes: int) -> None:
                 verified = ranges.count(progress.verified)
@@ -115,12 +111,12 @@ def pull(
                 done = min(max(progress.bytes_read, there), image_bytes)
                 bar.update(done, image_bytes, sources_note(progress.sources))
 
-            report = engine.run_fork(
+            report = engine.fork_with_fallbacks(
                 unfilled.model,
                 model=model,
                 rank=None,
                 snapshot=snapshot,
-                ways=unfilled.ways,
+                later_fallbacks=unfilled.fallbacks,
                 files=partial(version_of_files, files) if files is not None else None,
                 exclude=(),
                 settings=chosen,
@@ -136,9 +132,9 @@ def pull(
                 result["output"] = str(output)
             if generate is not None:
                 began = time.monotonic()
-                result["generated"] = _answer(module, folder, generate)
+                result["generated"] = _generate_reply(module, folder, generate)
                 result["generate_seconds"] = round(time.monotonic() - began, 3)
-            stopped = stopped_by_signal() if stay else None
+            stopped = shutdown_on_signal() if stay else None
             if as_json:
                 print_json(result)
             else:
@@ -148,13 +144,13 @@ def pull(
                 if generate is not None:
                     out.print(f"> {generate}\n{result['generated']}", markup=False)
             if stopped is not None:
-                wait_until(stopped)
+                wait_for_shutdown(stopped)
         finally:
             if report.seed is not None:
                 report.seed.close(chosen.drain_s)
 
 
-def _answer(module: PreTrainedModel, folder: Path, prompt: str) -> str:
+def _generate_reply(module: PreTrainedModel, folder: Path, prompt: str) -> str:
     from rfork.engines.transformers import generate, tokenizer_of
 
     try:

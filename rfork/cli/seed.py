@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from rfork import settings as options
-from rfork.cli.console import configure_logs, err, out, print_json, reported
-from rfork.cli.loading import loading
+from rfork.cli.console import configure_logs, err, handle_errors, out, print_json
 from rfork.cli.options import (
     BindOption,
     EgressOption,
@@ -16,8 +15,9 @@ from rfork.cli.options import (
     VersionOption,
     model_name,
 )
-from rfork.settings import Settings
-from rfork.signals import stopped_by_signal, wait_until
+from rfork.cli.transformers_progress import show_loading
+from rfork.settings import InstanceSettings
+from rfork.shutdown import shutdown_on_signal, wait_for_shutdown
 from rfork.weights_version import short
 
 
@@ -32,28 +32,26 @@ def seed(
     as_json: JsonOption = False,
 ) -> None:
     """Load a Hugging Face folder with transformers and seed it until interrupted."""
-    with reported(as_json=as_json):
+    with handle_errors(as_json=as_json):
         chosen = options.load(
-            Settings, planner=planner, bind=bind, host=host, egress_rate=egress_rate, version=version
+            InstanceSettings, planner=planner, bind=bind, host=host, egress_rate=egress_rate, version=version
         )
         configure_logs(chosen, as_json=as_json)
-        from rfork.engines import torch as engine
-        from rfork.engines.own_version import version_of_files
+        from rfork import _api as engine
         from rfork.engines.transformers import loaded_model
+        from rfork.engines.version_selection import version_of_files
 
         if chosen.planner is None:
-            err.print(
-                "[yellow]warning:[/] no planner is set, so no fork will find this seed (set RFORK_PLANNER)"
-            )
+            err.print("[yellow]warning:[/] no planner is set, so no fork will find this seed (set RFORK_PLANNER)")
         model, before = model_name(folder, name), version_of_files(folder)
-        with loading(f"load {model}"):
+        with show_loading(f"load {model}"):
             module = loaded_model(folder)
         # Files that were replaced meanwhile may be either: the weights are then named after their bytes.
         own = before if before == version_of_files(folder) else None
-        with engine.seed(module, model=model, version=chosen.version or own, settings=chosen) as giving:
-            if chosen.planner is not None and not giving.wait_acknowledged(chosen.planner_timeout_s):
+        with engine.seed(module, model=model, version=chosen.version or own, settings=chosen) as served:
+            if chosen.planner is not None and not served.wait_registered(chosen.planner_timeout_s):
                 err.print(f"[yellow]warning:[/] {chosen.planner} does not answer yet; trying on")
-            report, stopped = giving.report(), stopped_by_signal()
+            report, stopped = served.report(), shutdown_on_signal()
             if as_json:
                 print_json({"event": "ready", **report.model_dump(mode="json")})
             else:
@@ -63,5 +61,5 @@ def seed(
                     f"seed ready: {report.model} ({size}) at {report.address} over {transports}; "
                     f"version {short(report.version)}, instance {report.instance_id[:8]}"
                 )
-            wait_until(stopped)
+            wait_for_shutdown(stopped)
             err.print("closing: readers may finish")

@@ -7,10 +7,10 @@ from typing import Annotated
 import typer
 
 from rfork import settings as options
-from rfork.cli.console import configure_logs, err, out, print_json, reported
+from rfork.cli.console import configure_logs, err, handle_errors, out, print_json
 from rfork.cli.options import BindOption, HostOption, JsonOption, PlannerOption
-from rfork.settings import Settings, SidecarSettings
-from rfork.signals import stopped_by_signal, wait_until
+from rfork.settings import InstanceSettings, SidecarSettings
+from rfork.shutdown import shutdown_on_signal, wait_for_shutdown
 
 
 def sidecar(
@@ -31,8 +31,7 @@ def sidecar(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Answer a client of this model with the seed that the planner chose "
-            "[env: RFORK_SIDECAR_CLIENT_OF]",
+            help="Answer a client of this model with the seed that the planner chose [env: RFORK_SIDECAR_CLIENT_OF]",
         ),
     ] = None,
     port: Annotated[
@@ -48,14 +47,14 @@ def sidecar(
 
     Nothing is verified, and a lease binds nobody: docs/sidecar.md says what that means.
     """
-    with reported(as_json=as_json):
-        chosen = options.load(Settings, planner=planner, bind=bind, host=host)
-        own = options.load(SidecarSettings, engine=engine, model=model, client_of=client_of_model, port=port)
+    with handle_errors(as_json=as_json):
+        chosen = options.load(InstanceSettings, planner=planner, bind=bind, host=host)
+        own = options.load(SidecarSettings, engine=engine, model=model, source_model=client_of_model, port=port)
         configure_logs(chosen, as_json=as_json)
-        from rfork.engines.stock_sglang.sidecar import Sidecar
+        from rfork.engines.sglang_bridge.sidecar import Sidecar
 
         with Sidecar(chosen, own) as running:
-            stopped = stopped_by_signal()
+            stopped = shutdown_on_signal()
             if as_json:
                 ready = {
                     "clients": running.client_address,
@@ -66,5 +65,5 @@ def sidecar(
             else:
                 clients, seeds = running.client_address or "none", running.seed_address or "none"
                 out.print(f"sidecar ready: clients ask at {clients}, other sidecars at {seeds}", markup=False)
-            wait_until(stopped)
+            wait_for_shutdown(stopped)
             err.print("closing: readers may finish")

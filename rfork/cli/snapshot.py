@@ -11,28 +11,28 @@ import typer
 from typer.core import TyperGroup
 
 from rfork import settings as options
-from rfork.cli import snapshots
+from rfork.cli import snapshot_admin
 from rfork.cli.completion import complete_model
-from rfork.cli.console import configure_logs, out, print_json, reported
-from rfork.cli.loading import loading
+from rfork.cli.console import configure_logs, handle_errors, out, print_json
 from rfork.cli.options import JsonOption, PlannerOption, VersionOption, model_name
 from rfork.cli.progress import Bar, sources_note
-from rfork.control.client import PlannerClient
+from rfork.cli.transformers_progress import show_loading
 from rfork.errors import SettingsError, StorageChanged, UserError
-from rfork.settings import Settings
+from rfork.planner_client.client import PlannerClient
+from rfork.settings import InstanceSettings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rfork.image.manifest import Manifest
     from rfork.image.memory import Image
-    from rfork.storage.snapshots.writer import Written
-    from rfork.wire import ForkProgress, InstanceReport, Rank
+    from rfork.schema import ForkProgress, InstanceReport, Rank
+    from rfork.storage.snapshots.writer import WriteReport
 
 WRITE = "write"
 
 
-class _WritesByDefault(TyperGroup):
+class _DefaultCommandGroup(TyperGroup):
     """A first word that is no command of the group is where to write to."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
@@ -45,7 +45,7 @@ class _WritesByDefault(TyperGroup):
 
 
 app = typer.Typer(
-    cls=_WritesByDefault,
+    cls=_DefaultCommandGroup,
     no_args_is_help=True,
     rich_markup_mode=None,
     options_metavar="",
@@ -56,23 +56,23 @@ app = typer.Typer(
         "every chunk beside it. Instances that start with nobody to fork from read it (RFORK_SNAPSHOT=URI)."
     ),
 )
-app.command("ls")(snapshots.ls)
-app.command("verify")(snapshots.verify)
-app.command("rm")(snapshots.rm)
+app.command("ls")(snapshot_admin.ls)
+app.command("verify")(snapshot_admin.verify)
+app.command("rm")(snapshot_admin.rm)
 
 
 @dataclass(frozen=True)
-class _Done:
+class _WriteResult:
     """One rank that was written."""
 
     model: str
     rank: Rank
     version: str | None
-    written: Written
+    written: WriteReport
     seconds: float
 
     def line(self) -> str:
-        new, there = self.written.written / 1e9, self.written.already / 1e9
+        new, there = self.written.written / 1e9, self.written.reused_bytes / 1e9
         also = f", {there:.3f} GB were there" if there else ""
         return (
             f"{self.written.uri}: {new:.3f} GB written{also} in {self.seconds:.1f} s; "
@@ -80,7 +80,7 @@ class _Done:
             + f"weights {self.written.weights_id}"
         )
 
-    def told(self) -> dict[str, str | int | float | None]:
+    def to_json(self) -> dict[str, str | int | float | None]:
         return {
             "uri": self.written.uri,
             "model": self.model,
@@ -88,26 +88,26 @@ class _Done:
             "version": self.version,
             "weights_id": self.written.weights_id,
             "bytes_written": self.written.written,
-            "bytes_already": self.written.already,
+            "bytes_already": self.written.reused_bytes,
             "seconds": round(self.seconds, 3),
         }
 
 
 @dataclass(frozen=True)
-class _Way:
+class _Destination:
     """Where snapshots are written to, and how."""
 
     uri: str
     shared: bool
     check: bool
 
-    def try_it(self) -> None:
+    def validate(self) -> None:
         """Raise now what the name alone lets writing there raise, once the weights have come."""
-        from rfork.storage.snapshots.target import check_target
+        from rfork.storage.snapshots.destination import validate_destination
 
-        check_target(self.uri)
+        validate_destination(self.uri)
 
-    def write(self, image: Image, manifest: Manifest, rank: Rank, model: str, version: str | None) -> _Done:
+    def write(self, image: Image, manifest: Manifest, rank: Rank, model: str, version: str | None) -> _WriteResult:
         from rfork.storage.snapshots.writer import write_snapshot
 
         began = time.monotonic()
@@ -130,7 +130,7 @@ class _Way:
                 check=self.check,
                 progress=show,
             )
-        return _Done(model, rank, version, written, time.monotonic() - began)
+        return _WriteResult(model, rank, version, written, time.monotonic() - began)
 
 
 @app.command(WRITE)
@@ -172,9 +172,7 @@ def write(
     ] = None,
     shared: Annotated[
         bool,
-        typer.Option(
-            "--shared", help="Store chunks by their digest, so that ranks and revisions share equal ones."
-        ),
+        typer.Option("--shared", help="Store chunks by their digest, so that ranks and revisions share equal ones."),
     ] = False,
     check: Annotated[
         bool,
@@ -191,8 +189,8 @@ def write(
 
     From a model that runs (--name), over the wire as a fork would take it, or from a folder (--from).
     """
-    with reported(as_json=as_json):
-        chosen = options.load(Settings, planner=planner, version=version)
+    with handle_errors(as_json=as_json):
+        chosen = options.load(InstanceSettings, planner=planner, version=version)
         configure_logs(chosen, as_json=as_json, brief=True)
         if name is None and source is None:
             raise SettingsError(
@@ -203,47 +201,49 @@ def write(
             raise SettingsError("--from has one rank", hint="--rank is of a model that runs (--name)")
         if check and not shared:
             raise SettingsError("--check is of shared chunks", hint="without --shared all is written anew")
-        way = _Way(uri, shared, check)
-        way.try_it()
+        destination = _Destination(uri, shared, check)
+        destination.validate()
         if source is not None:
-            told = [_from_folder(source, name, chosen.version, way)]
+            results = [_from_folder(source, name, chosen.version, destination)]
         else:
-            told = _from_fleet(name or "", rank or (), way, chosen)
+            results = _from_fleet(name or "", rank or (), destination, chosen)
         if as_json:
-            print_json({"snapshots": [each.told() for each in told]})
+            print_json({"snapshots": [each.to_json() for each in results]})
         else:
-            for each in told:
+            for each in results:
                 out.print(each.line(), markup=False)
 
 
-def _from_folder(folder: Path, name: str | None, version: str | None, way: _Way) -> _Done:
-    from rfork.engines.own_version import version_of_files
+def _from_folder(folder: Path, name: str | None, version: str | None, destination: _Destination) -> _WriteResult:
     from rfork.engines.transformers import loaded_model
+    from rfork.engines.version_selection import version_of_files
     from rfork.image.capture import capture
-    from rfork.seed.holding import seal
-    from rfork.wire import Rank
+    from rfork.schema import Rank
+    from rfork.source.image_state import compute_manifest
 
     model, before = model_name(folder, name), version_of_files(folder)
-    with loading(f"load {model}"):
+    with show_loading(f"load {model}"):
         image = capture(loaded_model(folder))
     if before != version_of_files(folder):
         raise StorageChanged(f"{folder} changed while its weights were loaded", hint="write it again")
-    return way.write(image, seal(image), Rank(), model, version or before)
+    return destination.write(image, compute_manifest(image), Rank(), model, version or before)
 
 
-def _from_fleet(name: str, numbers: Sequence[int], way: _Way, settings: Settings) -> list[_Done]:
-    from rfork.engines.fetching import fetch, ranks_of
-    from rfork.storage.snapshots.files import place_of, snapshot_name
+def _from_fleet(
+    name: str, numbers: Sequence[int], destination: _Destination, settings: InstanceSettings
+) -> list[_WriteResult]:
+    from rfork.engines.model_ranks import fetch, sources_by_rank
+    from rfork.storage.snapshots.files import snapshot_location, snapshot_name
 
     with PlannerClient.of(settings) as client:
-        holders = _chosen(ranks_of(client, name, settings.version), numbers, name)
-    names = [place_of(way.uri, holder.rank)[1] for holder in holders]
+        holders = _select_ranks(sources_by_rank(client, name, settings.version), numbers, name)
+    names = [snapshot_location(destination.uri, holder.rank)[1] for holder in holders]
     if len(set(names)) < len(names):
         raise SettingsError(
-            f"{way.uri} is one file, and {name} has {len(names)} ranks",
+            f"{destination.uri} is one file, and {name} has {len(names)} ranks",
             hint="name a folder, or one of the ranks (--rank)",
         )
-    told = []
+    results = []
     for holder in holders:
         word = snapshot_name(holder.rank).removesuffix(".safetensors")
         with Bar(f"fetch {name} {word}") as bar:
@@ -252,12 +252,12 @@ def _from_fleet(name: str, numbers: Sequence[int], way: _Way, settings: Settings
                 bar.update(min(progress.bytes_read, image_bytes), image_bytes, sources_note(progress.sources))
 
             image, manifest = fetch(holder, lambda: PlannerClient.of(settings), settings, show)
-        told.append(way.write(image, manifest, holder.rank, name, holder.version))
+        results.append(destination.write(image, manifest, holder.rank, name, holder.version))
         del image
-    return told
+    return results
 
 
-def _chosen(holders: Sequence[InstanceReport], numbers: Sequence[int], name: str) -> list[InstanceReport]:
+def _select_ranks(holders: Sequence[InstanceReport], numbers: Sequence[int], name: str) -> list[InstanceReport]:
     """The ranks of these numbers, targets and drafts; all without any."""
     there = {holder.rank.pp * holder.rank.tp_size + holder.rank.tp for holder in holders}
     if missing := sorted(set(numbers) - there):
@@ -265,7 +265,5 @@ def _chosen(holders: Sequence[InstanceReport], numbers: Sequence[int], name: str
             f"{name} runs without rank {missing[0]}", hint=f"there are {', '.join(map(str, sorted(there)))}"
         )
     return [
-        holder
-        for holder in holders
-        if not numbers or holder.rank.pp * holder.rank.tp_size + holder.rank.tp in numbers
+        holder for holder in holders if not numbers or holder.rank.pp * holder.rank.tp_size + holder.rank.tp in numbers
     ]

@@ -17,18 +17,18 @@ Cell = str | Text
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column. `least` columns stay of it where it is cut; 0: it is never cut. Where that does not do,
-    the column with the greatest `spare` is left out first; with 0 it stays.
+    """One column. `min_width` columns stay of it where it is cut; 0: it is never cut. Where that does not do,
+    the column with the greatest `priority` is left out first; with 0 it stays.
     """
 
     heading: str
     right: bool = False
-    least: int = 0
-    spare: int = 0
+    min_width: int = 0
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Fitting:
+class FittedTable:
     """A table that fits where it is printed."""
 
     columns: Sequence[Column]
@@ -48,8 +48,8 @@ def table(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], width: int 
     """
     texts = [[_text(cell) for cell in row] for row in rows]
     natural = [max((row[at].cell_len for row in texts), default=0) for at in range(len(columns))]
-    shown = [at for at, size in enumerate(natural) if size]
-    full = {at: max(natural[at], len(columns[at].heading)) for at in shown}
+    visible_columns = [at for at, size in enumerate(natural) if size]
+    full = {at: max(natural[at], len(columns[at].heading)) for at in visible_columns}
     widths = full if width is None else _fitted(columns, full, width)
     built = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False, header_style="dim")
     for at, size in widths.items():
@@ -68,23 +68,23 @@ def table(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], width: int 
 
 def _fitted(columns: Sequence[Column], full: dict[int, int], width: int) -> dict[int, int]:
     """The width of each column that is shown: the widest are cut first, as far as they may be."""
-    shown = dict(full)
-    while shown:
-        least = {at: min(size, columns[at].least or size) for at, size in shown.items()}
-        gaps = GAP * (len(shown) - 1)
-        if sum(least.values()) + gaps <= width:
+    widths = dict(full)
+    while widths:
+        min_width = {at: min(size, columns[at].min_width or size) for at, size in widths.items()}
+        gaps = GAP * (len(widths) - 1)
+        if sum(min_width.values()) + gaps <= width:
             break
-        spare = max(shown, key=lambda at: (columns[at].spare, at))
-        if not columns[spare].spare:
-            return least  # rich cuts what still does not fit
-        del shown[spare]
-    excess = sum(shown.values()) + GAP * (len(shown) - 1) - width
+        priority = max(widths, key=lambda at: (columns[at].priority, at))
+        if not columns[priority].priority:
+            return min_width  # rich cuts what still does not fit
+        del widths[priority]
+    excess = sum(widths.values()) + GAP * (len(widths) - 1) - width
     while excess > 0:
-        cuttable = [at for at, size in shown.items() if size > least[at]]
-        widest = max(cuttable, key=lambda at: shown[at])
-        shown[widest] -= 1
+        cuttable = [at for at, size in widths.items() if size > min_width[at]]
+        widest = max(cuttable, key=lambda at: widths[at])
+        widths[widest] -= 1
         excess -= 1
-    return shown
+    return widths
 
 
 def _text(cell: Cell) -> Text:

@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 from rfork.errors import UnsupportedTensor
+from rfork.image.module_tensors import state_of_module
 from rfork.image.ranges import intersect, normalise, subtract
-from rfork.image.strides import span_of
-from rfork.image.walk import state_of_module
+from rfork.image.strides import byte_extent
 
 TOLERANCE: Final = 0.01
 """Part of the growth that need not be explained."""
@@ -40,9 +40,7 @@ Spans = Sequence[tuple[int, int]]
 
 def unexplained(before: Blocks, after: Blocks, explained: Iterable[tuple[int, int]]) -> Spans:
     """Return the parts of added blocks that are not explained; none where they are within tolerance."""
-    grown = normalise(
-        (address, address + length) for address, length in after.items() if before.get(address) != length
-    )
+    grown = normalise((address, address + length) for address, length in after.items() if before.get(address) != length)
     missing = subtract(grown, normalise(sorted(explained)))
     growth, lacking = _bytes(grown), _bytes(missing)
     return missing if lacking > max(MIN_UNEXPLAINED_BYTES, growth * TOLERANCE) else ()
@@ -67,7 +65,7 @@ class Completeness:
         missing = self._missing(module, scratch)
         if missing:
             names = [name for name, span in holders.items() if span not in scratch]
-            raise UnsupportedTensor("(all)", _told(missing, names), hint="report the model and its options")
+            raise UnsupportedTensor("(all)", _describe(missing, names), hint="report the model and its options")
 
     def _missing(self, module: nn.Module, also: Iterable[tuple[int, int]] = ()) -> Spans:
         after = allocations()
@@ -82,7 +80,7 @@ def spans_of(module: nn.Module) -> Iterator[tuple[int, int]]:
         for tensor in state_of_module(module).tensors.values():
             if tensor.layout is torch.strided and tensor.data_ptr():
                 begin = tensor.data_ptr()
-                yield begin, begin + span_of(tensor.shape, tensor.stride(), tensor.itemsize)
+                yield begin, begin + byte_extent(tensor.shape, tensor.stride(), tensor.itemsize)
 
 
 def allocations() -> Blocks:
@@ -117,7 +115,7 @@ def host_tensors() -> Blocks:
     blocks: dict[int, int] = {}
     for tensor in _live_tensors():
         if tensor.device.type == "cpu" and tensor.layout is torch.strided and (address := _address(tensor)):
-            length = span_of(tensor.shape, tensor.stride(), tensor.itemsize)
+            length = byte_extent(tensor.shape, tensor.stride(), tensor.itemsize)
             blocks[address] = max(length, blocks.get(address, 0))
     return blocks
 
@@ -151,7 +149,7 @@ def _holders(missing: Spans) -> Iterator[tuple[str, tuple[int, int]]]:
 def _names_of(value: object) -> Iterator[str]:
     for holder in gc.get_referrers(value):
         if isinstance(holder, dict):
-            keys = [str(key) for key, held in holder.items() if held is value]
+            keys = [str(key) for key, attribute in holder.items() if attribute is value]
             owner = str(holder.get("__name__") or _owner_of(holder))
             yield from (f"{owner}.{key}" for key in keys)
 
@@ -172,13 +170,13 @@ def _collect() -> None:
             clear()
 
 
-def _told(missing: Spans, names: Sequence[str]) -> str:
-    largest = max(end - begin for begin, end in missing)
-    shown = ", ".join(sorted(names)[:MAX_CANDIDATES])
-    held = f"held by {shown}" if names else "which no tensor of Python's holds"
+def _describe(missing: Spans, names: Sequence[str]) -> str:
+    max_bytes = max(end - begin for begin, end in missing)
+    candidates = ", ".join(sorted(names)[:MAX_CANDIDATES])
+    owners = f"held by {candidates}" if names else "which no tensor of Python's holds"
     return (
         f"building it took {_bytes(missing)} bytes of memory that are no tensor of the model "
-        f"({len(missing)} blocks, the largest of {largest} bytes), {held}"
+        f"({len(missing)} blocks, the largest of {max_bytes} bytes), {owners}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Options of `rfork.settings.Settings` as flags of launchers, which hand them on to servers as RFORK_*."""
+"""Options of `rfork.settings.InstanceSettings` as flags of launchers, which hand them on to servers as RFORK_*."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 
 from pydantic.fields import FieldInfo
 
-from rfork.settings import Settings
+from rfork.settings import InstanceSettings
 
 NOT_FLAGS: Final = frozenset({"token", "owner_secret", "verify", "log_json", "log_level"})
 """Secrets show in process lists, and the server logs as it is told to."""
@@ -16,12 +16,12 @@ NOT_FLAGS: Final = frozenset({"token", "owner_secret", "verify", "log_json", "lo
 
 def fields(without: Collection[str] = NOT_FLAGS) -> Iterator[tuple[str, FieldInfo]]:
     """The name of each option that is a flag, and what is known of it."""
-    yield from ((name, field) for name, field in Settings.model_fields.items() if name not in without)
+    yield from ((name, field) for name, field in InstanceSettings.model_fields.items() if name not in without)
 
 
 def variable(name: str) -> str:
     """The environment variable of an option."""
-    return f"{Settings.model_config.get('env_prefix', '')}{name}".upper()
+    return f"{InstanceSettings.model_config.get('env_prefix', '')}{name}".upper()
 
 
 def destination(name: str) -> str:
@@ -46,7 +46,7 @@ def add(
             group.add_argument(*names, metavar=metavar, dest=destination(name), help=help_of(name, field))
 
 
-def given(values: argparse.Namespace, without: Collection[str] = NOT_FLAGS) -> dict[str, str]:
+def to_environment(values: argparse.Namespace, without: Collection[str] = NOT_FLAGS) -> dict[str, str]:
     """The options that were given, as environment variables."""
     return {
         variable(name): str(value)
@@ -57,7 +57,5 @@ def given(values: argparse.Namespace, without: Collection[str] = NOT_FLAGS) -> d
 
 def help_of(name: str, field: FieldInfo) -> str:
     """What an option does, its default, and its variable."""
-    default = (
-        "" if field.default_factory or field.default in (None, "", False) else f" (default: {field.default})"
-    )
+    default = "" if field.default_factory or field.default in (None, "", False) else f" (default: {field.default})"
     return f"{field.description}{default} [{variable(name)}]".replace("%", "%%")

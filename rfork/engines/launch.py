@@ -16,19 +16,19 @@ from typing import Final
 from uuid import uuid4
 
 import rfork
-from rfork.commands import (
+from rfork.engine_command import (
     ALLOWLISTS,
     ENTRY_POINTS,
     LOAD_FORMAT,
     PLUGIN,
     EngineName,
-    allowed,
     load_format,
-    served,
+    parse_engine_command,
+    plugin_allowlist,
 )
 from rfork.engines.flags import variable
 from rfork.errors import SettingsError
-from rfork.settings import Settings
+from rfork.settings import InstanceSettings
 
 FILES: Final = "_files"
 """The module that only rfork as files has (see deploy/docker/files.py): its functions are entry points."""
@@ -44,19 +44,19 @@ class Launch:
     environment: Mapping[str, str]
 
 
-def rewritten(command: Sequence[str], environment: Mapping[str, str]) -> Launch:
+def rewrite_command(command: Sequence[str], environment: Mapping[str, str]) -> Launch:
     """The command with ``--load-format rfork``, and the environment in which its plug-in is allowed.
 
     `environment` is what the command would get. Raises SettingsError where it starts no engine, where that
     cannot be told, and where it asks for another load format.
     """
-    words, variables = _without_env(command, environment)
+    words, variables = _strip_env_prefix(command, environment)
     if not words:
         raise SettingsError(
             "there is no command to launch",
             hint="rfork launch --planner URL -- vllm serve MODEL, or … -- python -m sglang.launch_server …",
         )
-    found = served(words)
+    found = parse_engine_command(words)
     chosen = load_format(words[found.at :])
     if chosen is not None and chosen != LOAD_FORMAT:
         raise SettingsError(
@@ -66,13 +66,13 @@ def rewritten(command: Sequence[str], environment: Mapping[str, str]) -> Launch:
     if chosen is None:
         words = [*words, "--load-format", LOAD_FORMAT]
     allowlist = ALLOWLISTS[found.engine]
-    if (names := allowed(found.engine, variables.get(allowlist))) is not None:
+    if (names := plugin_allowlist(found.engine, variables.get(allowlist))) is not None:
         variables[allowlist] = names
     variables.setdefault(variable("replica"), replica_name())
     return Launch(found.engine, tuple(words), variables)
 
 
-def for_the_engine(environment: Mapping[str, str], settings: Settings) -> dict[str, str]:
+def engine_environment(environment: Mapping[str, str], settings: InstanceSettings) -> dict[str, str]:
     """The environment of a server whose launcher drains it: its own side waits for no reader again.
 
     `settings` are those of the environment. Without a planner in them the launcher drains nothing.
@@ -88,7 +88,7 @@ def replica_name() -> str:
 
 
 @contextmanager
-def findable(environment: Mapping[str, str]) -> Iterator[dict[str, str]]:
+def with_plugin_path(environment: Mapping[str, str]) -> Iterator[dict[str, str]]:
     """The environment in which any Python finds rfork and its plug-ins, inside the `with` block.
 
     Engines find plug-ins by the metadata of installed packages. An image to which rfork's files were only
@@ -101,9 +101,7 @@ def findable(environment: Mapping[str, str]) -> Iterator[dict[str, str]]:
         (folder / "rfork").symlink_to(Path(rfork.__file__).parent, target_is_directory=True)
         metadata = folder / f"rfork-{rfork.__version__}.dist-info"
         metadata.mkdir()
-        (metadata / "METADATA").write_text(
-            f"Metadata-Version: 2.1\nName: rfork\nVersion: {rfork.__version__}\n"
-        )
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: rfork\nVersion: {rfork.__version__}\n")
         (metadata / "entry_points.txt").write_text(
             "".join(f"[{group}]\n{PLUGIN} = {where}\n" for group, where in _entry_points().items())
         )
@@ -118,7 +116,7 @@ def _entry_points() -> Mapping[str, str]:
     return {group: f"rfork.{FILES}:{group.partition('.')[0]}" for group in ENTRY_POINTS}
 
 
-def _without_env(command: Sequence[str], environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+def _strip_env_prefix(command: Sequence[str], environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
     """The command less an ``env X=Y`` in front of it, and the environment that it makes."""
     words, variables = list(command), dict(environment)
     while words and Path(words[0]).name == "env":

@@ -14,19 +14,19 @@ import torch
 from torch import nn
 
 from rfork import settings as options
-from rfork.engines.blueprint import Blueprint
-from rfork.engines.naming import meeting_name
-from rfork.engines.own_version import version_of_files
+from rfork._api import fork_with_fallbacks, resolve_settings
+from rfork.engines.meta_model import MetaModel
+from rfork.engines.model_name import canonical_model_name
 from rfork.engines.pretrained_config import SAFETENSORS
-from rfork.engines.torch import run_fork, settings_of
+from rfork.engines.version_selection import version_of_files
 from rfork.errors import ModelError, RforkError, UnsupportedTensor
-from rfork.fork.fallback import Fallback, checkpoint_fallback, engine_fallback
-from rfork.fork.progress import OnProgress
-from rfork.fork.report import ForkReport
 from rfork.logs import logger
-from rfork.seed.seed import Seed
-from rfork.settings import Settings, StorageSettings
-from rfork.wire import Rank
+from rfork.receiver.fallback import Fallback, checkpoint_fallback, engine_fallback
+from rfork.receiver.progress import OnProgress
+from rfork.receiver.report import ForkReport
+from rfork.schema import Rank
+from rfork.settings import InstanceSettings, StorageSettings
+from rfork.source.seed import Seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -53,14 +53,14 @@ def fork_pretrained(
     deadline: float | None = None,
     snapshot: str | Path | None = None,
     exclude: Sequence[str] = (),
-    settings: Settings | None = None,
+    settings: InstanceSettings | None = None,
     on_progress: OnProgress | None = None,
 ) -> PreTrainedModel:
     """The model of a folder, or of the hub, as `from_pretrained` would give it, forked. Runs on the target.
 
     `source` is the folder, or the hub's name of the model. Only the config is read: the folder needs no
     weights, and of the hub none are fetched. The model is in eval mode, and from then on this process gives
-    its weights onwards, until the model is gone or the process ends; `report_of` tells how it got them, and
+    its weights onwards, until the model is gone or the process ends; `fork_report` tells how it got them, and
     holds the seed. Whoever changes the weights does it in a block of `Seed.updating`; whoever moves them
     (``model.to(…)``) closes the seed before.
 
@@ -77,11 +77,11 @@ def fork_pretrained(
     setting `required` only the snapshot. Quantised models are not forked: `from_pretrained` loads them, they
     are no seeds, and with `required` they are refused.
 
-    Raises NothingLeft when nothing worked, ModelError where there is no such model or transformers cannot
+    Raises AllSourcesFailed when nothing worked, ModelError where there is no such model or transformers cannot
     load it.
     """
-    chosen = settings_of(settings, planner=planner, deadline_s=deadline, version=version)
-    blueprint = Blueprint.of(
+    chosen = resolve_settings(settings, planner=planner, deadline_s=deadline, version=version)
+    blueprint = MetaModel.of(
         source,
         revision=revision,
         model_class=model_class,
@@ -93,15 +93,15 @@ def fork_pretrained(
     try:
         model = blueprint.empty()
     except ModelError as error:
-        return _unforked(blueprint, chosen, error)
-    last = _Last(blueprint)
+        return _load_unforked(blueprint, chosen, error)
+    last = _TransformersLoader(blueprint)
     try:
-        report = run_fork(
+        report = fork_with_fallbacks(
             model,
-            model=name or chosen.model or meeting_name(source),
+            model=name or chosen.model or canonical_model_name(source),
             rank=rank,
             snapshot=snapshot,
-            ways=[] if chosen.required else _ways(blueprint, model, last),
+            later_fallbacks=[] if chosen.fail_if_not_forked else _fallbacks(blueprint, model, last),
             files=partial(version_of_files, source, revision),
             exclude=exclude,
             settings=chosen,
@@ -109,33 +109,33 @@ def fork_pretrained(
         )
     except UnsupportedTensor as error:
         del model
-        return _unforked(blueprint, chosen, error)
+        return _load_unforked(blueprint, chosen, error)
     model = last.model or model
-    _keep(model, report)
+    _attach_seed(model, report)
     return model
 
 
-def report_of(model: nn.Module) -> ForkReport | None:
+def fork_report(model: nn.Module) -> ForkReport | None:
     """How a `model` of `fork_pretrained` got its weights, and the seed that gives them; None of any other.
 
     Runs on the target, at any time. Never raises: also a copy of such a model is another one.
     """
-    held = vars(model).get(ATTRIBUTE)
-    return held.report if isinstance(held, _Forked) else None
+    state = vars(model).get(ATTRIBUTE)
+    return state.report if isinstance(state, _ForkedState) else None
 
 
-def _unforked(blueprint: Blueprint, settings: Settings, error: RforkError) -> PreTrainedModel:
+def _load_unforked(blueprint: MetaModel, settings: InstanceSettings, error: RforkError) -> PreTrainedModel:
     """What cannot be forked is loaded, unless it must not be."""
-    if settings.required:
+    if settings.fail_if_not_forked:
         raise error
     log.warning("not forked: transformers loads it", model=blueprint.source, because=str(error))
     return blueprint.loaded()
 
 
-class _Last:
+class _TransformersLoader:
     """The last way: `from_pretrained`, and the model that it built."""
 
-    def __init__(self, blueprint: Blueprint) -> None:
+    def __init__(self, blueprint: MetaModel) -> None:
         self.model: PreTrainedModel | None = None
         self._blueprint = blueprint
 
@@ -148,36 +148,36 @@ class _Last:
         """What can be known of it without a call to the hub was looked at before."""
 
 
-def _ways(blueprint: Blueprint, model: PreTrainedModel, last: _Last) -> list[Fallback]:
+def _fallbacks(blueprint: MetaModel, model: PreTrainedModel, last: _TransformersLoader) -> list[Fallback]:
     if not blueprint.loadable:
         return []
-    ways = [engine_fallback(last.load, last.check)]
-    if any(blueprint.folder.glob(SAFETENSORS)) and blueprint.as_stored(model):
-        ways.insert(0, checkpoint_fallback(blueprint.folder, options.load(StorageSettings)))
-    return ways
+    fallbacks = [engine_fallback(last.load, last.check)]
+    if any(blueprint.folder.glob(SAFETENSORS)) and blueprint.loads_as_stored(model):
+        fallbacks.insert(0, checkpoint_fallback(blueprint.folder, options.load(StorageSettings)))
+    return fallbacks
 
 
-class _Forked:
+class _ForkedState:
     """What hangs on a model. A copy of the model was not forked, and is no seed."""
 
     def __init__(self, report: ForkReport | None = None) -> None:
         self.report = report
 
-    def __reduce__(self) -> tuple[type[_Forked], tuple[()]]:
-        return _Forked, ()
+    def __reduce__(self) -> tuple[type[_ForkedState], tuple[()]]:
+        return _ForkedState, ()
 
 
-def _keep(model: nn.Module, report: ForkReport) -> None:
+def _attach_seed(model: nn.Module, report: ForkReport) -> None:
     """Have the seed end with the model, and with the process."""
-    setattr(model, ATTRIBUTE, _Forked(report))
+    setattr(model, ATTRIBUTE, _ForkedState(report))
     seed = report.seed
     if seed is None:
         return
     atexit.register(seed.close)
-    weakref.finalize(model, _part, seed).atexit = False
+    weakref.finalize(model, _close_seed_async, seed).atexit = False
 
 
-def _part(seed: Seed) -> None:
+def _close_seed_async(seed: Seed) -> None:
     """The model is gone. This may run on any thread, within any call: another one closes the seed."""
     atexit.unregister(seed.close)
     threading.Thread(target=seed.close, name="rfork-close", daemon=True).start()

@@ -72,13 +72,13 @@ def class_of(config: PreTrainedConfig, *, trust_remote_code: bool) -> type:
     return default
 
 
-def dtype_of(asked: str | torch.dtype, config: PreTrainedConfig, folder: Path) -> torch.dtype:
+def dtype_of(requested: str | torch.dtype, config: PreTrainedConfig, folder: Path) -> torch.dtype:
     """As `from_pretrained` decides: what is asked for, else the config's, else that of the first weight."""
-    if asked == "auto":
-        asked = config.dtype or _stored_dtype(folder) or torch.get_default_dtype()
-    found = getattr(torch, asked.removeprefix("torch."), None) if isinstance(asked, str) else asked
+    if requested == "auto":
+        requested = config.dtype or _stored_dtype(folder) or torch.get_default_dtype()
+    found = getattr(torch, requested.removeprefix("torch."), None) if isinstance(requested, str) else requested
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"{asked!r} is no dtype")
+        raise ValueError(f"{requested!r} is no dtype")
     return found
 
 

@@ -14,16 +14,16 @@ from uuid import uuid4
 import torch.distributed
 
 from rfork.logs import logger
-from rfork.settings import Settings
+from rfork.schema import Rank
+from rfork.settings import InstanceSettings
 from rfork.weights_version import is_single
-from rfork.wire import Rank
 
 log = logger(__name__)
 
 STORE_KEY: Final = "rfork/replica"
 
 
-def replica_of(settings: Settings, rank: Rank) -> str | None:
+def replica_of(settings: InstanceSettings, rank: Rank) -> str | None:
     """Return the name of the replica that this process belongs to, or None where its ranks cannot agree.
 
     Ranks agree through the store of torch.distributed's default group, else by the setting `replica`. A

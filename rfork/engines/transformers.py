@@ -1,6 +1,6 @@
 """Hugging Face folders through transformers: a model with its weights, or without.
 
-Runs on the source as `loaded_model`, on the target as `Unfilled`.
+Runs on the source as `loaded_model`, on the target as `EmptyModel`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from rfork import settings as options
-from rfork.engines.blueprint import Blueprint
+from rfork.engines.meta_model import MetaModel
 from rfork.engines.pretrained_config import model_errors
 from rfork.errors import CheckpointError, ModelError
-from rfork.fork.fallback import Fallback, checkpoint_fallback, engine_fallback
+from rfork.receiver.fallback import Fallback, checkpoint_fallback, engine_fallback
 from rfork.settings import StorageSettings
 from rfork.storage.location import Location
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-class Unfilled:
+class EmptyModel:
     """The model of a folder's config.json on the CPU, and the checkpoint that it may be filled from.
 
     Its weights are allocated, but neither read nor initialised; what a model computes for itself when it is
@@ -35,24 +35,24 @@ class Unfilled:
 
     def __init__(self, folder: Path, checkpoint: str | Path | None = None) -> None:
         """`checkpoint` is a path, or a URI of any storage. Raises ModelError or SettingsError."""
-        self._blueprint = Blueprint.of(folder)
+        self._blueprint = MetaModel.of(folder)
         self.model = self._blueprint.empty()
         """After the fork, the one that is filled: maybe not the first."""
-        self.ways = [] if checkpoint is None else [self._way(checkpoint)]
-        """For `rfork.engines.torch.run_fork`."""
+        self.fallbacks = [] if checkpoint is None else [self._checkpoint_fallback(checkpoint)]
+        """For `rfork._api.fork_with_fallbacks`."""
 
-    def _way(self, checkpoint: str | Path) -> Fallback:
-        if self._blueprint.as_stored(self.model):
+    def _checkpoint_fallback(self, checkpoint: str | Path) -> Fallback:
+        if self._blueprint.loads_as_stored(self.model):
             return checkpoint_fallback(checkpoint, options.load(StorageSettings))
-        place = Location.parse(checkpoint)
-        if place.scheme != "file":
-            return _refused(checkpoint, "give it as a folder of this machine")
+        location = Location.parse(checkpoint)
+        if location.scheme != "file":
+            return _failed_fallback(checkpoint, "give it as a folder of this machine")
         try:
-            stored = Blueprint.of(Path(place.path), dtype=self._blueprint.dtype)
+            stored = MetaModel.of(Path(location.path), dtype=self._blueprint.dtype)
         except ModelError as error:
-            return _refused(checkpoint, str(error))
+            return _failed_fallback(checkpoint, str(error))
         if not stored.loadable:
-            return _refused(checkpoint, "no file of weights is there")
+            return _failed_fallback(checkpoint, "no file of weights is there")
 
         def load() -> nn.Module:
             self.model = stored.loaded()
@@ -61,20 +61,20 @@ class Unfilled:
         return engine_fallback(load, lambda: None)
 
 
-def _refused(checkpoint: str | Path, why: str) -> Fallback:
+def _failed_fallback(checkpoint: str | Path, why: str) -> Fallback:
     """A way that does not work, so that its reason stands beside those of the others."""
 
-    def refuse(*_: object) -> None:
+    def raise_unavailable(*_: object) -> None:
         raise CheckpointError(
             f"{checkpoint}: transformers turns weights of this model as it reads them, so only it can: {why}"
         )
 
-    return Fallback(f"checkpoint {checkpoint}", refuse, open=refuse)
+    return Fallback(f"checkpoint {checkpoint}", raise_unavailable, open=raise_unavailable)
 
 
 def loaded_model(folder: Path) -> PreTrainedModel:
     """The model of `folder` with its weights, on the CPU. Raises ModelError."""
-    return Blueprint.of(folder).loaded()
+    return MetaModel.of(folder).loaded()
 
 
 def tokenizer_of(folder: Path) -> PreTrainedTokenizerBase:
@@ -86,9 +86,7 @@ def tokenizer_of(folder: Path) -> PreTrainedTokenizerBase:
         return tokenizer
 
 
-def generate(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, *, tokens: int = 24
-) -> str:
+def generate(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, *, tokens: int = 24) -> str:
     """The greedy answer to `prompt`, at most `tokens` tokens; uses the chat template if there is one."""
     if tokenizer.chat_template:
         messages = [{"role": "user", "content": prompt}]
@@ -102,9 +100,7 @@ def generate(
             attention_mask=inputs["attention_mask"],
             max_new_tokens=tokens,
             do_sample=False,
-            pad_token_id=tokenizer.pad_token_id
-            if tokenizer.pad_token_id is not None
-            else tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
         )
-    answer = output[0, inputs["input_ids"].shape[1] :]
-    return str(tokenizer.decode(answer, skip_special_tokens=True)).strip()
+    generated_ids = output[0, inputs["input_ids"].shape[1] :]
+    return str(tokenizer.decode(generated_ids, skip_special_tokens=True)).strip()

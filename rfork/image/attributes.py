@@ -60,16 +60,14 @@ class Attributes:
         many: dict[str, list[str]] = {}
         for line, holders in self._holders.items():
             key = line.partition("=")[0]
-            kept = (
-                holders if excluded is None else [each for each in holders if not excluded(_name(each, key))]
-            )
+            kept = holders if excluded is None else [each for each in holders if not excluded(_name(each, key))]
             if not kept:
                 continue
             if values[key] > MAX_VALUES:
                 many.setdefault(key, []).extend(f"{each} {line}" for each in kept)
             else:
-                found.append(f"{line} at {_told(kept)}")
-        found.extend(f"{key}={values[key]} values at {_told(held)}" for key, held in many.items())
+                found.append(f"{line} at {_holders_text(kept)}")
+        found.extend(f"{key}={values[key]} values at {_holders_text(names)}" for key, names in many.items())
         return tuple(sorted(found))
 
 
@@ -86,8 +84,8 @@ def differing(own: Sequence[str], other: Sequence[str]) -> Iterator[str]:
     here, there = frozenset(own), frozenset(other)
     sides = [_by_key(here - there), _by_key(there - here)]
     for key in sorted(sides[0].keys() | sides[1].keys()):
-        told = ["; ".join(side.get(key, ["nothing"])) for side in sides]
-        yield f"attribute {key}: here {told[0]}, there {told[1]}"
+        descriptions = ["; ".join(side.get(key, ["nothing"])) for side in sides]
+        yield f"attribute {key}: here {descriptions[0]}, there {descriptions[1]}"
 
 
 def _by_key(lines: Iterable[str]) -> dict[str, list[str]]:
@@ -98,7 +96,7 @@ def _by_key(lines: Iterable[str]) -> dict[str, list[str]]:
     return grouped
 
 
-def _told(holders: Sequence[str]) -> str:
+def _holders_text(holders: Sequence[str]) -> str:
     """Return the first holder, and of more than one how many and which, as a digest."""
     first = min(holders) or "the module"
     if len(holders) == 1:

@@ -20,14 +20,14 @@ from torch.nn.parameter import is_lazy
 from rfork.errors import UnsupportedTensor
 from rfork.image.layout import Layout
 from rfork.image.memory import Image
+from rfork.image.module_tensors import BASE_TENSOR_TYPES, state_of_module
 from rfork.image.ranges import normalise
-from rfork.image.regions import Regions
-from rfork.image.specs import Kind, Specs
-from rfork.image.strides import contiguous_stride, span_of
-from rfork.image.walk import PLAIN_TENSORS, state_of_module
+from rfork.image.storages import StorageTable
+from rfork.image.strides import byte_extent, contiguous_stride
+from rfork.image.tensor_specs import SpecType, TensorSpecTable
 
-WIDEST_ALIGNMENT = 16
-NUMBERS = re.compile(r"([0-9]+)")
+MAX_ALIGNMENT = 16
+DIGITS_PATTERN = re.compile(r"([0-9]+)")
 
 
 def capture(module: nn.Module, *, exclude: Sequence[str] = (), like: Layout | None = None) -> Image:
@@ -35,7 +35,7 @@ def capture(module: nn.Module, *, exclude: Sequence[str] = (), like: Layout | No
 
     Runs on both sides: what target and source capture must have one layout. Patterns are those of `fnmatch`,
     as ``*.kv_cache.*``, or complete names. With `like`, only the tensors of that layout's names are captured,
-    missing ones are skipped, and its attributes are kept. `rfork.image.walk.state_of_module` says what is
+    missing ones are skipped, and its attributes are kept. `rfork.image.module_tensors.state_of_module` says what is
     found and under which names. Copies nothing: the image's bytes are the tensors' own. A tensor that is
     replaced later (``parameter.data = …``) is no longer in the image.
 
@@ -72,7 +72,7 @@ def capture(module: nn.Module, *, exclude: Sequence[str] = (), like: Layout | No
             attributes = state.attributes.lines(excluded)
         for name, why in refused.items():
             raise UnsupportedTensor(name, why, hint=leave_out(name))
-        image = image_of(tensors, attributes)
+        image = image_from_tensors(tensors, attributes)
         if left_out:
             refuse_interleaved(tensors, left_out)
         return image
@@ -99,19 +99,19 @@ def refuse_interleaved(kept: Mapping[str, torch.Tensor], left_out: Mapping[str, 
         if tensor.is_contiguous():
             dense.append((begin, begin + tensor.nbytes))
         else:
-            gappy.append((begin, begin + span_of(tensor.shape, tensor.stride(), tensor.itemsize), name))
+            gappy.append((begin, begin + byte_extent(tensor.shape, tensor.stride(), tensor.itemsize), name))
     if not gappy:
         return
-    whole = normalise(dense)
+    dense_ranges = normalise(dense)
     for name, tensor in left_out.items():
-        if _why_not(tensor):
+        if _unsupported_reason(tensor):
             continue
         begin = tensor.data_ptr()
-        end = begin + span_of(tensor.shape, tensor.stride(), tensor.itemsize)
+        end = begin + byte_extent(tensor.shape, tensor.stride(), tensor.itemsize)
         for first, past, holder in gappy:
             if not (begin < past and first < end) or _same_elements(tensor, kept[holder]):
                 continue
-            if any(one <= begin and end <= other for one, other in whole):
+            if any(one <= begin and end <= other for one, other in dense_ranges):
                 continue  # another tensor carries all of it
             raise UnsupportedTensor(
                 name,
@@ -124,11 +124,11 @@ def _same_elements(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
 
 
-def image_of(tensors: Mapping[str, torch.Tensor], attributes: Sequence[str] = ()) -> Image:
+def image_from_tensors(tensors: Mapping[str, torch.Tensor], attributes: Sequence[str] = ()) -> Image:
     """Return the image of named tensors; as `capture`, for tensors that hang on no module."""
     # In columns: with an object a tensor, most of the time here would go to the garbage collector.
-    lengths = {name: _length(name, tensor) for name, tensor in tensors.items()}
-    names = sorted(tensors, key=natural)
+    lengths = {name: _byte_length(name, tensor) for name, tensor in tensors.items()}
+    names = sorted(tensors, key=natural_sort_key)
     ordered = [tensors[name] for name in names]
     begins = [tensor.data_ptr() for tensor in ordered]
     ends = [begin + lengths[name] for begin, name in zip(begins, names, strict=True)]
@@ -151,18 +151,18 @@ def image_of(tensors: Mapping[str, torch.Tensor], attributes: Sequence[str] = ()
         sizes.append(end - begin)
         at += end - begin
     by_offset = sorted(range(len(names)), key=offsets.__getitem__)
-    kinds = _Kinds()
-    specs = Specs.of_columns(
+    spec_types = _SpecTypeCache()
+    specs = TensorSpecTable.of_columns(
         [names[index] for index in by_offset],
-        [kinds.of(ordered[index]) for index in by_offset],
+        [spec_types.of(ordered[index]) for index in by_offset],
         [offsets[index] for index in by_offset],
     )
-    return Image(Layout(specs, at, attributes), Regions(storages, addresses, sizes))
+    return Image(Layout(specs, at, attributes), StorageTable(storages, addresses, sizes))
 
 
-def natural(name: str) -> tuple[tuple[str | int, ...], str]:
+def natural_sort_key(name: str) -> tuple[tuple[str | int, ...], str]:
     """The key that sorts numbers in names by value: ``layers.2`` before ``layers.10``."""
-    parts: list[str | int] = NUMBERS.split(name)
+    parts: list[str | int] = DIGITS_PATTERN.split(name)
     parts[1::2] = map(int, parts[1::2])
     return tuple(parts), name
 
@@ -171,34 +171,32 @@ def alignment_of(itemsize: int, length: int) -> int:
     """The alignment, in bytes, of a region: the largest power of two that divides its length, at most
     the widest item's size (and at most 16). Regions sorted by it, widest first, need no padding.
     """
-    return min(itemsize & -itemsize, WIDEST_ALIGNMENT, length & -length)
+    return min(itemsize & -itemsize, MAX_ALIGNMENT, length & -length)
 
 
-def _regions(
-    tensors: Sequence[torch.Tensor], begins: Sequence[int], ends: Sequence[int]
-) -> list[tuple[int, ...]]:
+def _regions(tensors: Sequence[torch.Tensor], begins: Sequence[int], ends: Sequence[int]) -> list[tuple[int, ...]]:
     """The indices of each set of tensors that overlap in memory, ascending; the sets in image order.
 
     Neighbours that only touch are two. Tensors of no bytes are in none.
     """
-    placed: dict[torch.device, list[int]] = {}
+    by_device: dict[torch.device, list[int]] = {}
     for index, tensor in enumerate(tensors):
         if begins[index] < ends[index]:
-            placed.setdefault(tensor.device, []).append(index)
+            by_device.setdefault(tensor.device, []).append(index)
     found: list[tuple[int, ...]] = []
-    for indices in placed.values():
+    for indices in by_device.values():
         indices.sort(key=begins.__getitem__)
         first, reached = 0, ends[indices[0]]
-        for place, index in enumerate(indices):
+        for position, index in enumerate(indices):
             if begins[index] >= reached:
                 found.append(
-                    (indices[place - 1],) if place - first == 1 else tuple(sorted(indices[first:place]))
+                    (indices[position - 1],) if position - first == 1 else tuple(sorted(indices[first:position]))
                 )
-                first = place
+                first = position
             reached = max(reached, ends[index])
         found.append(tuple(sorted(indices[first:])))
 
-    def place_of(members: tuple[int, ...]) -> int:
+    def sort_key(members: tuple[int, ...]) -> int:
         """Widest alignment first, and among those of one by the first name."""
         begin, end = begins[members[0]], ends[members[0]]
         itemsize = tensors[members[0]].itemsize
@@ -207,7 +205,7 @@ def _regions(
             itemsize = max(tensors[index].itemsize for index in members)
         return members[0] - len(tensors) * alignment_of(itemsize, end - begin)
 
-    found.sort(key=place_of)
+    found.sort(key=sort_key)
     return found
 
 
@@ -221,41 +219,41 @@ def _storage_of(begin: int, end: int, tensors: Mapping[str, torch.Tensor]) -> to
     raise UnsupportedTensor(first, f"overlaps {last!r}, which lies in another storage")
 
 
-class _Kinds:
+class _SpecTypeCache:
     """The kinds of tensors, each made once: their words cost more than all else here."""
 
     def __init__(self) -> None:
-        self._contiguous: dict[tuple[torch.dtype, torch.Size], Kind] = {}
+        self._contiguous: dict[tuple[torch.dtype, torch.Size], SpecType] = {}
 
-    def of(self, tensor: torch.Tensor) -> Kind:
+    def of(self, tensor: torch.Tensor) -> SpecType:
         """The kind of one tensor."""
         if not tensor.is_contiguous():
-            return _word(tensor.dtype), tuple(tensor.shape), tuple(tensor.stride())
+            return _dtype_name(tensor.dtype), tuple(tensor.shape), tuple(tensor.stride())
         dtype, shape = tensor.dtype, tensor.shape
-        kind = self._contiguous.get((dtype, shape))
-        if kind is None:
+        spec_type = self._contiguous.get((dtype, shape))
+        if spec_type is None:
             # Strides of dimensions with one element mean nothing; two loaders may well disagree on them.
-            kind = _word(dtype), tuple(shape), contiguous_stride(shape)
-            self._contiguous[dtype, shape] = kind
-        return kind
+            spec_type = _dtype_name(dtype), tuple(shape), contiguous_stride(shape)
+            self._contiguous[dtype, shape] = spec_type
+        return spec_type
 
 
-def _word(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _length(name: str, tensor: torch.Tensor) -> int:
+def _byte_length(name: str, tensor: torch.Tensor) -> int:
     """The bytes from its first element through its last; 0 when it has none. Raises UnsupportedTensor."""
-    if reason := _why_not(tensor):
+    if reason := _unsupported_reason(tensor):
         raise UnsupportedTensor(name, reason, hint=leave_out(name))
     if tensor.is_contiguous():
         length: int = tensor.nbytes
     else:
-        length = span_of(tensor.shape, tensor.stride(), tensor.itemsize)
-    held = tensor.untyped_storage().nbytes()
+        length = byte_extent(tensor.shape, tensor.stride(), tensor.itemsize)
+    storage_bytes = tensor.untyped_storage().nbytes()
     needed = tensor.storage_offset() * tensor.itemsize + length
-    if length and held < needed:
-        raise UnsupportedTensor(name, f"its storage has {held} bytes, it needs {needed}")
+    if length and storage_bytes < needed:
+        raise UnsupportedTensor(name, f"its storage has {storage_bytes} bytes, it needs {needed}")
     if length and not tensor.data_ptr():
         raise UnsupportedTensor(
             name,
@@ -266,11 +264,11 @@ def _length(name: str, tensor: torch.Tensor) -> int:
     return length
 
 
-def _why_not(tensor: torch.Tensor) -> str | None:
+def _unsupported_reason(tensor: torch.Tensor) -> str | None:
     """Why a tensor cannot be carried, or None."""
     if not issubclass(type(tensor), torch.Tensor):
         return f"it is of type {type(tensor).__name__}, not a tensor"
-    if type(tensor) not in PLAIN_TENSORS and is_lazy(tensor):
+    if type(tensor) not in BASE_TENSOR_TYPES and is_lazy(tensor):
         return "it is lazy and not initialised yet: run the module once"
     if isinstance(tensor, FakeTensor) or is_functorch_wrapped_tensor(tensor):
         return "it is a stand-in of a tracer or transform, without bytes"

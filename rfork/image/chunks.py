@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from rfork.image.ranges import Range
 
 MIB = 1 << 20
-SMALLEST_CHUNK = MIB
-LARGEST_CHUNK = 256 * MIB
-MOST_CHUNKS = 128
+MIN_CHUNK_BYTES = MIB
+MAX_CHUNK_BYTES = 256 * MIB
+MAX_CHUNKS = 128
 """Small images get at most this many chunks. A chain of N relays takes (k + N - 1) chunk times, so
 more chunks mean less pipeline fill; fewer mean less overhead a chunk. Past 32 GiB the largest chunk
 size rules and the count grows with the image."""
@@ -18,8 +18,8 @@ size rules and the count grows with the image."""
 
 def chunk_size_for(image_bytes: int) -> int:
     """The chunk size, in bytes, of an image of `image_bytes`: a power of two between 1 and 256 MiB."""
-    size = SMALLEST_CHUNK
-    while size < LARGEST_CHUNK and size * MOST_CHUNKS < image_bytes:
+    size = MIN_CHUNK_BYTES
+    while size < MAX_CHUNK_BYTES and size * MAX_CHUNKS < image_bytes:
         size *= 2
     return size
 

@@ -7,7 +7,7 @@ with XXH3-128 (seed 0, canonical big-endian form). The digest is BLAKE2b (16 byt
 **Why XXH3.** A core hashes 20 to 25 GB/s with it: verification costs what reading the bytes once more
 costs. CRC32C is as fast but has 32 bits; BLAKE2b has no such speed. Its inner loop is sums of 32 x 32
 bit products, so a GPU gives the same answer: by one kernel that reads each byte once
-(`rfork.image.xxh3_triton`), or by plain tensor operations (`rfork.image.xxh3_device`).
+(`rfork.image.xxh3_triton`), or by plain tensor operations (`rfork.image.xxh3_torch`).
 
 **Why leaves.** Leaves are independent: a GPU hashes thousands side by side, and within a leaf only
 one short step a KiB is sequential. 128 KiB costs a core about a tenth against one long stream;
@@ -33,36 +33,40 @@ from collections.abc import Sequence
 import torch
 import xxhash
 
-from rfork.image.leaf_hasher import leaf_hasher
+from rfork.image.hash_backend import leaf_hasher
 
 DIGEST_BYTES = 16
 LEAF_BYTES = 128 << 10
-PERSON = b"rfork-chunk-v1"
+HASH_DOMAIN = b"rfork-chunk-v1"
 
 
 def digest_bytes(pieces: Sequence[memoryview]) -> bytes:
     """The digest of a chunk whose bytes are these host views (format 'B'), in order. Copies nothing."""
     leaves: list[bytes] = []
-    leaf, room, length = xxhash.xxh3_128(), LEAF_BYTES, 0  # of the leaf under way: its state, bytes to come
+    leaf, leaf_remaining, length = (
+        xxhash.xxh3_128(),
+        LEAF_BYTES,
+        0,
+    )  # of the leaf under way: its state, bytes to come
     for piece in pieces:
         size = len(piece)
         length += size
-        if size < room:
+        if size < leaf_remaining:
             leaf.update(piece)
-            room -= size
+            leaf_remaining -= size
             continue
         at = 0
-        if room < LEAF_BYTES:
-            leaf.update(piece[:room])
+        if leaf_remaining < LEAF_BYTES:
+            leaf.update(piece[:leaf_remaining])
             leaves.append(leaf.digest())
             leaf.reset()
-            at = room
+            at = leaf_remaining
         rest = size - (size - at) % LEAF_BYTES
         for low in range(at, rest, LEAF_BYTES):
             leaves.append(xxhash.xxh3_128_digest(piece[low : low + LEAF_BYTES]))
         leaf.update(piece[rest:])
-        room = LEAF_BYTES - (size - rest)
-    if room < LEAF_BYTES:
+        leaf_remaining = LEAF_BYTES - (size - rest)
+    if leaf_remaining < LEAF_BYTES:
         leaves.append(leaf.digest())
     return _combine(length, b"".join(leaves))
 
@@ -102,6 +106,6 @@ def digest_tensors(pieces: Sequence[torch.Tensor]) -> bytes:
 
 
 def _combine(length: int, leaves: bytes) -> bytes:
-    state = hashlib.blake2b(length.to_bytes(8, "little"), digest_size=DIGEST_BYTES, person=PERSON)
+    state = hashlib.blake2b(length.to_bytes(8, "little"), digest_size=DIGEST_BYTES, person=HASH_DOMAIN)
     state.update(leaves)
     return state.digest()

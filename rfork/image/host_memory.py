@@ -9,7 +9,7 @@ from collections.abc import Sequence
 HUGE_PAGE = 2 << 20
 MADV_HUGEPAGE = 14
 PYBUF_WRITE = 0x200
-SMALL = 64 << 10
+SMALL_COPY_BYTES = 64 << 10
 """Bytes under which a plain copy is the quickest; a larger one leaves the interpreter to others."""
 
 _view_of_memory = ctypes.pythonapi.PyMemoryView_FromMemory
@@ -31,7 +31,7 @@ def copy_block(block: memoryview, views: Sequence[memoryview]) -> None:
         at += view.nbytes
         if part.nbytes < view.nbytes:
             raise ValueError(f"a block of {block.nbytes} bytes is too short for its views")
-        if view.nbytes < SMALL:
+        if view.nbytes < SMALL_COPY_BYTES:
             view[:] = part
         else:
             ctypes.memmove(_address(view), _address(part), part.nbytes)
@@ -45,12 +45,12 @@ def advise_huge_pages(address: int, length: int) -> int:
     if not sys.platform.startswith("linux"):
         return 0
     begin = -(-address // HUGE_PAGE) * HUGE_PAGE
-    whole = (address + length) // HUGE_PAGE * HUGE_PAGE - begin
-    if whole <= 0:
+    aligned_bytes = (address + length) // HUGE_PAGE * HUGE_PAGE - begin
+    if aligned_bytes <= 0:
         return 0
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return whole if madvise(begin, whole, MADV_HUGEPAGE) == 0 else 0
+    return aligned_bytes if madvise(begin, aligned_bytes, MADV_HUGEPAGE) == 0 else 0
 
 
 def _address(view: memoryview) -> int:

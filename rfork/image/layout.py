@@ -11,7 +11,7 @@ from itertools import islice
 
 from rfork.image import attributes
 from rfork.image.chunks import Chunks
-from rfork.image.specs import Specs, TensorSpec
+from rfork.image.tensor_specs import TensorSpec, TensorSpecTable
 
 LAYOUT_DOMAIN = b"rfork-layout-v1\n"
 HASHED_AT_ONCE = 4096
@@ -26,16 +26,16 @@ class Layout:
     their allocators chose.
     """
 
-    tensors: Specs
+    tensors: TensorSpecTable
     image_bytes: int
     attributes: tuple[str, ...]
     """Plain values that both sides have to have: see `rfork.image.attributes`."""
 
-    def __init__(
-        self, tensors: Iterable[TensorSpec], image_bytes: int, attributes: Iterable[str] = ()
-    ) -> None:
-        """`Specs` are kept as they are: whoever made them adds no more."""
-        object.__setattr__(self, "tensors", tensors if isinstance(tensors, Specs) else Specs(tensors))
+    def __init__(self, tensors: Iterable[TensorSpec], image_bytes: int, attributes: Iterable[str] = ()) -> None:
+        """`TensorSpecTable` are kept as they are: whoever made them adds no more."""
+        object.__setattr__(
+            self, "tensors", tensors if isinstance(tensors, TensorSpecTable) else TensorSpecTable(tensors)
+        )
         object.__setattr__(self, "image_bytes", image_bytes)
         object.__setattr__(self, "attributes", tuple(attributes))
 
@@ -58,7 +58,7 @@ class Layout:
 
     def differences(self, other: Layout) -> Iterator[str]:
         """Each difference to `other` on one line, in canonical order; "here" is self, "there" is other."""
-        for here, there in self.tensors.differing(other.tensors):
+        for here, there in self.tensors.differences(other.tensors):
             yield _line(here, there)
         if self.image_bytes != other.image_bytes:
             yield f"image size: here {self.image_bytes} bytes, there {other.image_bytes} bytes"
@@ -71,7 +71,7 @@ class Layout:
         A tensor of another dtype or shape shifts the offset of all that follow it, so a difference
         in kind is preferred over one in offset alone.
         """
-        for here, there in self.tensors.differing(other.tensors):
+        for here, there in self.tensors.differences(other.tensors):
             if here is None or there is None or here[1:4] != there[1:4]:
                 return _line(here, there)
         return next(self.differences(other), None)
@@ -79,5 +79,5 @@ class Layout:
 
 def _line(here: TensorSpec | None, there: TensorSpec | None) -> str:
     name = here.name if here is not None else there.name if there is not None else ""
-    told = [spec.describe() if spec is not None else "no such tensor" for spec in (here, there)]
-    return f"{name}: here {told[0]}, there {told[1]}"
+    descriptions = [spec.describe() if spec is not None else "no such tensor" for spec in (here, there)]
+    return f"{name}: here {descriptions[0]}, there {descriptions[1]}"

@@ -1,6 +1,6 @@
 """The image in memory: which bytes of the image lie at which address, to read, to fill and to digest.
 
-An `Image` copies nothing and owns nothing but references: its bytes are the tensors' own. Readers on
+An `EngineImage` copies nothing and owns nothing but references: its bytes are the tensors' own. Readers on
 the source take them by `segments` (one-sided transports) or `reading` (transports that send from the
 host); the target fills them by `segments` or `writing` and checks them by `digest`. `readable` and
 `writable` are those two in a single step.
@@ -17,15 +17,15 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from rfork.errors import SourceChanged
+from rfork.errors import SourceWeightsChanged
 from rfork.image.digest import digest_bytes, digest_tensors
 from rfork.image.host_memory import host_view
 from rfork.image.layout import Layout
 from rfork.image.manifest import Manifest
-from rfork.image.regions import Regions
-from rfork.image.staging import STEP_BYTES, Copies, CudaCopies, Staging
+from rfork.image.pinned_staging import STEP_BYTES, CudaCopier, DeviceCopier, PinnedStaging
+from rfork.image.storages import StorageTable
 
-MOST_DIGEST_THREADS = 8
+MAX_DIGEST_THREADS = 8
 """Past this many cores the memory bus is the limit of a manifest, not the hash."""
 CHUNKS_IN_FLIGHT = 4
 """On a GPU, that many threads at least: while one waits for its chunk, others have given it theirs."""
@@ -55,14 +55,14 @@ class Image:
     `copies`: None for those of the devices that the bytes lie on.
     """
 
-    def __init__(self, layout: Layout, regions: Sequence[torch.Tensor], copies: Copies | None = None) -> None:
+    def __init__(self, layout: Layout, regions: Sequence[torch.Tensor], copies: DeviceCopier | None = None) -> None:
         self.layout = layout
         # Keeps the storages, and so the addresses, alive.
-        self._regions = regions if isinstance(regions, Regions) else Regions.of(regions)
-        self._runs = self._regions.joined()
-        *self._begins, held = accumulate(self._runs.lengths, initial=0)
-        if held != layout.image_bytes:
-            raise ValueError(f"the regions hold {held} bytes, the layout {layout.image_bytes}")
+        self._regions = regions if isinstance(regions, StorageTable) else StorageTable.of(regions)
+        self._runs = self._regions.coalesced()
+        *self._begins, total_bytes = accumulate(self._runs.lengths, initial=0)
+        if total_bytes != layout.image_bytes:
+            raise ValueError(f"the regions hold {total_bytes} bytes, the layout {layout.image_bytes}")
         self._streams = {
             device: torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             for device in self.devices
@@ -71,8 +71,8 @@ class Image:
         for device in self._streams:
             torch.cuda.synchronize(device)
         if copies is None and self._streams:
-            copies = CudaCopies(self._streams)
-        self._staging = None if copies is None else Staging(copies)
+            copies = CudaCopier(self._streams)
+        self._staging = None if copies is None else PinnedStaging(copies)
         self._released = False
         # Made once, as making one costs more than hashing a small tensor, and when they are wanted, as
         # making all at once costs more than all else here.
@@ -80,12 +80,12 @@ class Image:
         self._memories: list[torch.Tensor | None] = [None] * len(self._runs)
 
     @property
-    def regions(self) -> Regions:
+    def regions(self) -> StorageTable:
         """The image's storages in image order: uint8 tensors, 1-D, over the tensors' own memory."""
         return self._regions
 
     @property
-    def runs(self) -> Regions:
+    def runs(self) -> StorageTable:
         """The image's memory in as few runs as can be seen as one tensor or view each, in image order."""
         return self._runs
 
@@ -99,11 +99,11 @@ class Image:
         """Where any of the bytes lie."""
         return self._regions.devices
 
-    def same_memory(self, other: Image) -> bool:
+    def shares_memory_with(self, other: Image) -> bool:
         """Whether the other image is these very bytes: one layout, over the same addresses."""
-        whole = self.layout.image_bytes
+        image_bytes = self.layout.image_bytes
         return self.layout.layout_id == other.layout.layout_id and (
-            self.segments(0, whole) == other.segments(0, whole)
+            self.segments(0, image_bytes) == other.segments(0, image_bytes)
         )
 
     def segments(self, begin: int, end: int) -> list[Segment]:
@@ -111,7 +111,7 @@ class Image:
 
         Costs O(log n + answer). Raises ValueError for a range outside the image.
         """
-        first, stop = self._covering(begin, end)
+        first, stop = self._segments_covering(begin, end)
         columns = self._begins, self._runs.addresses, self._runs.lengths
         found = list(map(Segment, *(column[first:stop] for column in columns)))
         if found:
@@ -120,14 +120,12 @@ class Image:
             found[-1] = found[-1]._replace(length=end - found[-1].begin)
         return found
 
-    def parts(self, begin: int, end: int) -> list[torch.Tensor]:
+    def tensor_slices(self, begin: int, end: int) -> list[torch.Tensor]:
         """The memory of image range `[begin, end)` as uint8 tensors, 1-D, where it lies, in image order."""
-        return self._cut(self._memories, self._runs.memory, begin, end)
+        return self._slice(self._memories, self._runs.memory, begin, end)
 
     @contextmanager
-    def reading(
-        self, begin: int, end: int, step: int = STEP_BYTES
-    ) -> Iterator[Iterator[Sequence[memoryview]]]:
+    def reading(self, begin: int, end: int, step: int = STEP_BYTES) -> Iterator[Iterator[Sequence[memoryview]]]:
         """The bytes of `[begin, end)` step by step, each as host views in image order, for the `with` block.
 
         CPU tensors: one step, their own memory. CUDA tensors: steps of `step` bytes, copied into pinned
@@ -141,9 +139,7 @@ class Image:
             yield steps
 
     @contextmanager
-    def writing(
-        self, begin: int, end: int, step: int = STEP_BYTES
-    ) -> Iterator[Iterator[Sequence[memoryview]]]:
+    def writing(self, begin: int, end: int, step: int = STEP_BYTES) -> Iterator[Iterator[Sequence[memoryview]]]:
         """Host views of `[begin, end)` in image order, step by step, to be filled within the `with` block.
 
         CPU tensors: one step, their own memory. CUDA tensors: steps of `step` bytes of pinned memory, of
@@ -181,8 +177,8 @@ class Image:
         """
         begin, end = self.layout.chunks[chunk]
         if not self._streams:
-            return digest_bytes(self._cut(self._views, self._runs.view, begin, end))
-        memories = self.parts(begin, end)
+            return digest_bytes(self._slice(self._views, self._runs.view, begin, end))
+        memories = self.tensor_slices(begin, end)
         devices = {memory.device for memory in memories if memory.device.type != "cpu"}
         if not devices:
             return digest_bytes([_view(memory) for memory in memories])
@@ -198,7 +194,7 @@ class Image:
         """
         chunks = self.layout.chunks
         fewest = CHUNKS_IN_FLIGHT if self._streams else 1
-        threads = threads or max(fewest, min(torch.get_num_threads(), MOST_DIGEST_THREADS))
+        threads = threads or max(fewest, min(torch.get_num_threads(), MAX_DIGEST_THREADS))
         digests: list[bytes] = []
         with ThreadPoolExecutor(threads, thread_name_prefix="rfork-digest") as pool:
             for (begin, end), digest in zip(chunks, pool.map(self.digest, range(len(chunks))), strict=True):
@@ -212,7 +208,7 @@ class Image:
 
         `keep` are the addresses of storages that are left as they are. For who is about to build another
         model in the place of this one: nobody may read or write the image any more, and who tries gets
-        SourceChanged. Memory that its allocator does not take back so is freed with its tensors.
+        SourceWeightsChanged. Memory that its allocator does not take back so is freed with its tensors.
         """
         self._released = True
         for storage in self._regions.storages:
@@ -221,7 +217,7 @@ class Image:
                 with suppress(RuntimeError):
                     storage.resize_(0)
 
-    def occupy(self, other: Image) -> None:
+    def rebind(self, other: Image) -> None:
         """After `release`: the memory of another image of this layout is this one's from now on."""
         if other.layout.layout_id != self.layout.layout_id:
             raise ValueError(f"its layout is {other.layout.layout_id}, not {self.layout.layout_id}")
@@ -230,22 +226,20 @@ class Image:
         self._views, self._memories = other._views, other._memories
         self._released = other._released
 
-    def _covering(self, begin: int, end: int) -> tuple[int, int]:
+    def _segments_covering(self, begin: int, shut_down: int) -> tuple[int, int]:
         """The runs (first, stop) that hold image range `[begin, end)`."""
         if self._released:
-            raise SourceChanged("the memory was given back: there is nothing to read or to write")
+            raise SourceWeightsChanged("the memory was given back: there is nothing to read or to write")
         size = self.layout.image_bytes
-        if not 0 <= begin <= end <= size:
-            raise ValueError(f"[{begin}, {end}) is not within the image's {size} bytes")
-        if begin == end:
+        if not 0 <= begin <= shut_down <= size:
+            raise ValueError(f"[{begin}, {shut_down}) is not within the image's {size} bytes")
+        if begin == shut_down:
             return 0, 0
-        return bisect_right(self._begins, begin) - 1, bisect_left(self._begins, end)
+        return bisect_right(self._begins, begin) - 1, bisect_left(self._begins, shut_down)
 
-    def _cut(
-        self, made: list[_Part | None], make: Callable[[int], _Part], begin: int, end: int
-    ) -> list[_Part]:
+    def _slice(self, made: list[_Part | None], make: Callable[[int], _Part], begin: int, end: int) -> list[_Part]:
         """Of one part a run, those of `[begin, end)`, the first and last cut to it; `made` keeps them."""
-        first, stop = self._covering(begin, end)
+        first, stop = self._segments_covering(begin, end)
         found: list[_Part] = []
         for index, part in enumerate(made[first:stop], first):
             if part is None:
@@ -258,12 +252,12 @@ class Image:
 
     def _host_views(self, begin: int, end: int) -> Sequence[memoryview]:
         # Views of our own views: the caller may release what it is given.
-        return [view[:] for view in self._cut(self._views, self._runs.view, begin, end)]
+        return [view[:] for view in self._slice(self._views, self._runs.view, begin, end)]
 
     def _steps(self, begin: int, end: int, step: int) -> Iterator[list[torch.Tensor]]:
-        self._covering(begin, end)  # a range that the image does not have is refused before the first step
+        self._segments_covering(begin, end)  # a range that the image does not have is refused before the first step
         lows = range(begin, max(end, begin + 1), step)  # an empty range is one empty step
-        return (self.parts(low, min(low + step, end)) for low in lows)
+        return (self.tensor_slices(low, min(low + step, end)) for low in lows)
 
 
 def _view(memory: torch.Tensor) -> memoryview:

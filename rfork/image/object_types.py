@@ -71,12 +71,12 @@ class ObjectType(NamedTuple):
     """Class attributes that may hold tensors."""
     keeps_notes: bool
     """Private attributes are notes on how the object was made: those of transformers' models."""
-    computed: frozenset[str]
+    has_computed_attributes: frozenset[str]
     """Cached properties: they follow from the rest, and are there only once something has read them."""
 
     def compares(self, key: str) -> bool:
         """Return whether an attribute of a module may be compared, by its class."""
-        return key not in self.computed and not (self.keeps_notes and key.startswith("_"))
+        return key not in self.has_computed_attributes and not (self.keeps_notes and key.startswith("_"))
 
 
 def object_type(cls: type, root: type = object) -> ObjectType:
@@ -87,7 +87,7 @@ def object_type(cls: type, root: type = object) -> ObjectType:
     followed = root is not object or not (configuration or is_ignored(module_of(cls)))
     slots: dict[str, MemberDescriptorType] = {}
     shared: dict[str, object] = {}
-    computed = set()
+    has_computed_attributes = set()
     for base in reversed(own) if followed else ():
         if not base.__flags__ & HEAP_TYPE:
             continue
@@ -97,7 +97,7 @@ def object_type(cls: type, root: type = object) -> ObjectType:
             if type(value) is MemberDescriptorType:
                 slots[key] = value
             elif isinstance(value, cached_property):
-                computed.add(key)
+                has_computed_attributes.add(key)
             elif _may_hold_tensors(value):
                 shared[key] = value
     compared = not cls.__name__.endswith("Config")
@@ -107,7 +107,7 @@ def object_type(cls: type, root: type = object) -> ObjectType:
         tuple(sorted(slots.items(), key=itemgetter(0))),
         tuple(sorted(shared.items(), key=itemgetter(0))),
         any(base.__name__ == "PreTrainedModel" for base in own),
-        frozenset(computed),
+        frozenset(has_computed_attributes),
     )
 
 
@@ -162,7 +162,7 @@ def own_attributes(value: object) -> dict[str, object]:
         attributes = object.__getattribute__(value, "__dict__")
     except AttributeError:
         return {}
-    return {key: held for key, held in attributes.items() if isinstance(key, str)}
+    return {key: attribute for key, attribute in attributes.items() if isinstance(key, str)}
 
 
 def function_state(function: FunctionType) -> Iterator[tuple[str, object]]:
@@ -198,8 +198,8 @@ def tensor_of(array: np.ndarray) -> torch.Tensor:
 
 def why_hidden(value: object) -> str | None:
     """Return why the state of an object without attributes cannot be carried, or None where it has none."""
-    kind = type(value)
-    name = f"{module_of(kind)}.{kind.__qualname__}".removeprefix("builtins.")
+    value_class = type(value)
+    name = f"{module_of(value_class)}.{value_class.__qualname__}".removeprefix("builtins.")
     if isinstance(value, torch.ScriptObject):
         return f"it is a {_script_name(value)}, which packs tensors out of sight"
     if not isinstance(value, FunctionType) and _refers_to_tensors(value):
@@ -222,17 +222,17 @@ def _refers_to_tensors(value: object) -> bool:
 
 def why_out_of_sight(value: object) -> str | None:
     """Return why the state of an object may be in memory of an extension module, or None where it is not."""
-    kind = type(value)
+    value_class = type(value)
     known = {"torch", "numpy", *sys.stdlib_module_names}
-    module = module_of(kind)
-    if module.partition(".")[0] in known or callable(value) or _is_python_class(kind):
+    module = module_of(value_class)
+    if module.partition(".")[0] in known or callable(value) or _is_python_class(value_class):
         return None
-    return f"it is a {module}.{kind.__qualname__}, whose state is in memory of an extension module"
+    return f"it is a {module}.{value_class.__qualname__}, whose state is in memory of an extension module"
 
 
-def _is_python_class(kind: type) -> bool:
+def _is_python_class(value_class: type) -> bool:
     """Return whether Python code defined the class: then all of its state is in attributes."""
-    return any("__slots__" in vars(base) or "__dict__" in vars(base) for base in kind.__mro__)
+    return any("__slots__" in vars(base) or "__dict__" in vars(base) for base in value_class.__mro__)
 
 
 def _script_name(value: Any) -> str:

@@ -19,19 +19,19 @@ from json.encoder import encode_basestring_ascii as quoted
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from rfork.errors import CheckpointError, StorageCorrupt, StorageError
-from rfork.image.arena import dtype_of
+from rfork.image.buffer_views import dtype_of
 from rfork.image.layout import Layout
-from rfork.image.specs import TensorSpec
-from rfork.image.strides import contiguous_stride, span_of
+from rfork.image.strides import byte_extent, contiguous_stride
+from rfork.image.tensor_specs import TensorSpec
 
 ALIGNMENT = 4096
 """The data section starts at a multiple of this, by spaces after the JSON: a page, so that it can be
 mapped with its tensors aligned, and read and written with O_DIRECT, one chunk a page-aligned range."""
 
-LONGEST_HEADER = 100_000_000
+MAX_HEADER_BYTES = 100_000_000
 """safetensors readers refuse longer ones."""
 
-MOST_NAMED = 100_000
+MAX_NAMED_TENSORS = 100_000
 """Tensors that a live image's header names one by one: 0.3 s of work and 25 MB, each time it is exported."""
 
 LAYOUT_KEY, ATTRIBUTES_KEY, WEIGHTS_KEY = "rfork.layout", "rfork.attributes", "rfork.weights_id"
@@ -66,11 +66,11 @@ def header(layout: Layout, weights_id: str | None = None) -> bytes:
         metadata[ATTRIBUTES_KEY] = json.dumps(layout.attributes, separators=(",", ":"))
     if weights_id is not None:
         metadata[WEIGHTS_KEY] = weights_id
-    kinds = _Kinds()
+    spec_cache = _SpecSizeCache()
     entries: list[str] = []
-    for begin, end, specs in _regions(layout, kinds):
+    for begin, end, specs in _regions(layout, spec_cache):
         name, entry = specs[0].name, f'"dtype":"U8","shape":[{end - begin}]'
-        kept = next((spec for spec in specs if kinds.of(spec) == (end - begin, True)), None)
+        kept = next((spec for spec in specs if spec_cache.of(spec) == (end - begin, True)), None)
         if kept is not None:
             shape = ",".join(map(str, kept.shape))
             name, entry = kept.name, f'"dtype":"{DTYPES[kept.dtype]}","shape":[{shape}]'
@@ -84,10 +84,10 @@ def header(layout: Layout, weights_id: str | None = None) -> bytes:
 def live_header(layout: Layout) -> bytes:
     """The header of an image that is served from memory: `header`, if it can name each tensor.
 
-    With more than `MOST_NAMED` tensors the data section is one entry of plain bytes, named ``image``, and
+    With more than `MAX_NAMED_TENSORS` tensors the data section is one entry of plain bytes, named ``image``, and
     the layout is left out: whoever forks has it from the peer service.
     """
-    if len(layout.tensors) <= MOST_NAMED:
+    if len(layout.tensors) <= MAX_NAMED_TENSORS:
         return header(layout)
     size = layout.image_bytes
     entry = f'"image":{{"dtype":"U8","shape":[{size}],"data_offsets":[0,{size}]}}'
@@ -96,11 +96,11 @@ def live_header(layout: Layout) -> bytes:
 
 def _padded(metadata: Mapping[str, str], entries: Sequence[str]) -> bytes:
     """Length and JSON, with spaces behind."""
-    told = f'"__metadata__":{json.dumps(metadata, separators=(",", ":"))}'
-    text = f"{{{','.join((told, *entries))}}}".encode()
+    metadata_json = f'"__metadata__":{json.dumps(metadata, separators=(",", ":"))}'
+    text = f"{{{','.join((metadata_json, *entries))}}}".encode()
     padded = -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT - 8
-    if padded > LONGEST_HEADER:
-        raise StorageError(f"a safetensors header of {padded} bytes; readers take {LONGEST_HEADER} at most")
+    if padded > MAX_HEADER_BYTES:
+        raise StorageError(f"a safetensors header of {padded} bytes; readers take {MAX_HEADER_BYTES} at most")
     return struct.pack("<Q", padded) + text.ljust(padded)
 
 
@@ -112,7 +112,7 @@ def header_length(prefix: bytes) -> int:
     if len(prefix) < 8:
         raise StorageCorrupt(f"not a safetensors file: it has {len(prefix)} bytes")
     (length,) = struct.unpack_from("<Q", prefix)
-    if not 2 <= length <= LONGEST_HEADER:
+    if not 2 <= length <= MAX_HEADER_BYTES:
         raise StorageCorrupt(f"not a safetensors file: a header of {length} bytes")
     return 8 + int(length)
 
@@ -150,7 +150,7 @@ def _metadata(header: bytes) -> dict[str, JsonValue]:
     return metadata if isinstance(metadata, dict) else {}
 
 
-class _Kinds:
+class _SpecSizeCache:
     """What follows from a spec's type, shape and stride, worked out once for each that there is."""
 
     def __init__(self) -> None:
@@ -161,18 +161,18 @@ class _Kinds:
         key = spec.dtype, spec.shape, spec.stride
         found = self._known.get(key)
         if found is None:
-            length = span_of(spec.shape, spec.stride, dtype_of(spec).itemsize)
+            length = byte_extent(spec.shape, spec.stride, dtype_of(spec).itemsize)
             plain = spec.dtype in DTYPES and spec.stride == contiguous_stride(spec.shape)
             found = self._known[key] = length, plain
         return found
 
 
-def _regions(layout: Layout, kinds: _Kinds) -> Iterator[tuple[int, int, Sequence[TensorSpec]]]:
+def _regions(layout: Layout, spec_cache: _SpecSizeCache) -> Iterator[tuple[int, int, Sequence[TensorSpec]]]:
     """Begin, end and specs (first name first) of each set of specs that overlap; each empty one alone."""
     group: list[TensorSpec] = []
     begin = end = 0
     for spec in layout.tensors:
-        length, _ = kinds.of(spec)
+        length, _ = spec_cache.of(spec)
         if length == 0:
             yield spec.offset, spec.offset, [spec]
         elif spec.offset < end:

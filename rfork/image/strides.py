@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def span_of(shape: Sequence[int], stride: Sequence[int], itemsize: int) -> int:
+def byte_extent(shape: Sequence[int], stride: Sequence[int], itemsize: int) -> int:
     """The bytes from a tensor's first element through its last; 0 when it has none."""
     if 0 in shape:
         return 0

@@ -12,7 +12,7 @@ memory a program; a chunk of 128 MiB has 1024 leaves, 7 an SM: about 50 KB. Some
 memory the limit: an SM that starts 4 instructions a cycle takes in about 45 bytes in each.
 
 Leaves are found by a table of addresses, so a chunk of many tensors is one launch. Those that span tensors,
-or lie at no multiple of 4, are joined first, at most `JOINED_BYTES` at once.
+or lie at no multiple of 4, are joined first, at most `MAX_LAUNCH_BYTES` at once.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ import triton
 import triton.language as tl
 import xxhash
 
-from rfork.image.xxh3_device import (
+from rfork.image.xxh3_torch import (
     BLOCK_BYTES,
     HIGH_OFFSET,
     LAST_OFFSET,
-    LONGEST_SHORT_INPUT,
     LOW_OFFSET,
+    MAX_SHORT_INPUT,
     PRIME64_1,
     PRIME64_2,
     SECRET,
     START,
+    aligned_leaves,
     canonical,
-    signed,
-    slabs,
+    to_int64,
 )
 
 STAGES = 8
-JOINED_BYTES = 64 << 20
+MAX_LAUNCH_BYTES = 64 << 20
 ALIGNMENT, WIDE_ALIGNMENT = 4, 16
 """What a leaf's address is a multiple of, at least, and where the widest loads are used."""
-LAST_BYTES = 64
+TAIL_STRIPE_BYTES = 64
 
 Run = tuple[int, int]
 """An address, and how many leaves lie there one behind the other."""
@@ -57,48 +57,48 @@ HEAD = torch.tensor(
         *struct.unpack_from("<8q", SECRET, LAST_OFFSET),
         *struct.unpack_from("<8q", SECRET, LOW_OFFSET),
         *struct.unpack_from("<8q", SECRET, HIGH_OFFSET),
-        *map(signed, START),
+        *map(to_int64, START),
     ]
 )
 
 
 def leaf_hashes(pieces: Sequence[torch.Tensor], leaf_bytes: int) -> bytes:
-    """As `rfork.image.xxh3_device.leaf_hashes`, on the current stream; waits for its own work alone."""
+    """As `rfork.image.xxh3_torch.leaf_hashes`, on the current stream; waits for its own work alone."""
     length = sum(piece.numel() for piece in pieces)
     count, rest = divmod(length, leaf_bytes)
     with torch.cuda.device_of(pieces[0]):  # type: ignore[no-untyped-call]
-        hashes = pieces[0].new_empty(count + (rest > LONGEST_SHORT_INPUT), 2, dtype=torch.int64)
+        hashes = pieces[0].new_empty(count + (rest > MAX_SHORT_INPUT), 2, dtype=torch.int64)
         done = 0
         for runs in _groups(pieces, length - rest, leaf_bytes):
             found = sum(leaves for _, leaves in runs)
-            _launch(runs, hashes[done : done + found], leaf_bytes, leaf_bytes - LAST_BYTES)
+            _launch(runs, hashes[done : done + found], leaf_bytes, leaf_bytes - TAIL_STRIPE_BYTES)
             done += found
         short = b""
         if rest:
-            (last,) = slabs(pieces, [length - rest, length])
-            if rest > LONGEST_SHORT_INPUT:
+            (last,) = aligned_leaves(pieces, [length - rest, length])
+            if rest > MAX_SHORT_INPUT:
                 # Its last 64 bytes may be at an odd address: once more behind it, they are not.
-                behind = -(-rest // WIDE_ALIGNMENT) * WIDE_ALIGNMENT
-                padded = last.new_empty(behind + LAST_BYTES)
+                padding_start = -(-rest // WIDE_ALIGNMENT) * WIDE_ALIGNMENT
+                padded = last.new_empty(padding_start + TAIL_STRIPE_BYTES)
                 padded[:rest] = last
-                padded[behind:] = last[rest - LAST_BYTES :]
-                _launch([(padded.data_ptr(), 1)], hashes[count:], rest, behind)
+                padded[padding_start:] = last[rest - TAIL_STRIPE_BYTES :]
+                _launch([(padded.data_ptr(), 1)], hashes[count:], rest, padding_start)
             else:
                 short = xxhash.xxh3_128_digest(bytes(last.tolist()))
         return canonical(_to_host(hashes)) + short
 
 
-def _groups(pieces: Sequence[torch.Tensor], whole: int, leaf_bytes: int) -> Iterator[list[Run]]:
-    """The leaves of the first `whole` bytes, in order, as runs to hash in one launch each time.
+def _groups(pieces: Sequence[torch.Tensor], total_bytes: int, leaf_bytes: int) -> Iterator[list[Run]]:
+    """The leaves of the first `total_bytes` bytes, in order, as runs to hash in one launch each time.
 
     What was joined for them is kept until the next is asked for; what is joined then may lie in the same
     memory, as the stream takes it in later.
     """
-    most = max(JOINED_BYTES // leaf_bytes, 1) * leaf_bytes
+    max_bytes = max(MAX_LAUNCH_BYTES // leaf_bytes, 1) * leaf_bytes
     runs: list[Run] = []
     joined: list[torch.Tensor] = []
     parts: list[torch.Tensor] = []  # of a run that is to be joined
-    room = most
+    remaining = max_bytes
 
     def join() -> None:
         if parts:
@@ -106,33 +106,31 @@ def _groups(pieces: Sequence[torch.Tensor], whole: int, leaf_bytes: int) -> Iter
             runs.append((joined[-1].data_ptr(), joined[-1].numel() // leaf_bytes))
             parts.clear()
 
-    for part, readable in _parts(pieces, whole, leaf_bytes):
+    for part, readable in _parts(pieces, total_bytes, leaf_bytes):
         if readable:
             join()
             runs.append((part.data_ptr(), part.numel() // leaf_bytes))
             continue
         left = part
         while left.numel():
-            parts.append(left[:room])
-            room -= parts[-1].numel()
+            parts.append(left[:remaining])
+            remaining -= parts[-1].numel()
             left = left[parts[-1].numel() :]
-            if not room:
+            if not remaining:
                 join()
                 yield runs
-                runs, room = [], most
+                runs, remaining = [], max_bytes
                 joined.clear()
     join()
     if runs:
         yield runs
 
 
-def _parts(
-    pieces: Sequence[torch.Tensor], whole: int, leaf_bytes: int
-) -> Iterator[tuple[torch.Tensor, bool]]:
-    """The first `whole` bytes in order; of each part, whether it is leaves that the kernel can read there."""
+def _parts(pieces: Sequence[torch.Tensor], total_bytes: int, leaf_bytes: int) -> Iterator[tuple[torch.Tensor, bool]]:
+    """The first `total_bytes` bytes in order; of each part, whether it is leaves that the kernel can read there."""
     begin = 0
     for piece in pieces:
-        kept = piece[: whole - begin]
+        kept = piece[: total_bytes - begin]
         size, before = kept.numel(), -begin % leaf_bytes
         begin += size
         leaves = max(size - before, 0) // leaf_bytes * leaf_bytes
@@ -146,16 +144,16 @@ def _parts(
 
 def _launch(runs: Sequence[Run], hashes: torch.Tensor, length: int, last: int) -> None:
     """Hash the leaves of `length` bytes of these runs; their last stripe begins at their byte `last`."""
-    starts = signed(length * PRIME64_1), signed(~(length * PRIME64_2))
-    places = [torch.arange(address, address + leaves * length, length) for address, leaves in runs]
-    table = torch.cat((HEAD, torch.tensor(starts), *places))
+    starts = to_int64(length * PRIME64_1), to_int64(~(length * PRIME64_2))
+    leaf_addresses = [torch.arange(address, address + leaves * length, length) for address, leaves in runs]
+    table = torch.cat((HEAD, torch.tensor(starts), *leaf_addresses))
     if hashes.device.type == "cuda":
         table = table.pin_memory().to(hashes.device, non_blocking=True)
     _hash_leaves[(len(hashes),)](
         table,
         hashes,
         (length - 1) // BLOCK_BYTES,
-        (length - 1) % BLOCK_BYTES // LAST_BYTES,
+        (length - 1) % BLOCK_BYTES // TAIL_STRIPE_BYTES,
         last,
         WIDE=all(address % WIDE_ALIGNMENT == 0 for address, _ in runs),
         STAGES=STAGES,
@@ -203,7 +201,7 @@ def _hash_leaves(  # type: ignore[no-untyped-def]
 
     for block in tl.range(0, blocks, num_stages=STAGES):
         halves = tl.load(words + block * 256 + rows * 16 + columns)
-        even, odd = _take_in(even, odd, halves, even_keys, odd_keys, 16)
+        even, odd = _accumulate(even, odd, halves, even_keys, odd_keys, 16)
         even = (even ^ (even >> 47) ^ even_scramble) * 0x9E3779B1
         odd = (odd ^ (odd >> 47) ^ odd_scramble) * 0x9E3779B1
 
@@ -211,11 +209,11 @@ def _hash_leaves(  # type: ignore[no-untyped-def]
     halves = tl.load(words + blocks * 256 + rows * 16 + columns, rows < stripes, 0)
     even_keys = tl.where(rows < stripes, even_keys, 0)
     odd_keys = tl.where(rows < stripes, odd_keys, 0)
-    even, odd = _take_in(even, odd, halves, even_keys, odd_keys, 16)
+    even, odd = _accumulate(even, odd, halves, even_keys, odd_keys, 16)
     halves = tl.load(words + last // 4 + columns)
     even_keys = tl.load(table + 24 + pairs)[None, :]
     odd_keys = tl.load(table + 25 + pairs)[None, :]
-    even, odd = _take_in(even, odd, halves, even_keys, odd_keys, 1)
+    even, odd = _accumulate(even, odd, halves, even_keys, odd_keys, 1)
 
     low = tl.load(table + 56) + _merge(even, odd, table + 32 + pairs)
     high = tl.load(table + 57) + _merge(even, odd, table + 40 + pairs)
@@ -224,7 +222,7 @@ def _hash_leaves(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _take_in(even, odd, halves, even_keys, odd_keys, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _accumulate(even, odd, halves, even_keys, odd_keys, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Add stripes: halves [ROWS, 16] of 32 bits, keys [ROWS, 4] -> accumulators [4] of each kind."""
     lower, upper = tl.split(tl.reshape(halves, (ROWS, 8, 2)))
     left, right = tl.split(tl.reshape(lower.to(tl.uint64) | (upper.to(tl.uint64) << 32), (ROWS, 4, 2)))

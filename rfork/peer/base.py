@@ -1,6 +1,6 @@
 """The peer seam: what a target asks of one source before and while it reads. Runs on the target.
 
-`rfork.peer.client` speaks gRPC; `rfork.peer.memory` calls a seed in the same process, for tests.
+`rfork.peer.client` speaks gRPC; `rfork.testing.peers` calls a seed in the same process, for tests.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Protocol
 from rfork.image.layout import Layout
 from rfork.image.manifest import Manifest
 from rfork.image.ranges import Range
-from rfork.transport.base import Endpoint, Line, TokenSource
+from rfork.transport.base import ControlStream, Endpoint, TokenSource
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class StorageActivity:
     """Storage that the source, or (`relayed`) whom it waits for, reads: seconds since it gave something."""
 
     idle_s: float
@@ -29,25 +29,25 @@ class Progress:
 
     A source that knows its manifest says its `weights_id`. One that does not (someone it reads from
     still reads storage) says with each chunk its digest (16 bytes; in the order of `chunks`), and in
-    `draft` what these belong to: chunks of two drafts are not to be mixed. The part of `draft` before
-    the ``-`` is the origin of the files. `reading`: it, or whom it waits for, reads from storage now.
+    `provisional_id` what these belong to: chunks of two drafts are not to be mixed. The part of `provisional_id` before
+    the ``-`` is the origin of the files. `storage_activity`: it, or whom it waits for, reads from storage now.
     `rate`: bytes a second that this target is asked to take at most, from now on (see `Reader.hold_to`).
     """
 
     chunks: tuple[Range, ...]
     draining: bool
     digests: tuple[bytes, ...] = ()
-    draft: str | None = None
+    provisional_id: str | None = None
     weights_id: str | None = None
-    reading: Reading | None = None
+    storage_activity: StorageActivity | None = None
     rate: int | None = None
 
 
 class Peer(Protocol):
     """One source's peer service; thread-safe. `deadline`s are `time.monotonic()` values.
 
-    Every method raises SourceGone, SourceStalled, SourceBusy, SourceChanged, SourceCorrupt,
-    LayoutMismatch or LeaseRefused.
+    Every method raises SourceUnavailable, SourceTimeout, SourceBusy, SourceWeightsChanged, SourceCorrupt,
+    LayoutMismatch or LeaseRejected.
     """
 
     def manifest(self, own: Layout, deadline: float) -> Manifest:
@@ -62,11 +62,11 @@ class Peer(Protocol):
         """Take a reader's place; returns the channel's id and how to read."""
         ...
 
-    def leave(self, channel_id: str, deadline: float) -> None:
+    def close_channel(self, channel_id: str, deadline: float) -> None:
         """Give a channel back that nothing is read by."""
         ...
 
-    def talk(self, channel_id: str) -> Line:
+    def open_control_stream(self, channel_id: str) -> ControlStream:
         """A line to what gives this channel its bytes; what is wrong with it is found out by `receive`."""
         ...
 

@@ -9,19 +9,19 @@ from typing import TypeVar
 
 import grpc
 
-from rfork.errors import SourceCorrupt, SourceGone, SourceUnreachable, TargetError
+from rfork.errors import SourceCorrupt, SourceUnavailable, SourceUnreachable, TargetError
 from rfork.image.layout import Layout
 from rfork.image.manifest import Manifest
 from rfork.peer import codec
 from rfork.peer.base import Progress
-from rfork.peer.lines import LARGEST_MESSAGE, End
+from rfork.peer.control_stream import MAX_MESSAGE_BYTES, StreamEnd
 from rfork.peer.v1 import peer_pb2, peer_pb2_grpc
 from rfork.settings import TlsSettings
 from rfork.tls_files import client_context
-from rfork.tracing import carrier
-from rfork.transport.base import CONNECT_S, Endpoint, Line, TokenSource
+from rfork.tracing import inject
+from rfork.transport.base import CONNECT_S, ControlStream, Endpoint, TokenSource
 
-Answer = TypeVar("Answer")
+Response = TypeVar("Response")
 
 
 class PeerClient:
@@ -59,7 +59,7 @@ class PeerClient:
         request = peer_pb2.GetManifestRequest(include_tensors=include_tensors)
         return self._call(
             lambda: codec.manifest_from(
-                self._stub.GetManifest(request, timeout=_left(deadline), metadata=self._metadata()), own
+                self._stub.GetManifest(request, timeout=_remaining(deadline), metadata=self._metadata()), own
             )
         )
 
@@ -67,46 +67,44 @@ class PeerClient:
         """See `Peer.open`."""
         request = peer_pb2.OpenChannelRequest(layout_id=layout_id, transports=transports)
         message = self._call(
-            lambda: self._stub.OpenChannel(request, timeout=_left(deadline), metadata=self._metadata())
+            lambda: self._stub.OpenChannel(request, timeout=_remaining(deadline), metadata=self._metadata())
         )
         return message.channel_id, codec.endpoint_of(message)
 
-    def talk(self, channel_id: str) -> Line:
-        """See `Peer.talk`."""
+    def open_control_stream(self, channel_id: str) -> ControlStream:
+        """See `Peer.open_control_stream`."""
 
-        def stirred() -> None:
+        def on_wake() -> None:
             # One that is closed here ends by itself, once all that was sent is carried.
-            if line.broken:
+            if line.is_broken:
                 call.cancel()  # type: ignore[no-untyped-call]
 
-        line = End(stirred)
+        line = StreamEnd(on_wake)
         try:
-            call = self._stub.Converse(_said(channel_id, line), metadata=self._metadata())
+            call = self._stub.ControlStream(_outgoing_messages(channel_id, line), metadata=self._metadata())
         except ValueError as error:  # `close` came first
             raise codec.error_of(error, self.address) from None
         try:
-            threading.Thread(target=self._hear, args=(call, line), name="rfork-line", daemon=True).start()
+            threading.Thread(target=self._receive_loop, args=(call, line), name="rfork-line", daemon=True).start()
         except RuntimeError as error:
             line.end(TargetError(f"no thread for a line: {error}"))
             raise TargetError(f"no thread for a line to {self.address}: {error}") from None
         return line
 
-    def _hear(self, call: Iterator[peer_pb2.ConverseResponse], line: End) -> None:
+    def _receive_loop(self, call: Iterator[peer_pb2.ControlStreamResponse], line: StreamEnd) -> None:
         """Bring what the source says to our end, until either side ends the line."""
         try:
             for message in call:
-                if len(message.content) > LARGEST_MESSAGE:
+                if len(message.content) > MAX_MESSAGE_BYTES:
                     line.end(SourceCorrupt(f"{self.address}: a message of {len(message.content)} bytes"))
                 line.deliver_waiting(message.content)
-            line.end(SourceGone(f"{self.address}: the source closed the line"))
+            line.end(SourceUnavailable(f"{self.address}: the source closed the line"))
         except (grpc.RpcError, ValueError) as error:
             line.end(codec.error_of(error, self.address))
 
     def watch(self, channel_id: str, keep_alive_s: float) -> Iterator[Progress]:
         """See `Peer.watch`."""
-        request = peer_pb2.WatchProgressRequest(
-            channel_id=channel_id, keep_alive_ms=round(keep_alive_s * 1000)
-        )
+        request = peer_pb2.WatchProgressRequest(channel_id=channel_id, keep_alive_ms=round(keep_alive_s * 1000))
         try:
             for message in self._stub.WatchProgress(request, metadata=self._metadata()):
                 yield codec.progress_of(message)
@@ -116,26 +114,24 @@ class PeerClient:
     def renew(self, deadline: float) -> None:
         """See `Peer.renew`."""
         # The source reads the lease off any call; this one closes no channel.
-        self.leave("", deadline)
+        self.close_channel("", deadline)
 
-    def leave(self, channel_id: str, deadline: float) -> None:
-        """See `Peer.leave`."""
+    def close_channel(self, channel_id: str, deadline: float) -> None:
+        """See `Peer.close_channel`."""
         request = peer_pb2.CloseChannelRequest(channel_id=channel_id)
-        self._call(
-            lambda: self._stub.CloseChannel(request, timeout=_left(deadline), metadata=self._metadata())
-        )
+        self._call(lambda: self._stub.CloseChannel(request, timeout=_remaining(deadline), metadata=self._metadata()))
 
     def close(self) -> None:
         """See `Peer.close`."""
         self._channel.close()
 
     def _metadata(self) -> tuple[tuple[str, str], ...]:
-        return (("authorization", f"Bearer {self._token()}"), *carrier().items())
+        return (("authorization", f"Bearer {self._token()}"), *inject().items())
 
-    def _call(self, call: Callable[[], Answer]) -> Answer:
+    def _call(self, call: Callable[[], Response]) -> Response:
         began = time.monotonic()
         try:
-            answer = call()
+            response = call()
         except (grpc.RpcError, ValueError) as error:
             seconds = time.monotonic() - began
             # A connection that is refused fails at once: one that takes all its time gets no answer.
@@ -143,21 +139,21 @@ class PeerClient:
                 raise SourceUnreachable(f"no connection to {self.address} within {seconds:.1f} s") from None
             raise codec.error_of(error, self.address) from None
         self._reached = True
-        return answer
+        return response
 
 
-def _said(channel_id: str, line: End) -> Iterator[peer_pb2.ConverseRequest]:
+def _outgoing_messages(channel_id: str, line: StreamEnd) -> Iterator[peer_pb2.ControlStreamRequest]:
     """What this side says on a line; iterated on a thread of gRPC's."""
-    yield peer_pb2.ConverseRequest(channel_id=channel_id)
+    yield peer_pb2.ControlStreamRequest(channel_id=channel_id)
     while (message := line.outgoing_waiting()) is not None:
-        yield peer_pb2.ConverseRequest(content=message)
+        yield peer_pb2.ControlStreamRequest(content=message)
 
 
 def _is_unavailable(error: Exception) -> bool:
     return isinstance(error, grpc.Call) and error.code() == grpc.StatusCode.UNAVAILABLE
 
 
-def _left(deadline: float) -> float:
+def _remaining(deadline: float) -> float:
     return max(0.001, deadline - time.monotonic())
 
 

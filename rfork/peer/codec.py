@@ -8,55 +8,62 @@ import grpc
 
 from rfork.errors import (
     DeviceDown,
+    GpuDirectUnavailable,
     LayoutMismatch,
-    LeaseRefused,
-    NoGpuDirect,
-    NoPeerAccess,
-    NotOneHost,
+    LeaseRejected,
+    NotSameHost,
+    PeerAccessUnavailable,
     RforkError,
     SourceBusy,
-    SourceChanged,
     SourceCorrupt,
-    SourceGone,
-    SourceStalled,
-    TransportUnusable,
+    SourceTimeout,
+    SourceUnavailable,
+    SourceWeightsChanged,
+    TransportUnavailable,
     VersionMismatch,
 )
 from rfork.image import ranges
 from rfork.image.layout import Layout
 from rfork.image.manifest import Manifest
 from rfork.image.memory import Segment
-from rfork.image.specs import Kind, Specs, TensorSpec
-from rfork.peer.base import Progress, Reading
+from rfork.image.tensor_specs import SpecType, TensorSpec, TensorSpecTable
+from rfork.peer.base import Progress, StorageActivity
 from rfork.peer.v1 import peer_pb2
 from rfork.transport.base import Endpoint
 
-TENSORS_A_PART = 2000
+TENSORS_PER_PART = 2000
 """Tensor specs in one message: about 200 kB, well under gRPC's default limit of 4 MiB."""
 DIGEST_BYTES = 16
 
-UNUSABLE = (TransportUnusable, NotOneHost, NoPeerAccess, NoGpuDirect, DeviceDown, VersionMismatch)
+UNUSABLE = (
+    TransportUnavailable,
+    NotSameHost,
+    PeerAccessUnavailable,
+    GpuDirectUnavailable,
+    DeviceDown,
+    VersionMismatch,
+)
 STATUS_OF: dict[type[RforkError], grpc.StatusCode] = {
     **dict.fromkeys(UNUSABLE, grpc.StatusCode.FAILED_PRECONDITION),
-    LeaseRefused: grpc.StatusCode.PERMISSION_DENIED,
+    LeaseRejected: grpc.StatusCode.PERMISSION_DENIED,
     SourceBusy: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    SourceChanged: grpc.StatusCode.ABORTED,
+    SourceWeightsChanged: grpc.StatusCode.ABORTED,
     LayoutMismatch: grpc.StatusCode.INVALID_ARGUMENT,
 }
 _ERROR_OF: dict[grpc.StatusCode, type[RforkError]] = {
     **{status: error for error, status in STATUS_OF.items()},
-    grpc.StatusCode.FAILED_PRECONDITION: TransportUnusable,  # its kinds are not told apart; nobody is blamed
-    grpc.StatusCode.NOT_FOUND: SourceChanged,
-    grpc.StatusCode.DEADLINE_EXCEEDED: SourceStalled,
+    grpc.StatusCode.FAILED_PRECONDITION: TransportUnavailable,  # its kinds are not told apart; nobody is blamed
+    grpc.StatusCode.NOT_FOUND: SourceWeightsChanged,
+    grpc.StatusCode.DEADLINE_EXCEEDED: SourceTimeout,
 }
 
 
 def error_of(error: Exception, address: str) -> RforkError:
     """What a failed call to the peer at `address` means to the target. Runs on the target."""
     if not isinstance(error, grpc.Call):
-        return SourceGone(f"{address}: {error}")
+        return SourceUnavailable(f"{address}: {error}")
     code = error.code()
-    return _ERROR_OF.get(code, SourceGone)(f"{address}: {error.details() or code}")
+    return _ERROR_OF.get(code, SourceUnavailable)(f"{address}: {error.details() or code}")
 
 
 def manifest_parts(
@@ -75,10 +82,10 @@ def manifest_parts(
         )
     )
     if include_tensors:
-        for begin in range(0, len(layout.tensors), TENSORS_A_PART):
-            yield _tensors_part(layout.tensors[begin : begin + TENSORS_A_PART])
-        for begin in range(0, len(layout.attributes), TENSORS_A_PART):
-            attributes = layout.attributes[begin : begin + TENSORS_A_PART]
+        for begin in range(0, len(layout.tensors), TENSORS_PER_PART):
+            yield _tensors_part(layout.tensors[begin : begin + TENSORS_PER_PART])
+        for begin in range(0, len(layout.attributes), TENSORS_PER_PART):
+            attributes = layout.attributes[begin : begin + TENSORS_PER_PART]
             yield peer_pb2.GetManifestResponse(attributes=attributes)
     yield peer_pb2.GetManifestResponse(digests=b"".join(manifest.digests))
 
@@ -86,13 +93,13 @@ def manifest_parts(
 def _tensors_part(specs: Sequence[TensorSpec]) -> peer_pb2.GetManifestResponse:
     part = peer_pb2.GetManifestResponse()
     # Most specs are of few kinds: to copy one costs a fifth of writing it field by field.
-    kinds: dict[Kind, peer_pb2.GetManifestResponse.Tensor] = {}
+    spec_types: dict[SpecType, peer_pb2.GetManifestResponse.Tensor] = {}
     for name, dtype, shape, stride, offset in specs:
-        kind = dtype, shape, stride
-        if kind not in kinds:
-            kinds[kind] = peer_pb2.GetManifestResponse.Tensor(dtype=dtype, shape=shape, stride=stride)
+        spec_type = dtype, shape, stride
+        if spec_type not in spec_types:
+            spec_types[spec_type] = peer_pb2.GetManifestResponse.Tensor(dtype=dtype, shape=shape, stride=stride)
         tensor = part.tensors.add()
-        tensor.CopyFrom(kinds[kind])
+        tensor.CopyFrom(spec_types[spec_type])
         tensor.name, tensor.offset = name, offset
     return part
 
@@ -104,7 +111,7 @@ def manifest_from(parts: Iterable[peer_pb2.GetManifestResponse], own: Layout | N
     that do not fit together).
     """
     summary: peer_pb2.GetManifestResponse.Summary | None = None
-    tensors = Specs()
+    tensors = TensorSpecTable()
     attributes: list[str] = []
     digests = bytearray()
     for part in parts:
@@ -156,13 +163,13 @@ def endpoint_of(message: peer_pb2.OpenChannelResponse) -> Endpoint:
 
 def progress_message(progress: Progress, generation: int) -> peer_pb2.WatchProgressResponse:
     """One message of the progress stream."""
-    reading = progress.reading
+    reading = progress.storage_activity
     return peer_pb2.WatchProgressResponse(
         chunks=[peer_pb2.WatchProgressResponse.Range(begin=begin, end=end) for begin, end in progress.chunks],
         generation=generation,
         draining=progress.draining,
         digests=b"".join(progress.digests),
-        draft=progress.draft or "",
+        provisional_id=progress.provisional_id or "",
         weights_id=progress.weights_id or "",
         storage_idle_ms=round(reading.idle_s * 1000) if reading is not None else None,
         storage_relayed=reading is not None and reading.relayed,
@@ -176,11 +183,9 @@ def progress_of(message: peer_pb2.WatchProgressResponse) -> Progress:
     # The count first: a range may be made of any two numbers, and is not to be listed.
     if message.digests and len(message.digests) != DIGEST_BYTES * ranges.count(chunks):
         raise SourceCorrupt(f"{len(message.digests)} digest bytes for {ranges.count(chunks)} chunks")
-    digests = tuple(
-        message.digests[at : at + DIGEST_BYTES] for at in range(0, len(message.digests), DIGEST_BYTES)
-    )
+    digests = tuple(message.digests[at : at + DIGEST_BYTES] for at in range(0, len(message.digests), DIGEST_BYTES))
     reading = (
-        Reading(message.storage_idle_ms / 1000, message.storage_relayed)
+        StorageActivity(message.storage_idle_ms / 1000, message.storage_relayed)
         if message.HasField("storage_idle_ms")
         else None
     )
@@ -188,7 +193,7 @@ def progress_of(message: peer_pb2.WatchProgressResponse) -> Progress:
         chunks,
         message.draining,
         digests,
-        message.draft or None,
+        message.provisional_id or None,
         message.weights_id or None,
         reading,
         # A rate of nothing would stop this reader for good: no source can mean that.

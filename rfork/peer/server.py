@@ -18,13 +18,13 @@ import grpc.aio
 
 from rfork.errors import PortInUse
 from rfork.grpc_credentials import server_credentials
-from rfork.peer import admission
-from rfork.peer.answers import MOST_STREAMS, PeerHost, handlers
-from rfork.peer.lines import LARGEST_MESSAGE, MOST_LINES
-from rfork.settings import Settings, host_port
+from rfork.peer import call_guard
+from rfork.peer.control_stream import MAX_CONTROL_STREAMS, MAX_MESSAGE_BYTES
+from rfork.peer.servicer import MAX_STREAMS, PeerBackend, handlers
+from rfork.settings import InstanceSettings, host_port
 
-LARGEST_REQUEST = LARGEST_MESSAGE + 1024
-MOST_CONNECTIONS = 4096
+MAX_REQUEST_BYTES = MAX_MESSAGE_BYTES + 1024
+MAX_CONNECTIONS = 4096
 """At most, and at most half of the descriptors that this process may have: the engine needs some too."""
 HANDSHAKE_S = 10.0
 IDLE_S = 60.0
@@ -33,7 +33,7 @@ STOP_GRACE_S = 0.5
 
 
 class PeerService(Protocol):
-    """What makes one `PeerHost` reachable."""
+    """What makes one `PeerBackend` reachable."""
 
     @property
     def address(self) -> str:
@@ -49,14 +49,14 @@ class PeerService(Protocol):
         ...
 
 
-ServePeer = Callable[[PeerHost, Settings], PeerService]
+ServePeer = Callable[[PeerBackend, InstanceSettings], PeerService]
 """Makes the (not yet started) service of a host; `PeerServer` is the one over gRPC."""
 
 
 class PeerServer:
-    """Serves one `PeerHost` at `settings.bind`, on the first port from `peer_port` on that is free."""
+    """Serves one `PeerBackend` at `settings.bind`, on the first port from `peer_port` on that is free."""
 
-    def __init__(self, host: PeerHost, settings: Settings) -> None:
+    def __init__(self, host: PeerBackend, settings: InstanceSettings) -> None:
         self._host = host
         self._settings = settings
         self._loop = asyncio.new_event_loop()
@@ -67,7 +67,7 @@ class PeerServer:
     @property
     def address(self) -> str:
         """host:port that others are told."""
-        return host_port(self._settings.reachable_at, self._port)
+        return host_port(self._settings.advertised_host, self._port)
 
     def start(self) -> None:
         """Listen. Raises PortInUse, or SettingsError where no address is known that others could be told."""
@@ -90,12 +90,15 @@ class PeerServer:
         server = grpc.aio.server(
             options=[
                 ("grpc.so_reuseport", 0),  # or two processes could share one port unnoticed
-                ("grpc.max_receive_message_length", LARGEST_REQUEST),
+                ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
                 ("grpc.max_send_message_length", -1),  # an address map of 100,000 segments is some MB
-                ("grpc.max_allowed_incoming_connections", most_connections()),
+                ("grpc.max_allowed_incoming_connections", max_connections()),
                 ("grpc.server_handshake_timeout_ms", round(HANDSHAKE_S * 1000)),
                 ("grpc.max_connection_idle_ms", round(IDLE_S * 1000)),
-                ("grpc.max_concurrent_streams", MOST_STREAMS + MOST_LINES + 3 * admission.MOST_CALLS),
+                (
+                    "grpc.max_concurrent_streams",
+                    MAX_STREAMS + MAX_CONTROL_STREAMS + 3 * call_guard.MAX_CALLS_PER_FORK,
+                ),
             ],
         )
         server.add_generic_rpc_handlers(tuple(handlers(self._host)))
@@ -123,8 +126,8 @@ class PeerServer:
             await asyncio.wait(calls, timeout=STOP_GRACE_S)
 
 
-def most_connections() -> int:
+def max_connections() -> int:
     """How many connections the peer service takes, strangers' and others'."""
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = descriptors == resource.RLIM_INFINITY
-    return MOST_CONNECTIONS if unlimited else min(MOST_CONNECTIONS, descriptors // 2)
+    return MAX_CONNECTIONS if unlimited else min(MAX_CONNECTIONS, descriptors // 2)

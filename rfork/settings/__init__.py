@@ -1,7 +1,7 @@
 """Every option of rfork and of its planner, and the environment variable that sets it.
 
 Nothing else in the two packages reads the environment. An option's name in upper case behind the
-prefix is its variable: `Settings.planner` is ``RFORK_PLANNER``, `PlannerSettings.lease_ttl_s` is
+prefix is its variable: `InstanceSettings.planner` is ``RFORK_PLANNER``, `PlannerSettings.lease_ttl_s` is
 ``RFORK_PLANNER_LEASE_TTL_S``.
 """
 
@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from rfork.settings.addresses import LOOPBACK, host_port, own_address, redacted
 from rfork.settings.artifacts import ArtifactSettings
-from rfork.settings.hook import HookSettings
-from rfork.settings.instance import Settings, TransportName
-from rfork.settings.loading import checked, load
+from rfork.settings.env import checked, load
+from rfork.settings.instance import InstanceSettings, TransportName
+from rfork.settings.kubernetes import KubernetesSettings
 from rfork.settings.node import node_name, own_namespace
 from rfork.settings.planner import HookName, PlannerSettings
 from rfork.settings.sidecar import SidecarSettings
@@ -23,9 +23,9 @@ __all__ = [
     "LOOPBACK",
     "ArtifactSettings",
     "HookName",
-    "HookSettings",
+    "InstanceSettings",
+    "KubernetesSettings",
     "PlannerSettings",
-    "Settings",
     "SidecarSettings",
     "StorageSettings",
     "TlsSettings",

@@ -47,9 +47,9 @@ class ArtifactSettings(BaseSettings):
     folders: Annotated[tuple[tuple[str, Path], ...], NoDecode] = Field(
         (), description="KIND=PATH, comma separated: where a cache lies instead; also of kinds that rfork does not know"
     )
-    most_bytes: int = Field(4 << 30, gt=0, description="most bytes that are given or taken; they are held in memory")
-    most_files: int = Field(200_000, ge=1, le=1_000_000, description="most files that are given or taken")
-    settle_s: float = Field(
+    max_bytes: int = Field(4 << 30, gt=0, description="most bytes that are given or taken; they are held in memory")
+    max_files: int = Field(200_000, ge=1, le=1_000_000, description="most files that are given or taken")
+    quiet_period_s: float = Field(
         5.0, ge=0, description="seconds since its last change after which a file counts as whole; younger ones are left out"
     )
     deadline_s: float = Field(120.0, gt=0, description="most seconds that taking them may hold up a start")
@@ -79,7 +79,7 @@ class ArtifactSettings(BaseSettings):
 
     @field_validator("folders", mode="before")
     @classmethod
-    def _placed(cls, value: object) -> object:
+    def _parse_folders(cls, value: object) -> object:
         if not isinstance(value, str):
             return value
         pairs = [item.strip().partition("=") for item in value.split(",") if item.strip()]

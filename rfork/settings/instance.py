@@ -10,16 +10,16 @@ from pydantic import Field, SecretStr, StringConstraints, field_validator, model
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from rfork.errors import SettingsError
-from rfork.fields import Label, ModelName, WeightsVersion
+from rfork.schema.types import Label, ModelName, WeightsVersion
 from rfork.settings.addresses import WILDCARDS, is_loopback, own_address
-from rfork.settings.loading import load
+from rfork.settings.env import load
 from rfork.settings.node import node_name
 from rfork.settings.tls import TlsSettings
 
 TransportName = Literal["cuda_ipc", "shared_memory", "transfer_engine", "http", "nccl", "gloo"]
 
 
-class Settings(BaseSettings):
+class InstanceSettings(BaseSettings):
     """What an inference instance (seed, relay or target) is told."""
 
     model_config = SettingsConfigDict(env_prefix="RFORK_", env_ignore_empty=True, extra="ignore", frozen=True)
@@ -43,7 +43,7 @@ class Settings(BaseSettings):
     )
     peer_port: int = Field(0, ge=0, le=65535, description="port of the gRPC peer service; 0 picks one")
     http_port: int = Field(0, ge=0, le=65535, description="port of the http transport; 0 picks one")
-    ports: int = Field(
+    port_range_size: int = Field(
         1, ge=1, le=4096, description="how many ports from `peer_port`, and from `http_port`, on may be tried: the ranks of one host, and the models of one process, each take the first that is free"
     )
     host: Label = Field(
@@ -60,18 +60,18 @@ class Settings(BaseSettings):
         None,
         description="transports to use, best first, comma separated; none: chosen by what this machine has",
     )
-    unguarded_tcp: bool = Field(
+    allow_unauthenticated_tcp: bool = Field(
         False,
         description="let transfer_engine run over plain TCP, where a lease lets the reader's whole host read, and write",
     )
     rdma_devices: str = Field(
         "", description="RDMA devices for transfer_engine, comma separated; empty: those nearest to the GPU (all, for host memory)"
     )
-    local_sockets: Path | None = Field(
+    unix_socket_dir: Path | None = Field(
         None,
         description="folder for the Unix sockets of same-host transports, shared by all instances of the host (hostPath, or an emptyDir of one pod); none: sockets without a file, which containers see that share the network namespace",
     )
-    shared_memory: Literal["map", "copy"] = Field(
+    shm_mode: Literal["map", "copy"] = Field(
         "map",
         description="how weights are taken from a source on the same host: `map` its pages, copy on write, which takes no further memory; or `copy` them",
     )
@@ -83,30 +83,30 @@ class Settings(BaseSettings):
         description="most seconds a fork may take before its fallback starts; "
         "put off as long as this instance itself reads storage, for all that wait, and that advances",
     )
-    patience_s: float = Field(
+    no_source_timeout_s: float = Field(
         5.0,
         ge=0,
         description="most seconds a fork without any route waits for one before its fallback starts",
     )
-    window: int = Field(4, ge=1, le=64, description="chunks in flight at once")
-    stall_s: float = Field(
+    max_inflight_chunks: int = Field(4, ge=1, le=64, description="chunks in flight at once")
+    source_idle_timeout_s: float = Field(
         10.0, gt=0, description="seconds without a byte after which a source counts as stalled"
     )
-    storage_stall_s: float = Field(
+    storage_idle_timeout_s: float = Field(
         60.0,
         gt=0,
         description="seconds without a byte from storage (its own, or that of whom it waits for) "
         "after which that counts as stalled",
     )
-    min_rate: int = Field(1 << 20, gt=0, description="bytes a second below which a source counts as stalled")
+    min_throughput: int = Field(1 << 20, gt=0, description="bytes a second below which a source counts as stalled")
     verify: bool = Field(True, description="check every chunk against the manifest; off only to measure")
-    resume: Path | None = Field(
+    resume_dir: Path | None = Field(
         None,
         description="folder (local disk, or /dev/shm) where a fork keeps what it has verified, so that a process "
         "that dies and comes back fetches only what is missing; none: nothing is kept",
     )
 
-    required: bool = Field(
+    fail_if_not_forked: bool = Field(
         False, description="a server that cannot be forked (nor read the snapshot) does not start, instead of loading its weights by itself"
     )
 
@@ -132,7 +132,7 @@ class Settings(BaseSettings):
     )
 
     # Giving.
-    weight: float = Field(
+    egress_share: float = Field(
         1.0, gt=0, le=100, description="share of the readers it wants, beside others that say 1"
     )
     egress_rate: int | None = Field(
@@ -141,14 +141,14 @@ class Settings(BaseSettings):
         description="most bytes a second this instance gives in all; readers on one-sided transports keep to their "
         "part of it by themselves; none: no cap",
     )
-    latency_setpoint: float = Field(
+    max_latency_ratio: float = Field(
         1.03,
         ge=0,
         le=100,
         description="this instance gives less while its own work takes longer than so many times what it takes "
         "alone (the engine tells: `Seed.observe`); 0: never",
     )
-    giving_nice: int = Field(
+    serving_thread_nice: int = Field(
         5,
         ge=0,
         le=19,
@@ -193,10 +193,10 @@ class Settings(BaseSettings):
 
     def ports_from(self, first: int) -> range:
         """The ports that may be tried where `first` is asked for, in that order; just 0 where any will do."""
-        return range(first, min(first + self.ports, 65536)) if first else range(1)
+        return range(first, min(first + self.port_range_size, 65536)) if first else range(1)
 
     @property
-    def reachable_at(self) -> str:
+    def advertised_host(self) -> str:
         """The address that others are told.
 
         Raises SettingsError where that would be loopback, though the planner is on another host.

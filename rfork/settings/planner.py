@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from rfork.settings.loading import load
+from rfork.settings.env import load
 from rfork.settings.tls import TlsSettings
 
 HookName = Literal["webhook", "controller", "scaler"]
@@ -40,15 +40,15 @@ class PlannerSettings(BaseSettings):
     )
     store: str = Field("memory", description="`memory`, or redis://HOST:PORT/DB for several replicas")
     store_timeout_s: float = Field(2.0, gt=0, description="most seconds one call to the store may take")
-    batch_s: float = Field(
+    batch_window_s: float = Field(
         0.01,
         ge=0,
         description="seconds that the first of several arrivals waits, so that they share one plan",
     )
-    gather_s: float = Field(
+    scaleup_wait_s: float = Field(
         2.0,
         ge=0,
-        le=8,  # a fork whose first call is not answered in time (`Settings.planner_timeout_s`, 5) asks once more
+        le=8,  # a fork whose first call is not answered in time (`InstanceSettings.planner_timeout_s`, 5) asks once more
         description="most seconds that the first fork of an announced scale-up waits for the others, to share one plan; less than twice RFORK_PLANNER_TIMEOUT_S of instances",
     )
     hooks: Annotated[tuple[HookName, ...], NoDecode] = Field(
@@ -60,11 +60,11 @@ class PlannerSettings(BaseSettings):
     max_body: int = Field(4 << 20, gt=0, description="largest request body, in bytes")
     lease_ttl_s: float = Field(30.0, gt=0, le=3600, description="seconds a lease lives unless renewed")
     heartbeat_s: float = Field(5.0, gt=0, description="seconds between an instance's heartbeats")
-    forget_s: float = Field(20.0, gt=0, description="seconds of silence after which an instance is forgotten")
+    instance_ttl_s: float = Field(20.0, gt=0, description="seconds of silence after which an instance is forgotten")
     quarantine_s: float = Field(
         60.0, ge=0, description="seconds a source that lied or stalled gets no reader"
     )
-    keep_forks: int = Field(1000, ge=1, description="finished forks kept for the lists")
+    max_finished_forks: int = Field(1000, ge=1, description="finished forks kept for the lists")
     log_json: bool = Field(False, description="log as JSON lines instead of text")
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="least level that is logged"

@@ -20,18 +20,18 @@ class StorageSettings(BaseSettings):
         env_prefix="RFORK_STORAGE_", env_ignore_empty=True, extra="ignore", frozen=True
     )
 
-    streams: int = Field(8, ge=1, le=256, description="reads, or parts of a write, in flight at once")
-    memory: int = Field(
+    concurrency: int = Field(8, ge=1, le=256, description="reads, or parts of a write, in flight at once")
+    staging_bytes: int = Field(
         128 << 20,
         ge=16 << 20,
         description="most bytes of staging memory, beside the tensors themselves; fewer streams are used where it is short",
     )
-    direct: Literal["auto", "always", "never"] = Field(
+    direct_io: Literal["auto", "always", "never"] = Field(
         "auto", description="read local files past the page cache: `auto` where they are not in it and it is faster"
     )
     timeout_s: float = Field(10.0, gt=0, description="seconds for an answer's head, and for each 16 KiB of its body, after which a request is sent again; a read fails no sooner than that")
-    attempts: int = Field(5, ge=1, le=100, description="least times that one range is asked for before the read fails")
-    hedge: float = Field(
+    max_attempts: int = Field(5, ge=1, le=100, description="least times that one range is asked for before the read fails")
+    hedge_ratio: float = Field(
         4.0,
         ge=0,
         description="a request that takes so many times as long as most do is sent a second time, and whichever answers first counts; 0: never",

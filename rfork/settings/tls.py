@@ -21,7 +21,7 @@ class TlsSettings(BaseSettings):
     ca: Path | None = Field(None, description="PEM authorities this process trusts")
 
     @model_validator(mode="after")
-    def _whole(self) -> Self:
+    def _require_pair(self) -> Self:
         if (self.certificate is None) != (self.key is None):
             raise ValueError("certificate and key go together: set both or neither")
         return self

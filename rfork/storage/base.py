@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from rfork.fields import StorageKind
 from rfork.image.manifest import Manifest
-from rfork.wire import StorageOffer
+from rfork.schema import StorageCandidate
+from rfork.schema.types import StorageKind
 
 
-class Storage(Protocol):
+class ImageStorage(Protocol):
     """One image in storage, any range of which can be read; thread-safe."""
 
     @property
-    def kind(self) -> StorageKind:
+    def storage_kind(self) -> StorageKind:
         """``snapshot`` or ``checkpoint``."""
         ...
 
@@ -50,16 +50,16 @@ class Storage(Protocol):
         ...
 
 
-def name_of(kind: StorageKind, uri: str) -> str:
+def storage_name(storage_type: StorageKind, uri: str) -> str:
     """The word for a storage in reports: ``KIND:URI``."""
-    return f"{kind}:{uri}"
+    return f"{storage_type}:{uri}"
 
 
-def offer_of(storage: Storage) -> StorageOffer:
+def to_candidate(storage: ImageStorage) -> StorageCandidate:
     """What the planner is told of a storage."""
     manifest = storage.manifest
-    return StorageOffer(
-        kind=storage.kind,
+    return StorageCandidate(
+        kind=storage.storage_kind,
         uri=storage.uri,
         origin=storage.origin,
         weights_id=manifest.weights_id if manifest is not None else None,

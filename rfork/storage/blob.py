@@ -1,7 +1,7 @@
 """The seam below the formats: bytes by name, read by position, in whatever kind of storage.
 
-Runs wherever weights are read or written. A `Blob` is one file or object; a `Store` is the folder, bucket
-or server that it lies in. What kind a URI names is decided in `rfork.storage.stores`.
+Runs wherever weights are read or written. A `Blob` is one file or object; a `BlobStore` is the folder, bucket
+or server that it lies in. What kind a URI names is decided in `rfork.storage.registry`.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class Blob(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class BlobEntry:
     """A blob as its store lists it; `name` is relative to the store, with ``/`` between its parts."""
 
     name: str
     size: int
 
 
-class Writer(Protocol):
+class BlobWriter(Protocol):
     """A blob in the making; nobody sees it before `commit`. For one thread."""
 
     def write(self, views: Sequence[memoryview]) -> None:
@@ -59,10 +59,10 @@ class Writer(Protocol):
         ...
 
 
-class Store(Protocol):
+class BlobStore(Protocol):
     """Where blobs lie by name: a folder, a bucket's prefix, a web server. Thread-safe.
 
-    Every method raises StorageMissing, StorageDenied or other StorageErrors; `write` and `remove` raise
+    Every method raises StorageNotFound, StorageAccessDenied or other StorageErrors; `write` and `remove` raise
     SettingsError where the kind of storage can only be read.
     """
 
@@ -78,11 +78,11 @@ class Store(Protocol):
         """
         ...
 
-    def list(self, prefix: str = "") -> Iterator[Entry]:
+    def list(self, prefix: str = "") -> Iterator[BlobEntry]:
         """Every blob whose name begins with `prefix`, in all folders below, in the order of names."""
         ...
 
-    def write(self, name: str, *, replace: bool = True) -> AbstractContextManager[Writer]:
+    def write(self, name: str, *, replace: bool = True) -> AbstractContextManager[BlobWriter]:
         """A new blob: it is there, whole, once the block is left without an exception, and not at all else.
 
         With `replace` False a blob that is there by then is left as it is, silently: for names that say
@@ -99,11 +99,11 @@ class Store(Protocol):
         ...
 
 
-FRONT: Final = 128 << 10
+HEAD_BYTES: Final = 128 << 10
 """What is wanted at once of a file with a header: most headers, and most small files, are no longer."""
 
 
-def part(blob: Blob, offset: int, length: int) -> bytes:
+def read_range(blob: Blob, offset: int, length: int) -> bytes:
     """`length` bytes of a blob from `offset` on; raises as `Blob.read` does."""
     data = bytearray(length)
     blob.read(offset, [memoryview(data)])

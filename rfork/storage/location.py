@@ -46,25 +46,23 @@ class Location:
             parts = urlsplit(text)
             _ = parts.port if parts.scheme in WEB else None  # raises where it is no number
         except ValueError:  # whose words may hold what is secret
-            raise SettingsError(f"{shown(text)!r} is not a URI") from None
+            raise SettingsError(f"{redacted(text)!r} is not a URI") from None
         if parts.scheme not in SCHEMES:
             known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
-            raise SettingsError(
-                f"{shown(text)!r} is of no kind known here", hint=f"known are {known} and paths"
-            )
+            raise SettingsError(f"{redacted(text)!r} is of no kind known here", hint=f"known are {known} and paths")
         if parts.scheme == "file":
             if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
                 raise SettingsError(
-                    f"{shown(text)!r} names no file of this machine",
+                    f"{redacted(text)!r} names no file of this machine",
                     hint="e.g. file:///models/llama.safetensors",
                 )
             return cls("file", "", unquote(parts.path))
         if not parts.netloc:
-            raise SettingsError(f"{shown(text)!r} names no host or bucket")
+            raise SettingsError(f"{redacted(text)!r} names no host or bucket")
         if "@" in parts.netloc:
             raise SettingsError("a URI of storage carries no user or password: they would show in logs")
         if parts.scheme in WEB:
-            return cls(parts.scheme, parts.netloc, escaped(parts.path.removeprefix("/")), parts.query)
+            return cls(parts.scheme, parts.netloc, percent_encoded(parts.path.removeprefix("/")), parts.query)
         # A key may hold ? and #; S3's own tools write it as it is.
         key = text.split("://", 1)[1].partition("/")[2]
         return cls(parts.scheme, parts.netloc.split("?")[0], key)
@@ -95,16 +93,16 @@ class Location:
 
     def child(self, name: str) -> Location:
         """A name within this folder; of a web server, with what is not quoted and must be."""
-        name = escaped(name) if self.scheme in WEB else name
+        name = percent_encoded(name) if self.scheme in WEB else name
         return Location(self.scheme, self.host, self.folder.path + name)
 
 
-def escaped(path: str) -> str:
+def percent_encoded(path: str) -> str:
     """A URL's path in which all that must be quoted is; what is quoted already stays so."""
     return quote(_LONE_PERCENT.sub("%25", path), safe=_PATH_CHARACTERS)
 
 
-def shown(text: str) -> str:
+def redacted(text: str) -> str:
     """A URI as errors may say it: without its query; no more than its scheme where it may hold a password."""
     scheme, mark, rest = text.partition("://")
     if "@" in rest:

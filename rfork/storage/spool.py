@@ -27,10 +27,10 @@ from pathlib import Path
 
 from rfork.image.chunks import Chunks
 from rfork.image.layout import Layout
-from rfork.storage.local.kernel import MOST_BUFFERS
+from rfork.storage.local.linux import MAX_IOVECS
 
 MAGIC = b"rfork-spool-v1\n\0"
-PERSON = b"rfork-spool-v1"
+HASH_DOMAIN = b"rfork-spool-v1"
 PAGE = 4096
 HEADER = struct.Struct("<16s32sQQ16s")
 RECORD = struct.Struct("<I16s12s")
@@ -59,12 +59,12 @@ class Spool:
         with self._lock:
             return dict(self._records)
 
-    def room(self) -> bool:
+    def has_space(self) -> bool:
         """Whether the file system has room for what is not written yet."""
         with self._open() as descriptor:
             free = os.fstatvfs(descriptor)
-            taken = os.fstat(descriptor).st_blocks * 512
-        return taken + free.f_bavail * free.f_frsize >= self._data_at + self._chunks.image_bytes
+            used_bytes = os.fstat(descriptor).st_blocks * 512
+        return used_bytes + free.f_bavail * free.f_frsize >= self._data_at + self._chunks.image_bytes
 
     def read(self, at: int, into: memoryview) -> bool:
         """Fill `into` with the image's bytes from offset `at` on; whether the file has them all.
@@ -87,7 +87,7 @@ class Spool:
         waiting = [view for view in views if view.nbytes][::-1]
         with self._open() as descriptor:
             while waiting:
-                count = os.pwritev(descriptor, waiting[: -MOST_BUFFERS - 1 : -1], self._data_at + at)
+                count = os.pwritev(descriptor, waiting[: -MAX_IOVECS - 1 : -1], self._data_at + at)
                 at += count
                 while waiting and count >= waiting[-1].nbytes:
                     count -= waiting.pop().nbytes
@@ -96,7 +96,7 @@ class Spool:
 
     def record(self, chunk: int, digest: bytes) -> None:
         """Say that all bytes of a chunk are written, and have this digest."""
-        self._put(chunk, RECORD.pack(chunk, digest, self._checksum(chunk, digest)))
+        self._write_record(chunk, RECORD.pack(chunk, digest, self._checksum(chunk, digest)))
         with self._lock:
             self._records[chunk] = digest
 
@@ -105,7 +105,7 @@ class Spool:
         with self._lock:
             known = self._records.pop(chunk, None) is not None
         if known:
-            self._put(chunk, bytes(RECORD.size))
+            self._write_record(chunk, bytes(RECORD.size))
 
     def remove(self) -> None:
         """Take the file out of its folder; its space is free once it is closed."""
@@ -132,16 +132,16 @@ class Spool:
         try:
             yield self._descriptor
         finally:
-            self._leave()
+            self._unlock()
 
-    def _leave(self) -> None:
+    def _unlock(self) -> None:
         with self._lock:
             self._users -= 1
             last = self._closed and not self._users
         if last:
             release(self._descriptor)
 
-    def _put(self, chunk: int, record: bytes) -> None:
+    def _write_record(self, chunk: int, record: bytes) -> None:
         with self._open() as descriptor:
             write_all(descriptor, record, PAGE + chunk * RECORD.size)
 
@@ -149,20 +149,20 @@ class Spool:
         found: dict[int, bytes] = {}
         table = os.pread(self._descriptor, len(self._chunks) * RECORD.size, PAGE)
         table = table[: len(table) // RECORD.size * RECORD.size]
-        for place, (chunk, digest, checksum) in enumerate(RECORD.iter_unpack(table)):
-            if chunk == place and checksum == self._checksum(chunk, digest):
+        for index, (chunk, digest, checksum) in enumerate(RECORD.iter_unpack(table)):
+            if chunk == index and checksum == self._checksum(chunk, digest):
                 found[chunk] = digest
         return found
 
     def _checksum(self, chunk: int, digest: bytes) -> bytes:
-        told = self._layout_id + chunk.to_bytes(4, "little") + digest
-        return hashlib.blake2b(told, digest_size=12, person=PERSON).digest()
+        record_key = self._layout_id + chunk.to_bytes(4, "little") + digest
+        return hashlib.blake2b(record_key, digest_size=12, person=HASH_DOMAIN).digest()
 
 
 def header_of(layout_id: str, chunks: Chunks) -> bytes:
     """What the file of a spool of this layout begins with."""
     values = (MAGIC, layout_id.encode(), chunks.image_bytes, chunks.chunk_size)
-    checksum = hashlib.blake2b(repr(values).encode(), digest_size=16, person=PERSON).digest()
+    checksum = hashlib.blake2b(repr(values).encode(), digest_size=16, person=HASH_DOMAIN).digest()
     return HEADER.pack(*values, checksum)
 
 

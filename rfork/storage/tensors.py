@@ -1,6 +1,6 @@
 """What every format is once it is open: named tensors in storage, any of which can be read.
 
-Runs wherever weights are loaded. `rfork.storage.formats.choice` opens the right kind for a URI.
+Runs wherever weights are loaded. `rfork.storage.formats.detect` opens the right kind for a URI.
 """
 
 from __future__ import annotations
@@ -34,9 +34,7 @@ class TensorSource(Protocol):
         """What it holds, by name, in the order in which it is stored; names of tied tensors too."""
         ...
 
-    def read_into(
-        self, tensors: Mapping[str, torch.Tensor], progress: Callable[[int], None] | None = None
-    ) -> None:
+    def read_into(self, tensors: Mapping[str, torch.Tensor], progress: Callable[[int], None] | None = None) -> None:
         """Fill each tensor, on any device, with the stored one of its name, converting its dtype.
 
         `progress` is told bytes as they come. Raises CheckpointError, before a byte is written, where a

@@ -8,21 +8,21 @@ Nothing here imports torch, and nothing here is waited for: spans wait in a queu
 are dropped where the collector does not take them.
 """
 
-from rfork.tracing.context import TRACEPARENT, TraceContext, carrier, here, within
-from rfork.tracing.process import PLANNER, tracer
-from rfork.tracing.seam import NO_SPAN, OFF, Span, Tracer, Value
+from rfork.tracing.api import NO_SPAN, NOOP_TRACER, Span, Tracer, Value
+from rfork.tracing.context import TRACEPARENT, TraceContext, current_context, inject, use_context
+from rfork.tracing.tracer import PLANNER, get_tracer
 
 __all__ = [
+    "NOOP_TRACER",
     "NO_SPAN",
-    "OFF",
     "PLANNER",
     "TRACEPARENT",
     "Span",
     "TraceContext",
     "Tracer",
     "Value",
-    "carrier",
-    "here",
-    "tracer",
-    "within",
+    "current_context",
+    "get_tracer",
+    "inject",
+    "use_context",
 ]

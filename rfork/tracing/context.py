@@ -51,22 +51,22 @@ class TraceContext:
 _here: ContextVar[TraceContext | None] = ContextVar("rfork_trace", default=None)
 
 
-def here() -> TraceContext | None:
+def current_context() -> TraceContext | None:
     """The span that this thread, or task, works for."""
     return _here.get()
 
 
-def carrier() -> dict[str, str]:
+def inject() -> dict[str, str]:
     """What a call carries for the called to go on with the trace; nothing where nothing is traced."""
     context = _here.get()
     return {} if context is None else {TRACEPARENT: context.traceparent}
 
 
 @contextmanager
-def within(context: TraceContext | None) -> Iterator[None]:
+def use_context(context: TraceContext | None) -> Iterator[None]:
     """In the block this thread, or task, works for that span, and its log lines carry the `trace_id`.
 
-    Threads do not inherit it: hand `here` over. None changes nothing.
+    Threads do not inherit it: hand `current_context` over. None changes nothing.
     """
     if context is None:
         yield

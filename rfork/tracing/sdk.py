@@ -29,16 +29,16 @@ from requests.adapters import HTTPAdapter
 import rfork
 from rfork.errors import SettingsError
 from rfork.settings import TracingSettings
-from rfork.tracing.context import TraceContext, here, within
-from rfork.tracing.queue import Queue
-from rfork.tracing.seam import Kind, Span, Value
+from rfork.tracing.api import Span, SpanKindName, Value
+from rfork.tracing.context import TraceContext, current_context, use_context
+from rfork.tracing.span_processor import BoundedSpanProcessor
 
 TRACES: Final = "/v1/traces"
 SEND_S: Final = 10.0
 """Most seconds that one request to the collector takes, retries included."""
-MOST_TEXT: Final = 4096
+MAX_TEXT_CHARS: Final = 4096
 """Characters of one attribute."""
-KINDS: Final = {"internal": SpanKind.INTERNAL, "client": SpanKind.CLIENT, "server": SpanKind.SERVER}
+OTEL_SPAN_KINDS: Final = {"internal": SpanKind.INTERNAL, "client": SpanKind.CLIENT, "server": SpanKind.SERVER}
 PLAIN: Final = frozenset(
     ("accept", "accept-encoding", "connection", "content-length", "content-type", "host", "user-agent")
 )
@@ -70,25 +70,25 @@ def sending_tracer(endpoint: str, settings: TracingSettings, service: str) -> Sd
             "RFORK_TRACING_ENDPOINT cannot be used: it is no URL of a collector",
             hint="e.g. http://127.0.0.1:4318",
         )
-    shown = parts.netloc.rpartition("@")[2]  # never a password
-    whole = endpoint if parts.path.endswith(TRACES) else endpoint.rstrip("/") + TRACES
+    redacted_netloc = parts.netloc.rpartition("@")[2]  # never a password
+    traces_url = endpoint if parts.path.endswith(TRACES) else endpoint.rstrip("/") + TRACES
     headers = _headers(settings)
     exporter = OTLPSpanExporter(
-        endpoint=whole,
+        endpoint=traces_url,
         headers=headers,
         timeout=SEND_S,
         compression=Compression.NoCompression,  # else OTEL_* would say, which is about the engine's collector
         session=_Session(headers),
     )
-    tracer = SdkTracer(Queue(exporter, shown), service, settings.share)
+    tracer = SdkTracer(BoundedSpanProcessor(exporter, redacted_netloc), service, settings.share)
     atexit.register(tracer.close)
     return tracer
 
 
 class SdkTracer:
-    """See `rfork.tracing.seam.Tracer`; spans go to `processor`."""
+    """See `rfork.tracing.api.Tracer`; spans go to `processor`."""
 
-    on = True
+    enabled = True
 
     def __init__(self, processor: SpanProcessor, service: str, share: float = 1.0) -> None:
         """`share`: the part of the traces that begin here which is sent."""
@@ -107,17 +107,17 @@ class SdkTracer:
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("rfork", rfork.__version__)
 
-    def begin(
+    def start_span(
         self,
         name: str,
         *,
         parent: TraceContext | None = None,
         links: Sequence[TraceContext | None] = (),
-        kind: Kind = "internal",
+        kind: SpanKindName = "internal",
         **values: Value | None,
     ) -> Span:
         """See `Tracer.begin`."""
-        above = parent or here()
+        above = parent or current_context()
         linked = [Link(_foreign(each)) for each in links if each is not None]
         context = Context()
         if above is not None:
@@ -126,7 +126,11 @@ class SdkTracer:
             linked.append(Link(engine))
         return SdkSpan(
             self._tracer.start_span(
-                name, context=context, kind=KINDS[kind], attributes=_attributes(values), links=linked
+                name,
+                context=context,
+                kind=OTEL_SPAN_KINDS[kind],
+                attributes=_attributes(values),
+                links=linked,
             )
         )
 
@@ -137,13 +141,13 @@ class SdkTracer:
         *,
         parent: TraceContext | None = None,
         links: Sequence[TraceContext | None] = (),
-        kind: Kind = "internal",
+        kind: SpanKindName = "internal",
         **values: Value | None,
     ) -> Iterator[Span]:
         """See `Tracer.span`."""
-        span = self.begin(name, parent=parent, links=links, kind=kind, **values)
+        span = self.start_span(name, parent=parent, links=links, kind=kind, **values)
         try:
-            with within(span.context):
+            with use_context(span.context):
                 yield span
         except BaseException as error:
             span.fail(error)
@@ -157,14 +161,19 @@ class SdkTracer:
 
 
 class SdkSpan:
-    """See `rfork.tracing.seam.Span`."""
+    """See `rfork.tracing.api.Span`."""
 
     def __init__(self, span: trace.Span) -> None:
         self._span = span
-        told = span.get_span_context()
-        trace_id, span_id = trace.format_trace_id(told.trace_id), trace.format_span_id(told.span_id)
+        span_context = span.get_span_context()
+        trace_id, span_id = (
+            trace.format_trace_id(span_context.trace_id),
+            trace.format_span_id(span_context.span_id),
+        )
         # With OTEL_SDK_DISABLED the engine's SDK and ours make nothing.
-        self._context = TraceContext(trace_id, span_id, told.trace_flags.sampled) if told.is_valid else None
+        self._context = (
+            TraceContext(trace_id, span_id, span_context.trace_flags.sampled) if span_context.is_valid else None
+        )
 
     @property
     def context(self) -> TraceContext | None:
@@ -188,7 +197,7 @@ class SdkSpan:
         if isinstance(error, BaseException):
             self.set(error_type=type(error).__name__)
             error = f"{type(error).__name__}: {error}"
-        self._span.set_status(Status(StatusCode.ERROR, error[:MOST_TEXT]))
+        self._span.set_status(Status(StatusCode.ERROR, error[:MAX_TEXT_CHARS]))
 
     def end(self) -> None:
         """See `Span.end`."""
@@ -233,7 +242,7 @@ def _foreign(context: TraceContext) -> SpanContext:
 
 def _attributes(values: dict[str, Value | None]) -> dict[str, Value]:
     return {
-        STANDARD.get(name, f"rfork.{name}"): value[:MOST_TEXT] if isinstance(value, str) else value
+        STANDARD.get(name, f"rfork.{name}"): value[:MAX_TEXT_CHARS] if isinstance(value, str) else value
         for name, value in values.items()
         if value is not None
     }

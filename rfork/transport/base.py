@@ -1,13 +1,13 @@
 """The transport seam: one-sided reads of image ranges, with a deadline on everything.
 
 A byte's path: the target's puller asks a `Reader` for `[begin, end)` of the image; the source's
-`Exporter` gives it from the tensors' own memory; it lands in the target's tensors' own memory; the
+`FakeSpanExporter` gives it from the tensors' own memory; it lands in the target's tensors' own memory; the
 puller verifies it there. Between the two nothing is kept.
 
-On the **source**: `Transport.export` makes an image readable and asks the `Gate` before each byte.
+On the **source**: `Transport.export` makes an image readable and asks the `AccessGate` before each byte.
 On the **target**: `Transport.connect` turns the endpoint that the source's peer service gave into a
 `Reader`. A new transport is one module with these three classes; it edits no shared file but the
-table in `rfork.transport.choice`.
+table in `rfork.transport.selection`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from rfork.errors import SourceGone
+from rfork.errors import SourceUnavailable
 from rfork.image.memory import Image, Segment
 
 CONNECT_S: Final = 2.0
@@ -49,21 +49,21 @@ class Availability:
     hint: str = ""
 
 
-class Line(Protocol):
+class ControlStream(Protocol):
     """Messages between one reader and its source's exporter, both ways and in order, over the peer service.
 
     For what two sides have to agree on while bytes move; the bytes themselves never go this way. Each end
-    has one `Line`; one thread at a time receives, any may send or close.
+    has one `ControlStream`; one thread at a time receives, any may send or close.
     """
 
     def send(self, message: bytes) -> None:
-        """Send at most 64 KiB; returns before it has arrived. Raises SourceGone once the line is closed."""
+        """Send at most 64 KiB; returns before it has arrived. Raises SourceUnavailable once the line is closed."""
         ...
 
     def receive(self, deadline: float) -> bytes:
         """The next message. `deadline` is a `time.monotonic()` value.
 
-        Raises SourceGone once either side closed the line or died, SourceStalled at the deadline, or what
+        Raises SourceUnavailable once either side closed the line or died, SourceTimeout at the deadline, or what
         the lease's check says on the source.
         """
         ...
@@ -73,38 +73,36 @@ class Line(Protocol):
         ...
 
 
-Talk = Callable[[], Line]
-"""Opens a line to the exporter of the channel. Runs on the target; raises as `Line.receive` does."""
+OpenControlStream = Callable[[], ControlStream]
+"""Opens a line to the exporter of the channel. Runs on the target; raises as `ControlStream.receive` does."""
 
 
-def silent() -> Line:
-    """A `Talk` for readers that have nothing to agree on."""
-    raise SourceGone("there is no line to this source")
+def no_control_stream() -> ControlStream:
+    """A `OpenControlStream` for readers that have nothing to agree on."""
+    raise SourceUnavailable("there is no line to this source")
 
 
-class Gate(Protocol):
+class AccessGate(Protocol):
     """The source's guard; every exporter passes each request through it. Runs on the source."""
 
-    def admit(self, token: str, begin: int, end: int) -> str:
+    def authorize(self, token: str, begin: int, end: int) -> str:
         """Check a token and a byte range; returns the fork_id it was leased to.
 
-        Raises LeaseRefused (no, expired or forged token), SourceChanged (token of an older
+        Raises LeaseRejected (no, expired or forged token), SourceWeightsChanged (token of an older
         generation) or SourceBusy (the range is not verified here yet).
         """
         ...
 
-    def reading(
-        self, token: str, begin: int, end: int, cut: Callable[[], None]
-    ) -> AbstractContextManager[None]:
-        """Admit the range, and keep its bytes as they are until the block ends. Raises as `admit`.
+    def read_guard(self, token: str, begin: int, end: int, cut: Callable[[], None]) -> AbstractContextManager[None]:
+        """Admit the range, and keep its bytes as they are until the block ends. Raises as `authorize`.
 
         Every read of the image's memory is in such a block. Whoever is about to change the bytes waits for
         it, and after a short while calls `cut`, on a thread of its own: the block then has to end at once.
         """
         ...
 
-    def grant(self, most: int, fork_id: str) -> int:
-        """Block until the source's egress budget allows some of `most` bytes; returns how many.
+    def acquire_bytes(self, max_bytes: int, fork_id: str) -> int:
+        """Block until the source's egress budget allows some of `max_bytes` bytes; returns how many.
 
         Those who wait are served fork by fork, however many connections one fork has.
 
@@ -113,7 +111,7 @@ class Gate(Protocol):
         """
         ...
 
-    def etag(self) -> str:
+    def version_tag(self) -> str:
         """Names the bytes as they are now: another value once the weights or their generation change."""
         ...
 
@@ -128,25 +126,25 @@ class Exporter(Protocol):
     def ready(self, deadline: float) -> bool:
         """Wait, until `deadline` at most, for what it does beforehand; whether that is over.
 
-        Whether it can give then, or never will, `let_in` says.
+        Whether it can give then, or never will, `authorize_peer` says.
         """
         ...
 
-    def let_in(self, channel_id: str, address: str) -> None:
+    def authorize_peer(self, channel_id: str, address: str) -> None:
         """A reader at this IP address was given a channel: it may read from now on.
 
         Where each read shows a token there is nothing to do. Raises SourceBusy.
         """
         ...
 
-    def let_out(self, channel_id: str) -> None:
+    def revoke_peer(self, channel_id: str) -> None:
         """That channel is no more; one that was never let in is no error."""
         ...
 
-    def converse(self, channel_id: str, line: Line) -> None:
+    def run_control_stream(self, channel_id: str, line: ControlStream) -> None:
         """Talk with the reader that holds this channel, until either side closes the line.
 
-        Runs on a thread of its own for each line. Exporters that have nothing to say are `Plain`.
+        Runs on a thread of its own for each line. Exporters that have nothing to say are `StatelessExporter`.
         """
         ...
 
@@ -155,21 +153,21 @@ class Exporter(Protocol):
         ...
 
 
-class Plain:
+class StatelessExporter:
     """What an exporter does about channels whose reads each show a token, and that need no line: nothing."""
 
     def ready(self, deadline: float) -> bool:
-        """See `Exporter.ready`."""
+        """See `FakeSpanExporter.ready`."""
         return True
 
-    def let_in(self, channel_id: str, address: str) -> None:
-        """See `Exporter.let_in`."""
+    def authorize_peer(self, channel_id: str, address: str) -> None:
+        """See `FakeSpanExporter.authorize_peer`."""
 
-    def let_out(self, channel_id: str) -> None:
-        """See `Exporter.let_out`."""
+    def revoke_peer(self, channel_id: str) -> None:
+        """See `FakeSpanExporter.revoke_peer`."""
 
-    def converse(self, channel_id: str, line: Line) -> None:
-        """See `Exporter.converse`."""
+    def run_control_stream(self, channel_id: str, line: ControlStream) -> None:
+        """See `FakeSpanExporter.run_control_stream`."""
         line.close()
 
 
@@ -182,12 +180,12 @@ class Reader(Protocol):
         `deadline` is a `time.monotonic()` value. Returns or raises only when no more bytes of this
         read can land: the caller may hand the range to another source at once.
 
-        Raises SourceGone, SourceStalled, SourceCorrupt (too few bytes), SourceChanged, SourceBusy
-        or LeaseRefused.
+        Raises SourceUnavailable, SourceTimeout, SourceCorrupt (too few bytes), SourceWeightsChanged, SourceBusy
+        or LeaseRejected.
         """
         ...
 
-    def hold_to(self, rate: int | None) -> None:
+    def set_rate_limit(self, rate: int | None) -> None:
         """Take at most so many bytes a second from now on, all reads together; None: as many as come.
 
         The source asks for this where it cannot hold a reader back. It is cooperation: nothing but the
@@ -196,7 +194,7 @@ class Reader(Protocol):
         ...
 
     def close(self) -> None:
-        """Drop all connections; reads under way raise SourceGone. Safe to call twice."""
+        """Drop all connections; reads under way raise SourceUnavailable. Safe to call twice."""
         ...
 
 
@@ -217,19 +215,24 @@ class Transport(Protocol):
         """Whether it can run here. Never raises, never opens a port."""
         ...
 
-    def export(self, image: Image, gate: Gate) -> Exporter:
+    def export(self, image: Image, gate: AccessGate) -> Exporter:
         """Source side: make `image` readable to whoever `gate` admits.
 
-        Raises TransportUnusable kinds where it cannot for this image: the others are exported without it.
+        Raises TransportUnavailable kinds where it cannot for this image: the others are exported without it.
         """
         ...
 
     def connect(
-        self, endpoint: Endpoint, image: Image, token: TokenSource, deadline: float, talk: Talk = silent
+        self,
+        endpoint: Endpoint,
+        image: Image,
+        token: TokenSource,
+        deadline: float,
+        talk: OpenControlStream = no_control_stream,
     ) -> Reader:
         """Target side: a reader that fills `image` from `endpoint`. Raises as `Reader.read` does.
 
-        And TransportUnusable kinds where it cannot work between these two: the next transport that both
+        And TransportUnavailable kinds where it cannot work between these two: the next transport that both
         offer is taken, and nobody is blamed. So whatever can be found out beforehand is found out here.
         """
         ...

@@ -9,35 +9,35 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.chaos import why_not
-from benchmarks.chaos_crew import Crew
-from benchmarks.chaos_draw import SHORT, draw
-from benchmarks.chaos_judge import judge
-from benchmarks.chaos_round import Runner
+from benchmarks.chaos import unavailable_reason
+from benchmarks.chaos_checks import check_round
+from benchmarks.chaos_cluster import ChaosCluster
+from benchmarks.chaos_runner import ChaosRunner
+from benchmarks.chaos_scenarios import SHORT_STOP_S, generate_round
 
 pytestmark = [
     pytest.mark.chaos,
-    pytest.mark.skipif(bool(why_not()), reason=why_not() or "rounds can be run"),
+    pytest.mark.skipif(bool(unavailable_reason()), reason=unavailable_reason() or "rounds can be run"),
 ]
 
 
 @pytest.fixture(scope="module")
-def runner() -> Iterator[Runner]:
+def runner() -> Iterator[ChaosRunner]:
     """A crew that lives through all rounds, so that what leaks in one is seen in the next."""
-    with Crew() as crew:
-        yield Runner(crew)
+    with ChaosCluster() as crew:
+        yield ChaosRunner(crew)
 
 
-@pytest.mark.parametrize("number", SHORT, ids=lambda number: draw(number).line)
-def test_every_fork_ends_right(runner: Runner, number: int) -> None:
+@pytest.mark.parametrize("number", SHORT_STOP_S, ids=lambda number: generate_round(number).description)
+def test_every_fork_ends_right(runner: ChaosRunner, number: int) -> None:
     """The right bytes, a clean fallback or a clean failure; in time, and with nothing left behind."""
-    seen = runner.run(draw(number))
-    assert ((), sorted(fault.kind for fault in seen.round.faults)) == (
-        judge(seen),
-        sorted(struck.kind for struck in seen.struck),
+    seen = runner.run(generate_round(number))
+    assert ((), sorted(fault.fault_type for fault in seen.round.faults)) == (
+        check_round(seen),
+        sorted(struck.fault_type for struck in seen.injected),
     )
 
 
-def test_the_planners_forget_what_is_gone(runner: Runner) -> None:
+def test_the_planners_forget_what_is_gone(runner: ChaosRunner) -> None:
     """A lease's time after the last round they know of no fork and no instance, and have nothing open."""
-    assert () == runner.settle()
+    assert () == runner.final_findings()

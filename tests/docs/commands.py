@@ -19,15 +19,15 @@ from typer.core import TyperCommand, TyperGroup
 import rfork
 from rfork import settings
 from rfork.cli.app import app
-from rfork.cli.launch import parsed
-from rfork.commands import served
+from rfork.cli.launch import parse_launch_arguments
+from rfork.engine_command import parse_engine_command
 from rfork.engines import flags
 from rfork.errors import RforkError, SettingsError
 
 ROOT: Final = Path(__file__).parents[2]
 VARIABLE: Final = re.compile(r"(?<![A-Z_])_?RFORK_[A-Z0-9_]+(?P<some>[*…]?)")
 ASSIGNMENT: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", re.DOTALL)
-TYPER: Final = frozenset({"--help", "--install-completion", "--show-completion"})
+TYPER_OPTIONS: Final = frozenset({"--help", "--install-completion", "--show-completion"})
 SEPARATORS: Final = frozenset({"|", "||", "&", "&&", ";", "(", ")", "|&", ";;"})
 REDIRECTIONS: Final = frozenset({">", ">>", "<", "2>", ">&", "<<<"})
 
@@ -48,9 +48,7 @@ def simple_commands(text: str) -> Iterator[list[str]]:
         command: list[str] = []
         for word in [*words, ";"]:
             if word in SEPARATORS:
-                while command and (
-                    ASSIGNMENT.fullmatch(command[0]) or command[0] in ("export", "time", "exec")
-                ):
+                while command and (ASSIGNMENT.fullmatch(command[0]) or command[0] in ("export", "time", "exec")):
                     command = command[1:]
                 if command:
                     yield command
@@ -59,45 +57,40 @@ def simple_commands(text: str) -> Iterator[list[str]]:
                 command.append(word)
 
 
-def wrong_command(words: Sequence[str]) -> str | None:
+def command_problem(words: Sequence[str]) -> str | None:
     """What is wrong with a simple command, of those kinds that are known here; None if nothing is."""
     program = Path(words[0]).name
     rest = list(words[1:])
     if program == "rfork":
-        return wrong_rfork(rest)
+        return rfork_problem(rest)
     if program == "make":
-        return wrong_make(rest)
+        return make_problem(rest)
     if program == "helm":
-        return wrong_helm(rest)
-    if (
-        program.startswith("python")
-        and rest[:1] == ["-m"]
-        and rest[1:2]
-        and rest[1].startswith("benchmarks.")
-    ):
-        return wrong_module(rest[1])
+        return helm_problem(rest)
+    if program.startswith("python") and rest[:1] == ["-m"] and rest[1:2] and rest[1].startswith("benchmarks."):
+        return module_problem(rest[1])
     if "serve" in rest[:1] or "sglang.launch_server" in rest[:2]:
-        return wrong_engine(words)
+        return engine_problem(words)
     return None
 
 
-def wrong_rfork(words: Sequence[str]) -> str | None:
+def rfork_problem(words: Sequence[str]) -> str | None:
     """An `rfork` command against the command's own tree of subcommands and options."""
-    said = f"`rfork {' '.join(words)}`"
+    quoted_command = f"`rfork {' '.join(words)}`"
     if list(words[:1]) == ["launch"]:
         try:
-            _, engine = parsed([word for word in words[1:] if word != "…"])
+            _, engine = parse_launch_arguments([word for word in words[1:] if word != "…"])
         except (RforkError, SystemExit) as error:
-            return f"{said}: {error}"
-        return wrong_engine(engine) if engine else None
+            return f"{quoted_command}: {error}"
+        return engine_problem(engine) if engine else None
     command: TyperCommand | TyperGroup = typer.main.get_command(app)  # type: ignore[assignment]
     for word in words:
         if word.startswith("-") and word != "-":
             if command.name == "snapshot" and isinstance(command, TyperGroup):
                 command = command.commands["write"]  # type: ignore[assignment]
             known = {option for one in command.params for option in (*one.opts, *one.secondary_opts)}
-            if (name := word.partition("=")[0]) not in known | TYPER:
-                return f"{said}: no option {name}"
+            if (name := word.partition("=")[0]) not in known | TYPER_OPTIONS:
+                return f"{quoted_command}: no option {name}"
         elif isinstance(command, TyperGroup):
             # `rfork snapshot URI` is `rfork snapshot write URI`.
             uri = command.name == "snapshot" and ("/" in word or word.isupper())
@@ -105,26 +98,26 @@ def wrong_rfork(words: Sequence[str]) -> str | None:
             if word.isupper() and not uri:
                 return None  # `rfork COMMAND --help`: any of them
             if name not in command.commands:
-                return f"{said}: no command {word}"
+                return f"{quoted_command}: no command {word}"
             command = command.commands[name]  # type: ignore[assignment]
     return None
 
 
-def wrong_make(words: Sequence[str]) -> str | None:
+def make_problem(words: Sequence[str]) -> str | None:
     """`make TARGET… NAME=VALUE…` against the Makefile."""
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     unknown = [word for word in words if "=" not in word and not word.startswith("-") and word not in targets]
     return f"no target {unknown[0]} in the Makefile" if unknown else None
 
 
-def wrong_module(name: str) -> str | None:
+def module_problem(name: str) -> str | None:
     """``python -m benchmarks.NAME``: whether it is there."""
     path = ROOT / name.replace(".", "/")
-    there = path.with_suffix(".py").is_file() or (path / "__main__.py").is_file()
-    return None if there or "NAME" in name else f"no module {name}"
+    exists = path.with_suffix(".py").is_file() or (path / "__main__.py").is_file()
+    return None if exists or "NAME" in name else f"no module {name}"
 
 
-def wrong_helm(words: Sequence[str]) -> str | None:
+def helm_problem(words: Sequence[str]) -> str | None:
     """Each ``--set NAME=VALUE`` of a helm command against the chart's schema."""
     schema = json.loads((ROOT / "deploy/helm/rfork/values.schema.json").read_text())
     for at, word in enumerate(words):
@@ -145,10 +138,10 @@ def _is_value(schema: Mapping[str, object], path: Sequence[str]) -> bool:
     return not known and schema.get("additionalProperties") is not False
 
 
-def wrong_engine(words: Sequence[str]) -> str | None:
+def engine_problem(words: Sequence[str]) -> str | None:
     """The command of an engine: whether `rfork launch` would know it, and our flags in it."""
     try:
-        served([word for word in words if word != "…"])
+        parse_engine_command([word for word in words if word != "…"])
     except SettingsError as error:
         return str(error)
     parser = argparse.ArgumentParser(add_help=False)
@@ -158,21 +151,23 @@ def wrong_engine(words: Sequence[str]) -> str | None:
     return f"no flag {unknown[0]}" if unknown else None
 
 
-def variables() -> set[str]:
+def setting_variables() -> set[str]:
     """Every environment variable that a setting is read from."""
-    kinds = [
-        kind for kind in vars(settings).values() if inspect.isclass(kind) and issubclass(kind, BaseSettings)
+    settings_classes = [
+        settings_class
+        for settings_class in vars(settings).values()
+        if inspect.isclass(settings_class) and issubclass(settings_class, BaseSettings)
     ]
     return {
-        f"{kind.model_config.get('env_prefix', '')}{name}".upper()
-        for kind in kinds
-        for name in kind.model_fields
+        f"{settings_class.model_config.get('env_prefix', '')}{name}".upper()
+        for settings_class in settings_classes
+        for name in settings_class.model_fields
     }
 
 
-def wrong_variables(text: str) -> list[str]:
+def unknown_variables(text: str) -> list[str]:
     """The RFORK_… in a text that no setting is read from; ``RFORK_STORAGE_*`` names several."""
-    known = variables()
+    known = setting_variables()
     makefile = (ROOT / "Makefile").read_text()
     return [
         found[0]
@@ -185,7 +180,7 @@ def wrong_variables(text: str) -> list[str]:
     ]
 
 
-def wrong_python(text: str) -> list[str]:
+def unknown_python_names(text: str) -> list[str]:
     """Names of `rfork` in a piece of Python that do not exist, and keywords that are not taken."""
     wrong = []
     for node in ast.walk(ast.parse(text)):
@@ -193,20 +188,18 @@ def wrong_python(text: str) -> list[str]:
             if not hasattr(rfork, node.attr):
                 wrong.append(f"rfork.{node.attr}")
         elif isinstance(node, ast.Call) and ast.unparse(node.func).startswith("rfork."):
-            wrong += _wrong_keywords(node)
+            wrong += _unknown_keywords(node)
     return wrong
 
 
-def _wrong_keywords(call: ast.Call) -> list[str]:
+def _unknown_keywords(call: ast.Call) -> list[str]:
     name = ast.unparse(call.func)
     found: object = rfork
     for part in name.split(".")[1:]:
         found = getattr(found, part, None)
     if not callable(found):
         return []
-    taken = inspect.signature(found).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):
+    parameters = inspect.signature(found).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return []
-    return [
-        f"{name}({word.arg}=)" for word in call.keywords if word.arg is not None and word.arg not in taken
-    ]
+    return [f"{name}({word.arg}=)" for word in call.keywords if word.arg is not None and word.arg not in parameters]

@@ -26,33 +26,33 @@ from urllib.parse import unquote
 from markdown_it import MarkdownIt
 
 ROOT: Final = Path(__file__).parents[2]
-RUN: Final = frozenset({"bash", "console", "python"})
+EXECUTED_LANGUAGES: Final = frozenset({"bash", "console", "python"})
 """Languages of blocks that are run."""
-SHOWN: Final = frozenset({"json", "proto", "text", "toml", "yaml", "promql", "ini", "diff"})
+DISPLAYED_LANGUAGES: Final = frozenset({"json", "proto", "text", "toml", "yaml", "promql", "ini", "diff"})
 """Languages of blocks that are only looked at."""
-SAID: Final = frozenset({"not compared", "terminal", "everywhere", "before", "exit", "run by", "not run"})
+DIRECTIVES: Final = frozenset({"not compared", "terminal", "everywhere", "before", "exit", "run by", "not run"})
 COMMENT: Final = re.compile(r"<!--\s*(?P<key>[a-z ]+?)\s*(?::\s*(?P<value>.*?))?\s*-->", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class Block:
+class PageBlock:
     """A fenced block, and what the comments before it say."""
 
     page: str
     line: int
     language: str
     text: str
-    said: dict[str, str] = field(default_factory=dict)
+    directives: dict[str, str] = field(default_factory=dict)
 
     @property
-    def where(self) -> str:
+    def location(self) -> str:
         """For messages."""
         return f"{self.page}:{self.line}"
 
     @property
     def is_run(self) -> bool:
         """Whether the page's own test runs it."""
-        return self.language in RUN and not {"run by", "not run"} & set(self.said)
+        return self.language in EXECUTED_LANGUAGES and not {"run by", "not run"} & set(self.directives)
 
 
 def pages() -> list[Path]:
@@ -62,29 +62,29 @@ def pages() -> list[Path]:
     return sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *docs, *others])
 
 
-def name_of(page: Path) -> str:
+def page_name(page: Path) -> str:
     """What a page is called in tests."""
     return str(page.relative_to(ROOT)) if page.is_relative_to(ROOT) else page.name
 
 
-def blocks(page: Path) -> Iterator[Block]:
+def blocks(page: Path) -> Iterator[PageBlock]:
     """The fenced blocks of a page in their order."""
-    said: dict[str, str] = {}
+    directives: dict[str, str] = {}
     for token in MarkdownIt("commonmark").parse(page.read_text()):
         if token.type == "html_block":
-            said |= {found["key"]: found["value"] or "" for found in COMMENT.finditer(token.content)}
+            directives |= {found["key"]: found["value"] or "" for found in COMMENT.finditer(token.content)}
         elif token.type == "fence":
             line = (token.map or [0])[0] + 1
             language = token.info.strip().partition(" ")[0]
-            known = {key: value for key, value in said.items() if key in SAID}
-            yield Block(name_of(page), line, language, token.content, known)
-            said = {}
-        elif token.type in ("paragraph_open", "heading_open", "table_open") and said:
+            known = {key: value for key, value in directives.items() if key in DIRECTIVES}
+            yield PageBlock(page_name(page), line, language, token.content, known)
+            directives = {}
+        elif token.type in ("paragraph_open", "heading_open", "table_open") and directives:
             # What stands before a block belongs to it only if nothing stands between.
-            said = {}
+            directives = {}
 
 
-def links(page: Path) -> list[str]:
+def page_links(page: Path) -> list[str]:
     """Where a page's links and pictures lead, but for the web."""
     tokens = MarkdownIt("commonmark").enable("table").parse(page.read_text())
     found = (
@@ -107,12 +107,10 @@ def headings(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", text.lower()).strip().replace(" ", "-") for text in texts}
 
 
-def needs(page: Path) -> set[str]:
+def required_servers(page: Path) -> set[str]:
     """The servers that a page asks for."""
     return {
-        found["value"]
-        for found in COMMENT.finditer(page.read_text())
-        if found["key"] == "needs" and found["value"]
+        found["value"] for found in COMMENT.finditer(page.read_text()) if found["key"] == "needs" and found["value"]
     }
 
 
@@ -124,7 +122,7 @@ class Step:
     output: tuple[str, ...] = ()
 
 
-def steps(block: Block) -> list[Step]:
+def steps(block: PageBlock) -> list[Step]:
     """What a block has a shell do: all of a bash block, each command behind ``$`` of a console."""
     if block.language != "console":
         return [Step(block.text)]
@@ -140,7 +138,7 @@ def steps(block: Block) -> list[Step]:
             goes_on = line.endswith("\\")
         elif found and line.strip():
             found[-1][1].append(line)
-    compared = "not compared" not in block.said
+    compared = "not compared" not in block.directives
     return [Step(command, tuple(output) if compared else ()) for command, output in found]
 
 
@@ -149,7 +147,7 @@ BAR: Final = "█"
 FREE: Final = re.compile(r"(…|(?<![\w])[0-9a-f]{8,32}(?![\w])|\d+(?:\.\d+)?)")
 
 
-def looks_like(expected: str) -> re.Pattern[str]:
+def output_pattern(expected: str) -> re.Pattern[str]:
     """What a line of output may be: any number for a number, any id for an id, any text for ``…``."""
     parts = []
     for word in expected.replace(BAR, "").split():
@@ -166,11 +164,11 @@ def looks_like(expected: str) -> re.Pattern[str]:
     return re.compile("".join(parts[:-1]))
 
 
-def missing(expected: tuple[str, ...], actual: str) -> str | None:
+def first_missing_line(expected: tuple[str, ...], actual: str) -> str | None:
     """The first line that the output lacks; lines between are no matter."""
     lines = iter(actual.replace(BAR, "").splitlines())
     for line in expected:
-        pattern = looks_like(line)
+        pattern = output_pattern(line)
         if line.strip() != "…" and not any(pattern.search(one) for one in lines):
             return line
     return None

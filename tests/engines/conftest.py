@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from rfork.cli.demo.model import default_cache, prepare
-from tests.engines.models import Kind, copy_without_weights, make_tiny
-from tests.engines.planner import PlannerProcess
+from tests.engines.model_folders import Architecture, copy_without_weights, make_tiny
+from tests.engines.planner_process import PlannerProcess
 
 TIMEOUT_S = 600
 # Read once, before any fixture hides RFORK_* from the tests.
@@ -40,7 +40,7 @@ def model_folder() -> Path:
 
 
 @pytest.fixture(scope="session")
-def bare_folder(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def weightless_folder(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """SmolLM2's folder, of the same name elsewhere, in which no weights are: only a fork can fill it."""
     return copy_without_weights(model_folder, tmp_path_factory.mktemp("bare"))
 
@@ -54,10 +54,10 @@ def tiny_folder(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> T
     """
     parent = tmp_path_factory.mktemp("tiny")
 
-    def folder(kind: Kind = "llama", seed: int = 1) -> Path:
-        made = parent / f"seed-{seed}" / f"tiny-{kind}"
+    def folder(architecture: Architecture = "llama", seed: int = 1) -> Path:
+        made = parent / f"seed-{seed}" / f"tiny-{architecture}"
         if not made.exists():
-            make_tiny(made, tiny_model, kind, seed=seed)
+            make_tiny(made, tiny_model, architecture, seed=seed)
         return made
 
     return folder

@@ -17,12 +17,12 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from tests.engines.server import Body as Body
-from tests.engines.server import Completion as Completion
-from tests.engines.server import EngineServer as EngineServer
-from tests.engines.server import ServerDied as ServerDied
-from tests.engines.server import engine_python as engine_python
-from tests.engines.server import wait_until as wait_until
+from tests.engines.engine_server import Body as Body
+from tests.engines.engine_server import Completion as Completion
+from tests.engines.engine_server import EngineServer as EngineServer
+from tests.engines.engine_server import ServerDied as ServerDied
+from tests.engines.engine_server import engine_python as engine_python
+from tests.engines.engine_server import wait_until as wait_until
 
 
 class VllmLogprobs(BaseModel):
@@ -39,7 +39,7 @@ class VllmChoice(BaseModel):
     logprobs: VllmLogprobs
 
 
-class VllmAnswer(BaseModel):
+class VllmResponse(BaseModel):
     """What vLLM answers to a completion, as far as it is read here."""
 
     choices: tuple[VllmChoice, ...]
@@ -52,7 +52,7 @@ class SglangMeta(BaseModel):
     """Of each token: its logprob, itself, its text."""
 
 
-class SglangAnswer(BaseModel):
+class SglangResponse(BaseModel):
     """What SGLang answers to a completion, as far as it is read here."""
 
     text: str
@@ -87,8 +87,8 @@ class VllmServer(EngineServer):
             "return_token_ids": True,
         }
 
-    def completion(self, answer: bytes) -> Completion:
-        (choice,) = VllmAnswer.model_validate_json(answer).choices
+    def completion(self, response: bytes) -> Completion:
+        (choice,) = VllmResponse.model_validate_json(response).choices
         return Completion(text=choice.text, tokens=choice.token_ids, logprobs=choice.logprobs.token_logprobs)
 
 
@@ -112,11 +112,11 @@ class SglangServer(EngineServer):
         sampling = {"temperature": 0, "max_new_tokens": max_tokens, "ignore_eos": ignore_eos}
         return "/generate", {"text": prompt, "sampling_params": sampling, "return_logprob": True}
 
-    def completion(self, answer: bytes) -> Completion:
-        said = SglangAnswer.model_validate_json(answer)
-        chosen = said.meta_info.output_token_logprobs
+    def completion(self, response: bytes) -> Completion:
+        payload = SglangResponse.model_validate_json(response)
+        chosen = payload.meta_info.output_token_logprobs
         return Completion(
-            text=said.text,
+            text=payload.text,
             tokens=tuple(token for _, token, _ in chosen),
             logprobs=tuple(logprob for logprob, _, _ in chosen),
         )

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.family import family
-from tests.engines.load import LoadGenerator
+from tests.engines.load_generator import LoadGenerator
+from tests.engines.process_tree import process_tree
 from tests.engines.servers import EngineServer, ServerDied, SglangServer, VllmServer, wait_until
 
 ENGINES = pytest.mark.parametrize("engine", [VllmServer, SglangServer])
@@ -54,8 +54,8 @@ def test_workers_are_found_wherever_they_went() -> None:
         if leader.stdout is None:
             raise RuntimeError("the leader was started without a pipe")
         workers = [int(leader.stdout.readline()) for _ in range(2)]
-        found = family(leader.pid)
+        found = process_tree(leader.pid)
         for pid in found:
             os.kill(pid, signal.SIGKILL)
     assert sorted([leader.pid, *workers]) == found
-    wait_until(lambda: [] == family(leader.pid), deadline_s=10, what="the end of all")
+    wait_until(lambda: [] == process_tree(leader.pid), deadline_s=10, what="the end of all")

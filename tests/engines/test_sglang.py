@@ -8,47 +8,45 @@ from pathlib import Path
 import httpx
 import pytest
 
-from rfork.wire import InstanceReport
+from rfork.schema import InstanceReport
 from tests.engines.conftest import TinyFolder
-from tests.engines.load import LoadGenerator
-from tests.engines.models import copy_without_weights
-from tests.engines.planner import PlannerProcess
-from tests.engines.promises import (
+from tests.engines.engine_server import READY_S, wait_until
+from tests.engines.load_generator import LoadGenerator
+from tests.engines.model_folders import copy_without_weights
+from tests.engines.planner_process import PlannerProcess
+from tests.engines.queries import (
     MIB,
     PROMPTS,
-    SLOW_FORK,
-    answers,
+    SLOW_FORK_ENVIRONMENT,
+    greedy_tokens,
     instances,
     wait_serving,
     weights_ids,
 )
-from tests.engines.server import READY_S, wait_until
 from tests.engines.servers import SglangServer
 from tests.ports import free_port
 
 
-def by_planner(planner: PlannerProcess, *more: str) -> tuple[str, ...]:
+def planner_flags(planner: PlannerProcess, *more: str) -> tuple[str, ...]:
     """The one flag that a user gives."""
     return ("--rfork-planner", planner.url, *more)
 
 
 @pytest.mark.timeout(1500)
-def test_one_flag_forks(
-    model_folder: Path, bare_folder: Path, planner: PlannerProcess, tmp_path: Path
-) -> None:
+def test_one_flag_forks(model_folder: Path, weightless_folder: Path, planner: PlannerProcess, tmp_path: Path) -> None:
     """Two servers fork at once from one that answers requests, in folders without weights, and answer alike.
 
     The seed had loaded the checkpoint by itself. When it is told to end, it leaves the planner.
     """
-    seed = SglangServer(model_folder, log=tmp_path / "seed.log", arguments=by_planner(planner))
+    seed = SglangServer(model_folder, log=tmp_path / "seed.log", arguments=planner_flags(planner))
     forks = [
-        SglangServer(bare_folder, log=tmp_path / f"fork-{name}.log", arguments=by_planner(planner))
+        SglangServer(weightless_folder, log=tmp_path / f"fork-{name}.log", arguments=planner_flags(planner))
         for name in "ab"
     ]
     with seed:
         seed.wait_ready()
         wait_serving(planner, 1)
-        expected = answers(seed)
+        expected = greedy_tokens(seed)
         with LoadGenerator(seed, max_tokens=8) as load:
             load.wait_for(20)
             began = time.monotonic()
@@ -58,7 +56,7 @@ def test_one_flag_forks(
                 ended = time.monotonic()
                 load.stop()
                 for fork in forks:
-                    assert expected == answers(fork)
+                    assert expected == greedy_tokens(fork)
                     assert "outcome=fallback" not in fork.log
                     assert fork.wait_for_line(r"fork done report=forked 0\.\d+ GB .*").group()
                 wait_serving(planner, 3)
@@ -72,22 +70,23 @@ def test_one_flag_forks(
 
 
 @pytest.mark.parametrize("weights", ["weights", "no weights"])
-def test_seed_dies_in_mid_fork(
-    weights: str, tiny_folder: TinyFolder, planner: PlannerProcess, tmp_path: Path
-) -> None:
+def test_seed_dies_in_mid_fork(weights: str, tiny_folder: TinyFolder, planner: PlannerProcess, tmp_path: Path) -> None:
     """Its fork is unready until then, and loads by itself; without weights it ends, and says why."""
     folder = tiny_folder()
     target = folder if weights == "weights" else copy_without_weights(folder, tmp_path)
     with SglangServer(
         folder,
         log=tmp_path / "seed.log",
-        arguments=by_planner(planner, "--rfork-egress-rate", str(MIB)),
-        environment=SLOW_FORK,
+        arguments=planner_flags(planner, "--rfork-egress-rate", str(MIB)),
+        environment=SLOW_FORK_ENVIRONMENT,
     ) as seed:
         seed.wait_ready()
-        expected = answers(seed, PROMPTS[:5])
+        expected = greedy_tokens(seed, PROMPTS[:5])
         with SglangServer(
-            target, log=tmp_path / "fork.log", arguments=by_planner(planner), environment=SLOW_FORK
+            target,
+            log=tmp_path / "fork.log",
+            arguments=planner_flags(planner),
+            environment=SLOW_FORK_ENVIRONMENT,
         ) as fork:
             wait_until(
                 lambda: any(0 < _verified(report) < report.chunk_count for report in instances(planner)),
@@ -98,7 +97,7 @@ def test_seed_dies_in_mid_fork(
             seed.kill()
             if weights == "weights":
                 fork.wait_ready()
-                assert expected == answers(fork, PROMPTS[:5])
+                assert expected == greedy_tokens(fork, PROMPTS[:5])
                 assert "fork done report=loaded" in fork.log
                 wait_serving(planner, 1)
             else:
@@ -121,39 +120,35 @@ def test_new_weights_are_forked_once_they_are_there(tiny_folder: TinyFolder, tmp
 
     def start(name: str) -> SglangServer:
         log = tmp_path / f"{name}.log"
-        return SglangServer(
-            bare, log=log, arguments=arguments, environment={**environment, "RFORK_REQUIRED": "1"}
-        )
+        return SglangServer(bare, log=log, arguments=arguments, environment={**environment, "RFORK_REQUIRED": "1"})
 
     with SglangServer(old, log=tmp_path / "seed.log", arguments=arguments, environment=environment) as seed:
         seed.wait_ready()
         assert "fork done report=loaded" in seed.log
         with planner:
             wait_serving(planner, 1)
-            before = answers(seed, PROMPTS[:5])
+            before = greedy_tokens(seed, PROMPTS[:5])
             with start("first") as first:
                 first.wait_ready()
-                assert before == answers(first, PROMPTS[:5])
+                assert before == greedy_tokens(first, PROMPTS[:5])
             old_id = weights_ids(planner)
             assert not update(seed, tmp_path / "nowhere")
             wait_until(lambda: weights_ids(planner) == old_id, deadline_s=60, what="the same weights")
             assert update(seed, new)
             wait_until(lambda: len(weights_ids(planner) - old_id) == 1, deadline_s=60, what="the new weights")
-            after = answers(seed, PROMPTS[:5])
+            after = greedy_tokens(seed, PROMPTS[:5])
             assert before != after
             with start("second") as second:
                 second.wait_ready()
-                assert after == answers(second, PROMPTS[:5])
+                assert after == greedy_tokens(second, PROMPTS[:5])
 
 
-def test_required_means_no_other_way(
-    tiny_folder: TinyFolder, planner: PlannerProcess, tmp_path: Path
-) -> None:
+def test_required_means_no_other_way(tiny_folder: TinyFolder, planner: PlannerProcess, tmp_path: Path) -> None:
     """With RFORK_REQUIRED a server that nobody can be forked from does not start, though it has weights."""
     with SglangServer(
         tiny_folder(),
         log=tmp_path / "server.log",
-        arguments=by_planner(planner, "--rfork-required", "--rfork-patience-s", "0"),
+        arguments=planner_flags(planner, "--rfork-required", "--rfork-patience-s", "0"),
     ) as server:
         assert 0 != server.wait()
         assert server.lines_with("the server cannot start: no weights")
@@ -161,24 +156,22 @@ def test_required_means_no_other_way(
 
 def test_wrong_flags_end_the_launch(tiny_folder: TinyFolder, planner: PlannerProcess, tmp_path: Path) -> None:
     """What cannot be is told in one line, before any process is started: exit code 2."""
-    for name, more, told in (
+    for name, more, message in (
         ("value", ("--rfork-deadline-s", "soon"), "sglang: error: --rfork-deadline-s: "),
         ("format", ("--load-format", "dummy"), "sglang: error: --rfork-* goes with --load-format rfork"),
         ("mode", ("--cpu-offload-gb", "1"), "sglang: error: --cpu-offload-gb does not go with"),
     ):
         with SglangServer(
-            tiny_folder(), log=tmp_path / f"{name}.log", arguments=by_planner(planner, *more)
+            tiny_folder(), log=tmp_path / f"{name}.log", arguments=planner_flags(planner, *more)
         ) as server:
             assert 2 == server.wait()
-            assert server.lines_with(told)
+            assert server.lines_with(message)
 
 
 def update(server: SglangServer, folder: Path) -> bool:
     """Have it take other weights from a folder; whether it did."""
-    answer = httpx.post(
-        f"{server.url}/update_weights_from_disk", json={"model_path": str(folder)}, timeout=120
-    )
-    return bool(answer.json()["success"])
+    response = httpx.post(f"{server.url}/update_weights_from_disk", json={"model_path": str(folder)}, timeout=120)
+    return bool(response.json()["success"])
 
 
 def _verified(report: InstanceReport) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from tests.engines.server import ROOT, engine_python
+from tests.engines.engine_server import ROOT, engine_python
 from tests.ports import free_port
 
 # What tells of a checkpoint of the hub, beside what transformers writes.
@@ -60,14 +60,14 @@ def test_a_model_with_derived_tensors(tiny_model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "deepseek"
     make_deepseek(folder, tiny_model)
     ran = subprocess.run(
-        [python, ROOT / "tests/engines/sglang_layouts.py", folder, str(free_port())],
+        [python, ROOT / "tests/engines/sglang_layout_probe.py", folder, str(free_port())],
         env={"PATH": f"{python.parent}:/usr/bin:/bin", "SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert 0 == ran.returncode, ran.stderr
-    said = json.loads(ran.stdout.splitlines()[-1])
-    assert said["difference"] is None
+    layouts = json.loads(ran.stdout.splitlines()[-1])
+    assert layouts["difference"] is None
     derived = {"w_kc", "w_vc", "cos_sin_cache", "e_score_correction_bias"}
-    assert derived <= {name.rpartition(".")[2] for name in said["names"]}
+    assert derived <= {name.rpartition(".")[2] for name in layouts["names"]}

@@ -14,24 +14,24 @@ import torch
 from torch import nn
 
 import rfork
-from rfork.image.marks import mark
+from rfork.image.compat_tags import tag_tensors
+from rfork.schema import InstanceReport
 from rfork.storage.versions.version import version_of
-from rfork.wire import InstanceReport
 from tests.engines.conftest import TinyFolder
-from tests.engines.load import LoadGenerator
-from tests.engines.models import copy_without_weights
-from tests.engines.planner import PlannerProcess
-from tests.engines.promises import (
+from tests.engines.engine_server import READY_S, wait_until
+from tests.engines.load_generator import LoadGenerator
+from tests.engines.model_folders import copy_without_weights
+from tests.engines.planner_process import PlannerProcess
+from tests.engines.queries import (
     MIB,
     PROMPTS,
-    SLOW_FORK,
-    answers,
+    SLOW_FORK_ENVIRONMENT,
+    greedy_tokens,
     instances,
-    serving,
+    serving_instances,
     wait_serving,
     weights_ids,
 )
-from tests.engines.server import READY_S, wait_until
 from tests.engines.servers import VllmServer
 from tests.ports import free_port
 
@@ -59,9 +59,7 @@ def _spans(report: InstanceReport) -> list[tuple[int, int]]:
 
 
 @pytest.mark.timeout(1500)
-def test_one_flag_forks(
-    model_folder: Path, bare_folder: Path, planner: PlannerProcess, tmp_path: Path
-) -> None:
+def test_one_flag_forks(model_folder: Path, weightless_folder: Path, planner: PlannerProcess, tmp_path: Path) -> None:
     """Two servers fork at once from one that answers requests, in folders without weights, and answer alike.
 
     The seed had loaded the checkpoint by itself. One that gets SIGTERM leaves the planner at once.
@@ -69,18 +67,18 @@ def test_one_flag_forks(
     with server(model_folder, tmp_path / "seed.log", planner.url) as seed:
         seed.wait_ready()
         wait_serving(planner, 1)
-        expected = answers(seed)
+        expected = greedy_tokens(seed)
         with LoadGenerator(seed, max_tokens=8) as load:
             load.wait_for(20)
             began = time.monotonic()
-            forks = [server(bare_folder, tmp_path / f"fork-{name}.log", planner.url) for name in "ab"]
+            forks = [server(weightless_folder, tmp_path / f"fork-{name}.log", planner.url) for name in "ab"]
             with forks[0], forks[1]:
                 for fork in forks:
                     fork.wait_ready(2 * READY_S)
                 ended = time.monotonic()
                 load.stop()
                 for fork in forks:
-                    assert expected == answers(fork)
+                    assert expected == greedy_tokens(fork)
                     assert fork.wait_for_line(r"fork done report=forked 0\.\d+ GB .*").group()
                 wait_serving(planner, 3)
                 assert 1 == len(weights_ids(planner))
@@ -97,12 +95,12 @@ def test_seed_dies_in_mid_fork(tiny_folder: TinyFolder, planner: PlannerProcess,
     folder = tiny_folder()
     bare = copy_without_weights(folder, tmp_path)
     rate = {"RFORK_EGRESS_RATE": str(MIB)}
-    with server(folder, tmp_path / "seed.log", planner.url, **SLOW_FORK, **rate) as seed:
+    with server(folder, tmp_path / "seed.log", planner.url, **SLOW_FORK_ENVIRONMENT, **rate) as seed:
         seed.wait_ready()
-        expected = answers(seed, PROMPTS[:5])
+        expected = greedy_tokens(seed, PROMPTS[:5])
         with (
-            server(folder, tmp_path / "fork.log", planner.url, **SLOW_FORK, **rate) as fork,
-            server(bare, tmp_path / "bare.log", planner.url, **SLOW_FORK, **rate) as lost,
+            server(folder, tmp_path / "fork.log", planner.url, **SLOW_FORK_ENVIRONMENT, **rate) as fork,
+            server(bare, tmp_path / "bare.log", planner.url, **SLOW_FORK_ENVIRONMENT, **rate) as lost,
         ):
             for target in (fork, lost):
                 target.wait_for_line(r"planned fork=", deadline_s=2 * READY_S)
@@ -110,13 +108,13 @@ def test_seed_dies_in_mid_fork(tiny_folder: TinyFolder, planner: PlannerProcess,
             assert [False, False] == [target.healthy() for target in (fork, lost)]
             seed.kill()
             fork.wait_ready()
-            assert expected == answers(fork, PROMPTS[:5])
+            assert expected == greedy_tokens(fork, PROMPTS[:5])
             assert fork.lines_with("fork done report=loaded")
             wait_serving(planner, 1)
             if lost.wait(2 * READY_S):
                 assert lost.lines_with("there are no weights in")
             else:  # the other one was loaded in time, and gave it the rest
-                assert expected == answers(lost, PROMPTS[:5])
+                assert expected == greedy_tokens(lost, PROMPTS[:5])
 
 
 def test_new_weights_are_forked_once_they_are_there(tiny_folder: TinyFolder, tmp_path: Path) -> None:
@@ -127,27 +125,27 @@ def test_new_weights_are_forked_once_they_are_there(tiny_folder: TinyFolder, tmp
     url = f"http://127.0.0.1:{port}"
     with server(first, tmp_path / "seed.log", url, VLLM_SERVER_DEV_MODE="1") as seed:
         seed.wait_ready()
-        old = answers(seed, PROMPTS[:5])
+        old = greedy_tokens(seed, PROMPTS[:5])
         with PlannerProcess(port=port) as planner:
             wait_serving(planner, 1)
             with server(bare, tmp_path / "before.log", url) as before:
                 before.wait_ready()
-                assert old == answers(before, PROMPTS[:5])
+                assert old == greedy_tokens(before, PROMPTS[:5])
                 assert before.lines_with("fork done report=forked")
-            (was,) = weights_ids(planner)
+            (old_weights_id,) = weights_ids(planner)
             body = {"method": "reload_weights", "kwargs": {"weights_path": str(second)}}
             httpx.post(f"{seed.url}/collective_rpc", json=body, timeout=60).raise_for_status()
-            new = answers(seed, PROMPTS[:5])
+            new = greedy_tokens(seed, PROMPTS[:5])
             assert old != new
             wait_until(
-                lambda: was not in weights_ids(planner) and len(serving(planner)) == 1,
+                lambda: old_weights_id not in weights_ids(planner) and len(serving_instances(planner)) == 1,
                 deadline_s=60,
                 what="a seed of the new weights",
             )
             with server(bare, tmp_path / "after.log", url) as after:
                 after.wait_ready()
                 assert after.lines_with("fork done report=forked")
-                assert new == answers(after, PROMPTS[:5])
+                assert new == greedy_tokens(after, PROMPTS[:5])
 
 
 def test_required_without_a_source_is_an_error(tiny_folder: TinyFolder, tmp_path: Path) -> None:
@@ -167,13 +165,11 @@ def test_wrong_options_are_one_clear_error(tiny_folder: TinyFolder, tmp_path: Pa
         assert [] == wrong.lines_with("EngineCore pid=")
 
 
-def test_another_engine_s_image_is_refused(
-    tiny_folder: TinyFolder, planner: PlannerProcess, tmp_path: Path
-) -> None:
+def test_another_engine_s_image_is_refused(tiny_folder: TinyFolder, planner: PlannerProcess, tmp_path: Path) -> None:
     """Weights of SGLang's are not taken for vLLM's, however they are called: the server says so and loads."""
     folder = tiny_folder()
     other = nn.Module()
-    vars(other)["rfork"] = {"is": mark(["engine sglang 0.5.23", "device cpu", "dtype float32"])}
+    vars(other)["rfork"] = {"is": tag_tensors(["engine sglang 0.5.23", "device cpu", "dtype float32"])}
     other.weight = nn.Parameter(torch.zeros(1024), requires_grad=False)
     with (
         rfork.seed(other, model=folder.name, version=version_of(folder), planner=planner.url),
@@ -188,9 +184,7 @@ def test_another_engine_s_image_is_refused(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_ranks_and_drafts_fork_one_by_one(
-    tiny_folder: TinyFolder, planner: PlannerProcess, tmp_path: Path
-) -> None:
+def test_ranks_and_drafts_fork_one_by_one(tiny_folder: TinyFolder, planner: PlannerProcess, tmp_path: Path) -> None:
     """With two tensor ranks and a speculative draft, four images are forked, each as its own."""
     target, draft = tiny_folder("llama"), tiny_folder("qwen3")
 
@@ -209,10 +203,10 @@ def test_ranks_and_drafts_fork_one_by_one(
     with server(target, tmp_path / "seed.log", "", *arguments(draft)) as seed:
         seed.wait_ready(2 * READY_S)
         wait_serving(planner, 4)
-        expected = answers(seed, PROMPTS[:5])
+        expected = greedy_tokens(seed, PROMPTS[:5])
         with server(bare[0], tmp_path / "fork.log", "", *arguments(bare[1])) as fork:
             fork.wait_ready(2 * READY_S)
-            assert expected == answers(fork, PROMPTS[:5])
+            assert expected == greedy_tokens(fork, PROMPTS[:5])
             assert 4 == len(fork.lines_with("fork done report=forked"))
             wait_serving(planner, 8)
             ranks = {(report.rank.role, report.rank.tp) for report in instances(planner)}

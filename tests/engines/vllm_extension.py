@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.engines.digests import digest, tensors
+from tests.engines.reference_digests import digest, read_tensors
 
 
 class WorkerExtension:
@@ -19,4 +19,4 @@ class WorkerExtension:
     def load_tensors(self, folder: str) -> None:
         """Update the weights in place, by tensors in memory: vLLM sees no file."""
         worker: Any = self
-        worker.reload_weights(weights_iterator=tensors(Path(folder)))
+        worker.reload_weights(weights_iterator=read_tensors(Path(folder)))

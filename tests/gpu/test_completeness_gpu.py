@@ -34,9 +34,7 @@ def test_memory_out_of_sight_is_found() -> None:
     module = nn.Linear(1024, 1024, device="cuda")
     HIDDEN.append(torch.ones(1 << 20, device="cuda"))
     try:
-        with pytest.raises(
-            UnsupportedTensor, match=r"bytes of device memory that are no tensor of the model"
-        ):
+        with pytest.raises(UnsupportedTensor, match=r"bytes of device memory that are no tensor of the model"):
             proof.check(module)
     finally:
         HIDDEN.clear()

@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from rfork.errors import SourceError, SourceGone, SourceStalled
-from rfork.image.capture import image_of
+from rfork.errors import SourceError, SourceTimeout, SourceUnavailable
+from rfork.image.capture import image_from_tensors
 from rfork.image.memory import Image, Segment
-from rfork.settings import Settings
+from rfork.settings import InstanceSettings
 from rfork.transport.base import Endpoint
 from rfork.transport.cuda_ipc import CudaIpcTransport
-from rfork.transport.cuda_ipc.areas import areas_of
+from rfork.transport.cuda_ipc.allocations import allocations_of
 from rfork.transport.cuda_ipc.cuda import CudaDriver
-from rfork.transport.cuda_ipc.driver import Copy
+from rfork.transport.cuda_ipc.driver import CopyOp
 from tests.transport_contract import TOKEN, FakeGate, content, soon
 
 pytestmark = [
@@ -39,16 +39,16 @@ def tensors_of(sizes: Sequence[int], device: str, *, filled: bool, on_host: Sequ
     """An image of byte tensors on a device, but those numbered `on_host`; zeros unless `filled`."""
     tensors: dict[str, torch.Tensor] = {}
     for index, size in enumerate(sizes):
-        place = "cpu" if index in on_host else device
+        tensor_device = "cpu" if index in on_host else device
         if filled:
-            line = torch.arange(size, dtype=torch.int64, device=place)
+            line = torch.arange(size, dtype=torch.int64, device=tensor_device)
             tensors[f"t{index}"] = ((line * 7 + index * 13 + 1) % 251).to(torch.uint8)
         else:
-            tensors[f"t{index}"] = torch.zeros(size, dtype=torch.uint8, device=place)
-    return image_of(tensors)
+            tensors[f"t{index}"] = torch.zeros(size, dtype=torch.uint8, device=tensor_device)
+    return image_from_tensors(tensors)
 
 
-class Source:
+class CudaIpcSourceProcess:
     """A seed's process: exports an image until its standard input ends."""
 
     def __init__(
@@ -72,12 +72,12 @@ class Source:
             text=True,
             env=environment,
         )
-        told = json.loads(self.hear())
-        segments = tuple(Segment(*segment) for segment in told["segments"])
-        self.endpoint = Endpoint("cuda_ipc", told["parameters"], segments)
-        self.kinds = set(told["kinds"])
+        description = json.loads(self.read_line())
+        segments = tuple(Segment(*segment) for segment in description["segments"])
+        self.endpoint = Endpoint("cuda_ipc", description["parameters"], segments)
+        self.handle_types = set(description["kinds"])
 
-    def hear(self) -> str:
+    def read_line(self) -> str:
         """The next line that it says."""
         line = self.process.stdout.readline() if self.process.stdout is not None else ""
         if not line:
@@ -90,7 +90,7 @@ class Source:
         if self.process.stdin is not None:
             self.process.stdin.write("close\n")
             self.process.stdin.flush()
-        self.hear()
+        self.read_line()
 
     def end(self) -> None:
         """Kill it."""
@@ -101,16 +101,16 @@ class Source:
                 pipe.close()
 
 
-StartSource = Callable[..., Source]
+StartSource = Callable[..., CudaIpcSourceProcess]
 
 
 @pytest.fixture
 def start() -> Iterator[StartSource]:
     """Starts sources, which are killed after the test."""
-    started: list[Source] = []
+    started: list[CudaIpcSourceProcess] = []
 
-    def start(sizes: Sequence[int], **more: object) -> Source:
-        started.append(Source(sizes, **more))  # type: ignore[arg-type]
+    def start(sizes: Sequence[int], **more: object) -> CudaIpcSourceProcess:
+        started.append(CudaIpcSourceProcess(sizes, **more))  # type: ignore[arg-type]
         return started[-1]
 
     yield start
@@ -133,12 +133,12 @@ def target_of(sizes: Sequence[int], device: str = "cuda:0", on_host: Sequence[in
 def test_every_byte_arrives(start: StartSource, expandable: bool, on_host: list[int]) -> None:
     """Both kinds of torch's memory are read right, and tensors in host memory with them."""
     source, image = start(SIZES, expandable=expandable, on_host=on_host), target_of(SIZES)
-    reader = CudaIpcTransport(Settings()).connect(source.endpoint, image, lambda: TOKEN, soon())
+    reader = CudaIpcTransport(InstanceSettings()).connect(source.endpoint, image, lambda: TOKEN, soon())
     reader.read(0, image.layout.image_bytes, soon())
     reader.close()
     assert expected(SIZES) == content(image)
     # Fabric handles stand in where the machine has an IMEX channel.
-    assert source.kinds <= ({"descriptor", "fabric"} if expandable else {"legacy"})
+    assert source.handle_types <= ({"descriptor", "fabric"} if expandable else {"legacy"})
 
 
 def test_a_target_in_expandable_segments(start: StartSource) -> None:
@@ -149,7 +149,7 @@ def test_a_target_in_expandable_segments(start: StartSource) -> None:
     finally:
         torch.cuda.memory._set_allocator_settings("expandable_segments:False")
     source = start(SIZES)
-    reader = CudaIpcTransport(Settings()).connect(source.endpoint, image, lambda: TOKEN, soon())
+    reader = CudaIpcTransport(InstanceSettings()).connect(source.endpoint, image, lambda: TOKEN, soon())
     reader.read(0, image.layout.image_bytes, soon())
     reader.close()
     assert expected(SIZES) == content(image)
@@ -158,9 +158,9 @@ def test_a_target_in_expandable_segments(start: StartSource) -> None:
 def test_many_small_tensors(start: StartSource) -> None:
     """Twenty thousand tensors, read in chunks by four threads, arrive whole."""
     source, image = start(SMALL), target_of(SMALL)
-    reader = CudaIpcTransport(Settings()).connect(source.endpoint, image, lambda: TOKEN, soon())
-    whole, step = image.layout.image_bytes, 16 * MIB
-    ranges = [(at, min(at + step, whole)) for at in range(0, whole, step)]
+    reader = CudaIpcTransport(InstanceSettings()).connect(source.endpoint, image, lambda: TOKEN, soon())
+    image_bytes, step = image.layout.image_bytes, 16 * MIB
+    ranges = [(at, min(at + step, image_bytes)) for at in range(0, image_bytes, step)]
 
     def read(share: Sequence[tuple[int, int]]) -> None:
         for begin, end in share:
@@ -178,7 +178,7 @@ def test_many_small_tensors(start: StartSource) -> None:
 def test_a_target_that_keeps_a_tensor_in_host_memory(start: StartSource) -> None:
     """What lies on the GPU there and in host memory here is copied down."""
     source, image = start(SIZES), target_of(SIZES, on_host=[2, 5])
-    reader = CudaIpcTransport(Settings()).connect(source.endpoint, image, lambda: TOKEN, soon())
+    reader = CudaIpcTransport(InstanceSettings()).connect(source.endpoint, image, lambda: TOKEN, soon())
     reader.read(0, image.layout.image_bytes, soon())
     reader.close()
     assert expected(SIZES) == content(image)
@@ -187,7 +187,7 @@ def test_a_target_that_keeps_a_tensor_in_host_memory(start: StartSource) -> None
 def test_a_killed_source(start: StartSource) -> None:
     """Reads from a source that was killed raise, and this process's GPU goes on working."""
     source, image = start(SIZES), target_of(SIZES)
-    reader = CudaIpcTransport(Settings()).connect(source.endpoint, image, lambda: TOKEN, soon())
+    reader = CudaIpcTransport(InstanceSettings()).connect(source.endpoint, image, lambda: TOKEN, soon())
     reader.read(0, MIB, soon())
     source.process.kill()
     source.process.wait()
@@ -198,12 +198,12 @@ def test_a_killed_source(start: StartSource) -> None:
 
 
 def test_a_source_that_closes_gets_its_memory_back(start: StartSource) -> None:
-    """After the exporter's `close` nothing of it is mapped here, and reads raise SourceGone."""
+    """After the exporter's `close` nothing of it is mapped here, and reads raise SourceUnavailable."""
     source, image = start(SIZES), target_of(SIZES)
-    reader = CudaIpcTransport(Settings()).connect(source.endpoint, image, lambda: TOKEN, soon())
+    reader = CudaIpcTransport(InstanceSettings()).connect(source.endpoint, image, lambda: TOKEN, soon())
     reader.read(0, image.layout.image_bytes, soon())
     source.close_exporter()
-    with pytest.raises(SourceGone):
+    with pytest.raises(SourceUnavailable):
         reader.read(0, MIB, soon())
     reader.close()
 
@@ -214,7 +214,7 @@ def test_nothing_is_left_mapped(start: StartSource, expandable: bool) -> None:
     source, image = start(SIZES, expandable=expandable), target_of(SIZES)
     free: list[int] = []
     for _ in range(4):
-        reader = CudaIpcTransport(Settings()).connect(source.endpoint, image, lambda: TOKEN, soon())
+        reader = CudaIpcTransport(InstanceSettings()).connect(source.endpoint, image, lambda: TOKEN, soon())
         reader.read(0, image.layout.image_bytes, soon())
         reader.close()
         torch.cuda.synchronize()
@@ -226,8 +226,8 @@ def test_nothing_is_left_mapped(start: StartSource, expandable: bool) -> None:
 def test_a_deadline_that_has_passed(start: StartSource) -> None:
     """No byte is copied after the deadline."""
     source, image = start(SIZES), target_of(SIZES)
-    reader = CudaIpcTransport(Settings()).connect(source.endpoint, image, lambda: TOKEN, soon())
-    with pytest.raises(SourceStalled):
+    reader = CudaIpcTransport(InstanceSettings()).connect(source.endpoint, image, lambda: TOKEN, soon())
+    with pytest.raises(SourceTimeout):
         reader.read(0, MIB, soon(-1.0))
     reader.close()
     assert bytes(image.layout.image_bytes) == content(image)
@@ -239,11 +239,11 @@ def test_a_deadline_that_has_passed(start: StartSource) -> None:
 def test_from_one_gpu_to_another(start: StartSource, visible: str, expandable: bool) -> None:
     """A source on the second GPU is read into the first, whether it sees that one or not."""
     driver = CudaDriver()
-    if not driver.reaches(0, 1):
+    if not driver.can_access_peer(0, 1):
         pytest.skip("these two GPUs cannot address one another")
     source = start(SIZES, device=0 if visible else 1, visible=visible, expandable=expandable)
     image = target_of(SIZES)
-    reader = CudaIpcTransport(Settings()).connect(source.endpoint, image, lambda: TOKEN, soon())
+    reader = CudaIpcTransport(InstanceSettings()).connect(source.endpoint, image, lambda: TOKEN, soon())
     reader.read(0, image.layout.image_bytes, soon())
     reader.close()
     assert expected(SIZES) == content(image)
@@ -256,14 +256,14 @@ def test_devices_have_names() -> None:
     """Each device is found by its UUID, and no device by another name."""
     driver = CudaDriver()
     count = torch.cuda.device_count()
-    assert list(range(count)) == [driver.find(driver.uuid(device)) for device in range(count)]
-    assert driver.find("00" * 16) is None
+    assert list(range(count)) == [driver.device_index(driver.uuid(device)) for device in range(count)]
+    assert driver.device_index("00" * 16) is None
 
 
 def test_allocations_hold_their_tensors() -> None:
     """Every tensor's bytes lie in the allocations that were found, few as they are."""
     driver, image = CudaDriver(), target_of([4096] * 1000)
-    areas = areas_of(driver, image)
+    areas = allocations_of(driver, image)
     for address, length in zip(image.regions.addresses, image.regions.lengths, strict=True):
         assert areas.index(address) is not None
         assert areas.index(address + length - 1) is not None
@@ -276,11 +276,11 @@ def test_copies_leave_the_thread_as_it_was() -> None:
     one, two = torch.arange(1000, device="cuda"), torch.zeros(1000, dtype=torch.int64, device="cuda")
     torch.cuda.synchronize()
     before = torch.cuda.current_device()
-    lane = driver.copies(0)
-    lane.queue([Copy(one.data_ptr(), two.data_ptr(), one.nbytes)])
-    while not lane.done():
+    stream = driver.copies(0)
+    stream.queue([CopyOp(one.data_ptr(), two.data_ptr(), one.nbytes)])
+    while not stream.done():
         pass
-    lane.close()
+    stream.close()
     assert (before, True) == (torch.cuda.current_device(), torch.equal(one, two))
 
 
@@ -291,16 +291,16 @@ def test_asking_does_not_break_a_capture() -> None:
     line = torch.zeros(1000, device="cuda")
     graph = torch.cuda.CUDAGraph()
 
-    def ask() -> None:
-        areas = areas_of(driver, image)
-        handles = [driver.export(area) for area in areas.table if area.kind == "legacy"]
-        lane = driver.copies(0)
-        found.append(len(handles) + lane.done())
-        lane.close()
+    def query_driver() -> None:
+        areas = allocations_of(driver, image)
+        handles = [driver.export(area) for area in areas.table if area.handle_type == "legacy"]
+        stream = driver.copies(0)
+        found.append(len(handles) + stream.done())
+        stream.close()
 
     with torch.cuda.graph(graph):
         line += 1
-        thread = threading.Thread(target=ask)
+        thread = threading.Thread(target=query_driver)
         thread.start()
         thread.join()
     graph.replay()
@@ -311,14 +311,14 @@ def test_asking_does_not_break_a_capture() -> None:
 def _serve(sizes: Sequence[int], device: str, on_host: Sequence[int]) -> None:
     """The source's process."""
     image = tensors_of(sizes, device, filled=True, on_host=on_host)
-    exporter = CudaIpcTransport(Settings()).export(image, FakeGate())
+    exporter = CudaIpcTransport(InstanceSettings()).export(image, FakeGate())
     endpoint = exporter.endpoint()
-    told = {
+    description = {
         "parameters": dict(endpoint.parameters),
         "segments": [list(segment) for segment in endpoint.segments],
-        "kinds": sorted({area.kind for area in areas_of(CudaDriver(), image).table}),
+        "kinds": sorted({area.handle_type for area in allocations_of(CudaDriver(), image).table}),
     }
-    print(json.dumps(told), flush=True)
+    print(json.dumps(description), flush=True)
     for _ in sys.stdin:
         exporter.close()
         print("closed", flush=True)

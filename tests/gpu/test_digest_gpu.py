@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from rfork.image.areas import areas
-from rfork.image.capture import image_of
+from rfork.image.capture import image_from_tensors
 from rfork.image.digest import LEAF_BYTES, digest_bytes, digest_tensors
-from rfork.image.leaf_hasher import leaf_hasher
+from rfork.image.hash_backend import leaf_hasher
+from rfork.image.registration import regions_to_register
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,7 +29,7 @@ def test_gpu_digest_is_the_cpu_digest(length: int) -> None:
 def kernel() -> None:
     """The device's kernel is compiled, and used from here on."""
     pytest.importorskip("triton", reason="Triton is not installed: torch operations hash here")
-    assert leaf_hasher(torch.device("cuda", torch.cuda.current_device())).prepared()
+    assert leaf_hasher(torch.device("cuda", torch.cuda.current_device())).is_ready()
 
 
 @pytest.mark.usefixtures("kernel")
@@ -78,7 +78,7 @@ def test_odd_pieces_on_the_gpu() -> None:
 def test_bytes_written_by_the_host_are_in_the_tensors() -> None:
     """What is written into staging is in GPU tensors after the block, and is read back the same."""
     tensors = {"a": torch.zeros(1000, device="cuda"), "b": torch.zeros(77, dtype=torch.uint8, device="cuda")}
-    image = image_of(tensors)
+    image = image_from_tensors(tensors)
     expected = bytes(index % 251 for index in range(image.layout.image_bytes))
     with image.writable(0, len(expected)) as views:
         rest = expected
@@ -94,7 +94,7 @@ def test_an_exception_writes_nothing() -> None:
     tensor = torch.ones(64, dtype=torch.uint8, device="cuda")
 
     def write_and_fail() -> None:
-        with image_of({"a": tensor}).writable(0, 64) as views:
+        with image_from_tensors({"a": tensor}).writable(0, 64) as views:
             views[0][:] = bytes(64)
             raise ConnectionError
 
@@ -106,7 +106,7 @@ def test_an_exception_writes_nothing() -> None:
 def test_an_image_on_both_devices_is_one_image() -> None:
     """An image of CPU and GPU tensors has the manifest of the same image on the CPU."""
     mixed = {"a": torch.arange(300_000), "b": torch.arange(300_000, device="cuda")}
-    image = image_of(mixed)
-    on_cpu = image_of({name: tensor.cpu() for name, tensor in mixed.items()})
+    image = image_from_tensors(mixed)
+    on_cpu = image_from_tensors({name: tensor.cpu() for name, tensor in mixed.items()})
     assert on_cpu.manifest().weights_id == image.manifest().weights_id
-    assert len(areas(image)) == 2
+    assert len(regions_to_register(image)) == 2

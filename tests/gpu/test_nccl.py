@@ -9,21 +9,21 @@ import time
 import pytest
 import torch
 
-from rfork.errors import RforkError, TransportUnusable, VersionMismatch
-from rfork.image.capture import image_of
-from rfork.peer.lines import converse
-from rfork.peer.memory import joined
-from rfork.settings import Settings
-from rfork.transport.base import Endpoint, Line
+from rfork.errors import RforkError, TransportUnavailable, VersionMismatch
+from rfork.image.capture import image_from_tensors
+from rfork.peer.control_stream import converse
+from rfork.settings import InstanceSettings
+from rfork.testing.peers import stream_pair
+from rfork.transport.base import ControlStream, Endpoint
 from rfork.transport.collective import NcclTransport
-from rfork.transport.collective.blocks import Blocks
+from rfork.transport.collective.block_tensors import BlockTensors
 from rfork.transport.collective.rendezvous import Rendezvous
 from tests.transport_contract import TOKEN, FakeGate, soon
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not NcclTransport(Settings()).availability().usable,
+        not NcclTransport(InstanceSettings()).availability().usable,
         reason="torch has no NCCL or finds no CUDA device",
     ),
 ]
@@ -59,28 +59,28 @@ def test_small_tensors_are_packed_on_the_gpu() -> None:
     device = torch.device("cuda:0")
     tensors = {f"t{index}": torch.randn(1 + index % 50, device=device) for index in range(2000)}
     tensors["host"] = torch.randn(77)
-    source = image_of(tensors)
-    target = image_of({name: torch.zeros_like(tensor) for name, tensor in tensors.items()})
+    source = image_from_tensors(tensors)
+    target = image_from_tensors({name: torch.zeros_like(tensor) for name, tensor in tensors.items()})
     size = source.layout.image_bytes
-    sending, receiving = Blocks(source, size, device), Blocks(target, size, device)
-    place = receiving.place(0, size)
-    place.copy_(sending.taken(0, size))
-    receiving.put(place, 0, size)
+    sending, receiving = BlockTensors(source, size, device), BlockTensors(target, size, device)
+    destination = receiving.destination(0, size)
+    destination.copy_(sending.gather(0, size))
+    receiving.scatter(destination, 0, size)
     assert source.manifest() == target.manifest()
 
 
 def test_host_memory_is_not_for_nccl() -> None:
     """The other transports are exported without it."""
-    with pytest.raises(TransportUnusable, match="GPU"):
-        NcclTransport(Settings()).export(image_of({"a": torch.zeros(10)}), FakeGate())
+    with pytest.raises(TransportUnavailable, match="GPU"):
+        NcclTransport(InstanceSettings()).export(image_from_tensors({"a": torch.zeros(10)}), FakeGate())
 
 
 def test_another_release_of_nccl_is_found_out_beforehand() -> None:
     """Before a group is tried."""
-    image = image_of({"a": torch.zeros(10, device="cuda")})
+    image = image_from_tensors({"a": torch.zeros(10, device="cuda")})
     endpoint = Endpoint("nccl", {"version": "1.0.0", "block": "1024"})
     with pytest.raises(VersionMismatch, match=r"1\.0\.0"):
-        NcclTransport(Settings()).connect(endpoint, image, lambda: TOKEN, soon())
+        NcclTransport(InstanceSettings()).connect(endpoint, image, lambda: TOKEN, soon())
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL WANTS TWO GPUs: sending is NOT tested")
@@ -88,22 +88,22 @@ def test_the_right_bytes_between_two_gpus() -> None:
     """A whole image, small tensors included, from one GPU to the other."""
     tensors = {f"t{index}": torch.randn(1 + index % 50, device="cuda:0") for index in range(2000)}
     tensors["large"] = torch.randn(20 << 20, device="cuda:0")
-    source = image_of(tensors)
-    target = image_of({name: torch.zeros_like(tensor, device="cuda:1") for name, tensor in tensors.items()})
-    transport = NcclTransport(Settings())
+    source = image_from_tensors(tensors)
+    target = image_from_tensors({name: torch.zeros_like(tensor, device="cuda:1") for name, tensor in tensors.items()})
+    transport = NcclTransport(InstanceSettings())
     exporter = transport.export(source, FakeGate())
-    exporter.let_in("channel", "127.0.0.1")
+    exporter.authorize_peer("channel", "127.0.0.1")
 
-    class Leads:
+    class NcclStreamBackend:
         def has_channel(self, channel_id: str, fork_id: str) -> bool:
             return True
 
-        def converse(self, channel_id: str, line: Line) -> None:
-            exporter.converse(channel_id, line)
+        def control_stream(self, channel_id: str, line: ControlStream) -> None:
+            exporter.run_control_stream(channel_id, line)
 
-    def talk() -> Line:
-        near, far = joined()
-        threading.Thread(target=converse, args=(Leads(), "channel", far), daemon=True).start()
+    def talk() -> ControlStream:
+        near, far = stream_pair()
+        threading.Thread(target=converse, args=(NcclStreamBackend(), "channel", far), daemon=True).start()
         return near
 
     reader = transport.connect(exporter.endpoint(), target, lambda: TOKEN, soon(), talk)

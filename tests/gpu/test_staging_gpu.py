@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from rfork.image.capture import image_of
-from rfork.image.leaf_hasher import leaf_hasher
+from rfork.image.capture import image_from_tensors
+from rfork.image.hash_backend import leaf_hasher
 from rfork.image.memory import Image
-from rfork.image.staging import STEP_BYTES
-from rfork.settings import Settings
+from rfork.image.pinned_staging import STEP_BYTES
+from rfork.settings import InstanceSettings
 from rfork.transport.base import Endpoint
 from rfork.transport.http import HttpTransport
 from tests.transport_contract import TOKEN, FakeGate
@@ -43,7 +43,7 @@ def on_gpu(*, filled: bool) -> tuple[Image, dict[str, torch.Tensor]]:
         for index, size in enumerate(SIZES)
     }
     tensors["t9_on_host"] = noise(1000) if filled else torch.zeros(1000, dtype=torch.uint8)
-    return image_of(tensors), tensors
+    return image_from_tensors(tensors), tensors
 
 
 def content(tensors: dict[str, torch.Tensor]) -> bytes:
@@ -57,9 +57,9 @@ def test_steps_are_the_bytes_of_the_tensors(step: int) -> None:
     target, zeros = on_gpu(filled=False)
     size = source.layout.image_bytes
     with source.reading(0, size, step) as read, target.writing(0, size, step) as written:
-        for views, places in zip(read, written, strict=True):
-            for view, place in zip(views, places, strict=True):
-                place[:] = view
+        for views, destinations in zip(read, written, strict=True):
+            for view, destination in zip(views, destinations, strict=True):
+                destination[:] = view
     assert content(tensors) == content(zeros)
     assert [source.digest(chunk) for chunk in range(3)] == [target.digest(chunk) for chunk in range(3)]
 
@@ -91,7 +91,7 @@ def test_a_copy_waits_for_no_kernel() -> None:
     """Bytes are read and digested while the engine's stream has seconds of work before it."""
     image, tensors = on_gpu(filled=True)
     expected = content(tensors)
-    leaf_hasher(tensors["t0"].device).prepared()
+    leaf_hasher(tensors["t0"].device).is_ready()
     for _ in range(2):  # what is made once, by calls that may wait for the device, is made
         image.digest(0)
         with image.readable(0, image.layout.image_bytes):
@@ -128,7 +128,7 @@ def test_many_threads_share_an_image() -> None:
 
 def serve() -> None:
     """The other process: exports the image, prints where, and ends with its standard input."""
-    exporter = HttpTransport(Settings()).export(on_gpu(filled=True)[0], FakeGate())
+    exporter = HttpTransport(InstanceSettings()).export(on_gpu(filled=True)[0], FakeGate())
     parameters = exporter.endpoint().parameters
     print(parameters["url"], parameters["data_offset"], parameters["etag"], flush=True)
     sys.stdin.read()
@@ -152,7 +152,7 @@ def test_http_from_gpu_to_gpu_in_two_processes() -> None:
         image, tensors = on_gpu(filled=False)
         endpoint = Endpoint("http", {"url": url, "data_offset": data_offset, "etag": etag})
         until = time.monotonic() + SECONDS
-        reader = HttpTransport(Settings()).connect(endpoint, image, lambda: TOKEN, until)
+        reader = HttpTransport(InstanceSettings()).connect(endpoint, image, lambda: TOKEN, until)
         for begin, end in image.layout.chunks:
             reader.read(begin, end, until)
         reader.close()

@@ -1,4 +1,4 @@
-"""A seed or a reader in a process of its own, for tests of bad peers; `Node` is the test's side of it.
+"""A seed or a reader in a process of its own, for tests of bad peers; `BadPeerNode` is the test's side of it.
 
 Commands and answers are lines of JSON on a Unix socket, which reaches into every network namespace.
 """
@@ -20,37 +20,37 @@ from typing import IO, cast
 
 import torch
 
-from rfork.control.lease import LeaseClaims, decode_key, derive_key, sign
 from rfork.errors import RforkError
-from rfork.image.capture import image_of
+from rfork.image.capture import image_from_tensors
 from rfork.image.memory import Image
 from rfork.peer.base import Progress
 from rfork.peer.client import PeerClient
-from rfork.seed.holding import seal
-from rfork.seed.seed import Identity, Seed
-from rfork.settings import Settings, TlsSettings, load
+from rfork.planner_client.lease import LeaseClaims, decode_key, derive_key, sign
+from rfork.settings import InstanceSettings, TlsSettings, load
+from rfork.source.image_state import compute_manifest
+from rfork.source.seed import InstanceIdentity, Seed
 from rfork.transport.base import Reader
-from rfork.transport.choice import choose
+from rfork.transport.selection import select_transports
 from tests.processes import START_S
 
-Fact = str | int | list[int]
-Facts = dict[str, Fact]
+FactValue = str | int | list[int]
+Facts = dict[str, FactValue]
 
 ROOT = Path(__file__).resolve().parents[2]
 SEED_ID = "seed-1"
 KEY = derive_key(b"s" * 32, SEED_ID)
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 LISTEN = "0A"
 """The state of a listening socket in /proc/net/tcp."""
 
 
 @dataclass(frozen=True)
-class Lease:
+class ForgedLease:
     """What a token says; the defaults are those of a good one. `key` signs it."""
 
     layout_id: str
     fork_id: str = "fork-1"
-    lives_s: float = 600.0
+    lifetime_s: float = 600.0
     source_id: str = SEED_ID
     generation: int = 0
     key: str = KEY
@@ -59,10 +59,8 @@ class Lease:
     @property
     def token(self) -> str:
         """Signed as the planner signs."""
-        until = time.time() + self.lives_s
-        claims = LeaseClaims(
-            self.fork_id, self.source_id, self.layout_id, self.weights_id, self.generation, until
-        )
+        until = time.time() + self.lifetime_s
+        claims = LeaseClaims(self.fork_id, self.source_id, self.layout_id, self.weights_id, self.generation, until)
         return sign(claims, decode_key(self.key))
 
 
@@ -71,7 +69,7 @@ def pattern(size: int) -> torch.Tensor:
     return ((torch.arange(251) * 7) % 251).to(torch.uint8).repeat(size // 251 + 1)[:size].clone()
 
 
-class Node:
+class BadPeerNode:
     """The test's side of a node: asks it, and says how its process is."""
 
     def __init__(self, process: Popen[str], listener: socket.socket, log: Path) -> None:
@@ -80,10 +78,10 @@ class Node:
         listener.settimeout(START_S)
         with listener:
             self._connection, _ = listener.accept()
-        self._connection.settimeout(PATIENCE_S)
+        self._connection.settimeout(TIMEOUT_S)
         self._lines = self._connection.makefile("rw")
 
-    def ask(self, command: str, **arguments: Fact) -> Facts:
+    def request(self, command: str, **arguments: FactValue) -> Facts:
         """Have it do something; what it answered. An error of rfork's is {"error": its class}."""
         try:
             self._lines.write(json.dumps([command, arguments]) + "\n")
@@ -103,14 +101,10 @@ class Node:
             with contextlib.suppress(FileNotFoundError):
                 inodes.add(os.readlink(folder / "fd" / name))
         rows = [
-            row.split()
-            for family in ("tcp", "tcp6")
-            for row in (folder / "net" / family).read_text().splitlines()[1:]
+            row.split() for family in ("tcp", "tcp6") for row in (folder / "net" / family).read_text().splitlines()[1:]
         ]
         return {
-            int(row[1].rpartition(":")[2], 16)
-            for row in rows
-            if row[3] == LISTEN and f"socket:[{row[9]}]" in inodes
+            int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == LISTEN and f"socket:[{row[9]}]" in inodes
         }
 
     def threads(self) -> int:
@@ -121,7 +115,7 @@ class Node:
         """How many files and sockets it has open."""
         return len(os.listdir(f"/proc/{self.process.pid}/fd"))
 
-    def resident(self) -> int:
+    def resident_bytes(self) -> int:
         """Bytes of memory that it has now."""
         pages = Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]
         return int(pages) * os.sysconf("SC_PAGE_SIZE")
@@ -132,22 +126,22 @@ class Node:
         with contextlib.suppress(BrokenPipeError):
             self._lines.close()
         self.process.kill()
-        self.process.wait(PATIENCE_S)
+        self.process.wait(TIMEOUT_S)
 
 
-Start = Callable[[list[str], dict[str, str], IO[str]], Popen[str]]
+StartProcess = Callable[[list[str], dict[str, str], IO[str]], Popen[str]]
 
 
-def start_node(start: Start, folder: Path, name: str, role: str, **environment: str) -> Node:
+def start_node(start: StartProcess, folder: Path, name: str, role: str, **environment: str) -> BadPeerNode:
     """A node of this role, in a process that `start` makes; `folder` takes its socket and its log."""
     path = str(folder / name)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
     listener.listen()
-    surroundings = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+    process_environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
     with (folder / f"{name}.log").open("w") as log:
-        process = start([sys.executable, __file__, role, path], surroundings, log)
-    return Node(process, listener, folder / f"{name}.log")
+        process = start([sys.executable, __file__, role, path], process_environment, log)
+    return BadPeerNode(process, listener, folder / f"{name}.log")
 
 
 class SeedRole:
@@ -156,9 +150,9 @@ class SeedRole:
     The image is one tensor of `BAD_PEER_BYTES` bytes, and `BAD_PEER_TENSORS` small ones.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: InstanceSettings) -> None:
         many = torch.zeros(int(os.environ.get("BAD_PEER_TENSORS", "0")))
-        image = image_of(
+        image = image_from_tensors(
             {
                 "weights": pattern(int(os.environ["BAD_PEER_BYTES"])),
                 **{f"layers.{index}.weight": many[index] for index in range(len(many))},
@@ -167,12 +161,12 @@ class SeedRole:
         self._image = image
         self._seed = Seed(
             image,
-            Identity("model", instance_id=SEED_ID),
+            InstanceIdentity("model", instance_id=SEED_ID),
             settings,
-            choose(settings),
-            manifest=seal(image),
+            select_transports(settings),
+            manifest=compute_manifest(image),
         ).start()
-        self._seed.learn_keys([KEY])
+        self._seed.set_lease_keys([KEY])
 
     def facts(self) -> Facts:
         """Where it is, what it holds, and the addresses of its memory."""
@@ -197,25 +191,25 @@ class SeedRole:
 class ReaderRole:
     """A fork's side, step by step."""
 
-    settings: Settings
-    open_now: ExitStack = field(default_factory=ExitStack)
+    settings: InstanceSettings
+    open_resources: ExitStack = field(default_factory=ExitStack)
     weights: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
     image: Image | None = None
     reader: Reader | None = None
-    news: Iterator[Progress] | None = None
+    progress: Iterator[Progress] | None = None
 
     def open(self, address: str, layout_id: str, token: str, size: int, transport: str) -> Facts:
         """Take a place, watch the progress, and connect; the ports it was told."""
         self.weights = torch.zeros(size, dtype=torch.uint8)
-        self.image = image_of({"weights": self.weights})
+        self.image = image_from_tensors({"weights": self.weights})
         peer = PeerClient(address, lambda: token, TlsSettings())
-        self.open_now.callback(peer.close)
+        self.open_resources.callback(peer.close)
         channel_id, endpoint = peer.open(layout_id, (transport,), soon())
-        self.news = peer.watch(channel_id, PATIENCE_S)
-        next(self.news)
-        chosen = next(one for one in choose(self.settings) if one.name == transport)
+        self.progress = peer.watch(channel_id, TIMEOUT_S)
+        next(self.progress)
+        chosen = next(one for one in select_transports(self.settings) if one.name == transport)
         self.reader = chosen.connect(endpoint, self.image, lambda: token, soon())
-        self.open_now.callback(self.reader.close)
+        self.open_resources.callback(self.reader.close)
         return {"channel": "open"}
 
     def read(self) -> Facts:
@@ -228,59 +222,59 @@ class ReaderRole:
 
     def wait_end(self) -> Facts:
         """Watch until the source ends the stream."""
-        for _ in self.news or ():
+        for _ in self.progress or ():
             pass
         return {"ended": 1}
 
     def close(self) -> Facts:
         """Give the place back."""
-        self.open_now.close()
+        self.open_resources.close()
         return {}
 
     def reach(self, host: str, ports: list[int]) -> Facts:
         """Those of the ports that take a connection within a second."""
-        return {"ports": [port for port in ports if takes_connections(host, port)]}
+        return {"ports": [port for port in ports if accepts_connections(host, port)]}
 
 
-def takes_connections(host: str, port: int, patience_s: float = 1.0) -> bool:
+def accepts_connections(host: str, port: int, timeout_s: float = 1.0) -> bool:
     """Whether somebody answers there within so many seconds."""
     try:
-        with socket.create_connection((host, port), timeout=patience_s):
+        with socket.create_connection((host, port), timeout=timeout_s):
             return True
     except OSError:
         return False
 
 
 def soon() -> float:
-    return time.monotonic() + PATIENCE_S
+    return time.monotonic() + TIMEOUT_S
 
 
 @contextmanager
-def told(path: str) -> Iterator[tuple[Iterator[str], Callable[[Facts], None]]]:
+def command_channel(path: str) -> Iterator[tuple[Iterator[str], Callable[[Facts], None]]]:
     """The commands that come, and how to answer."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(path)
         with connection.makefile("rw") as lines:
 
-            def answer(facts: Facts) -> None:
+            def respond(facts: Facts) -> None:
                 lines.write(json.dumps(facts) + "\n")
                 lines.flush()
 
-            yield iter(lines.readline, ""), answer
+            yield iter(lines.readline, ""), respond
 
 
 def main(role: str, path: str) -> None:
     """Do what the test asks until it hangs up."""
-    settings = load(Settings)
+    settings = load(InstanceSettings)
     made: SeedRole | ReaderRole = SeedRole(settings) if role == "seed" else ReaderRole(settings)
-    with told(path) as (commands, answer):
+    with command_channel(path) as (commands, respond):
         for line in commands:
             command, arguments = json.loads(line)
             try:
                 facts = getattr(made, command)(**arguments)
             except (RforkError, StopIteration) as error:
                 facts = {"error": type(error).__name__, "said": str(error)}
-            answer(facts)
+            respond(facts)
     os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""A toy engine in a process of its own, for tests of `bring_up`; `EngineNode` is its other side.
+"""A toy engine in a process of its own, for tests of `load_or_fork`; `EngineNode` is its other side.
 
 The toy is made as engines are: built with its parameters in the checkpoint's shapes, loaded, and then
 post-processed, which transposes weights in place of the loaded ones, derives tensors and numbers, and hides
@@ -24,29 +24,29 @@ from typing import IO, Self, cast
 import torch
 from torch import nn
 
-from rfork.engines.bring_up import Subject, bring_up
-from rfork.engines.instance import Instance, instance_of
+from rfork.engines.load_or_fork import ModelIdentity, load_or_fork
+from rfork.engines.served_model import ServedModel, served_model
 from rfork.errors import CheckpointError
 from rfork.image.chunks import MIB
 from rfork.logs import configure
-from rfork.wire import Rank
+from rfork.schema import Rank
 
 Message = dict[str, str | int | float | bool | list[str] | None]
 
 MODEL = "toy"
-ANSWER_S = 120.0
+RESPONSE_TIMEOUT_S = 120.0
 """It may have to start first; see `tests.processes.START_S`."""
 LAYERS = 3
 
 
-class Kernel:
+class ToyKernel:
     """A helper object that keeps a tensor which no module has."""
 
     def __init__(self) -> None:
         self.packed: torch.Tensor | None = None
 
 
-class Layer(nn.Module):
+class ToyLayer(nn.Module):
     """One layer; `size` is the bytes of its weight."""
 
     def __init__(self, size: int) -> None:
@@ -54,9 +54,9 @@ class Layer(nn.Module):
         self.weight = nn.Parameter(torch.empty(4, size // 16), requires_grad=False)
         self.register_buffer("table", torch.arange(64.0), persistent=False)
         self.scale = 1.0
-        self.kernel = Kernel()
+        self.kernel = ToyKernel()
 
-    def process(self) -> None:
+    def post_process(self) -> None:
         """What engines do after loading: other shapes, derived tensors, numbers, hidden tensors."""
         self.scale = float(self.weight[0, :16].abs().max())
         self.derived = self.weight[:, :32].float() * 3
@@ -64,12 +64,12 @@ class Layer(nn.Module):
         self.weight = nn.Parameter(self.weight.data.view(-1, 4), requires_grad=False)
 
 
-class Model(nn.Module):
+class ToyModel(nn.Module):
     """Some layers."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer(size // LAYERS) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(ToyLayer(size // LAYERS) for _ in range(LAYERS))
 
     def fill(self, version: int) -> None:
         """The weights of this version; before the post-processing."""
@@ -81,16 +81,16 @@ class Model(nn.Module):
             for at in range(0, flat.numel(), 1024):
                 flat[at : at + 1024] = row[: flat.numel() - at] + at
 
-    def process(self) -> None:
+    def post_process(self) -> None:
         """Post-process every layer."""
         for layer in self.layers:
-            cast(Layer, layer).process()
+            cast(ToyLayer, layer).post_process()
 
-    def proof(self) -> str:
+    def checksum(self) -> str:
         """A hash of all that it computes with."""
         found = hashlib.sha256()
         for layer in self.layers:
-            one = cast(Layer, layer)
+            one = cast(ToyLayer, layer)
             packed = one.kernel.packed
             for tensor in (one.weight.data, one.get_buffer("table"), one.derived, packed):
                 if tensor is None:
@@ -100,15 +100,15 @@ class Model(nn.Module):
         return found.hexdigest()
 
 
-def proof_of(version: int, size: int) -> str:
+def expected_proof(version: int, size: int) -> str:
     """The proof of a model that was loaded in this version."""
-    model = Model(size)
+    model = ToyModel(size)
     model.fill(version)
-    model.process()
-    return model.proof()
+    model.post_process()
+    return model.checksum()
 
 
-class Toy:
+class ToyEngine:
     """The engine: its checkpoint is a file that holds a version, in a folder that may lack it."""
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -118,10 +118,10 @@ class Toy:
 
     def empty(self) -> nn.Module:
         """Built, touched, and post-processed."""
-        model = Model(self._options.size)
+        model = ToyModel(self._options.size)
         for parameter in model.parameters():
             parameter.data.zero_()
-        model.process()
+        model.post_process()
         if self._options.fail_empty:
             raise ZeroDivisionError("a bug of the plug-in")
         return model
@@ -138,9 +138,9 @@ class Toy:
         if self._options.fail_load_as_rfork:
             raise CheckpointError("the checkpoint is broken")
         version = int((self._options.folder / "weights").read_text())
-        model = Model(self._options.size)
+        model = ToyModel(self._options.size)
         model.fill(version)
-        model.process()
+        model.post_process()
         return model
 
     def check(self) -> None:
@@ -149,29 +149,29 @@ class Toy:
             raise CheckpointError("there are no weights in the folder")
 
 
-class Process:
+class EngineProcess:
     """The process's own side."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
         self._models: dict[str, nn.Module] = {}
-        self._toy = Toy(options)
+        self._engine = ToyEngine(options)
 
-    def obey(self, do: str, value: str) -> Message:
+    def execute(self, command: str, value: str) -> Message:
         """Do it."""
-        match do:
+        match command:
             case "up":
                 return self._up(value or "target")
             case "proof":
-                return {"proof": cast(Model, self._models[value or "target"]).proof()}
+                return {"proof": cast(ToyModel, self._models[value or "target"]).checksum()}
             case "update":
                 with self._instance.updating():
-                    model = cast(Model, self._models["target"])
-                    other = Model(self._options.size)
+                    model = cast(ToyModel, self._models["target"])
+                    other = ToyModel(self._options.size)
                     other.fill(int(value))
-                    other.process()
-                    for mine, its in zip(model.layers, other.layers, strict=True):
-                        self._copy(cast(Layer, mine), cast(Layer, its))
+                    other.post_process()
+                    for destination, source in zip(model.layers, other.layers, strict=True):
+                        self._copy(cast(ToyLayer, destination), cast(ToyLayer, source))
                 return {}
             case "suspend":
                 self._instance.suspend()
@@ -187,26 +187,26 @@ class Process:
                 self._instance.close(0.0)
                 return {}
             case _:
-                raise ValueError(do)
+                raise ValueError(command)
 
     @property
-    def _instance(self) -> Instance:
-        found = instance_of(self._models["target"])
+    def _instance(self) -> ServedModel:
+        found = served_model(self._models["target"])
         if found is None:
             raise ValueError("there is no instance")
         return found
 
     @staticmethod
-    def _copy(mine: Layer, its: Layer) -> None:
-        mine.weight.data.copy_(its.weight.data)
-        mine.derived.copy_(its.derived)
-        if mine.kernel.packed is not None and its.kernel.packed is not None:
-            mine.kernel.packed.copy_(its.kernel.packed)
-        mine.scale = its.scale
+    def _copy(destination: ToyLayer, source: ToyLayer) -> None:
+        destination.weight.data.copy_(source.weight.data)
+        destination.derived.copy_(source.derived)
+        if destination.kernel.packed is not None and source.kernel.packed is not None:
+            destination.kernel.packed.copy_(source.kernel.packed)
+        destination.scale = source.scale
 
     def _up(self, role: str) -> Message:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        subject = Subject(
+        subject = ModelIdentity(
             MODEL,
             Rank(role="draft" if role == "draft" else "target"),
             facts=(f"engine toy {self._options.engine}", "device cpu"),
@@ -214,14 +214,14 @@ class Process:
         )
         began = time.monotonic()
         try:
-            module = bring_up(self._toy, lambda: subject)
+            module = load_or_fork(self._engine, lambda: subject)
         except Exception as error:
-            return {"error": type(error).__name__, "text": str(error), "loads": self._toy.loads}
+            return {"error": type(error).__name__, "text": str(error), "loads": self._engine.loads}
         self._models[role] = module
-        instance = instance_of(module)
+        instance = served_model(module)
         message: Message = {
-            "proof": cast(Model, module).proof(),
-            "loads": self._toy.loads,
+            "proof": cast(ToyModel, module).checksum(),
+            "loads": self._engine.loads,
             "before": before,
             "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             "seconds": time.monotonic() - began,
@@ -236,18 +236,18 @@ class Process:
                 "bytes_read": report.bytes_read,
                 "id": instance.seed.identity.instance_id,
                 "weights_id": report.weights_id,
-                "acknowledged": instance.seed.wait_acknowledged(10),
+                "acknowledged": instance.seed.wait_registered(10),
             }
         return message
 
     def close(self) -> None:
         """End what is given."""
         for module in self._models.values():
-            if (instance := instance_of(module)) is not None:
+            if (instance := served_model(module)) is not None:
                 instance.close(0.0)
 
 
-def tell(message: Message) -> None:
+def print_message(message: Message) -> None:
     """One line on standard output."""
     os.write(1, json.dumps(message).encode() + b"\n")
 
@@ -271,7 +271,7 @@ class EngineNode:
             text=True,
         )
         self._changed = threading.Condition()
-        self._answers: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._responses: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._follow, args=(self._process.stdout,), daemon=True),
             threading.Thread(target=self._log, args=(self._process.stderr,), daemon=True),
@@ -284,38 +284,38 @@ class EngineNode:
         """The process."""
         return self._process.pid
 
-    def ask(self, do: str, value: str = "") -> Message:
+    def request(self, command: str, value: str = "") -> Message:
         """Have it done; the answer. Raises RuntimeError when the process ends instead."""
-        self.begin(do, value)
-        return self.answer()
+        self.start_request(command, value)
+        return self.next_response()
 
-    def begin(self, do: str, value: str = "") -> None:
+    def start_request(self, command: str, value: str = "") -> None:
         """Tell it, and do not wait."""
         if self._process.stdin is None:
             raise RuntimeError("there is no way to tell it")
-        self._process.stdin.write(json.dumps([do, value]) + "\n")
+        self._process.stdin.write(json.dumps([command, value]) + "\n")
         self._process.stdin.flush()
 
-    def answer(self) -> Message:
+    def next_response(self) -> Message:
         """The answer to the oldest command that has none. Raises RuntimeError when the process ends."""
-        answer = self._answers.get(timeout=ANSWER_S)
-        if answer is None:
+        response = self._responses.get(timeout=RESPONSE_TIMEOUT_S)
+        if response is None:
             raise RuntimeError(f"the process ended with {self._process.wait()}\n{''.join(self.lines)}")
-        return answer
+        return response
 
-    def answered(self, *, within_s: float) -> bool:
+    def has_response(self, *, within_s: float) -> bool:
         """Whether an answer comes in that time; it is kept."""
         try:
-            answer = self._answers.get(timeout=within_s)
+            response = self._responses.get(timeout=within_s)
         except queue.Empty:
             return False
-        self._answers.put(answer)
+        self._responses.put(response)
         return True
 
     def wait_for(self, text: str) -> None:
         """Block until a line of its log has this text; TimeoutError with all of the log otherwise."""
         with self._changed:
-            if not self._changed.wait_for(lambda: any(text in line for line in self.lines), ANSWER_S):
+            if not self._changed.wait_for(lambda: any(text in line for line in self.lines), RESPONSE_TIMEOUT_S):
                 raise TimeoutError(f"no line has {text!r}\n{''.join(self.lines)}")
 
     def kill(self) -> None:
@@ -326,8 +326,8 @@ class EngineNode:
     def _follow(self, lines: IO[str]) -> None:
         with lines:
             for line in lines:
-                self._answers.put(cast(Message, json.loads(line)))
-        self._answers.put(None)
+                self._responses.put(cast(Message, json.loads(line)))
+        self._responses.put(None)
 
     def _log(self, lines: IO[str]) -> None:
         with lines:
@@ -348,7 +348,7 @@ class EngineNode:
             self._process.kill()
             self._process.wait()
             for thread in self._threads:
-                thread.join(ANSWER_S)
+                thread.join(RESPONSE_TIMEOUT_S)
 
     def __enter__(self) -> Self:
         return self
@@ -367,10 +367,10 @@ def main() -> None:
     parser.add_argument("--engine", default="1.0")
     for flag in ("--gate", "--fail-load", "--fail-load-as-rfork", "--fail-empty", "--config-only"):
         parser.add_argument(flag, action="store_true")
-    process = Process(parser.parse_args())
+    process = EngineProcess(parser.parse_args())
     for line in sys.stdin:
-        do, value = json.loads(line)
-        tell(process.obey(do, value))
+        command, value = json.loads(line)
+        print_message(process.execute(command, value))
     process.close()
 
 

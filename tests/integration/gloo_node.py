@@ -1,7 +1,7 @@
 """A process that gives or reads over gloo, for tests: ``python -m tests.integration.gloo_node seed|read …``.
 
 Each event is one line on standard output. A seed lives until its standard input ends; so does a reader that
-is to leave. Both then close what they have opened, or leave in another way: see `leave`.
+is to leave. Both then close what they have opened, or leave in another way: see `exit_abruptly`.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import sys
 import threading
 import time
 
-from rfork.control.lease import LeaseClaims, decode_key, derive_key, sign
 from rfork.image.memory import Image
 from rfork.peer.client import PeerClient
-from rfork.seed.holding import seal
-from rfork.seed.seed import Identity, Seed
-from rfork.settings import Settings, TlsSettings
+from rfork.planner_client.lease import LeaseClaims, decode_key, derive_key, sign
+from rfork.settings import InstanceSettings, TlsSettings
+from rfork.source.image_state import compute_manifest
+from rfork.source.seed import InstanceIdentity, Seed
 from rfork.transport.base import Reader
 from rfork.transport.collective import GlooTransport
 from tests.transport_contract import content, image_of
@@ -27,75 +27,73 @@ SLOW = 16 << 20
 """Bytes a second: the image takes two seconds."""
 
 
-def a_seed(rate: int | None = None, stall_s: float = 10.0) -> Seed:
+def start_seed(rate: int | None = None, stall_s: float = 10.0) -> Seed:
     """A started seed of an image of `SIZES`."""
     image = image_of(SIZES, seed=1)
-    settings = Settings(egress_rate=rate, stall_s=stall_s)
-    identity = Identity("model", instance_id="seed-1")
-    seed = Seed(image, identity, settings, [GlooTransport(settings)], manifest=seal(image))
-    seed.learn_keys([KEY])
+    settings = InstanceSettings(egress_rate=rate, source_idle_timeout_s=stall_s)
+    identity = InstanceIdentity("model", instance_id="seed-1")
+    seed = Seed(image, identity, settings, [GlooTransport(settings)], manifest=compute_manifest(image))
+    seed.set_lease_keys([KEY])
     return seed.start()
 
 
-def a_token(image: Image, fork_id: str) -> str:
+def create_token(image: Image, fork_id: str) -> str:
     """A lease on the seed for a minute."""
     claims = LeaseClaims(fork_id, "seed-1", image.layout.layout_id, None, 0, time.time() + 60)
     return sign(claims, decode_key(KEY))
 
 
-def a_reader(
-    address: str, image: Image, fork_id: str, stall_s: float = 10.0
-) -> tuple[PeerClient, str, Reader]:
+def open_reader(address: str, image: Image, fork_id: str, stall_s: float = 10.0) -> tuple[PeerClient, str, Reader]:
     """A reader of the seed at `address`, its channel, and the client that holds it."""
-    shown = a_token(image, fork_id)
-    peer = PeerClient(address, lambda: shown, TlsSettings())
+    token = create_token(image, fork_id)
+    peer = PeerClient(address, lambda: token, TlsSettings())
     deadline = time.monotonic() + 30
     channel_id, endpoint = peer.open(image.layout.layout_id, ("gloo",), deadline)
-    reader = GlooTransport(Settings(stall_s=stall_s)).connect(
-        endpoint, image, lambda: shown, deadline, lambda: peer.talk(channel_id)
+    reader = GlooTransport(InstanceSettings(source_idle_timeout_s=stall_s)).connect(
+        endpoint, image, lambda: token, deadline, lambda: peer.open_control_stream(channel_id)
     )
     return peer, channel_id, reader
 
 
-def say(word: str) -> None:
+def print_event(word: str) -> None:
     """One event."""
     print(word, flush=True)
 
 
-def leave(how: str) -> None:
+def exit_abruptly(exit_mode: str) -> None:
     """End this process without closing anything; `return` is for the caller to do."""
-    if how == "exit":
+    if exit_mode == "exit":
         sys.exit(3)
-    if how == "raise":
+    if exit_mode == "raise":
         raise RuntimeError("a bug in the engine")
 
 
-def give(rate: str, how: str = "") -> None:
+def run_seed(rate: str, exit_mode: str = "") -> None:
     """Seed until standard input ends."""
-    seed = a_seed(int(rate) or None)
-    say(seed.report().address)
+    seed = start_seed(int(rate) or None)
+    print_event(seed.report().address)
     sys.stdin.read()
-    if how:
-        leave(how)
+    if exit_mode:
+        exit_abruptly(exit_mode)
     else:
         seed.close()
 
 
-def take(address: str, fork_id: str, how: str = "") -> None:
-    """Read the first chunk, then the image; with `how`, leave in the midst of that."""
+def run_reader(address: str, fork_id: str, exit_mode: str = "") -> None:
+    """Read the first chunk, then the image; with `exit_mode`, leave in the midst of that."""
     image = image_of(SIZES)
-    peer, _, reader = a_reader(address, image, fork_id)
-    say("connected")
+    peer, _, reader = open_reader(address, image, fork_id)
+    print_event("connected")
     reader.read(*image.layout.chunks[0], time.monotonic() + 60)
-    say("chunk")
+    print_event("chunk")
     size = image.layout.image_bytes
-    if how:
+    if exit_mode:
         threading.Thread(target=reader.read, args=(0, size, time.monotonic() + 60), daemon=True).start()
         sys.stdin.read()
-        leave(how)
+        exit_abruptly(exit_mode)
         return
     reader.read(0, size, time.monotonic() + 60)
-    say(hashlib.sha256(content(image)).hexdigest())
+    print_event(hashlib.sha256(content(image)).hexdigest())
     reader.close()
     peer.close()
 
@@ -103,9 +101,9 @@ def take(address: str, fork_id: str, how: str = "") -> None:
 def main(arguments: list[str]) -> None:
     """Give or read."""
     if arguments[0] == "seed":
-        give(*arguments[1:])
+        run_seed(*arguments[1:])
     else:
-        take(*arguments[1:])
+        run_reader(*arguments[1:])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Processes that talk over gloo, as a test sees them: `Node`, and what of this process has to end."""
+"""Processes that talk over gloo, as a test sees them: `GlooProcess`, and what of this process has to end."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ import pytest
 from tests.processes import send
 from tests.transport_contract import soon
 
-OURS = ("rfork-gloo", "rfork-line")
+THREAD_PREFIXES = ("rfork-gloo", "rfork-line")
 LISTEN = "0A"
 """The state of a listening socket in /proc/net/tcp."""
 
 
-def ours() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name in OURS]
+def running_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name in THREAD_PREFIXES]
 
 
-def until(condition: Callable[[], bool]) -> bool:
+def wait_until(condition: Callable[[], bool]) -> bool:
     """Whether the condition comes to hold within half a minute."""
     deadline, changed = soon(), threading.Event()
     while time.monotonic() < deadline:
@@ -36,21 +36,21 @@ def until(condition: Callable[[], bool]) -> bool:
     return False
 
 
-def listens(process_id: int) -> set[int]:
+def listening_ports(process_id: int) -> set[int]:
     """The TCP ports that a process listens on over IPv4."""
-    held: set[str] = set()
+    open_files: set[str] = set()
     for link in Path(f"/proc/{process_id}/fd").iterdir():
         with suppress(FileNotFoundError):  # closed meanwhile
-            held.add(os.readlink(link))
+            open_files.add(os.readlink(link))
     lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return {
         int(line[1].rpartition(":")[2], 16)
         for line in lines
-        if line[3] == LISTEN and f"socket:[{line[9]}]" in held
+        if line[3] == LISTEN and f"socket:[{line[9]}]" in open_files
     }
 
 
-class Node:
+class GlooProcess:
     """A process of `tests.integration.gloo_node`, its events as lines."""
 
     def __init__(self, *arguments: str) -> None:
@@ -62,7 +62,7 @@ class Node:
             text=True,
         )
 
-    def heard(self) -> str:
+    def next_event(self) -> str:
         """The next event; empty once it has ended."""
         assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
@@ -70,7 +70,7 @@ class Node:
     def signal(self, number: signal.Signals) -> None:
         send(self.process, number)
 
-    def left(self) -> tuple[int, str]:
+    def wait_exit(self) -> tuple[int, str]:
         """Its exit code (negative: the signal) and what it wrote to standard error, once it has ended.
 
         Ends its standard input first.
@@ -80,7 +80,7 @@ class Node:
 
     def ports(self) -> set[int]:
         """Where it listens now."""
-        return listens(self.process.pid)
+        return listening_ports(self.process.pid)
 
     def close(self) -> None:
         self.process.kill()
@@ -91,12 +91,12 @@ class Node:
 
 
 @pytest.fixture
-def node() -> Iterator[Callable[..., Node]]:
+def node() -> Iterator[Callable[..., GlooProcess]]:
     """Starts nodes, and kills them when the test ends."""
-    started: list[Node] = []
+    started: list[GlooProcess] = []
 
-    def start(*arguments: str) -> Node:
-        started.append(Node(*arguments))
+    def start(*arguments: str) -> GlooProcess:
+        started.append(GlooProcess(*arguments))
         return started[-1]
 
     yield start

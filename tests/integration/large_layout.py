@@ -18,28 +18,26 @@ from pathlib import Path
 
 import torch
 
-from planner.fleet import Demand
-from planner.policy import plan
-from rfork.control.lease import LeaseClaims, decode_key, derive_key, sign
-from rfork.fork.schedule import Schedule
-from rfork.image.board import ChunkBoard
+from planner.policy.group_plan import plan
+from planner.policy_types import ForkDemand
+from rfork.image.chunk_state import ChunkState
 from rfork.image.layout import Layout
 from rfork.image.manifest import Manifest
 from rfork.image.memory import Image
-from rfork.image.specs import TensorSpec
+from rfork.image.tensor_specs import TensorSpec
 from rfork.peer.client import PeerClient
-from rfork.seed.seed import Identity, Seed
-from rfork.settings import Settings, TlsSettings
+from rfork.planner_client.lease import LeaseClaims, decode_key, derive_key, sign
+from rfork.receiver.chunk_scheduler import ChunkScheduler
+from rfork.schema import ForkProgress
+from rfork.settings import InstanceSettings, TlsSettings
+from rfork.source.seed import InstanceIdentity, Seed
 from rfork.transport.http import HttpTransport
-from rfork.wire import ForkProgress
 from tests.unit.planner.builders import NOW, group, loading, seed
 
 TENSORS = 1_000_000
 PARTS = (("gate_proj", (256, 256)), ("up_proj", (256, 256)), ("down_proj", (256, 256)), ("scale", (128, 16)))
 EXPERTS = 256
-LAST = (
-    f"model.layers.{(TENSORS - 1) // (EXPERTS * len(PARTS))}.mlp.experts.{(TENSORS - 1) // 4 % EXPERTS}.scale"
-)
+LAST_TENSOR = f"model.layers.{(TENSORS - 1) // (EXPERTS * len(PARTS))}.mlp.experts.{(TENSORS - 1) // 4 % EXPERTS}.scale"
 WAIT_S = 60.0
 MAP_NORESERVE = 0x4000
 """Of Linux; `mmap` has it from Python 3.13 on."""
@@ -67,42 +65,40 @@ def layout_of(last_dtype: str = "bfloat16") -> Layout:
 def manifest_of(layout: Layout) -> Manifest:
     """A manifest of bytes that are nowhere."""
     numbers = range(len(layout.chunks))
-    return Manifest(
-        layout, tuple(hashlib.blake2b(b"%d" % number, digest_size=16).digest() for number in numbers)
-    )
+    return Manifest(layout, tuple(hashlib.blake2b(b"%d" % number, digest_size=16).digest() for number in numbers))
 
 
-def reserved(size: int) -> torch.Tensor:
+def reserve_memory(size: int) -> torch.Tensor:
     """Memory that has addresses, and takes none as long as it is not touched."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
     return torch.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=torch.uint8)
 
 
-def tell(**said: str | int | None) -> None:
+def print_json(**fields: str | int | None) -> None:
     """One line of JSON."""
-    print(json.dumps(said), flush=True)
+    print(json.dumps(fields), flush=True)
 
 
-def tell_cost() -> None:
+def print_cost() -> None:
     """The peak of this process's memory, and its processor time."""
     status = Path("/proc/self/status").read_text()
     peak = re.search(r"VmHWM:\s+([0-9]+) kB", status)
-    tell(peak_bytes=int(peak.group(1)) * 1024 if peak else None, cpu_ms=round(time.process_time() * 1000))
+    print_json(peak_bytes=int(peak.group(1)) * 1024 if peak else None, cpu_ms=round(time.process_time() * 1000))
 
 
 def source() -> None:
     """Seed it until standard input ends."""
     layout = layout_of()
-    image = Image(layout, [reserved(layout.image_bytes)])
-    settings = Settings(drain_s=0)
-    identity = Identity("moe")
-    giving = Seed(image, identity, settings, [HttpTransport(settings)], manifest=manifest_of(layout))
+    image = Image(layout, [reserve_memory(layout.image_bytes)])
+    settings = InstanceSettings(drain_s=0)
+    identity = InstanceIdentity("moe")
+    served_seed = Seed(image, identity, settings, [HttpTransport(settings)], manifest=manifest_of(layout))
     key = derive_key(b"s" * 32, identity.instance_id)
-    giving.learn_keys([key])
+    served_seed.set_lease_keys([key])
     claims = LeaseClaims("fork-1", identity.instance_id, layout.layout_id, None, 0, time.time() + WAIT_S)
-    with giving:
-        report = giving.report()
-        tell(
+    with served_seed:
+        report = served_seed.report()
+        print_json(
             address=report.address,
             token=sign(claims, decode_key(key)),
             report_bytes=len(report.model_dump_json()),
@@ -110,7 +106,7 @@ def source() -> None:
             segments=len(image.segments(0, layout.image_bytes)),
         )
         sys.stdin.read()
-    tell_cost()
+    print_cost()
 
 
 def target(address: str, token: str) -> None:
@@ -125,28 +121,28 @@ def target(address: str, token: str) -> None:
     own = other  # from here on as if it had been built as the source's
     manifest = peer.manifest(own, until)
     count = len(own.chunks)
-    wanted = loading("target", layout_id=own.layout_id, chunk_count=count)
-    held = seed("seed", layout_id=own.layout_id, chunk_count=count, verified=((0, count),))
-    decision = plan(group(held, wanted), [Demand("fork-1", wanted)], NOW)["fork-1"]
-    schedule, board = Schedule(count), ChunkBoard(own.chunks)
-    schedule.adopt({each.source_id: each.chunks for each in decision.assignments})
+    target_instance = loading("target", layout_id=own.layout_id, chunk_count=count)
+    source_instance = seed("seed", layout_id=own.layout_id, chunk_count=count, verified=((0, count),))
+    decision = plan(group(source_instance, target_instance), [ForkDemand("fork-1", target_instance)], NOW)["fork-1"]
+    schedule, board = ChunkScheduler(count), ChunkState(own.chunks)
+    schedule.assign({each.source_id: each.chunks for each in decision.assignments})
     channel_id, _ = peer.open(own.layout_id, ("http",), until)
-    news = next(iter(peer.watch(channel_id, WAIT_S)))
-    schedule.offer("seed", news.chunks)
+    first_update = next(iter(peer.watch(channel_id, WAIT_S)))
+    schedule.mark_available("seed", first_update.chunks)
     progress_bytes = 0
-    while (read := schedule.take()) is not None:
-        board.mark(read.chunk, manifest.digests[read.chunk])
+    while (read := schedule.next_read()) is not None:
+        board.mark_verified(read.chunk, manifest.digests[read.chunk])
         schedule.verified(read)
         progress = ForkProgress(verified=board.verified, bytes_read=0, bytes_per_s=0.0, sources={})
         progress_bytes = max(progress_bytes, len(progress.model_dump_json()))
     peer.close()
-    tell(
+    print_json(
         difference=difference,
         differs=str(differs),
         verified=len(board),
         progress_bytes=progress_bytes,
     )
-    tell_cost()
+    print_cost()
 
 
 if __name__ == "__main__":

@@ -16,16 +16,16 @@ import pytest
 
 from rfork import artifacts
 from rfork.artifacts.key import ArtifactKey
-from rfork.artifacts.packing import Packed, pack
-from rfork.artifacts.unpacking import _Unpacking
+from rfork.artifacts.pack import Packed, pack
+from rfork.artifacts.unpack import _Unpacking
 from rfork.errors import StorageFull
-from rfork.fork.fetching import fetch_reported
-from rfork.settings import ArtifactSettings, Settings
+from rfork.receiver.fetch import fetch_with_report
+from rfork.settings import ArtifactSettings, InstanceSettings
 from rfork.settings import load as settings_of
 from tests.conftest import StartRfork
 
 pytestmark = pytest.mark.timeout(300)
-compiles = pytest.mark.slow
+slow_compile = pytest.mark.slow
 """Starts processes that run torch's compiler, which takes most of the time."""
 
 READY = r'"event": ?"ready"'
@@ -99,22 +99,21 @@ def compiled(cache: Path) -> dict[str, float]:
     return cast(dict[str, float], json.loads(python(COMPILE, cache=cache)))
 
 
-def used(told: dict[str, float]) -> tuple[float, ...]:
+def cache_usage(counters: dict[str, float]) -> tuple[float, ...]:
     """Hits of both caches, misses, and how many C++ files were compiled."""
     return tuple(
-        told[name]
-        for name in ("fxgraph_cache_hit", "autograd_cache_hit", "fxgraph_cache_miss", "kernels_compiled")
+        counters[name] for name in ("fxgraph_cache_hit", "autograd_cache_hit", "fxgraph_cache_miss", "kernels_compiled")
     )
 
 
 FROM_CACHE = (1, 1, 0, 0)
 
 
-def told(folder: Path, **more: float) -> ArtifactSettings:
-    return settings_of(ArtifactSettings, kinds="inductor", folders=f"inductor={folder}", settle_s=0, **more)
+def artifact_settings(folder: Path, **more: float) -> ArtifactSettings:
+    return settings_of(ArtifactSettings, kinds="inductor", folders=f"inductor={folder}", quiet_period_s=0, **more)
 
 
-def tree(folder: Path) -> dict[str, bytes]:
+def read_tree(folder: Path) -> dict[str, bytes]:
     """Every file below a folder but locks."""
     return {
         path.relative_to(folder).as_posix(): path.read_bytes()
@@ -152,11 +151,11 @@ def planner(rfork_process: StartRfork) -> str:
 
 
 @pytest.fixture
-def instance(planner: str) -> Settings:
-    return Settings(planner=planner, transports=("http",), drain_s=0.0)
+def instance(planner: str) -> InstanceSettings:
+    return InstanceSettings(planner=planner, transports=("http",), drain_s=0.0)
 
 
-@compiles
+@slow_compile
 def test_a_cache_travels_and_is_used(
     first: tuple[Path, dict[str, float]],
     planner: str,
@@ -182,181 +181,181 @@ def test_a_cache_travels_and_is_used(
     )
     assert 0 == pull.wait()
     report = json.loads(pull.wait_for(r'^.*"reason".*$').group())
-    assert (None, len(tree(cache)), tree(cache)) == (report["reason"], report["files"], tree(target))
+    assert (None, len(read_tree(cache)), read_tree(cache)) == (
+        report["reason"],
+        report["files"],
+        read_tree(target),
+    )
     # Nothing may be found through the paths that the first process wrote down.
     shutil.rmtree(cache)
     after = compiled(target)
     print(f"torch.compile: {before['seconds']} s, with the cache that travelled {after['seconds']} s")
-    assert (FROM_CACHE, before["sum"]) == (used(after), after["sum"])
+    assert (FROM_CACHE, before["sum"]) == (cache_usage(after), after["sum"])
 
 
 def test_storage_keeps_a_cache(cache: Path, tmp_path: Path) -> None:
     """Saved to a folder under its key, and loaded into another cache: the same files."""
-    written, packed = artifacts.save((tmp_path / "s").as_uri(), artifacts=told(cache))
-    report = artifacts.load((tmp_path / "s").as_uri(), artifacts=told(tmp_path / "b"))
+    written, packed = artifacts.save((tmp_path / "s").as_uri(), artifacts=artifact_settings(cache))
+    report = artifacts.load((tmp_path / "s").as_uri(), artifacts=artifact_settings(tmp_path / "b"))
     assert (packed.files, written.uri, None) == (report.files, report.source, report.reason)
-    assert tree(cache) == tree(tmp_path / "b")
+    assert read_tree(cache) == read_tree(tmp_path / "b")
 
 
 @pytest.mark.parametrize("moves", [0, 3])
-def test_a_process_killed_while_it_unpacks_leaves_whole_entries(
-    cache: Path, moves: int, tmp_path: Path
-) -> None:
+def test_a_process_killed_while_it_unpacks_leaves_whole_entries(cache: Path, moves: int, tmp_path: Path) -> None:
     """What is in place is whole; what is not is taken by the next, which sweeps the rest."""
-    written, _ = artifacts.save(str(tmp_path / "s"), artifacts=told(cache))
+    written, _ = artifacts.save(str(tmp_path / "s"), artifacts=artifact_settings(cache))
     target = tmp_path / "b"
     python(UNPACK, written.uri, str(moves), cache=target, code=-signal.SIGKILL)
-    left = {name: content for name, content in tree(target).items() if not name.startswith(".rfork-")}
-    assert left.items() <= tree(cache).items()
-    report = artifacts.load(written.uri, artifacts=told(target))
-    assert (len(tree(cache)) - len(left), len(left)) == (report.files, report.there)
-    assert tree(cache) == tree(target)
+    left = {name: content for name, content in read_tree(target).items() if not name.startswith(".rfork-")}
+    assert left.items() <= read_tree(cache).items()
+    report = artifacts.load(written.uri, artifacts=artifact_settings(target))
+    assert (len(read_tree(cache)) - len(left), len(left)) == (report.files, report.already_present)
+    assert read_tree(cache) == read_tree(target)
 
 
-@compiles
-def test_a_cache_that_was_cut_short_still_compiles(
-    first: tuple[Path, dict[str, float]], tmp_path: Path
-) -> None:
+@slow_compile
+def test_a_cache_that_was_cut_short_still_compiles(first: tuple[Path, dict[str, float]], tmp_path: Path) -> None:
     """An engine that starts after the kill, with nobody to take the rest from, gets the right result."""
-    written, _ = artifacts.save(str(tmp_path / "s"), artifacts=told(first[0]))
+    written, _ = artifacts.save(str(tmp_path / "s"), artifacts=artifact_settings(first[0]))
     python(UNPACK, written.uri, "2", cache=tmp_path / "b", code=-signal.SIGKILL)
     assert first[1]["sum"] == compiled(tmp_path / "b")["sum"]
 
 
 def test_two_instances_unpack_at_once(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both have staged all files when they begin to move: each file is put in place once, and whole."""
-    written, packed = artifacts.save(str(tmp_path / "s"), artifacts=told(cache))
-    both, move = threading.Barrier(2, timeout=30), _Unpacking._move
+    written, packed = artifacts.save(str(tmp_path / "s"), artifacts=artifact_settings(cache))
+    barrier, move = threading.Barrier(2, timeout=30), _Unpacking._move
 
     def at_once(self: _Unpacking, staging: Path, folder: Path, *, top: bool = False) -> None:
         if top:
-            both.wait()
+            barrier.wait()
         move(self, staging, folder, top=top)
 
     monkeypatch.setattr(_Unpacking, "_move", at_once)
     reports: list[artifacts.ArtifactReport] = []
 
-    def take() -> None:
-        reports.append(artifacts.load(written.uri, artifacts=told(tmp_path / "b")))
+    def unpack() -> None:
+        reports.append(artifacts.load(written.uri, artifacts=artifact_settings(tmp_path / "b")))
 
-    threads = [threading.Thread(target=take) for _ in range(2)]
+    threads = [threading.Thread(target=unpack) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert tree(cache) == tree(tmp_path / "b")
+    assert read_tree(cache) == read_tree(tmp_path / "b")
     assert packed.files == sum(report.files for report in reports)
-    assert packed.files == sum(report.there for report in reports)
+    assert packed.files == sum(report.already_present for report in reports)
 
 
-def test_the_image_with_the_most_files_is_taken(instance: Settings, tmp_path: Path) -> None:
+def test_the_image_with_the_most_files_is_taken(instance: InstanceSettings, tmp_path: Path) -> None:
     """Givers that have compiled different things hold different images; each is one that can be had."""
     for name, count in (("few", 2), ("many", 3)):
         for number in range(count):
             (tmp_path / name / "ab").mkdir(parents=True, exist_ok=True)
             (tmp_path / name / "ab" / f"{number}.so").write_bytes(bytes(1000))
     with (
-        artifacts.seed(model=MODEL, settings=instance, artifacts=told(tmp_path / "few")) as one,
-        artifacts.seed(model=MODEL, settings=instance, artifacts=told(tmp_path / "many")) as other,
+        artifacts.seed(model=MODEL, settings=instance, artifacts=artifact_settings(tmp_path / "few")) as one,
+        artifacts.seed(model=MODEL, settings=instance, artifacts=artifact_settings(tmp_path / "many")) as other,
     ):
-        assert (True, True) == (one.wait_acknowledged(10), other.wait_acknowledged(10))
-        report = artifacts.fetch(model=MODEL, settings=instance, artifacts=told(tmp_path / "b"))
-    assert (3, None, tree(tmp_path / "many")) == (report.files, report.reason, tree(tmp_path / "b"))
+        assert (True, True) == (one.wait_registered(10), other.wait_registered(10))
+        report = artifacts.fetch(model=MODEL, settings=instance, artifacts=artifact_settings(tmp_path / "b"))
+    assert (3, None, read_tree(tmp_path / "many")) == (report.files, report.reason, read_tree(tmp_path / "b"))
 
 
 def test_another_key_is_no_error_and_is_named(
-    instance: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    instance: InstanceSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The report says what differs, from a running instance and from storage alike; nothing is written."""
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "k.so").write_bytes(b"elf")
-    here = artifacts.key_of_here()
-    for room in ("giving", "stored"):
-        monkeypatch.setattr(
-            f"rfork.artifacts.{room}.key_of_here", lambda engine=None: ArtifactKey(gpu="B200")
-        )
-    artifacts.save(str(tmp_path / "s"), artifacts=told(tmp_path / "a"))
-    with artifacts.seed(model=MODEL, settings=instance, artifacts=told(tmp_path / "a")) as giving:
-        assert giving.wait_acknowledged(10)
-        fetched = artifacts.fetch(model=MODEL, settings=instance, artifacts=told(tmp_path / "b"))
-    monkeypatch.setattr("rfork.artifacts.stored.key_of_here", lambda engine=None: here)
-    loaded = artifacts.load(str(tmp_path / "s"), artifacts=told(tmp_path / "b"))
+    here = artifacts.local_key()
+    for module_name in ("giving", "stored"):
+        monkeypatch.setattr(f"rfork.artifacts.{module_name}.key_of_here", lambda engine=None: ArtifactKey(gpu="B200"))
+    artifacts.save(str(tmp_path / "s"), artifacts=artifact_settings(tmp_path / "a"))
+    with artifacts.seed(model=MODEL, settings=instance, artifacts=artifact_settings(tmp_path / "a")) as seed:
+        assert seed.wait_registered(10)
+        fetched = artifacts.fetch(model=MODEL, settings=instance, artifacts=artifact_settings(tmp_path / "b"))
+    monkeypatch.setattr("rfork.artifacts.storage.key_of_here", lambda engine=None: here)
+    loaded = artifacts.load(str(tmp_path / "s"), artifacts=artifact_settings(tmp_path / "b"))
     for reason in (fetched.reason or "", loaded.reason or ""):
         assert "only for another machine: gpu: here none, there B200; " in reason
     assert not (tmp_path / "b").exists()
 
 
-def test_nobody_there_is_a_report(instance: Settings, tmp_path: Path) -> None:
+def test_nobody_there_is_a_report(instance: InstanceSettings, tmp_path: Path) -> None:
     """A start goes on without caches, soon, whatever is missing."""
-    nobody = artifacts.fetch(model=MODEL, settings=instance, artifacts=told(tmp_path / "b"))
+    without_source = artifacts.fetch(model=MODEL, settings=instance, artifacts=artifact_settings(tmp_path / "b"))
     off = artifacts.fetch(model=MODEL, settings=instance, artifacts=settings_of(ArtifactSettings))
     dead = instance.model_copy(update={"planner": "http://127.0.0.1:1"})
-    gone = artifacts.fetch(model=MODEL, settings=dead, artifacts=told(tmp_path / "b"))
-    empty = artifacts.load(str(tmp_path / "s"), artifacts=told(tmp_path / "b"))
+    without_planner = artifacts.fetch(model=MODEL, settings=dead, artifacts=artifact_settings(tmp_path / "b"))
+    empty = artifacts.load(str(tmp_path / "s"), artifacts=artifact_settings(tmp_path / "b"))
     assert ["NoSource", "artifacts are off", "PlannerUnreachable", "StorageMissing"] == [
-        (report.reason or "").partition(":")[0] for report in (nobody, off, gone, empty)
+        (report.reason or "").partition(":")[0] for report in (without_source, off, without_planner, empty)
     ]
 
 
 def test_new_files_are_given_by_a_new_seed(
-    instance: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    instance: InstanceSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was compiled since is taken by those who come later; nothing new, and no file is read."""
     reads: list[Packed | None] = []
 
-    def counted(*arguments: Any, **named: Any) -> Packed | None:
+    def counting_pack(*arguments: Any, **named: Any) -> Packed | None:
         reads.append(pack(*arguments, **named))
         return reads[-1]
 
-    monkeypatch.setattr("rfork.artifacts.giving.pack", counted)
+    monkeypatch.setattr("rfork.artifacts.server.pack", counting_pack)
     (tmp_path / "a").mkdir()
-    giver = artifacts.ArtifactGiver(MODEL, artifacts.key_of_here(), instance, told(tmp_path / "a"))
-    with giver:
-        steps = [giver.refresh()]
+    artifact_server = artifacts.ArtifactServer(
+        MODEL, artifacts.local_key(), instance, artifact_settings(tmp_path / "a")
+    )
+    with artifact_server:
+        steps = [artifact_server.refresh()]
         for name in ("1.so", "2.so"):
             (tmp_path / "a" / name).write_bytes(name.encode())
-            steps += [giver.refresh(), giver.refresh()]
-        assert giver.seed is not None
-        assert giver.seed.wait_acknowledged(10)
-        report = artifacts.fetch(model=MODEL, settings=instance, artifacts=told(tmp_path / "b"))
+            steps += [artifact_server.refresh(), artifact_server.refresh()]
+        assert artifact_server.seed is not None
+        assert artifact_server.seed.wait_registered(10)
+        report = artifacts.fetch(model=MODEL, settings=instance, artifacts=artifact_settings(tmp_path / "b"))
     assert ([False, True, False, True, False], 2) == (steps, report.files)
     assert 3 == len(reads)  # of the empty folder, and of each that was new
 
 
-def test_artifacts_beyond_the_bound_are_named_as_such(instance: Settings, tmp_path: Path) -> None:
+def test_artifacts_beyond_the_bound_are_named_as_such(instance: InstanceSettings, tmp_path: Path) -> None:
     """Somebody gives them: who takes less than that is told so, and by which setting."""
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "k.so").write_bytes(bytes(5000))
-    with artifacts.seed(model=MODEL, settings=instance, artifacts=told(tmp_path / "a")) as giving:
-        assert giving.wait_acknowledged(10)
+    with artifacts.seed(model=MODEL, settings=instance, artifacts=artifact_settings(tmp_path / "a")) as seed:
+        assert seed.wait_registered(10)
         report = artifacts.fetch(
-            model=MODEL, settings=instance, artifacts=told(tmp_path / "b", most_bytes=4000)
+            model=MODEL, settings=instance, artifacts=artifact_settings(tmp_path / "b", max_bytes=4000)
         )
     assert "larger than RFORK_ARTIFACTS_MOST_BYTES (4000)" in (report.reason or "")
 
 
 def test_a_disk_that_is_full_is_asked_once(
-    instance: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    instance: InstanceSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another source of the same bytes would not help: nothing is fetched a second time."""
     fetched: list[str] = []
 
-    def counted(*arguments: Any) -> Any:
+    def counting_fetch(*arguments: Any) -> Any:
         fetched.append("once")
-        return fetch_reported(*arguments)
+        return fetch_with_report(*arguments)
 
     def full(*_: Any) -> None:
         raise StorageFull("no space")
 
-    monkeypatch.setattr("rfork.artifacts.taking.fetch_reported", counted)
+    monkeypatch.setattr("rfork.artifacts.client.fetch_reported", counting_fetch)
     monkeypatch.setattr(_Unpacking, "run", full)
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         (tmp_path / name / f"{name}.so").write_bytes(name.encode())
     with (
-        artifacts.seed(model=MODEL, settings=instance, artifacts=told(tmp_path / "one")) as one,
-        artifacts.seed(model=MODEL, settings=instance, artifacts=told(tmp_path / "two")) as two,
+        artifacts.seed(model=MODEL, settings=instance, artifacts=artifact_settings(tmp_path / "one")) as one,
+        artifacts.seed(model=MODEL, settings=instance, artifacts=artifact_settings(tmp_path / "two")) as two,
     ):
-        assert (True, True) == (one.wait_acknowledged(10), two.wait_acknowledged(10))
-        report = artifacts.fetch(model=MODEL, settings=instance, artifacts=told(tmp_path / "b"))
+        assert (True, True) == (one.wait_registered(10), two.wait_registered(10))
+        report = artifacts.fetch(model=MODEL, settings=instance, artifacts=artifact_settings(tmp_path / "b"))
     assert (["once"], None, "StorageFull: no space") == (fetched, report.source, report.reason)

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from rfork.errors import StorageChanged, StorageDenied, StorageMissing
+from rfork.errors import StorageAccessDenied, StorageChanged, StorageNotFound
 from rfork.settings import StorageSettings
-from rfork.storage.blob import Entry, Store, part
+from rfork.storage.blob import BlobEntry, BlobStore, read_range
 from rfork.storage.location import Location
-from rfork.storage.stores import open_store
+from rfork.storage.registry import open_store
 from tests.s3_stores import MIB, get, put, random_bytes
 
 AZURITE = shutil.which("azurite-blob")
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(
 ACCOUNT = "devstoreaccount1"
 # Every Azurite has this key, which its documentation names.
 KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
-SETTINGS = StorageSettings(memory=16 * MIB, attempts=2)
+SETTINGS = StorageSettings(staging_bytes=16 * MIB, max_attempts=2)
 
 
 @pytest.fixture
@@ -88,18 +88,18 @@ def _make_container(url: str) -> None:
             "Authorization": f"SharedKey {ACCOUNT}:{base64.b64encode(digest).decode()}",
         },
     )
-    with urllib.request.urlopen(request) as answer:
-        assert 201 == answer.status
+    with urllib.request.urlopen(request) as response:
+        assert 201 == response.status
 
 
 @pytest.fixture
-def store(azurite: None) -> Iterator[Store]:
+def store(azurite: None) -> Iterator[BlobStore]:
     """A folder of the container."""
     with closing(open_store(Location.parse("az://models/llama"), SETTINGS)) as opened:
         yield opened
 
 
-def test_azure(store: Store) -> None:
+def test_azure(store: BlobStore) -> None:
     """Blobs are written, listed, read, left as they are where that is asked for, and removed."""
     sizes = (0, 1, 2 * MIB, 9 * MIB)
     for size in sizes:
@@ -107,12 +107,12 @@ def test_azure(store: Store) -> None:
         put(store, f"blob {size}", b"another", replace=False)
         assert random_bytes(size) == get(store, f"blob {size}")
     names = sorted(f"blob {size}" for size in sizes)
-    assert [Entry(name, int(name.split()[1])) for name in names] == list(store.list())
+    assert [BlobEntry(name, int(name.split()[1])) for name in names] == list(store.list())
     store.remove("blob 0")
     assert names[1:] == [entry.name for entry in store.list("blob")]
 
 
-def test_azures_refusals(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_azures_refusals(store: BlobStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is not there, was replaced, was broken off, or is not allowed, is told as such."""
 
     def interrupted() -> None:
@@ -122,21 +122,21 @@ def test_azures_refusals(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    with pytest.raises(StorageMissing, match="gone: there is no such object"):
+    with pytest.raises(StorageNotFound, match="gone: there is no such object"):
         store.open("gone")
     put(store, "blob", b"abc")
     with closing(store.open("blob")) as blob:
         put(store, "blob", b"xyz")
         with pytest.raises(StorageChanged, match="was replaced"):
-            part(blob, 0, 3)
+            read_range(blob, 0, 3)
     with (
         closing(open_store(Location.parse("az://nothing/"), SETTINGS)) as other,
-        pytest.raises(StorageMissing, match="there is no such bucket"),
+        pytest.raises(StorageNotFound, match="there is no such bucket"),
     ):
         list(other.list())
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", base64.b64encode(b"wrong").decode())
     with (
         closing(open_store(Location.parse("az://models/llama"), SETTINGS)) as other,
-        pytest.raises(StorageDenied, match="access denied"),
+        pytest.raises(StorageAccessDenied, match="access denied"),
     ):
         other.open("blob")

@@ -13,22 +13,22 @@ from typing import cast
 
 import pytest
 
-from rfork.control.client import PlannerClient
 from rfork.engines.transformers import loaded_model
 from rfork.image.capture import capture
+from rfork.image.checksum import image_sha256
 from rfork.image.chunks import MIB
-from rfork.image.proof import image_sha256
+from rfork.planner_client.client import PlannerClient
+from rfork.schema import source_kind
 from rfork.storage.snapshots.writer import write_snapshot
-from rfork.wire import source_kind
 from tests.conftest import StartRfork
-from tests.processes import RforkProcess, at_start
+from tests.processes import RforkProcess, startup_patch
 
 READY = r'"event": ?"ready"'
-GATED = 4
+CHUNKS_BEFORE_GATE = 4
 """Chunks that a gated disk gives before it waits."""
-GATE = f"""
+GATED_DISK_PATCH = f"""
 from rfork.storage.checkpoints.checkpoint import Checkpoint
-from rfork.storage.checkpoints.pieces import CheckpointChunks
+from rfork.storage.checkpoints.chunked import CheckpointChunks
 read, load, waited = CheckpointChunks.read, Checkpoint.load_into, []
 
 def wait():
@@ -36,7 +36,7 @@ def wait():
         waited.append(open({{gate!r}}).read())
 
 def gated_read(self, begin, end, into):
-    if begin >= {GATED * MIB}:
+    if begin >= {CHUNKS_BEFORE_GATE * MIB}:
         wait()
     read(self, begin, end, into)
 
@@ -51,7 +51,7 @@ CheckpointChunks.read, Checkpoint.load_into = gated_read, gated_load
 Report = dict[str, object]
 
 
-class Group:
+class ColdGroup:
     """A planner, and instances of one model that start from nothing."""
 
     def __init__(self, start: StartRfork, model: Path, folder: Path) -> None:
@@ -59,7 +59,7 @@ class Group:
         self._model = model
         self._gate = folder / "gate"
         os.mkfifo(self._gate)
-        self._gated = at_start(folder / "patch", GATE.format(gate=str(self._gate)))
+        self._gate_environment = startup_patch(folder / "patch", GATED_DISK_PATCH.format(gate=str(self._gate)))
         # Soon enough for who waits for one that was killed; one that this machine holds up is not lost by it.
         environment = {"RFORK_PLANNER_HEARTBEAT_S": "0.5", "RFORK_PLANNER_FORGET_S": "8"}
         planner = start("planner", "--port", "0", "--json", until=READY, environment=environment)
@@ -76,18 +76,18 @@ class Group:
         """An instance that stays as a seed once it has its weights."""
         more = {"RFORK_TRANSPORTS": "http", "RFORK_WINDOW": "1", "RFORK_STALL_S": "5", **(environment or {})}
         if gated:
-            more |= self._gated
+            more |= self._gate_environment
         arguments = ["pull", str(self._model), "--name", "tiny", "--planner", self.url]
         if checkpoint is not None:
             arguments += ["--checkpoint", str(checkpoint)]
         return self._start(*arguments, "--json", "--sha256", "--stay", environment=more)
 
-    def release(self) -> None:
+    def open_gate(self) -> None:
         """Let the gated disk go on."""
         self._gate.write_text("")
 
 
-def holds(process: RforkProcess, chunks: int) -> None:
+def wait_for_chunks(process: RforkProcess, chunks: int) -> None:
     """Wait until it has verified so many chunks, of a MiB each."""
     process.wait_for(rf"fork tiny: {chunks}\.\d+ MB of")
 
@@ -102,9 +102,9 @@ def storage_bytes(reports: Sequence[Report]) -> int:
 
 
 @pytest.fixture
-def group(rfork_process: StartRfork, tiny_model: Path, tmp_path: Path) -> Iterator[Group]:
+def group(rfork_process: StartRfork, tiny_model: Path, tmp_path: Path) -> Iterator[ColdGroup]:
     """A planner that knows nobody yet."""
-    made = Group(rfork_process, tiny_model, tmp_path)
+    made = ColdGroup(rfork_process, tiny_model, tmp_path)
     yield made
     made.client.close()
 
@@ -115,14 +115,14 @@ def expected_sha256(tiny_model: Path) -> str:
     return image_sha256(capture(loaded_model(tiny_model)))
 
 
-def test_a_cold_group_reads_its_checkpoint_once(group: Group, tiny_model: Path, expected_sha256: str) -> None:
+def test_a_cold_group_reads_its_checkpoint_once(group: ColdGroup, tiny_model: Path, expected_sha256: str) -> None:
     """Two follow while the leader's disk is still at work; all have the right bytes, read once in sum."""
     leader = group.pull(checkpoint=tiny_model, gated=True)
-    holds(leader, GATED)
+    wait_for_chunks(leader, CHUNKS_BEFORE_GATE)
     followers = [group.pull(checkpoint=tiny_model) for _ in range(2)]
     for follower in followers:
-        holds(follower, GATED)
-    group.release()
+        wait_for_chunks(follower, CHUNKS_BEFORE_GATE)
+    group.open_gate()
     reports = results([leader, *followers])
     size = cast(int, reports[0]["image_bytes"])
     assert ([expected_sha256] * 3, ["forked"] * 3, size) == (
@@ -130,11 +130,11 @@ def test_a_cold_group_reads_its_checkpoint_once(group: Group, tiny_model: Path, 
         [report["outcome"] for report in reports],
         storage_bytes(reports),
     )
-    told = Counter[str]()
+    reason_counts = Counter[str]()
     for view in group.client.forks(model="tiny"):
         for name, count in (view.finish.sources if view.finish is not None else {}).items():
-            told[source_kind(name)] += count
-    assert {"checkpoint": size, "peer": 2 * size} == told
+            reason_counts[source_kind(name)] += count
+    assert {"checkpoint": size, "peer": 2 * size} == reason_counts
 
 
 @pytest.mark.parametrize(
@@ -145,18 +145,18 @@ def test_a_cold_group_reads_its_checkpoint_once(group: Group, tiny_model: Path, 
     ],
 )
 def test_a_leader_that_is_lost_is_replaced_without_starting_again(
-    group: Group, tiny_model: Path, expected_sha256: str, number: signal.Signals
+    group: ColdGroup, tiny_model: Path, expected_sha256: str, number: signal.Signals
 ) -> None:
     """Dead or hung in mid-read: one of the others reads on where it stopped, and nothing twice."""
     leader = group.pull(checkpoint=tiny_model, gated=True)
-    holds(leader, GATED)
+    wait_for_chunks(leader, CHUNKS_BEFORE_GATE)
     followers = [group.pull(checkpoint=tiny_model) for _ in range(2)]
     for follower in followers:
-        holds(follower, GATED)
+        wait_for_chunks(follower, CHUNKS_BEFORE_GATE)
     leader.signal(number)
     reports = results(followers)
     size = cast(int, reports[0]["image_bytes"])
-    assert ([expected_sha256] * 2, ["forked"] * 2, size - GATED * MIB) == (
+    assert ([expected_sha256] * 2, ["forked"] * 2, size - CHUNKS_BEFORE_GATE * MIB) == (
         [report["sha256"] for report in reports],
         [report["outcome"] for report in reports],
         storage_bytes(reports),
@@ -164,14 +164,12 @@ def test_a_leader_that_is_lost_is_replaced_without_starting_again(
 
 
 def test_a_checkpoint_that_has_to_be_converted(
-    group: Group, tiny_model: Path, tmp_path: Path, expected_sha256: str
+    group: ColdGroup, tiny_model: Path, tmp_path: Path, expected_sha256: str
 ) -> None:
     """One converts and loads it whole, and gives the result to the other."""
     loaded_model(tiny_model).float().save_pretrained(tmp_path / "float32")
     reports = results([group.pull(checkpoint=tmp_path / "float32") for _ in range(2)])
-    names = {
-        share["source_id"] for report in reports for share in cast(list[dict[str, str]], report["sources"])
-    }
+    names = {share["source_id"] for report in reports for share in cast(list[dict[str, str]], report["sources"])}
     assert ([expected_sha256] * 2, reports[0]["image_bytes"], 1) == (
         [report["sha256"] for report in reports],
         storage_bytes(reports),
@@ -180,7 +178,7 @@ def test_a_checkpoint_that_has_to_be_converted(
 
 
 def test_a_loader_that_dies_is_replaced(
-    group: Group, tiny_model: Path, tmp_path: Path, expected_sha256: str
+    group: ColdGroup, tiny_model: Path, tmp_path: Path, expected_sha256: str
 ) -> None:
     """Those that wait for a loader that gave nothing yet elect another when it is killed."""
     loaded_model(tiny_model).float().save_pretrained(tmp_path / "float32")
@@ -198,9 +196,7 @@ def test_a_loader_that_dies_is_replaced(
     )
 
 
-def test_a_group_shares_a_snapshot(
-    group: Group, tiny_model: Path, tmp_path: Path, expected_sha256: str
-) -> None:
+def test_a_group_shares_a_snapshot(group: ColdGroup, tiny_model: Path, tmp_path: Path, expected_sha256: str) -> None:
     """Three instances with a snapshot and without a checkpoint read every byte of it once."""
     image = capture(loaded_model(tiny_model))
     path = tmp_path / "snapshot.safetensors"

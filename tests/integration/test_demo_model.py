@@ -36,11 +36,9 @@ def test_prepared_model_answers(tmp_path: Path) -> None:
     assert [] == [problem for found in loading.values() for problem in found]
     assert torch.bfloat16 == model.dtype
     question = [{"role": "user", "content": "What is the capital of France?"}]
-    prompt = tokenizer.apply_chat_template(
-        question, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
-    answer = model.generate(**prompt, max_new_tokens=16, do_sample=False)[0, prompt["input_ids"].shape[1] :]
-    assert "The capital of France is Paris." == tokenizer.decode(answer, skip_special_tokens=True)
+    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    generated = model.generate(**prompt, max_new_tokens=16, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    assert "The capital of France is Paris." == tokenizer.decode(generated, skip_special_tokens=True)
 
 
 def test_prepared_folder_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,9 +72,7 @@ def test_failed_conversion_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     assert [] == list(cache.iterdir())
 
 
-def test_second_of_two_processes_takes_the_first_ones_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_second_of_two_processes_takes_the_first_ones_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """When another process finishes first, its folder stays and is returned."""
 
     def meanwhile(source: Path, target: Path) -> None:

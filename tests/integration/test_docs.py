@@ -12,7 +12,7 @@ from rich.console import Console
 
 from benchmarks.seaweed import SeaweedServer
 from rfork.cli.demo.model import prepare
-from tests.docs.pages import blocks, name_of, needs, pages
+from tests.docs.pages import blocks, page_name, pages, required_servers
 from tests.docs.terminals import Terminals
 
 ROOT = Path(__file__).parents[2]
@@ -20,7 +20,7 @@ SLOW = {"docs/snapshots.md", "docs/terminal.md"}
 """Pages left to `make test-all`: each starts ten processes that import torch, one after the other, which is
 half a minute on two idle cores. The quickstart takes as long, and is run at each build nevertheless."""
 RUN = [
-    pytest.param(page, id=name_of(page), marks=[pytest.mark.slow] if name_of(page) in SLOW else [])
+    pytest.param(page, id=page_name(page), marks=[pytest.mark.slow] if page_name(page) in SLOW else [])
     for page in pages()
     if any(block.is_run for block in blocks(page))
 ]
@@ -55,11 +55,11 @@ def test_commands_of_a_page(
     page: Path, tmp_path: Path, tiny_model: Path, free_port: int, request: pytest.FixtureRequest
 ) -> None:
     """What the page tells its reader to do can be done, and writes what the page says."""
-    surroundings = environment(tmp_path, tiny_model)
-    if "s3" in needs(page):
+    page_environment = environment(tmp_path, tiny_model)
+    if "s3" in required_servers(page):
         server: SeaweedServer = request.getfixturevalue("seaweed_server")
-        surroundings |= server.environment()
-    follow(page, tmp_path / "work", surroundings, free_port)
+        page_environment |= server.environment()
+    run_page(page, tmp_path / "work", page_environment, free_port)
 
 
 @pytest.mark.slow
@@ -69,15 +69,15 @@ def test_quickstart_with_its_own_model(tmp_path: Path, free_port: int) -> None:
     pytest.importorskip("gguf")
     page = ROOT / "docs" / "quickstart.md"
     model = prepare(tmp_path / "cache", console=Console(quiet=True))
-    wrote = follow(page, tmp_path / "work", environment(tmp_path, model), free_port)
+    wrote = run_page(page, tmp_path / "work", environment(tmp_path, model), free_port)
     answer = next(block.text for block in blocks(page) if block.language == "text")
     assert answer in wrote
 
 
-def follow(page: Path, folder: Path, surroundings: dict[str, str], port: int) -> str:
+def run_page(page: Path, folder: Path, page_environment: dict[str, str], port: int) -> str:
     """Run a page's commands in a new folder, and return all that they wrote."""
     folder.mkdir()
-    with Terminals(folder, surroundings, port) as terminals:
+    with Terminals(folder, page_environment, port) as terminals:
         for block in blocks(page):
             if block.is_run:
                 terminals.run(block)

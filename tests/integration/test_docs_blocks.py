@@ -22,20 +22,20 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import rfork
-from planner.service import running
+from planner.server import run_in_thread
 from rfork.cli.app import app
-from rfork.control.client import PlannerClient
+from rfork.planner_client.client import PlannerClient
+from rfork.schema import ScaleUpInfo
 from rfork.settings import PlannerSettings
 from rfork.storage.versions.version import version_of
-from rfork.wire import ScaleUpView
 from tests.conftest import StartRfork
 from tests.docs.commands import simple_commands
-from tests.docs.pages import Block
-from tests.docs.proofs import told_to
-from tests.unit.planner.builders import whole
+from tests.docs.pages import PageBlock
+from tests.docs.run_by import blocks_run_by
+from tests.unit.planner.builders import seed_report
 
 ROOT = Path(__file__).parents[2]
-MINE = told_to(__file__)
+OWN_BLOCKS = blocks_run_by(__file__)
 HERE = {
     "clone": ("docs/quickstart.md", "git clone"),
     "contribute": ("CONTRIBUTING.md", "git clone"),
@@ -51,16 +51,14 @@ MODULE = "import sys\nprint('engine:', *sys.argv[1:])\n"
 DRY = '#!/bin/sh\nexec "{make}" --dry-run "$@"\n'
 
 
-def block(name: str) -> Block:
+def block(name: str) -> PageBlock:
     """The one block of that name."""
     page, word = HERE[name]
-    (found,) = [each for each in MINE if each.page == page and word in each.text]
+    (found,) = [each for each in OWN_BLOCKS if each.page == page and word in each.text]
     return found
 
 
-def shell(
-    script: str, folder: Path, environment: Mapping[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
+def shell(script: str, folder: Path, environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Run a script as its reader would, in a folder."""
     path = os.pathsep.join((str(folder / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]))
     return subprocess.run(
@@ -83,7 +81,7 @@ def program(folder: Path, name: str, text: str) -> None:
 
 def test_each_block_that_names_this_file_is_run_here() -> None:
     """None is forgotten, and none is looked for in vain."""
-    assert sorted(each.where for each in MINE) == sorted(block(name).where for name in HERE)
+    assert sorted(each.location for each in OWN_BLOCKS) == sorted(block(name).location for name in HERE)
 
 
 @pytest.mark.parametrize("name", ["clone", "contribute"])
@@ -108,24 +106,24 @@ def test_python_of_the_readme(tiny_model: Path, tmp_path: Path, capsys: pytest.C
     checkpoint = tmp_path / "my-model"
     checkpoint.mkdir()
     torch.manual_seed(0)
-    given, module = (torch.nn.Linear(64, 64) for _ in range(2))
-    save_file(given.state_dict(), checkpoint / "model.safetensors")
+    source_module, module = (torch.nn.Linear(64, 64) for _ in range(2))
+    save_file(source_module.state_dict(), checkpoint / "model.safetensors")
     served: list[torch.nn.Module] = []
-    with running(PlannerSettings.model_validate({"port": 0})) as url:
+    with run_in_thread(PlannerSettings.model_validate({"port": 0})) as url:
         script = block("python").text.replace("http://planner:8700", url)
         script = script.replace("org/model", str(tiny_model)).replace("/models/my-model", str(checkpoint))
-        with rfork.seed(given, model="my-model", version=version_of(str(checkpoint)), planner=url) as seed:
-            assert seed.wait_acknowledged(10)
+        with rfork.seed(source_module, model="my-model", version=version_of(str(checkpoint)), planner=url) as seed:
+            assert seed.wait_registered(10)
             names: dict[str, object] = {"module": module, "serve": served.append}
             exec(compile(script, "README.md", "exec"), names)
     model, forked = names["model"], names["report"]
     assert isinstance(model, torch.nn.Module)
     assert isinstance(forked, rfork.ForkReport)
-    for report in (rfork.report_of(model), forked):
+    for report in (rfork.fork_report(model), forked):
         assert report is not None
         if report.seed is not None:
             report.seed.close()
-    assert (True, [module]) == (torch.equal(given.weight, module.weight), served)
+    assert (True, [module]) == (torch.equal(source_module.weight, module.weight), served)
     assert capsys.readouterr().out.startswith("forked ")
 
 
@@ -147,7 +145,7 @@ def test_artifacts_travel_by_the_commands(rfork_process: StartRfork, tmp_path: P
     kernels[0].parent.mkdir(parents=True)
     kernels[0].write_bytes(b"kernel" * 100)
     text = block("artifacts").text
-    with running(PlannerSettings.model_validate({"port": 0})) as url:
+    with run_in_thread(PlannerSettings.model_validate({"port": 0})) as url:
         text = text.replace("http://planner:8700", url).replace("s3://bucket/caches/", f"{tmp_path}/kept/")
         exported = dict(re.findall(r"(RFORK_\w+)=(\S+)", text))
         more = {"RFORK_ARTIFACTS_SETTLE_S": "0", "RFORK_PATIENCE_S": "0.2", "RFORK_TRANSPORTS": "http"}
@@ -155,12 +153,12 @@ def test_artifacts_travel_by_the_commands(rfork_process: StartRfork, tmp_path: P
             if words[:2] != ["rfork", "artifacts"]:
                 continue
             folder = tmp_path / ("b" if words[2] == "load" else "a")
-            folders = ",".join(f"{kind}={folder / kind}" for kind in ("triton", "inductor", "vllm"))
+            folders = ",".join(f"{cache_type}={folder / cache_type}" for cache_type in ("triton", "inductor", "vllm"))
             environment = {**exported, **more, "RFORK_ARTIFACTS_FOLDERS": folders}
             if words[2] == "seed":
-                giver = rfork_process(*words[1:], until="^giving", environment=environment)
-                giver.signal(signal.SIGTERM)
-                assert 0 == giver.wait()
+                artifact_server = rfork_process(*words[1:], until="^giving", environment=environment)
+                artifact_server.signal(signal.SIGTERM)
+                assert 0 == artifact_server.wait()
             else:
                 done = CliRunner().invoke(app, words[1:], env=environment)
                 assert 0 == done.exit_code, done.output
@@ -169,21 +167,21 @@ def test_artifacts_travel_by_the_commands(rfork_process: StartRfork, tmp_path: P
 
 def test_a_scale_up_is_announced_by_curl(tmp_path: Path) -> None:
     """The planner waits for the replicas that the body names."""
-    with running(PlannerSettings.model_validate({"port": 0, "token": "rule"})) as url:
+    with run_in_thread(PlannerSettings.model_validate({"port": 0, "token": "rule"})) as url:
         done = shell(block("announce").text, tmp_path, {"RFORK_PLANNER": url, "OPERATOR": "rule"})
         assert 0 == done.returncode, done.stderr
-        assert 8 == ScaleUpView.model_validate_json(done.stdout).scaleup.replicas
+        assert 8 == ScaleUpInfo.model_validate_json(done.stdout).scaleup.replicas
 
 
 def test_an_instance_leaves_by_curl(tmp_path: Path) -> None:
     """It drains, and the loop ends as soon as it may go; what a planner that is away is asked ends too."""
-    with running(PlannerSettings.model_validate({"port": 0, "token": "rule"})) as url:
+    with run_in_thread(PlannerSettings.model_validate({"port": 0, "token": "rule"})) as url:
         environment = {"RFORK_PLANNER": url, "RFORK_TOKEN": "rule", "ID": "s"}
         with PlannerClient(url, token="rule") as planner:
-            planner.report(whole("s"))
-            planner.report(whole("other"))
+            planner.report(seed_report("s"))
+            planner.report(seed_report("other"))
         done = shell(block("leave").text + "echo left after $try\n", tmp_path, environment)
         assert (0, "left after 1\n") == (done.returncode, done.stdout), done.stderr
-        held = {"Authorization": "Bearer rule"}
-        told = httpx.get(f"{url}/v1/instances/s", headers=held, trust_env=False).json()
-    assert "draining" == told["report"]["state"]
+        auth_headers = {"Authorization": "Bearer rule"}
+        instance_view = httpx.get(f"{url}/v1/instances/s", headers=auth_headers, trust_env=False).json()
+    assert "draining" == instance_view["report"]["state"]

@@ -7,19 +7,30 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.commands import simple_commands, wrong_command, wrong_python, wrong_variables
-from tests.docs.pages import RUN, SHOWN, Block, blocks, headings, links, missing, name_of, pages, steps
-from tests.docs.proofs import commands_of, unproven
+from tests.docs.commands import command_problem, simple_commands, unknown_python_names, unknown_variables
+from tests.docs.pages import (
+    DISPLAYED_LANGUAGES,
+    EXECUTED_LANGUAGES,
+    PageBlock,
+    blocks,
+    first_missing_line,
+    headings,
+    page_links,
+    page_name,
+    pages,
+    steps,
+)
+from tests.docs.run_by import commands_not_run, script_commands
 
 ROOT = Path(__file__).parents[2]
 SPANS = {"make plan"}
 """Names that only look like commands: those of spans (docs/tracing.md)."""
-PAGES = pytest.mark.parametrize("page", pages(), ids=name_of)
+PAGES = pytest.mark.parametrize("page", pages(), ids=page_name)
 
 
-def shell_text(block: Block) -> str:
+def shell_text(block: PageBlock) -> str:
     """All commands of a block, shown and hidden."""
-    return "\n".join([block.said.get("before", ""), *(step.command for step in steps(block))])
+    return "\n".join([block.directives.get("before", ""), *(step.command for step in steps(block))])
 
 
 @pytest.mark.parametrize(
@@ -36,24 +47,24 @@ def shell_text(block: Block) -> str:
         ("rfork status", "docs/comparison.md", ["status"]),
         ("rfork planner", "tests/integration/test_docs_commands.py", ["planner"]),
         ("rfork seed x", "tests/integration/test_nothing.py", ["seed"]),
-        ("curl -H h u | grep -q x", "tests/integration/http_transport/test_sources.py", ["-q grep"]),
+        ("curl -H h u | grep -q x", "tests/integration/http_transport/test_http_transport.py", ["-q grep"]),
     ],
 )
 def test_who_runs_a_block(text: str, path: str, lacks: list[str]) -> None:
     """A test, a page or a script that has its commands, with all of their options and variables."""
-    assert lacks == unproven(Block("page.md", 1, "bash", text, {"run by": path}))
+    assert lacks == commands_not_run(PageBlock("page.md", 1, "bash", text, {"run by": path}))
 
 
 def test_what_of_a_command_must_be_the_same() -> None:
     """Its subcommands, options and variables; not its values, nor what the shell does itself."""
-    script = (
-        "export RFORK_LOG_LEVEL=debug\nAB=b rfork snapshot rm s3://x --leftovers # x\ncd x && make demo\n"
-    )
-    assert [{"RFORK_LOG_LEVEL"}, {"AB", "snapshot", "rm", "--leftovers"}, {"make", "demo"}] == commands_of(
-        script
-    )
+    script = "export RFORK_LOG_LEVEL=debug\nAB=b rfork snapshot rm s3://x --leftovers # x\ncd x && make demo\n"
+    assert [
+        {"RFORK_LOG_LEVEL"},
+        {"AB", "snapshot", "rm", "--leftovers"},
+        {"make", "demo"},
+    ] == script_commands(script)
     launch = "rfork launch --planner u -- python -m \\\n  sglang.launch_server --model-path m"
-    assert [{"launch", "--planner", "-m", "sglang.launch_server", "--model-path"}] == commands_of(launch)
+    assert [{"launch", "--planner", "-m", "sglang.launch_server", "--model-path"}] == script_commands(launch)
 
 
 def test_make_bench_names_benchmarks() -> None:
@@ -61,8 +72,8 @@ def test_make_bench_names_benchmarks() -> None:
     named = re.search(r"^BENCHMARKS := (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert named is not None
     started = (path for path in (ROOT / "benchmarks").glob("*.py") if "harness.options(" in path.read_text())
-    told = (ROOT / "docs" / "benchmarks.md").read_text()
-    assert f"one after the other: {', '.join(named[1].split())}." in told
+    page_text = (ROOT / "docs" / "benchmarks.md").read_text()
+    assert f"one after the other: {', '.join(named[1].split())}." in page_text
     assert {path.stem for path in started} - {"admission", "harness"} <= set(named[1].split())
     assert [] == [name for name in named[1].split() if not (ROOT / "benchmarks" / f"{name}.py").is_file()]
 
@@ -72,14 +83,14 @@ def test_every_block_is_run_or_says_why_not(page: Path) -> None:
     """A block of commands is run by the page's test, by a test that has them, or says what it lacks."""
     wrong = []
     for block in blocks(page):
-        if block.language not in RUN | SHOWN:
-            wrong.append(f"{block.where}: the language {block.language!r}")
-        elif "run by" in block.said and (lacking := unproven(block)):
-            wrong.append(f"{block.where}: {block.said['run by']} do not run {lacking}")
-        elif block.said.get("not run", "a reason") == "":
-            wrong.append(f"{block.where}: not run, and no reason")
+        if block.language not in EXECUTED_LANGUAGES | DISPLAYED_LANGUAGES:
+            wrong.append(f"{block.location}: the language {block.language!r}")
+        elif "run by" in block.directives and (lacking := commands_not_run(block)):
+            wrong.append(f"{block.location}: {block.directives['run by']} do not run {lacking}")
+        elif block.directives.get("not run", "a reason") == "":
+            wrong.append(f"{block.location}: not run, and no reason")
         elif block.language == "console" and not steps(block):
-            wrong.append(f"{block.where}: a console without a command")
+            wrong.append(f"{block.location}: a console without a command")
     assert [] == wrong
 
 
@@ -87,11 +98,11 @@ def test_every_block_is_run_or_says_why_not(page: Path) -> None:
 def test_commands_in_blocks_exist(page: Path) -> None:
     """Each rfork subcommand and option, make target, benchmark, chart value and engine flag is there."""
     wrong = [
-        f"{block.where}: {fault}"
+        f"{block.location}: {fault}"
         for block in blocks(page)
         if block.language in ("bash", "console")
         for words in simple_commands(shell_text(block))
-        if (fault := wrong_command(words)) is not None
+        if (fault := command_problem(words)) is not None
     ]
     assert [] == wrong
 
@@ -101,10 +112,10 @@ def test_commands_in_sentences_exist(page: Path) -> None:
     """The same of what a sentence names between backquotes."""
     prose = re.sub(r"^( *)(```+).*?^\1\2", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     wrong = [
-        f"{name_of(page)}: {fault}"
+        f"{page_name(page)}: {fault}"
         for code in re.findall(r"(?<!`)`((?:rfork|make|python -m benchmarks\.\w+|helm)(?: [^`]+)?)`", prose)
         for words in simple_commands(code.replace("NAME", "pull").partition("…")[0])
-        if len(words) > 1 and code not in SPANS and (fault := wrong_command(words)) is not None
+        if len(words) > 1 and code not in SPANS and (fault := command_problem(words)) is not None
     ]
     assert [] == wrong
 
@@ -113,10 +124,10 @@ def test_commands_in_sentences_exist(page: Path) -> None:
 def test_python_in_blocks_names_what_there_is(page: Path) -> None:
     """Each name of the package that a piece of Python uses exists, and takes the keywords given."""
     wrong = [
-        f"{block.where}: {fault}"
+        f"{block.location}: {fault}"
         for block in blocks(page)
         if block.language == "python"
-        for fault in wrong_python(block.text)
+        for fault in unknown_python_names(block.text)
     ]
     assert [] == wrong
 
@@ -124,18 +135,18 @@ def test_python_in_blocks_names_what_there_is(page: Path) -> None:
 @PAGES
 def test_variables_exist(page: Path) -> None:
     """Each RFORK_… on a page is read by a setting."""
-    assert [] == wrong_variables(page.read_text())
+    assert [] == unknown_variables(page.read_text())
 
 
-@pytest.mark.parametrize("page", [page for page in pages() if "docs" not in page.parts], ids=name_of)
+@pytest.mark.parametrize("page", [page for page in pages() if "docs" not in page.parts], ids=page_name)
 def test_links_lead_somewhere(page: Path) -> None:
     """Each link to a file of the repository finds it, and its heading (of docs/: test_docs_site)."""
     wrong = []
-    for link in links(page):
-        path, _, place = link.partition("#")
+    for link in page_links(page):
+        path, _, anchor = link.partition("#")
         meant = (page.parent / path).resolve() if path else page
-        if not meant.exists() or (place and place not in headings(meant)):
-            wrong.append(f"{name_of(page)}: {link}")
+        if not meant.exists() or (anchor and anchor not in headings(meant)):
+            wrong.append(f"{page_name(page)}: {link}")
     assert [] == wrong
 
 
@@ -147,17 +158,15 @@ def test_what_a_reader_of_pages_sees(tmp_path: Path) -> None:
         "```console\n$ echo 3 \\\n    4\n3 …\n$ true\n```\n"
     )
     found = list(blocks(page))
-    assert [{"not run": "a GPU"}, {}] == [block.said for block in found]
-    assert [("echo 3 \\\n    4", ("3 …",)), ("true", ())] == [
-        (step.command, step.output) for step in steps(found[1])
-    ]
+    assert [{"not run": "a GPU"}, {}] == [block.directives for block in found]
+    assert [("echo 3 \\\n    4", ("3 …",)), ("true", ())] == [(step.command, step.output) for step in steps(found[1])]
 
 
 def test_output_is_compared_loosely() -> None:
     """Numbers may be others, … stands for anything, lines between do not matter; a line that lacks does."""
     written = "one\nforked 15.20 GB in 3 s from ab12\n\nlast"
-    assert None is missing(("forked 1 GB in 0.5 s from …", "last"), written)
-    assert "last thing" == missing(("one", "last thing"), written)
+    assert None is first_missing_line(("forked 1 GB in 0.5 s from …", "last"), written)
+    assert "last thing" == first_missing_line(("one", "last thing"), written)
 
 
 @pytest.mark.parametrize(
@@ -179,12 +188,12 @@ def test_output_is_compared_loosely() -> None:
 )
 def test_a_command_that_does_not_exist_is_found(command: str, wrong: bool) -> None:
     """These commands are right, and those are wrong."""
-    faults = [fault for words in simple_commands(command) if (fault := wrong_command(words))]
+    faults = [fault for words in simple_commands(command) if (fault := command_problem(words))]
     assert wrong == bool(faults), faults
 
 
 def test_python_that_does_not_exist_is_found() -> None:
     """A name that the package lacks, and a keyword that a function does not take."""
     text = "import rfork\nrfork.spoon()\nrfork.seed(m, modell='x')\nrfork.seed(m, model='x')\n"
-    assert ["rfork.seed(modell=)", "rfork.spoon"] == sorted(wrong_python(text))
-    assert ["RFORK_PLANER"] == wrong_variables("RFORK_PLANNER, RFORK_PLANER, RFORK_STORAGE_*, RFORK_HOOK_…")
+    assert ["rfork.seed(modell=)", "rfork.spoon"] == sorted(unknown_python_names(text))
+    assert ["RFORK_PLANER"] == unknown_variables("RFORK_PLANNER, RFORK_PLANER, RFORK_STORAGE_*, RFORK_HOOK_…")

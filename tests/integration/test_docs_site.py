@@ -13,7 +13,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 ROOT = Path(__file__).parents[2]
-LOADED = {
+RESOURCE_ATTRIBUTES = {
     ("audio", "src"), ("embed", "src"), ("iframe", "src"), ("img", "src"), ("img", "srcset"),
     ("input", "src"), ("link", "href"), ("object", "data"), ("script", "src"), ("source", "src"),
     ("video", "poster"), ("video", "src"),
@@ -22,27 +22,27 @@ LOADED = {
 NOT_FETCHED = {"canonical", "next", "prev", "alternate"}
 
 
-class Page(HTMLParser):
+class SitePage(HTMLParser):
     """What a page links to, what it loads, and the places in it that links may name."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.links: list[str] = []
         self.loads: list[str] = []
-        self.places: set[str] = {""}
+        self.anchors: set[str] = {""}
         self.feed(path.read_text())
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         values = {name: value for name, value in attributes if value is not None}
         if "id" in values:
-            self.places.add(values["id"])
+            self.anchors.add(values["id"])
         if tag == "a" and "href" in values:
             self.links.append(values["href"])
         elif values.get("rel") not in NOT_FETCHED:
-            self.loads += [value for name, value in values.items() if (tag, name) in LOADED]
+            self.loads += [value for name, value in values.items() if (tag, name) in RESOURCE_ATTRIBUTES]
 
 
-def is_elsewhere(link: str) -> bool:
+def is_external(link: str) -> bool:
     """Whether a link leaves the site."""
     return bool(urlsplit(link).scheme or urlsplit(link).netloc)
 
@@ -65,16 +65,16 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pages(site: Path) -> dict[Path, Page]:
+def pages(site: Path) -> dict[Path, SitePage]:
     """Every page of the site."""
-    return {path: Page(path) for path in site.rglob("*.html")}
+    return {path: SitePage(path) for path in site.rglob("*.html")}
 
 
-def inner_links(path: Path, page: Page) -> Iterator[tuple[str, Path, str]]:
+def inner_links(path: Path, page: SitePage) -> Iterator[tuple[str, Path, str]]:
     """Each link of a page within the site: as it is written, the file, and the place in it."""
     for link in page.links:
         parts = urlsplit(link)
-        if not is_elsewhere(link):
+        if not is_external(link):
             target = path.parent / unquote(parts.path) if parts.path else path
             target = target.resolve()
             yield link, target / "index.html" if target.is_dir() else target, unquote(parts.fragment)
@@ -86,7 +86,7 @@ def test_each_page_of_docs_is_in_the_site(site: Path) -> None:
     expected = {str(path.with_suffix(".html")) for path in sources if path.parts[0] != "site"}
     navigated = {
         str(target.relative_to(site.resolve()))
-        for _, target, _ in inner_links(site / "index.html", Page(site / "index.html"))
+        for _, target, _ in inner_links(site / "index.html", SitePage(site / "index.html"))
         if target.is_relative_to(site.resolve())
     }
     config = (ROOT / "docs" / "site" / "zensical.toml").read_text()
@@ -95,36 +95,31 @@ def test_each_page_of_docs_is_in_the_site(site: Path) -> None:
     assert "quickstart.html" in navigated
 
 
-def test_links_and_places_exist(pages: dict[Path, Page]) -> None:
+def test_links_and_places_exist(pages: dict[Path, SitePage]) -> None:
     """Each link within the site leads to a page that is there, and to a place that is in it."""
     known = {path.resolve(): page for path, page in pages.items()}
     wrong = [
         f"{path.name}: {link}"
         for path, page in pages.items()
         if path.name != "404.html"
-        for link, target, place in inner_links(path, page)
-        if not target.is_file() or (target in known and place not in known[target].places)
+        for link, target, anchor in inner_links(path, page)
+        if not target.is_file() or (target in known and anchor not in known[target].anchors)
     ]
     assert [] == wrong
 
 
-def test_nothing_is_loaded_from_elsewhere(pages: dict[Path, Page]) -> None:
+def test_nothing_is_loaded_from_elsewhere(pages: dict[Path, SitePage]) -> None:
     """No font, script, style or picture comes from another host."""
-    assert [] == [
-        f"{path.name}: {url}" for path, page in pages.items() for url in page.loads if is_elsewhere(url)
-    ]
+    assert [] == [f"{path.name}: {url}" for path, page in pages.items() for url in page.loads if is_external(url)]
 
 
 def test_styles_load_nothing_from_elsewhere(site: Path) -> None:
     """Nor does a style sheet or a drawing name another host."""
     wrong = [
         path.name
-        for kind in ("*.css", "*.svg")
-        for path in site.rglob(kind)
-        if "url(http" in (text := path.read_text())
-        or "url(//" in text
-        or "@import" in text
-        or 'href="http' in text
+        for pattern in ("*.css", "*.svg")
+        for path in site.rglob(pattern)
+        if "url(http" in (text := path.read_text()) or "url(//" in text or "@import" in text or 'href="http' in text
     ]
     assert [] == wrong
 

@@ -17,18 +17,18 @@ from urllib.parse import urlsplit
 import pytest
 import torch
 
-from rfork.control.client import PlannerClient
 from rfork.engines.transformers import loaded_model, tokenizer_of
+from rfork.planner_client.client import PlannerClient
 from tests.conftest import StartRfork
-from tests.processes import OtherThread, RforkProcess, at_start
+from tests.processes import RforkProcess, SignalThread, startup_patch
 
 PROMPTS = ("The capital of France is", "fork() copies")
 SLOW = str(2 << 20)
 """Bytes a second at which the tiny model (9 MB) takes seconds: time to see a server that is not ready."""
 TOKENS = 8
-ANSWER_S = 60.0
+RESPONSE_TIMEOUT_S = 60.0
 COMMIT = "1" * 40
-DROPPED = """
+DROPPED_EXCEPTION_PATCH = """
 import signal
 handle = signal.signal
 
@@ -45,7 +45,7 @@ signal.signal = dropped
 """What a server runs at its start that hears of signals where no exception leads out."""
 
 
-class Server:
+class ExampleServer:
     """One example server, and what it answers."""
 
     def __init__(self, model: str, planner: str, options: dict[str, str], name: str = "tiny") -> None:
@@ -66,7 +66,7 @@ class Server:
         """A connection to it, once it listens."""
         if self._address is None:
             self._address = urlsplit(self.event("listening")["url"]).netloc
-        return http.client.HTTPConnection(self._address, timeout=ANSWER_S)
+        return http.client.HTTPConnection(self._address, timeout=RESPONSE_TIMEOUT_S)
 
     def health(self) -> int:
         """The status that /health answers with."""
@@ -77,17 +77,17 @@ class Server:
     def tokens(self, prompt: str) -> list[int]:
         """What it continues the prompt with."""
         with closing(self.connect()) as connection:
-            ask(connection, prompt)
-            return answer(connection)
+            send_prompt(connection, prompt)
+            return read_tokens(connection)
 
 
-def ask(connection: http.client.HTTPConnection, prompt: str) -> None:
+def send_prompt(connection: http.client.HTTPConnection, prompt: str) -> None:
     """Send a prompt, and do not wait."""
     body = json.dumps({"prompt": prompt, "max_new_tokens": TOKENS})
     connection.request("POST", "/generate", body, {"Content-Type": "application/json"})
 
 
-def answer(connection: http.client.HTTPConnection) -> list[int]:
+def read_tokens(connection: http.client.HTTPConnection) -> list[int]:
     """The tokens that were asked for."""
     response = connection.getresponse()
     text = response.read().decode()
@@ -95,7 +95,7 @@ def answer(connection: http.client.HTTPConnection) -> list[int]:
     return cast(list[int], json.loads(text)["tokens"])
 
 
-StartServer = Callable[..., Server]
+StartServer = Callable[..., ExampleServer]
 
 
 @pytest.fixture
@@ -110,10 +110,10 @@ def planner(rfork_process: StartRfork) -> str:
 @pytest.fixture
 def server(planner: str) -> Iterator[StartServer]:
     """Starts example servers; each is ended with the test."""
-    started: list[Server] = []
+    started: list[ExampleServer] = []
 
-    def start(model: Path | str, **options: str) -> Server:
-        made = Server(str(model), planner, {"HF_HUB_OFFLINE": "1", "RFORK_TRANSPORTS": "http", **options})
+    def start(model: Path | str, **options: str) -> ExampleServer:
+        made = ExampleServer(str(model), planner, {"HF_HUB_OFFLINE": "1", "RFORK_TRANSPORTS": "http", **options})
         started.append(made)
         return made
 
@@ -124,7 +124,7 @@ def server(planner: str) -> Iterator[StartServer]:
 
 
 @pytest.fixture
-def bare(tiny_model: Path, tmp_path: Path) -> Path:
+def weightless(tiny_model: Path, tmp_path: Path) -> Path:
     """The folder of the tiny model, less its weights."""
     return without_weights(tiny_model, tmp_path / "bare")
 
@@ -153,12 +153,17 @@ def expected(tiny_model: Path) -> list[list[int]]:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_servers_that_fork_from_one_another(
-    server: StartServer, planner: str, tiny_model: Path, bare: Path, tmp_path: Path, expected: list[list[int]]
+    server: StartServer,
+    planner: str,
+    tiny_model: Path,
+    weightless: Path,
+    tmp_path: Path,
+    expected: list[list[int]],
 ) -> None:
     """The first reads its files, the second, without any, forks; the first killed, a third forks from it."""
     first = server(tiny_model, RFORK_EGRESS_RATE=SLOW)
     first.event("ready")
-    second = server(bare)
+    second = server(weightless)
     second.event("listening")
     assert 503 == second.health()
     assert second.event("ready")["weights"].startswith("forked ")
@@ -166,23 +171,23 @@ def test_servers_that_fork_from_one_another(
     assert expected == [first.tokens(prompt) for prompt in PROMPTS]
     assert expected == [second.tokens(prompt) for prompt in PROMPTS]
 
-    answers: list[list[int]] = []
+    responses: list[list[int]] = []
     answered = threading.Event()
 
-    def keep_asking() -> None:
+    def send_requests() -> None:
         for _ in range(6):
-            answers.append(second.tokens(PROMPTS[0]))
+            responses.append(second.tokens(PROMPTS[0]))
             answered.set()
 
-    asking = threading.Thread(target=keep_asking)
-    asking.start()
-    assert answered.wait(ANSWER_S)
+    client_thread = threading.Thread(target=send_requests)
+    client_thread.start()
+    assert answered.wait(RESPONSE_TIMEOUT_S)
     first.process.signal(signal.SIGKILL)
-    asking.join()
-    assert [expected[0]] * 6 == answers
+    client_thread.join()
+    assert [expected[0]] * 6 == responses
 
     cache = tmp_path / "hub" / "models--acme--tiny"
-    without_weights(bare, cache / "snapshots" / COMMIT)
+    without_weights(weightless, cache / "snapshots" / COMMIT)
     (cache / "refs").mkdir()
     (cache / "refs" / "main").write_text(COMMIT)
     third = server("acme/tiny", HF_HUB_CACHE=str(tmp_path / "hub"))
@@ -190,42 +195,38 @@ def test_servers_that_fork_from_one_another(
     assert expected == [third.tokens(prompt) for prompt in PROMPTS]
 
 
-def test_the_end_in_order(
-    server: StartServer, planner: str, tiny_model: Path, expected: list[list[int]]
-) -> None:
+def test_the_end_in_order(server: StartServer, planner: str, tiny_model: Path, expected: list[list[int]]) -> None:
     """At SIGTERM an answer under way is given, the planner is told, and the exit code is 0."""
     only = server(tiny_model)
     only.event("ready")
     with closing(PlannerClient(planner)) as client:
         assert 1 == len(client.instances(model="tiny"))
         with closing(only.connect()) as connection:
-            ask(connection, PROMPTS[0])
+            send_prompt(connection, PROMPTS[0])
             assert 200 == only.health()  # what was sent before is under way by now
             only.process.signal(signal.SIGTERM)
-            assert expected[0] == answer(connection)
+            assert expected[0] == read_tokens(connection)
         assert 0 == only.process.wait()
         assert [] == client.instances(model="tiny")
 
 
-def test_a_signal_that_another_thread_takes_ends_it(
-    server: StartServer, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_signal_that_another_thread_takes_ends_it(server: StartServer, tiny_model: Path, tmp_path: Path) -> None:
     """In order, though the thread that waits for it is not woken."""
-    thread = OtherThread(tmp_path / "patch")
+    thread = SignalThread(tmp_path / "patch")
     only = server(tiny_model, **thread.environment)
     only.event("ready")
-    thread.take(signal.SIGTERM)
+    thread.deliver(signal.SIGTERM)
     assert 0 == only.process.wait()
     assert "ended" == only.event("ended")["event"]
 
 
 def test_a_signal_whose_exception_is_dropped_ends_it(
-    server: StartServer, tiny_model: Path, bare: Path, tmp_path: Path
+    server: StartServer, tiny_model: Path, weightless: Path, tmp_path: Path
 ) -> None:
     """It came as a weak reference's callback ran: the fork is finished, and nothing is served."""
     first = server(tiny_model, RFORK_EGRESS_RATE=SLOW)
     first.event("ready")
-    second = server(bare, **at_start(tmp_path / "patch", DROPPED))
+    second = server(weightless, **startup_patch(tmp_path / "patch", DROPPED_EXCEPTION_PATCH))
     second.event("listening")
     second.process.signal(signal.SIGTERM)
     assert 0 == second.process.wait()
@@ -233,11 +234,11 @@ def test_a_signal_whose_exception_is_dropped_ends_it(
     assert '"ready"' not in second.process.stdout
 
 
-def test_the_end_before_it_is_ready(server: StartServer, tiny_model: Path, bare: Path) -> None:
+def test_the_end_before_it_is_ready(server: StartServer, tiny_model: Path, weightless: Path) -> None:
     """SIGTERM in mid-fork ends a server that was never ready, with exit code 0."""
     first = server(tiny_model, RFORK_EGRESS_RATE=SLOW)
     first.event("ready")
-    second = server(bare)
+    second = server(weightless)
     second.event("listening")
     second.process.signal(signal.SIGTERM)
     assert 0 == second.process.wait()

@@ -35,12 +35,12 @@ def start() -> Iterator[Start]:
     """Starts ``python -m MODULE ARGUMENTS``; whatever still runs is ended with the module."""
     started: list[RforkProcess] = []
 
-    def begin(module: str, *arguments: str, **environment: str) -> RforkProcess:
+    def start_module(module: str, *arguments: str, **environment: str) -> RforkProcess:
         process = RforkProcess(arguments, {**ENVIRONMENT, **environment}, module=module)
         started.append(process)
         return process
 
-    yield begin
+    yield start_module
     for process in reversed(started):
         process.stop()
 
@@ -112,10 +112,10 @@ def test_a_snapshot_and_back(start: Start, tmp_path: Path) -> None:
     """Saved, and the same again in each of the ways that the example shows."""
     process = start("deploy.examples.pytorch.snapshot", str(tmp_path))
     assert 0 == process.wait(), process.transcript()
-    said = process.stdout
-    assert "verified: True, same: True" in said
-    assert "empty module, same: True" in said
-    assert "one tensor: (1000, 256)" in said
+    output = process.stdout
+    assert "verified: True, same: True" in output
+    assert "empty module, same: True" in output
+    assert "one tensor: (1000, 256)" in output
 
 
 @pytest.mark.slow  # transformers is imported twice

@@ -16,11 +16,11 @@ import torch
 from transformers import AutoConfig, LlamaForCausalLM, MixtralForCausalLM, PreTrainedModel
 
 import rfork
-from rfork.control.client import PlannerClient
-from rfork.errors import ModelError, NothingLeft
+from rfork.errors import AllSourcesFailed, ModelError
 from rfork.image.capture import capture
-from rfork.image.proof import image_sha256
-from rfork.settings import Settings
+from rfork.image.checksum import image_sha256
+from rfork.planner_client.client import PlannerClient
+from rfork.settings import InstanceSettings
 from tests.conftest import StartRfork
 
 PROMPT = torch.tensor([[1, 5, 9, 60, 2, 77]])
@@ -35,13 +35,13 @@ def planner(rfork_process: StartRfork) -> str:
 
 
 @pytest.fixture
-def settings(planner: str) -> Settings:
+def settings(planner: str) -> InstanceSettings:
     """Forks that give up soon."""
-    return Settings(planner=planner, transports=("http",), patience_s=0.2, drain_s=0)
+    return InstanceSettings(planner=planner, transports=("http",), no_source_timeout_s=0.2, drain_s=0)
 
 
 @pytest.fixture(autouse=True)
-def _closed() -> Iterator[None]:
+def _seeds_closed() -> Iterator[None]:
     """What a test forked is closed with it."""
     yield
     gc.collect()
@@ -58,13 +58,13 @@ def wait_until_closed() -> None:
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of a small model whose checkpoint is read as it lies."""
-    return made(tmp_path_factory.mktemp("models") / "llama", LlamaForCausalLM)
+    return save_random_model(tmp_path_factory.mktemp("models") / "llama", LlamaForCausalLM)
 
 
 @pytest.fixture(scope="module")
 def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of a small model whose checkpoint only transformers can read: it merges experts."""
-    return made(tmp_path_factory.mktemp("models") / "mixtral", MixtralForCausalLM)
+    return save_random_model(tmp_path_factory.mktemp("models") / "mixtral", MixtralForCausalLM)
 
 
 SMALL: dict[str, int] = {
@@ -79,7 +79,7 @@ SMALL: dict[str, int] = {
 }
 
 
-def made(folder: Path, model_class: type[PreTrainedModel]) -> Path:
+def save_random_model(folder: Path, model_class: type[PreTrainedModel]) -> Path:
     """Write a random model of this class."""
     model_class._from_config(AutoConfig.for_model(folder.name, **SMALL)).save_pretrained(folder)
     return folder
@@ -91,7 +91,7 @@ def without_weights(folder: Path, target: Path) -> Path:
     return target
 
 
-def proof(model: torch.nn.Module) -> str:
+def model_checksum(model: torch.nn.Module) -> str:
     """The hash of all that it serves with."""
     return image_sha256(capture(model))
 
@@ -104,29 +104,32 @@ def logits(model: PreTrainedModel) -> torch.Tensor:
 
 def report(model: PreTrainedModel) -> rfork.ForkReport:
     """How it got its weights."""
-    found = rfork.report_of(model)
+    found = rfork.fork_report(model)
     assert found is not None
     return found
 
 
 @pytest.mark.parametrize("which", ["llama", "mixtral"])
 def test_the_first_loads_and_the_second_forks(
-    request: pytest.FixtureRequest, settings: Settings, tmp_path: Path, which: str
+    request: pytest.FixtureRequest, settings: InstanceSettings, tmp_path: Path, which: str
 ) -> None:
     """Whatever the first had to be loaded by, the second, without weights, has the same and says the same."""
     folder: Path = request.getfixturevalue(which)
-    expected = type(rfork.fork_pretrained(folder, settings=Settings())).from_pretrained(folder)
+    expected = type(rfork.fork_pretrained(folder, settings=InstanceSettings())).from_pretrained(folder)
     first = rfork.fork_pretrained(folder, settings=settings)
     second = rfork.fork_pretrained(without_weights(folder, tmp_path / which), settings=settings)
     seed = report(first).seed
     assert seed is not None
     assert [seed.identity.instance_id] == [share.source_id for share in report(second).sources]
-    assert (proof(expected), proof(expected)) == (proof(first), proof(second))
+    assert (model_checksum(expected), model_checksum(expected)) == (
+        model_checksum(first),
+        model_checksum(second),
+    )
     assert torch.equal(logits(expected), logits(second))
     assert (False, which) == (second.training, report(second).model)
 
 
-def test_what_loads_the_first(settings: Settings, llama: Path, mixtral: Path) -> None:
+def test_what_loads_the_first(settings: InstanceSettings, llama: Path, mixtral: Path) -> None:
     """Files that are read as they lie are read here; what only transformers can read is left to it."""
     models = [rfork.fork_pretrained(folder, settings=settings) for folder in (llama, mixtral)]
     assert [("forked", None), ("fallback", "the engine's loader")] == [
@@ -143,33 +146,36 @@ def test_without_a_planner(request: pytest.FixtureRequest, which: str) -> None:
         report(model).outcome,
         report(model).reasons[0].startswith("NoSource: no planner is set"),
     )
-    assert proof(type(model).from_pretrained(folder)) == proof(model)
+    assert model_checksum(type(model).from_pretrained(folder)) == model_checksum(model)
 
 
-def test_a_dtype_of_its_own(settings: Settings, llama: Path, tmp_path: Path) -> None:
+def test_a_dtype_of_its_own(settings: InstanceSettings, llama: Path, tmp_path: Path) -> None:
     """Models of another dtype do not fork from one another, and those of one do."""
     first = rfork.fork_pretrained(llama, dtype="bfloat16", settings=settings)
     bare = without_weights(llama, tmp_path / "llama")
-    with pytest.raises(NothingLeft, match="another layout"):
+    with pytest.raises(AllSourcesFailed, match="another layout"):
         rfork.fork_pretrained(bare, settings=settings)
     second = rfork.fork_pretrained(bare, dtype=torch.bfloat16, settings=settings)
     expected = LlamaForCausalLM.from_pretrained(llama, dtype=torch.bfloat16)
-    assert (proof(expected), proof(expected)) == (proof(first), proof(second))
+    assert (model_checksum(expected), model_checksum(expected)) == (
+        model_checksum(first),
+        model_checksum(second),
+    )
 
 
-def test_nothing_to_load_from(settings: Settings, llama: Path, tmp_path: Path) -> None:
+def test_nothing_to_load_from(settings: InstanceSettings, llama: Path, tmp_path: Path) -> None:
     """Without a source and without weights it fails, and says so."""
-    with pytest.raises(NothingLeft, match="no instance holds model llama"):
+    with pytest.raises(AllSourcesFailed, match="no instance holds model llama"):
         rfork.fork_pretrained(without_weights(llama, tmp_path / "llama"), settings=settings)
 
 
-def test_a_fork_that_is_required(settings: Settings, llama: Path) -> None:
+def test_a_fork_that_is_required(settings: InstanceSettings, llama: Path) -> None:
     """The weights are there, and are not loaded."""
-    with pytest.raises(NothingLeft):
+    with pytest.raises(AllSourcesFailed):
         rfork.fork_pretrained(llama, settings=settings.model_copy(update={"required": True}))
 
 
-def test_a_quantised_model_that_is_required(settings: Settings, llama: Path, tmp_path: Path) -> None:
+def test_a_quantised_model_that_is_required(settings: InstanceSettings, llama: Path, tmp_path: Path) -> None:
     """It cannot be forked, and nothing is put in its place."""
     folder = without_weights(llama, tmp_path / "llama")
     config = folder / "config.json"
@@ -179,28 +185,28 @@ def test_a_quantised_model_that_is_required(settings: Settings, llama: Path, tmp
         rfork.fork_pretrained(folder, settings=settings.model_copy(update={"required": True}))
 
 
-def test_the_seed_ends_with_the_model(settings: Settings, llama: Path) -> None:
+def test_the_seed_ends_with_the_model(settings: InstanceSettings, llama: Path) -> None:
     """A model that is gone is given no more: the planner knows it no longer."""
     model = rfork.fork_pretrained(llama, settings=settings)
     with PlannerClient(str(settings.planner)) as client:
-        held = report(model).seed
-        assert held is not None
-        assert held.wait_acknowledged(30)
+        seed = report(model).seed
+        assert seed is not None
+        assert seed.wait_registered(30)
         assert 1 == len(client.instances(model="llama"))
-        del model, held
+        del model, seed
         gc.collect()
         wait_until_closed()
         assert [] == client.instances(model="llama")
 
 
-def test_a_copy_is_no_fork(settings: Settings, llama: Path, tmp_path: Path) -> None:
+def test_a_copy_is_no_fork(settings: InstanceSettings, llama: Path, tmp_path: Path) -> None:
     """A model that was forked can be copied and saved like any other; only itself is a seed."""
     model = rfork.fork_pretrained(llama, settings=settings)
     other = copy.deepcopy(model)
     torch.save(model, tmp_path / "model.pt")
     read = torch.load(tmp_path / "model.pt", weights_only=False)
-    assert (proof(model), proof(model)) == (proof(other), proof(read))
-    assert (None, None) == (rfork.report_of(other), rfork.report_of(read))
+    assert (model_checksum(model), model_checksum(model)) == (model_checksum(other), model_checksum(read))
+    assert (None, None) == (rfork.fork_report(other), rfork.fork_report(read))
 
 
 def test_pull_leaves_it_to_transformers_where_it_has_to(
@@ -208,7 +214,7 @@ def test_pull_leaves_it_to_transformers_where_it_has_to(
 ) -> None:
     """`rfork pull --checkpoint` of weights that are merged as they are read: a folder works, a URI cannot."""
     bare = without_weights(mixtral, tmp_path / "bare")
-    expected = proof(MixtralForCausalLM.from_pretrained(mixtral))
+    expected = model_checksum(MixtralForCausalLM.from_pretrained(mixtral))
     common = ("pull", str(bare), "--version", "v1", "--planner", planner, "--json", "--sha256")
     quick = {"RFORK_TRANSPORTS": "http", "RFORK_PATIENCE_S": "0.2", "RFORK_DRAIN_S": "0"}
     fails = rfork_process(*common, "--checkpoint", "s3://models/mixtral/", environment=quick)

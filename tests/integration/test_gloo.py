@@ -10,21 +10,21 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from rfork.errors import SourceGone, SourceStalled, TransportUnusable, VersionMismatch
+from rfork.errors import SourceTimeout, SourceUnavailable, TransportUnavailable, VersionMismatch
 from rfork.image.chunks import MIB
 from rfork.image.memory import Image
-from rfork.peer.lines import converse
-from rfork.peer.memory import joined
-from rfork.settings import Settings
-from rfork.transport.base import Endpoint, Exporter, Line, Reader
-from rfork.transport.collective import GlooTransport, gathering
+from rfork.peer.control_stream import converse
+from rfork.settings import InstanceSettings
+from rfork.testing.peers import stream_pair
+from rfork.transport.base import ControlStream, Endpoint, Exporter, Reader
+from rfork.transport.collective import GlooTransport, group_scheduler
 from rfork.transport.collective.exporter import CollectiveExporter
-from tests.integration.gloo_processes import ours, until
-from tests.transport_contract import CONTRACT, MIXED, TOKEN, FakeGate, Pair, content, image_of, soon
+from tests.integration.gloo_processes import running_threads, wait_until
+from tests.transport_contract import CONTRACT, MIXED, TOKEN, FakeGate, TransportPair, content, image_of, soon
 
 
-class Leads:
-    """A `LineHost` of one exporter."""
+class GlooStreamBackend:
+    """A `StreamBackend` of one exporter."""
 
     def __init__(self, exporter: Exporter) -> None:
         self.exporter = exporter
@@ -32,24 +32,27 @@ class Leads:
     def has_channel(self, channel_id: str, fork_id: str) -> bool:
         return True
 
-    def converse(self, channel_id: str, line: Line) -> None:
-        self.exporter.converse(channel_id, line)
+    def control_stream(self, channel_id: str, line: ControlStream) -> None:
+        self.exporter.run_control_stream(channel_id, line)
 
 
-def talk_to(exporter: Exporter, channel_id: str) -> Callable[[], Line]:
+def control_stream_opener(exporter: Exporter, channel_id: str) -> Callable[[], ControlStream]:
     """Opens a line in memory to an exporter that has let the channel in."""
 
-    def talk() -> Line:
-        near, far = joined()
+    def talk() -> ControlStream:
+        near, far = stream_pair()
         threading.Thread(
-            target=converse, args=(Leads(exporter), channel_id, far), name="rfork-line", daemon=True
+            target=converse,
+            args=(GlooStreamBackend(exporter), channel_id, far),
+            name="rfork-line",
+            daemon=True,
         ).start()
         return near
 
     return talk
 
 
-class GlooPair(Pair):
+class GlooPair(TransportPair):
     """A pair whose reader holds a channel."""
 
     opened = 0
@@ -57,14 +60,14 @@ class GlooPair(Pair):
     def connect(self, image: Image | None = None) -> Reader:
         self.opened += 1
         channel_id = f"channel-{self.opened}"
-        self.exporter.let_in(channel_id, "127.0.0.1")
+        self.exporter.authorize_peer(channel_id, "127.0.0.1")
         self.readers.append(
             self.transport.connect(
                 self.exporter.endpoint(),
                 image or self.target,
                 lambda: self.token,
                 soon(),
-                talk_to(self.exporter, channel_id),
+                control_stream_opener(self.exporter, channel_id),
             )
         )
         return self.readers[-1]
@@ -73,15 +76,15 @@ class GlooPair(Pair):
 @pytest.fixture
 def pair() -> Iterator[GlooPair]:
     """A source and a target in this process; at the end none of their threads is left."""
-    made = GlooPair.over(GlooTransport(Settings()))
+    made = GlooPair.create(GlooTransport(InstanceSettings()))
     assert isinstance(made, GlooPair)
     yield made
     made.close()
-    assert until(lambda: not ours()), ours()
+    assert wait_until(lambda: not running_threads()), running_threads()
 
 
 @pytest.mark.parametrize("check", CONTRACT, ids=[check.__name__ for check in CONTRACT])
-def test_gloo_keeps_the_contract(check: Callable[[Pair], None], pair: GlooPair) -> None:
+def test_gloo_keeps_the_contract(check: Callable[[TransportPair], None], pair: GlooPair) -> None:
     """Every check of the contract holds over gloo."""
     check(pair)
 
@@ -114,7 +117,7 @@ def read_at_once(readers: list[Reader], size: int) -> list[Exception]:
     def read(reader: Reader) -> None:
         try:
             reader.read(0, size, soon())
-        except (SourceGone, SourceStalled) as error:
+        except (SourceUnavailable, SourceTimeout) as error:
             raised.append(error)
 
     threads = [threading.Thread(target=read, args=(reader,)) for reader in readers]
@@ -130,14 +133,12 @@ def exporter_of(pair: GlooPair) -> CollectiveExporter:
     return pair.exporter
 
 
-def test_readers_of_one_host_share_what_they_all_want(
-    pair: GlooPair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_readers_of_one_host_share_what_they_all_want(pair: GlooPair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two that read the same at the same time get it by broadcast, and both get it right."""
     # However late this machine lets the second begin.
-    monkeypatch.setattr(gathering, "MOST_MEMBERS", 2)
-    monkeypatch.setattr(gathering, "GATHER_S", 30.0)
-    monkeypatch.setattr(gathering, "LINGER_S", 30.0)
+    monkeypatch.setattr(group_scheduler, "MAX_MEMBERS", 2)
+    monkeypatch.setattr(group_scheduler, "FORM_WINDOW_S", 30.0)
+    monkeypatch.setattr(group_scheduler, "BROADCAST_WINDOW_S", 30.0)
     sizes = (40 * MIB, 3, 1000, 24 * MIB)
     pair.exporter.close()
     pair.source = image_of(sizes, seed=1)
@@ -146,8 +147,8 @@ def test_readers_of_one_host_share_what_they_all_want(
     readers = readers_at_once(pair, images)
     raised = read_at_once(readers, pair.source.layout.image_bytes)
     pair.close()
-    exporter, whole = exporter_of(pair), content(pair.source)
-    assert ([], [True, True]) == (raised, [content(image) == whole for image in images])
+    exporter, expected_bytes = exporter_of(pair), content(pair.source)
+    assert ([], [True, True]) == (raised, [content(image) == expected_bytes for image in images])
     assert exporter.broadcasts > 0
     assert exporter.broadcasts + exporter.sends < 2 * 5  # of five blocks, twice
 
@@ -156,13 +157,13 @@ def test_a_reader_that_leaves_holds_up_no_other(pair: GlooPair) -> None:
     """Its group breaks; the other's read goes on in the next one."""
     begun, release = threading.Event(), threading.Event()
 
-    def hold(nbytes: int) -> None:
+    def block_grant(nbytes: int) -> None:
         begun.set()
         release.wait(30)
 
     targets = [pair.target, image_of(MIXED)]
     readers = readers_at_once(pair, targets)
-    pair.gate.before_slice = hold
+    pair.gate.before_slice = block_grant
     size = pair.source.layout.image_bytes
     raised: list[list[Exception]] = []
     reading = threading.Thread(target=lambda: raised.append(read_at_once(readers, size)))
@@ -171,9 +172,9 @@ def test_a_reader_that_leaves_holds_up_no_other(pair: GlooPair) -> None:
     readers[0].close()
     release.set()
     reading.join()
-    assert [SourceGone] == [type(error) for error in raised[0]]
-    whole = content(pair.source)
-    assert 1 == [content(target) == whole for target in targets].count(True)
+    assert [SourceUnavailable] == [type(error) for error in raised[0]]
+    expected_bytes = content(pair.source)
+    assert 1 == [content(target) == expected_bytes for target in targets].count(True)
 
 
 def test_whom_the_other_torch_does_not_fit(pair: GlooPair) -> None:
@@ -186,7 +187,7 @@ def test_whom_the_other_torch_does_not_fit(pair: GlooPair) -> None:
 def test_an_image_on_a_gpu_is_not_for_gloo(pair: GlooPair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other transports are exported without it."""
     monkeypatch.setattr(Image, "devices", frozenset({torch.device("cuda:0")}))
-    with pytest.raises(TransportUnusable, match="host memory"):
+    with pytest.raises(TransportUnavailable, match="host memory"):
         pair.transport.export(pair.source, FakeGate())
 
 
@@ -201,11 +202,11 @@ def test_nothing_is_left_after_twenty_readers(pair: GlooPair) -> None:
         reader = pair.connect()
         reader.read(0, 100, soon())
         reader.close()
-        pair.exporter.let_out(f"channel-{pair.opened}")
-        assert until(lambda: not ours())
+        pair.exporter.revoke_peer(f"channel-{pair.opened}")
+        assert wait_until(lambda: not running_threads())
 
     once()
     before = counts()
     for _ in range(20):
         once()
-    assert until(lambda: counts() <= before), (before, counts())
+    assert wait_until(lambda: counts() <= before), (before, counts())

@@ -16,115 +16,124 @@ import pytest
 import torch
 
 from rfork.engines.transformers import loaded_model
-from rfork.errors import SourceError, SourceGone, SourceStalled
+from rfork.errors import SourceError, SourceTimeout, SourceUnavailable
 from rfork.image.capture import capture
+from rfork.image.checksum import image_sha256
 from rfork.image.chunks import MIB
-from rfork.image.proof import image_sha256
 from rfork.peer.client import PeerClient
-from rfork.seed.seed import Seed
 from rfork.settings import TlsSettings
-from rfork.transport.collective.far_keys import FarKeys
+from rfork.source.seed import Seed
 from rfork.transport.collective.gloo import GlooBackend
-from rfork.transport.collective.messages import Formed, Have, Join, Sending, Want, hear_source
-from rfork.transport.collective.messages import say as tell
+from rfork.transport.collective.messages import (
+    GroupFormed,
+    JoinGroup,
+    RequestBlock,
+    SendingBlock,
+    StoreValues,
+    receive_from_source,
+)
+from rfork.transport.collective.messages import send_message as tell
+from rfork.transport.collective.remote_store import RemoteKeyStore
 from tests.conftest import StartRfork
-from tests.integration.gloo_node import SIZES, SLOW, a_reader, a_seed, a_token
-from tests.integration.gloo_processes import Node, ours, until
+from tests.integration.gloo_node import SIZES, SLOW, create_token, open_reader, start_seed
+from tests.integration.gloo_processes import GlooProcess, running_threads, wait_until
 from tests.integration.gloo_processes import node as node
-from tests.integration.test_fork_flow import READY, event, result
+from tests.integration.test_fork_end_to_end import READY, event, result
 from tests.transport_contract import content, image_of, soon
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_target_that_dies_or_stops_in_mid_send(node: Callable[..., Node], how: signal.Signals) -> None:
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_target_that_dies_or_stops_in_mid_send(
+    node: Callable[..., GlooProcess], signal_number: signal.Signals
+) -> None:
     """The source's threads are free again, and its next reader gets everything."""
-    seed = a_seed(rate=SLOW, stall_s=2.0)
+    seed = start_seed(rate=SLOW, stall_s=2.0)
     target = node("read", seed.report().address, "fork-1")
-    assert ["connected", "chunk"] == [target.heard(), target.heard()]
-    assert until(lambda: seed.given_bytes > 4 * MIB)  # in the midst of the next read
-    target.signal(how)
-    assert until(lambda: not ours().count("rfork-gloo"))
+    assert ["connected", "chunk"] == [target.next_event(), target.next_event()]
+    assert wait_until(lambda: seed.served_bytes > 4 * MIB)  # in the midst of the next read
+    target.signal(signal_number)
+    assert wait_until(lambda: not running_threads().count("rfork-gloo"))
     image = image_of(SIZES)
-    peer, _, reader = a_reader(seed.report().address, image, "fork-2")
+    peer, _, reader = open_reader(seed.report().address, image, "fork-2")
     reader.read(0, image.layout.image_bytes, soon())
     reader.close()
     peer.close()
-    whole = content(seed.image)
+    expected_bytes = content(seed.image)
     seed.close()
-    assert content(image) == whole
+    assert content(image) == expected_bytes
     target.close()
-    assert until(lambda: not ours()), ours()
+    assert wait_until(lambda: not running_threads()), running_threads()
 
 
-def test_a_target_that_was_stopped_goes_on(node: Callable[..., Node]) -> None:
+def test_a_target_that_was_stopped_goes_on(node: Callable[..., GlooProcess]) -> None:
     """Its group is over by then; it joins another one and gets the rest."""
-    seed = a_seed(rate=SLOW, stall_s=1.0)
+    seed = start_seed(rate=SLOW, stall_s=1.0)
     target = node("read", seed.report().address, "fork-1")
-    assert ["connected", "chunk"] == [target.heard(), target.heard()]
-    assert until(lambda: seed.given_bytes > 4 * MIB)  # in the midst of the next read
+    assert ["connected", "chunk"] == [target.next_event(), target.next_event()]
+    assert wait_until(lambda: seed.served_bytes > 4 * MIB)  # in the midst of the next read
     target.signal(signal.SIGSTOP)
-    assert until(lambda: not ours().count("rfork-gloo"))
+    assert wait_until(lambda: not running_threads().count("rfork-gloo"))
     target.signal(signal.SIGCONT)
-    heard = iter(target.heard, "")
-    last = next(word for word in heard if word != "chunk")
+    events = iter(target.next_event, "")
+    last = next(word for word in events if word != "chunk")
     expected = hashlib.sha256(content(seed.image)).hexdigest()
     seed.close()
     assert expected == last
 
 
 @pytest.mark.parametrize(
-    ("how", "kind"),
-    [(signal.SIGKILL, SourceGone), (signal.SIGSTOP, SourceStalled)],
+    ("signal_number", "error_type"),
+    [(signal.SIGKILL, SourceUnavailable), (signal.SIGSTOP, SourceTimeout)],
     ids=["killed", "stopped"],
 )
 def test_a_source_that_dies_or_stops_in_mid_send(
-    node: Callable[..., Node], how: signal.Signals, kind: type[Exception]
+    node: Callable[..., GlooProcess], signal_number: signal.Signals, error_type: type[Exception]
 ) -> None:
     """The read says so, by its deadline, and nothing of the reader is left."""
     source = node("seed", str(SLOW))
     image = image_of(SIZES)
-    peer, _, reader = a_reader(source.heard(), image, "fork-1", stall_s=2.0)
+    peer, _, reader = open_reader(source.next_event(), image, "fork-1", stall_s=2.0)
     reader.read(*image.layout.chunks[0], soon())
-    source.signal(how)
+    source.signal(signal_number)
     deadline = time.monotonic() + 4.0
-    with pytest.raises(kind):
+    with pytest.raises(error_type):
         reader.read(0, image.layout.image_bytes, deadline)
     late = time.monotonic() - deadline
     reader.close()
     peer.close()
-    assert until(lambda: not ours()), ours()
+    assert wait_until(lambda: not running_threads()), running_threads()
     assert late < 10.0
 
 
 @contextmanager
-def a_reader_that_takes_nothing(seed: Seed) -> Iterator[None]:
+def stalled_reader(seed: Seed) -> Iterator[None]:
     """Joins a group and wants a block, which the source is about to send inside; it never takes it."""
-    shown, changed, formed = a_token(seed.image, "fork-1"), threading.Condition(), Queue[Formed]()
+    token, changed, formed = create_token(seed.image, "fork-1"), threading.Condition(), Queue[GroupFormed]()
     sending, backend = threading.Event(), GlooBackend("127.0.0.1")
-    peer = PeerClient(seed.report().address, lambda: shown, TlsSettings())
+    peer = PeerClient(seed.report().address, lambda: token, TlsSettings())
     channel_id, _ = peer.open(seed.image.layout.layout_id, ("gloo",), soon())
-    line = peer.talk(channel_id)
-    keys = FarKeys(line, 1, changed)
+    line = peer.open_control_stream(channel_id)
+    keys = RemoteKeyStore(line, 1, changed)
 
-    def hear() -> None:
+    def receive_messages() -> None:
         with suppress(SourceError):
             while True:
-                match hear_source(line, soon()):
-                    case Formed() as message:
+                match receive_from_source(line, soon()):
+                    case GroupFormed() as message:
                         formed.put(message)
-                    case Have() as message:
+                    case StoreValues() as message:
                         with changed:
-                            keys.heard(message)
+                            keys.on_reply(message)
                             changed.notify_all()
-                    case Sending():
+                    case SendingBlock():
                         sending.set()
 
-    hearing = threading.Thread(target=hear)
+    hearing = threading.Thread(target=receive_messages)
     hearing.start()
-    tell(line, Join())
+    tell(line, JoinGroup())
     rank = formed.get(timeout=30)
     group = backend.form(keys, rank.rank, rank.size, "", torch.device("cpu"), soon())
-    tell(line, Want(number=1, begin=0, end=backend.block_bytes, token=shown))
+    tell(line, RequestBlock(number=1, begin=0, end=backend.block_bytes, token=token))
     assert sending.wait(30)
     yield
     line.close()
@@ -135,15 +144,15 @@ def a_reader_that_takes_nothing(seed: Seed) -> Iterator[None]:
 
 def test_a_fence_cuts_what_is_under_way() -> None:
     """Though the reader takes nothing, and might for ten minutes: the update does not wait for it."""
-    seed = a_seed(stall_s=600)
-    with a_reader_that_takes_nothing(seed):
+    seed = start_seed(stall_s=600)
+    with stalled_reader(seed):
         fencing = threading.Thread(target=seed.fence, daemon=True)
         fencing.start()
         fencing.join(30)
         fenced = not fencing.is_alive()
     seed.close()
     assert fenced
-    assert until(lambda: not ours()), ours()
+    assert wait_until(lambda: not running_threads()), running_threads()
 
 
 @pytest.mark.slow
@@ -151,10 +160,10 @@ def test_a_fork_through_the_planner(rfork_process: StartRfork, tiny_model: Path)
     """Planner, seed and pull that are told gloo and nothing else: the right bytes, by gloo."""
     planner = rfork_process("planner", "--port", "0", "--json", until=READY)
     url = event(planner)["url"]
-    over = {"RFORK_TRANSPORTS": "gloo"}
+    environment = {"RFORK_TRANSPORTS": "gloo"}
     shared = (str(tiny_model), "--name", "tiny", "--planner", url, "--json")
-    rfork_process("seed", *shared, until=READY, environment=over)
-    pull = rfork_process("pull", *shared, "--sha256", environment=over)
+    rfork_process("seed", *shared, until=READY, environment=environment)
+    pull = rfork_process("pull", *shared, "--sha256", environment=environment)
     report = result(pull)
     expected = image_sha256(capture(loaded_model(tiny_model)))
     sources = cast(list[dict[str, str]], report["sources"])

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
-class Result(NamedTuple):
+class BenchmarkResult(NamedTuple):
     """What a benchmark wrote: rows by contender, and figures."""
 
     rows: dict[str, dict[str, str | float]]
@@ -23,7 +23,7 @@ class Result(NamedTuple):
     settings: dict[str, str | float]
 
 
-def run(name: str, folder: Path, *arguments: str) -> Result:
+def run(name: str, folder: Path, *arguments: str) -> BenchmarkResult:
     """One run with `--device cpu --quick`."""
     file = folder / "result.json"
     command = [sys.executable, "-m", f"benchmarks.gpu.{name}", "--device", "cpu", "--quick", "--rounds", "1"]
@@ -33,17 +33,17 @@ def run(name: str, folder: Path, *arguments: str) -> Result:
     assert (0, "") == (done.returncode, "" if done.returncode == 0 else done.stdout + done.stderr)
     document = json.loads(file.read_text())
     rows = {row["contender"]: row for row in document["rows"]}
-    return Result(rows, document["figures"], document["settings"])
+    return BenchmarkResult(rows, document["figures"], document["settings"])
 
 
 @pytest.fixture(scope="module")
-def pulled(tmp_path_factory: pytest.TempPathFactory) -> Result:
+def pulled(tmp_path_factory: pytest.TempPathFactory) -> BenchmarkResult:
     """A run of `benchmarks.gpu.pull` with an image of 12 MB."""
     return run("pull", tmp_path_factory.mktemp("pull"), "--bytes", "12000000")
 
 
 @pytest.fixture(scope="module")
-def disturbed(tmp_path_factory: pytest.TempPathFactory) -> Result:
+def disturbed(tmp_path_factory: pytest.TempPathFactory) -> BenchmarkResult:
     """A run of `benchmarks.gpu.disturb`."""
     return run("disturb", tmp_path_factory.mktemp("disturb"))
 
@@ -54,31 +54,31 @@ def disturbed(tmp_path_factory: pytest.TempPathFactory) -> Result:
     ["rfork http", "http reads", "limit: device copy", "limit: pinned copy", "digest", "limit: memory read",
      "rfork.load, page cache", "rfork reading engine, page cache", "safetensors load_file"],
 )  # fmt: skip
-def test_who_needs_no_gpu_is_measured(pulled: Result, shape: str, contender: str) -> None:
+def test_who_needs_no_gpu_is_measured(pulled: BenchmarkResult, shape: str, contender: str) -> None:
     """Each of these has a row with a rate, for both images."""
     row = pulled.rows[f"{shape}: {contender}"]
     assert (True, "") == (float(row["GB/s"]) > 0, row["note"])
 
 
-def test_who_cannot_run_says_why(pulled: Result) -> None:
+def test_who_cannot_run_says_why(pulled: BenchmarkResult) -> None:
     """CUDA IPC on host memory is a row with a reason, not the end of the benchmark."""
     row = pulled.rows["dense: rfork cuda_ipc"]
     assert (False, True) == ("GB/s" in row, bool(row["note"]))
 
 
-def test_all_bytes_were_right(pulled: Result) -> None:
+def test_all_bytes_were_right(pulled: BenchmarkResult) -> None:
     """No contender left other bytes than the source's; the benchmark would have failed."""
     assert 0 == pulled.figures["gpu_wrong_bytes"]
     assert [] == [name for name, row in pulled.rows.items() if row["note"] == "WRONG BYTES"]
 
 
-def test_the_figures_that_have_goals_are_there(pulled: Result) -> None:
+def test_the_figures_that_have_goals_are_there(pulled: BenchmarkResult) -> None:
     """All but those of CUDA IPC, which a CPU has not."""
     assert {"gpu_h2d_vs_pinned", "gpu_digest_tb_per_s", "gpu_http_vs_pinned"} <= set(pulled.figures)
     assert "gpu_ipc_vs_device_copy" not in pulled.figures
 
 
-def test_a_seed_is_disturbed_by_each_transport_that_runs(disturbed: Result) -> None:
+def test_a_seed_is_disturbed_by_each_transport_that_runs(disturbed: BenchmarkResult) -> None:
     """Tokens were made in every slot, governed and not, and the worst governed transport is the figure."""
     names = ["idle, slot 1", "idle, slot 2", "http, 2 targets, governor off", "http, 2 targets, governor on",
              "kernel copies, 2 targets"]  # fmt: skip
@@ -91,7 +91,7 @@ def test_a_seed_is_disturbed_by_each_transport_that_runs(disturbed: Result) -> N
     assert min(shares) == disturbed.figures["gpu_disturb_tokens_per_s"]
 
 
-def test_without_cuda_no_slot_is_one(disturbed: Result) -> None:
+def test_without_cuda_no_slot_is_one(disturbed: BenchmarkResult) -> None:
     """A CPU runs the decoder as it is; CUDA IPC has a row that says why it did not run."""
     assert 0.0 == float(disturbed.settings["cuda_graph"])
     assert True is bool(disturbed.rows["cuda_ipc, 2 targets, governor on"]["note"])

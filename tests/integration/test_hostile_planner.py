@@ -12,32 +12,32 @@ import pytest
 from torch import nn
 
 import rfork
-from rfork.control.client import PlannerClient
-from rfork.errors import PlannerRefused, PlannerUnreachable
-from rfork.settings import Settings
+from rfork.errors import PlannerRejected, PlannerUnreachable
+from rfork.planner_client.client import PlannerClient
+from rfork.settings import InstanceSettings
 from tests.hostile_planner import (
     HOSTILE,
-    Answer,
+    ResponseWriter,
     endless_body,
     gzip_bomb,
-    never_accepting,
-    serving,
+    hostile_server,
     silent,
+    unaccepting_address,
 )
 
 DEADLINE_S = 1.0
-FAR_S = 10.0
+LONG_DEADLINE_S = 10.0
 """Far more than any of these calls may take, and far less than the defects cost, which have no bound."""
-ENDLESS = [answer for answer in HOSTILE if answer not in (endless_body, gzip_bomb)]
+SLOW_RESPONSES = [write_response for write_response in HOSTILE if write_response not in (endless_body, gzip_bomb)]
 
 
-def settings(planner: str, **changed: float) -> Settings:
-    return Settings.model_validate(
+def settings(planner: str, **changed: float) -> InstanceSettings:
+    return InstanceSettings.model_validate(
         {"planner": planner, "transports": ("http",), "deadline_s": DEADLINE_S, **changed}
     )
 
 
-def seconds(call: Callable[[], object]) -> float:
+def failing_call_seconds(call: Callable[[], object]) -> float:
     """How long the call takes, which ends with an error of rfork's."""
     begun = time.monotonic()
     with pytest.raises(rfork.RforkError):
@@ -45,22 +45,22 @@ def seconds(call: Callable[[], object]) -> float:
     return time.monotonic() - begun
 
 
-@pytest.mark.parametrize("answer", ENDLESS)
-def test_a_call_ends_by_its_timeout(answer: Answer) -> None:
+@pytest.mark.parametrize("write_response", SLOW_RESPONSES)
+def test_a_call_ends_by_its_timeout(write_response: ResponseWriter) -> None:
     """The timeout is for the complete answer, its head included."""
-    with serving(answer) as url, PlannerClient(url, timeout_s=0.5) as client:
+    with hostile_server(write_response) as url, PlannerClient(url, timeout_s=0.5) as client:
         with pytest.raises(PlannerUnreachable, match=r"no answer within 0\.5 s") as raised:
             client.models()
         assert raised.value.silent
 
 
 @pytest.mark.parametrize(
-    ("answer", "reason"), [(endless_body, "larger than 32 MiB"), (gzip_bomb, "its body is encoded")]
+    ("write_response", "reason"), [(endless_body, "larger than 32 MiB"), (gzip_bomb, "its body is encoded")]
 )
-def test_an_answer_without_bound_is_refused(answer: Answer, reason: str) -> None:
+def test_an_answer_without_bound_is_refused(write_response: ResponseWriter, reason: str) -> None:
     """Neither its bytes nor what they expand to fill this process's memory."""
-    with serving(answer) as url, PlannerClient(url) as client:
-        with pytest.raises(PlannerRefused, match=reason) as refused:
+    with hostile_server(write_response) as url, PlannerClient(url) as client:
+        with pytest.raises(PlannerRejected, match=reason) as refused:
             client.models()
         assert "not-a-planner" == refused.value.problem
 
@@ -68,7 +68,7 @@ def test_an_answer_without_bound_is_refused(answer: Answer, reason: str) -> None
 def test_the_first_deadline_of_a_call_holds() -> None:
     """The caller's own, where that comes before the client's timeout."""
     with (
-        serving(silent) as url,
+        hostile_server(silent) as url,
         PlannerClient(url, timeout_s=60.0) as client,
         pytest.raises(PlannerUnreachable, match=r"no answer within 0\.2 s"),
     ):
@@ -78,13 +78,13 @@ def test_the_first_deadline_of_a_call_holds() -> None:
 def test_closing_a_client_ends_a_call_in_progress() -> None:
     """The thread that waits for the answer gets an error at once."""
     raised: list[PlannerUnreachable] = []
-    asked = threading.Event()
+    request_received = threading.Event()
 
     def report_and_wait(connection: socket.socket, ended: threading.Event) -> None:
-        asked.set()
+        request_received.set()
         ended.wait()
 
-    with serving(report_and_wait) as url:
+    with hostile_server(report_and_wait) as url:
         client = PlannerClient(url, timeout_s=3600.0)
 
         def call() -> None:
@@ -94,37 +94,37 @@ def test_closing_a_client_ends_a_call_in_progress() -> None:
 
         calling = threading.Thread(target=call)
         calling.start()
-        assert asked.wait(FAR_S)
+        assert request_received.wait(LONG_DEADLINE_S)
         client.close()
-        calling.join(FAR_S)
+        calling.join(LONG_DEADLINE_S)
     assert 1 == len(raised)
 
 
-@pytest.mark.parametrize("answer", HOSTILE)
-def test_a_fork_ends_by_its_deadline(answer: Answer) -> None:
+@pytest.mark.parametrize("write_response", HOSTILE)
+def test_a_fork_ends_by_its_deadline(write_response: ResponseWriter) -> None:
     """Whatever the planner sends, and the seed that the fork is meanwhile is closed too."""
-    with serving(answer) as url:
-        took = seconds(lambda: rfork.fork(nn.Linear(64, 64), model="m", settings=settings(url)))
-    assert took < FAR_S
+    with hostile_server(write_response) as url:
+        elapsed_s = failing_call_seconds(lambda: rfork.fork(nn.Linear(64, 64), model="m", settings=settings(url)))
+    assert elapsed_s < LONG_DEADLINE_S
 
 
 def test_a_fork_whose_planner_accepts_no_connection_ends_by_its_deadline() -> None:
     """The wait for the connection is bounded too."""
-    with never_accepting() as (host, port):
+    with unaccepting_address() as (host, port):
         chosen = settings(f"http://{host}:{port}", planner_timeout_s=60.0)
-        took = seconds(lambda: rfork.fork(nn.Linear(64, 64), model="m", settings=chosen))
-    assert took < FAR_S
+        elapsed_s = failing_call_seconds(lambda: rfork.fork(nn.Linear(64, 64), model="m", settings=chosen))
+    assert elapsed_s < LONG_DEADLINE_S
 
 
-@pytest.mark.parametrize("answer", [silent, ENDLESS[1]])
-def test_a_seed_closes_soon(answer: Answer) -> None:
+@pytest.mark.parametrize("write_response", [silent, SLOW_RESPONSES[1]])
+def test_a_seed_closes_soon(write_response: ResponseWriter) -> None:
     """A planner that does not answer is not waited for, though its timeout is a minute."""
-    with serving(answer) as url:
+    with hostile_server(write_response) as url:
         chosen = settings(url, planner_timeout_s=60.0)
         with rfork.seed(nn.Linear(64, 64), model="m", settings=chosen):
             begun = time.monotonic()
-        took = time.monotonic() - begun
-    assert took < FAR_S
+        elapsed_s = time.monotonic() - begun
+    assert elapsed_s < LONG_DEADLINE_S
 
 
 def test_a_fork_that_fails_leaves_nothing_behind() -> None:

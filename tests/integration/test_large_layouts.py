@@ -9,12 +9,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tests.integration.large_layout import LAST
+from tests.integration.large_layout import LAST_TENSOR
 
 CPU_S = 20
 """The kernel ends a side that takes more: three times what it takes on a core of its own, as on one that is
 shared the same work counts for up to twice as much."""
-MOST_BYTES = 10**9
+MAX_BYTES = 10**9
 """Of memory at any time, torch included."""
 NEVER_S = 120.0
 
@@ -34,22 +34,22 @@ def side(*arguments: str) -> Iterator[subprocess.Popen[str]]:
 
 def test_a_million_tensors() -> None:
     """Layouts are hashed, streamed, compared, a fork is planned and told: in 20 s of a core, 1 GB a side."""
-    with side("source") as giving:
-        if giving.stdout is None:
+    with side("source") as source_process:
+        if source_process.stdout is None:
             raise RuntimeError("started without a pipe")
-        said = json.loads(giving.stdout.readline() or "{}")
-        assert {"address", "token", "report_bytes", "chunks", "segments"} == said.keys()
-        with side("target", said["address"], said["token"]) as taking:
-            told, taking_cost = (
-                json.loads(line) for line in taking.communicate(timeout=NEVER_S)[0].splitlines()
+        source_report = json.loads(source_process.stdout.readline() or "{}")
+        assert {"address", "token", "report_bytes", "chunks", "segments"} == source_report.keys()
+        with side("target", source_report["address"], source_report["token"]) as target_process:
+            target_report, target_cost = (
+                json.loads(line) for line in target_process.communicate(timeout=NEVER_S)[0].splitlines()
             )
-            assert 0 == taking.returncode
-        giving_cost = json.loads(giving.communicate(timeout=NEVER_S)[0])
-        assert 0 == giving.returncode
-    print({"source": giving_cost, "target": taking_cost})
-    assert f"{LAST}: here float16[128, 16]" == told["difference"].partition(" stride")[0]
-    assert ("True", said["chunks"]) == (told["differs"], told["verified"])
-    assert 1 == said["segments"]  # what one-sided transports tell is of the size of the memory's runs
+            assert 0 == target_process.returncode
+        source_cost = json.loads(source_process.communicate(timeout=NEVER_S)[0])
+        assert 0 == source_process.returncode
+    print({"source": source_cost, "target": target_cost})
+    assert f"{LAST_TENSOR}: here float16[128, 16]" == target_report["difference"].partition(" stride")[0]
+    assert ("True", source_report["chunks"]) == (target_report["differs"], target_report["verified"])
+    assert 1 == source_report["segments"]  # what one-sided transports tell is of the size of the memory's runs
     # What is told again and again is of the size of the chunks, of which there are 374.
-    assert [] == [size for size in (said["report_bytes"], told["progress_bytes"]) if size > 4096]
-    assert [] == [cost for cost in (giving_cost, taking_cost) if cost["peak_bytes"] > MOST_BYTES]
+    assert [] == [size for size in (source_report["report_bytes"], target_report["progress_bytes"]) if size > 4096]
+    assert [] == [cost for cost in (source_cost, target_cost) if cost["peak_bytes"] > MAX_BYTES]

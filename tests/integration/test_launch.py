@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from rfork.control.client import PlannerClient
-from rfork.image.board import ChunkBoard
-from rfork.image.capture import image_of
-from rfork.seed.seed import Identity, Seed
-from rfork.settings import Settings
+from rfork.image.capture import image_from_tensors
+from rfork.image.chunk_state import ChunkState
+from rfork.planner_client.client import PlannerClient
+from rfork.schema import ForkRequest, Rank
+from rfork.settings import InstanceSettings
+from rfork.source.seed import InstanceIdentity, Seed
 from rfork.transport.http import HttpTransport
-from rfork.wire import ForkRequest, Rank
 from tests.conftest import StartRfork
-from tests.processes import OtherThread, RforkProcess
+from tests.processes import RforkProcess, SignalThread
 
 ENGINE = """#!{python}
 import importlib.metadata, os, signal, sys, time
@@ -78,17 +78,17 @@ def planner(rfork_process: StartRfork) -> Iterator[PlannerClient]:
     client.close()
 
 
-def seed_of(planner: PlannerClient, replica: str, *, holds: bool = True) -> Seed:
+def seed_of(planner: PlannerClient, replica: str, *, has_weights: bool = True) -> Seed:
     """What a rank of the server would give, or would like to have."""
-    settings = Settings()
-    image = image_of({"weight": torch.ones(64)})
+    settings = InstanceSettings()
+    image = image_from_tensors({"weight": torch.ones(64)})
     return Seed(
         image,
-        Identity("model", Rank(), f"{replica}-{Rank().key}-dp0-00000000"),
+        InstanceIdentity("model", Rank(), f"{replica}-{Rank().key}-dp0-00000000"),
         settings,
         [HttpTransport(settings)],
-        board=None if holds else ChunkBoard(image.layout.chunks),
-        manifest=image.manifest() if holds else None,
+        board=None if has_weights else ChunkState(image.layout.chunks),
+        manifest=image.manifest() if has_weights else None,
         planner=PlannerClient(planner.url),
     )
 
@@ -100,9 +100,9 @@ def lines(process: RforkProcess) -> list[str]:
 def test_the_engine_gets_what_it_needs(launch: Launch) -> None:
     """Load format, planner, name, plug-in, and no drain of its own; and its exit code is the launcher's."""
     process = launch("--once")
-    given = ["serve", "model", "--once", "--load-format", "rfork"]
-    said = f"engine has {given} http://127.0.0.1:9 {REPLICA} 0 {{'rfork'}}"
-    assert (3, said) == (process.wait(), process.wait_for("engine has .*").group())
+    arguments = ["serve", "model", "--once", "--load-format", "rfork"]
+    message = f"engine has {arguments} http://127.0.0.1:9 {REPLICA} 0 {{'rfork'}}"
+    assert (3, message) == (process.wait(), process.wait_for("engine has .*").group())
 
 
 def test_a_signal_that_ends_the_engine_is_told(launch: Launch) -> None:
@@ -120,9 +120,9 @@ def test_other_signals_go_on_as_they_came(launch: Launch, number: signal.Signals
 
 def test_a_signal_that_another_thread_takes_goes_on(launch: Launch, tmp_path: Path) -> None:
     """Though the launcher, which waits for news of the engine, is not woken by it."""
-    thread = OtherThread(tmp_path / "patch")
+    thread = SignalThread(tmp_path / "patch")
     process = launch(environment=thread.environment)
-    thread.take(signal.SIGINT)
+    thread.deliver(signal.SIGINT)
     assert (7, ["engine got SIGINT"]) == (process.wait(), lines(process))
 
 
@@ -136,7 +136,7 @@ def test_a_planner_that_is_away_does_not_hold_up_the_end(launch: Launch) -> None
 def test_a_sigterm_drains_first(launch: Launch, planner: PlannerClient) -> None:
     """The server's instance drains, though it is the last; that of one whose name begins alike does not."""
     with seed_of(planner, REPLICA) as seed, seed_of(planner, f"{REPLICA}-b") as other:
-        assert (True, True) == (seed.wait_acknowledged(10), other.wait_acknowledged(10))
+        assert (True, True) == (seed.wait_registered(10), other.wait_registered(10))
         process = launch(planner=planner.url)
         process.signal(signal.SIGTERM)
         code = process.wait()
@@ -147,9 +147,9 @@ def test_a_sigterm_drains_first(launch: Launch, planner: PlannerClient) -> None:
 
 def test_a_second_sigterm_goes_on_at_once(launch: Launch, planner: PlannerClient) -> None:
     """Though the drain would go on: somebody reads from the server for longer than the test waits."""
-    with seed_of(planner, REPLICA) as seed, seed_of(planner, "reader", holds=False) as reader:
-        assert (True, True) == (seed.wait_acknowledged(10), reader.wait_acknowledged(10))
-        planner.ask(ForkRequest(fork_id="fork-1", instance=reader.report(), faults=(), current=()))
+    with seed_of(planner, REPLICA) as seed, seed_of(planner, "reader", has_weights=False) as reader:
+        assert (True, True) == (seed.wait_registered(10), reader.wait_registered(10))
+        planner.request_plan(ForkRequest(fork_id="fork-1", instance=reader.report(), faults=(), current_assignments=()))
         process = launch(planner=planner.url, drain_s="1000")
         process.signal(signal.SIGTERM)
         process.wait_for("draining")
@@ -158,14 +158,14 @@ def test_a_second_sigterm_goes_on_at_once(launch: Launch, planner: PlannerClient
 
 
 @pytest.mark.parametrize(
-    ("command", "said"),
+    ("command", "message"),
     [
         (["vllm", "bench"], "is no server"),
         (["/no/such/vllm", "serve"], "cannot start /no/such/vllm"),
         (["bash", "-c", "vllm serve m"], "a shell's"),
     ],
 )
-def test_a_bad_command_is_one_line(rfork_process: StartRfork, command: list[str], said: str) -> None:
+def test_a_bad_command_is_one_line(rfork_process: StartRfork, command: list[str], message: str) -> None:
     """Exit code 2, and what is wrong with it."""
     process = rfork_process("launch", "--", *command)
-    assert (2, True, False) == (process.wait(), said in process.stderr, "Traceback" in process.stderr)
+    assert (2, True, False) == (process.wait(), message in process.stderr, "Traceback" in process.stderr)

@@ -11,7 +11,7 @@ import pytest
 
 from rfork.errors import StorageFull
 from rfork.settings import StorageSettings
-from rfork.storage.blob import part
+from rfork.storage.blob import read_range
 from rfork.storage.local.files import LocalStore
 from rfork.storage.location import Location
 
@@ -57,6 +57,6 @@ def test_a_file_system_in_memory(tiny: Path, direct: str) -> None:
     with store.write("model") as writer:
         writer.write([memoryview(content)])
     blob = store.open("model")
-    got = part(blob, 3, 3 * MIB)
+    got = read_range(blob, 3, 3 * MIB)
     blob.close()
     assert content[3 : 3 * MIB + 3] == got

@@ -12,13 +12,15 @@ from pathlib import Path
 import pytest
 
 from benchmarks import netlab
-from benchmarks.netlab import Lab
+from benchmarks.netlab import NetworkLab
 
-pytestmark = pytest.mark.skipif(bool(netlab.why_not()), reason=netlab.why_not() or "labs can be made")
+pytestmark = pytest.mark.skipif(
+    bool(netlab.unavailable_reason()), reason=netlab.unavailable_reason() or "labs can be made"
+)
 
 RATE = 20e6
 SIZE = 2_000_000
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 SERVER = """
 import socket, sys
 with socket.create_server((sys.argv[1], 7000)) as listener:
@@ -67,83 +69,81 @@ with socket.socket(type=socket.SOCK_DGRAM) as datagrams:
 
 
 @pytest.fixture
-def lab() -> Iterator[Lab]:
+def lab() -> Iterator[NetworkLab]:
     """Two hosts, `a` with a server that sends `SIZE` bytes to each caller."""
-    with Lab(["a", "b"], rate=RATE) as lab:
+    with NetworkLab(["a", "b"], rate=RATE) as lab:
         lab.start("a", [sys.executable, "-c", SERVER, lab.address("a"), str(SIZE)])
         yield lab
 
 
-def call(lab: Lab, folder: Path, *, patience_s: float = PATIENCE_S) -> str:
+def run_client(lab: NetworkLab, folder: Path, *, timeout_s: float = TIMEOUT_S) -> str:
     """What a client on `b` says of its call to `a`."""
-    said = folder / "said"
-    with said.open("w") as output:
-        client = lab.start(
-            "b", [sys.executable, "-c", CLIENT, lab.address("a"), str(patience_s)], output=output
-        )
-        client.wait(PATIENCE_S)
-    return said.read_text().strip()
+    output_file = folder / "said"
+    with output_file.open("w") as output:
+        client = lab.start("b", [sys.executable, "-c", CLIENT, lab.address("a"), str(timeout_s)], output=output)
+        client.wait(TIMEOUT_S)
+    return output_file.read_text().strip()
 
 
-def test_a_link_carries_no_more_than_its_rate(lab: Lab, tmp_path: Path) -> None:
+def test_a_link_carries_no_more_than_its_rate(lab: NetworkLab, tmp_path: Path) -> None:
     """All bytes arrive, in no less time than the rate allows, but for what the bucket passes at once."""
-    got, seconds = call(lab, tmp_path).split()
-    least_s = (SIZE - 2 * netlab.BURST) * 8 / RATE
-    assert (SIZE, True) == (int(got), float(seconds) >= least_s)
+    got, seconds = run_client(lab, tmp_path).split()
+    min_s = (SIZE - 2 * netlab.BURST) * 8 / RATE
+    assert (SIZE, True) == (int(got), float(seconds) >= min_s)
 
 
-def test_traffic_counts_what_a_host_sent_and_received(lab: Lab, tmp_path: Path) -> None:
+def test_traffic_counts_what_a_host_sent_and_received(lab: NetworkLab, tmp_path: Path) -> None:
     """The payload and no more than a tenth on top, at both ends."""
-    call(lab, tmp_path)
+    run_client(lab, tmp_path)
     sent, received = lab.traffic("a").sent, lab.traffic("b").received
     assert (True, True) == (SIZE <= sent < 1.1 * SIZE, SIZE <= received < 1.1 * SIZE)
 
 
-def test_a_cut_host_is_silent_until_it_is_healed(lab: Lab, tmp_path: Path) -> None:
+def test_a_cut_host_is_silent_until_it_is_healed(lab: NetworkLab, tmp_path: Path) -> None:
     """No refusal while the link is cut: the caller waits for nothing; afterwards it is served."""
-    call(lab, tmp_path)
+    run_client(lab, tmp_path)
     lab.cut("a")
-    while_cut = call(lab, tmp_path, patience_s=0.5)
+    while_cut = run_client(lab, tmp_path, timeout_s=0.5)
     lab.heal("a")
-    assert ("silence", str(SIZE)) == (while_cut, call(lab, tmp_path).split()[0])
+    assert ("silence", str(SIZE)) == (while_cut, run_client(lab, tmp_path).split()[0])
 
 
-def test_a_link_can_be_shaped_anew(lab: Lab, tmp_path: Path) -> None:
+def test_a_link_can_be_shaped_anew(lab: NetworkLab, tmp_path: Path) -> None:
     """A host's rate can be changed while its processes run."""
     lab.shape("a", rate=RATE / 2)
-    got, seconds = call(lab, tmp_path).split()
-    least_s = (SIZE - 2 * netlab.BURST) * 8 / (RATE / 2)
-    assert (SIZE, True) == (int(got), float(seconds) >= least_s)
+    got, seconds = run_client(lab, tmp_path).split()
+    min_s = (SIZE - 2 * netlab.BURST) * 8 / (RATE / 2)
+    assert (SIZE, True) == (int(got), float(seconds) >= min_s)
 
 
-@pytest.mark.parametrize(("loss", "least", "most"), [(0.0, 200, 200), (0.3, 100, 180)])
+@pytest.mark.parametrize(("loss", "min_packets", "max_packets"), [(0.0, 200, 200), (0.3, 100, 180)])
 def test_a_link_loses_the_share_of_packets_that_it_is_told_to(
-    lab: Lab, tmp_path: Path, loss: float, least: int, most: int
+    lab: NetworkLab, tmp_path: Path, loss: float, min_packets: int, max_packets: int
 ) -> None:
     """Of 200 datagrams about as many arrive as the link lets through."""
-    call(lab, tmp_path)  # the hosts know each other's hardware address from here on
+    run_client(lab, tmp_path)  # the hosts know each other's hardware address from here on
     lab.shape("b", rate=RATE, loss=loss)
-    said, bound, sent = (tmp_path / name for name in ("said", "bound", "sent"))
+    output_file, bound, sent = (tmp_path / name for name in ("said", "bound", "sent"))
     os.mkfifo(bound)
     os.mkfifo(sent)
-    with said.open("w") as output:
+    with output_file.open("w") as output:
         arguments = [lab.address("b"), str(bound), str(sent)]
         receiver = lab.start("b", [sys.executable, "-c", RECEIVER, *arguments], output=output)
         lab.start("a", [sys.executable, "-c", SENDER, *arguments])
-        receiver.wait(PATIENCE_S)
-    got = int(said.read_text())
-    assert True is (least <= got <= most), f"{got} of 200 arrived"
+        receiver.wait(TIMEOUT_S)
+    got = int(output_file.read_text())
+    assert True is (min_packets <= got <= max_packets), f"{got} of 200 arrived"
 
 
-def test_all_bytes_arrive_over_a_link_that_loses_packets(lab: Lab, tmp_path: Path) -> None:
+def test_all_bytes_arrive_over_a_link_that_loses_packets(lab: NetworkLab, tmp_path: Path) -> None:
     """TCP sends again what was lost."""
     lab.shape("a", rate=RATE, loss=0.02)
-    assert str(SIZE) == call(lab, tmp_path).split()[0]
+    assert str(SIZE) == run_client(lab, tmp_path).split()[0]
 
 
 def test_nothing_is_left_when_the_block_raises() -> None:
     """Namespaces and processes are gone, also those that a process of the lab started."""
-    lab = Lab(["a"])
+    lab = NetworkLab(["a"])
 
     def broken() -> None:
         with lab:
@@ -164,14 +164,14 @@ def test_what_a_killed_process_left_is_swept(tmp_path: Path) -> None:
     )
     killed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     namespace, pid = killed.stdout.split()
-    netlab.sweep()
-    assert ([], True) == (running([namespace]), gone(int(pid)))
+    netlab.remove_stale_labs()
+    assert ([], True) == (running([namespace]), has_ended(int(pid)))
 
 
 def test_host_names_are_unique() -> None:
     """Two hosts of one name are refused before anything is made."""
     with pytest.raises(ValueError, match="a name of its own"):
-        Lab(["a", "a"])
+        NetworkLab(["a", "a"])
 
 
 def running(namespaces: list[str]) -> list[str]:
@@ -181,10 +181,10 @@ def running(namespaces: list[str]) -> list[str]:
     return [namespace for namespace in namespaces if namespace in names]
 
 
-def gone(pid: int) -> bool:
+def has_ended(pid: int) -> bool:
     """Whether a process has ended; one that nobody has waited for yet has."""
-    give_up = time.monotonic() + PATIENCE_S
-    while time.monotonic() < give_up:
+    deadline = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < deadline:
         try:
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         except FileNotFoundError:

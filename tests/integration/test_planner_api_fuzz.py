@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rfork.control.ownership import OWNER_HEADER
+from rfork.planner_client.ownership import OWNER_HEADER
 from tests.conftest import StartRfork
 
 SEED = "20260101"
@@ -38,7 +38,7 @@ checks.ensure_resource_availability.enabled = false
 """A scale-up of no replicas is a withdrawal: what was posted so is not there."""
 OWNER = f"{OWNER_HEADER}: {'o' * 32}"
 ENDLESS = "/v1/events"
-"""A stream without an end: no answer to wait for. tests/unit/planner/test_events.py reads it."""
+"""A stream without an end: no answer to wait for. tests/unit/planner/test_event_bus.py reads it."""
 
 
 @pytest.mark.parametrize(
@@ -53,9 +53,7 @@ def test_the_planner_answers_as_its_document_says(
 ) -> None:
     """Good and bad requests to each route, alone and in sequence: no 5xx, no answer that it does not tell."""
     environment = {"RFORK_PLANNER_TOKEN": "operator-token", "RFORK_PLANNER_BATCH_S": "0.002"}
-    planner = rfork_process(
-        "planner", "--port", "0", "--json", until='"event": ?"ready"', environment=environment
-    )
+    planner = rfork_process("planner", "--port", "0", "--json", until='"event": ?"ready"', environment=environment)
     url = json.loads(planner.wait_for(r'^.*"event": ?"ready".*$').group())["url"]
     configuration = tmp_path / "schemathesis.toml"
     chosen = "\n".join(f"{check}.enabled = true" for check in CHECKS)

@@ -7,9 +7,9 @@ import json
 import httpx
 import pytest
 
-from rfork.control.client import PlannerClient
+from rfork.planner_client.client import PlannerClient
 from tests.conftest import StartRfork
-from tests.unit.planner.builders import ask, whole
+from tests.unit.planner.builders import fork_request, seed_report
 
 READY = r"http://[0-9.:]+"
 JSON = {"Content-Type": "application/json"}
@@ -26,12 +26,12 @@ def test_a_request_that_failed_is_found_by_its_id(
     """The caller's id stands in the problem's header and in a JSON line that says what was answered."""
     planner = rfork_process(*arguments, environment=environment, until=READY)
     url = planner.wait_for(READY)[0]
-    answer = httpx.get(f"{url}/v1/forks/none", headers={"X-Request-Id": "looked-for.1"}, trust_env=False)
+    response = httpx.get(f"{url}/v1/forks/none", headers={"X-Request-Id": "looked-for.1"}, trust_env=False)
     planner.wait_for("looked-for.1")
     lines = [json.loads(line) for line in planner.stderr.splitlines()]
     found = [line for line in lines if line.get("request_id") == "looked-for.1"]
     assert (404, "application/problem+json", "looked-for.1") == (
-        answer.status_code, answer.headers["content-type"], answer.headers["x-request-id"],
+        response.status_code, response.headers["content-type"], response.headers["x-request-id"],
     )  # fmt: skip
     assert [("request", "info", "GET", "/v1/forks/none", 404)] == [
         (line["event"], line["level"], line["method"], line["path"], line["status"]) for line in found
@@ -44,9 +44,11 @@ def test_every_line_is_json_with_time_level_and_event(rfork_process: StartRfork)
     planner = rfork_process("planner", "--port", "0", "--json", environment=everything, until=READY)
     url = planner.wait_for(READY)[0]
     with PlannerClient(url) as client, httpx.Client(base_url=url, trust_env=False) as web:
-        client.report(whole("s"))
+        client.report(seed_report("s"))
         web.post(
-            "/v1/forks", content=ask("a").model_dump_json(), headers={**JSON, "X-Request-Id": "planned-here"}
+            "/v1/forks",
+            content=fork_request("a").model_dump_json(),
+            headers={**JSON, "X-Request-Id": "planned-here"},
         )
         web.post("/v1/forks", content=b"{", headers={**JSON, "X-Request-Id": "\x1b[31m"})
         web.get("/%1b%0a{}")
@@ -55,9 +57,7 @@ def test_every_line_is_json_with_time_level_and_event(rfork_process: StartRfork)
     planner.stop()
     lines = [json.loads(line) for line in planner.stderr.splitlines()]
     assert [] == [line for line in lines if not {"timestamp", "level", "event"} <= set(line)]
-    assert {"planner is up", "instance reported", "fork planned", "request"} <= {
-        line["event"] for line in lines
-    }
+    assert {"planner is up", "instance reported", "fork planned", "request"} <= {line["event"] for line in lines}
     assert ["planned-here"] == [line["request_id"] for line in lines if line["event"] == "fork planned"]
 
 
@@ -65,9 +65,7 @@ def test_two_requests_without_an_id_get_different_ones(rfork_process: StartRfork
     """The planner's own ids tell its lines apart."""
     planner = rfork_process("planner", "--port", "0", "--json", until=READY)
     url = planner.wait_for(READY)[0]
-    told = [
-        httpx.get(f"{url}/nowhere/{number}", trust_env=False).headers["x-request-id"] for number in (1, 2)
-    ]
+    request_ids = [httpx.get(f"{url}/nowhere/{number}", trust_env=False).headers["x-request-id"] for number in (1, 2)]
     planner.wait_for("nowhere/2")
     logged = [json.loads(line) for line in planner.stderr.splitlines() if "nowhere" in line]
-    assert (told, 2) == ([line["request_id"] for line in logged], len(set(told)))
+    assert (request_ids, 2) == ([line["request_id"] for line in logged], len(set(request_ids)))

@@ -12,20 +12,20 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from rfork.control.client import PlannerClient
-from rfork.errors import PlannerRefused
-from rfork.wire import ForkFinish, ForkProgress, ForkRequest, Plan, StorageOffer
+from rfork.errors import PlannerRejected
+from rfork.planner_client.client import PlannerClient
+from rfork.schema import ForkProgress, ForkRequest, ForkResult, Plan, StorageCandidate
 from tests.conftest import StartRfork
 from tests.processes import RedisServer, RforkProcess
-from tests.unit.planner.builders import CHUNKS, ask, report, whole
+from tests.unit.planner.builders import CHUNKS, fork_request, report, seed_report
 
 READY = r"planner ready at (\S+)"
-PATIENCE_S = 30.0
+TIMEOUT_S = 30.0
 PROGRESS = ForkProgress(verified=((0, 6),), bytes_read=6 << 20, bytes_per_s=1e6)
-FORKED = ForkFinish(outcome="forked", seconds=1, bytes_read=CHUNKS << 20)
+FORKED = ForkResult(outcome="forked", seconds=1, bytes_read=CHUNKS << 20)
 
 
-class Replica:
+class PlannerReplica:
     """One planner process, and the client of it."""
 
     def __init__(self, process: RforkProcess) -> None:
@@ -35,7 +35,7 @@ class Replica:
 
 
 @pytest.fixture
-def replicas(redis_server: RedisServer, rfork_process: StartRfork) -> Iterator[tuple[Replica, Replica]]:
+def replicas(redis_server: RedisServer, rfork_process: StartRfork) -> Iterator[tuple[PlannerReplica, PlannerReplica]]:
     """Two planners over one Redis."""
     environment = {
         "RFORK_PLANNER_STORE": redis_server.url,
@@ -46,28 +46,28 @@ def replicas(redis_server: RedisServer, rfork_process: StartRfork) -> Iterator[t
         "RFORK_PLANNER_BATCH_S": "0",  # each request is planned by itself: as many meet as can
     }
     processes = [rfork_process("planner", "--port", "0", environment=environment) for _ in range(2)]
-    first, second = (Replica(process) for process in processes)
+    first, second = (PlannerReplica(process) for process in processes)
     yield first, second
     for replica in (first, second):
         replica.planner.close()
 
 
-def until(holds: Callable[[], bool]) -> None:
+def until(predicate: Callable[[], bool]) -> None:
     """Ask again until it holds; fails the test where it never does."""
-    give_up = time.monotonic() + PATIENCE_S
-    while not holds():
-        if time.monotonic() > give_up:
-            pytest.fail(f"did not come to hold within {PATIENCE_S:g} s")
+    deadline = time.monotonic() + TIMEOUT_S
+    while not predicate():
+        if time.monotonic() > deadline:
+            pytest.fail(f"did not come to hold within {TIMEOUT_S:g} s")
         threading.Event().wait(0.02)
 
 
-def ask_all(replicas: tuple[Replica, Replica], requests: list[ForkRequest]) -> list[Plan]:
+def request_plans(replicas: tuple[PlannerReplica, PlannerReplica], requests: list[ForkRequest]) -> list[Plan]:
     """Ask for all at once, every other one at the other replica."""
     start = threading.Barrier(len(requests))
 
     def one(index: int) -> Plan:
-        start.wait(PATIENCE_S)
-        return replicas[index % 2].planner.ask(requests[index])
+        start.wait(TIMEOUT_S)
+        return replicas[index % 2].planner.request_plan(requests[index])
 
     with ThreadPoolExecutor(len(requests)) as threads:
         return list(threads.map(one, range(len(requests))))
@@ -77,82 +77,85 @@ def readers(planner: PlannerClient) -> Counter[str]:
     """How many forks under way read from each source, as one replica lists them."""
     forks = [fork for fork in planner.forks() if fork.finish is None]
     return Counter(
-        source_id
-        for fork in forks
-        for source_id in {share.source_id for share in fork.plan} - {fork.instance_id}
+        source_id for fork in forks for source_id in {share.source_id for share in fork.plan} - {fork.instance_id}
     )
 
 
-def test_no_slot_is_given_twice(replicas: tuple[Replica, Replica]) -> None:
+def test_no_slot_is_given_twice(replicas: tuple[PlannerReplica, PlannerReplica]) -> None:
     """Rounds of asks against both at a time, forks ending in between: no source is over its capacity."""
     seeds = [f"s{index}" for index in range(4)]
     for index, name in enumerate(seeds):
-        replicas[index % 2].planner.report(whole(name, max_readers=2))
+        replicas[index % 2].planner.report(seed_report(name, max_readers=2))
     until(lambda: all(len(replica.planner.instances()) == 4 for replica in replicas))
-    most: Counter[str] = Counter()
+    max_readers: Counter[str] = Counter()
     for turn in "abcd":
-        plans = ask_all(replicas, [ask(f"{turn}{index}", max_readers=2) for index in range(12)])
+        plans = request_plans(replicas, [fork_request(f"{turn}{index}", max_readers=2) for index in range(12)])
         until(lambda: readers(replicas[0].planner) == readers(replicas[1].planner))
-        most |= readers(replicas[0].planner)
+        max_readers |= readers(replicas[0].planner)
         for index, plan in enumerate(plans[:6]):
             replicas[(index + 1) % 2].planner.finish(plan.fork_id, FORKED)
-    assert ([], True) == ([name for name, count in most.items() if count > 2], set(seeds) <= set(most))
+    assert ([], True) == (
+        [name for name, count in max_readers.items() if count > 2],
+        set(seeds) <= set(max_readers),
+    )
 
 
-def test_one_reader_is_elected_for_a_cold_group(replicas: tuple[Replica, Replica]) -> None:
+def test_one_reader_is_elected_for_a_cold_group(replicas: tuple[PlannerReplica, PlannerReplica]) -> None:
     """Sixteen that nobody has the image for ask both replicas at once: one reads, the rest wait behind it."""
-    offer = (StorageOffer(kind="loader"),)
+    offer = (StorageCandidate(kind="loader"),)
     for turn in range(8):
-        requests = [ask(f"t{turn}-{index}", storage=offer, model=f"cold-{turn}") for index in range(16)]
-        plans = ask_all(replicas, requests)
+        requests = [fork_request(f"t{turn}-{index}", storage=offer, model=f"cold-{turn}") for index in range(16)]
+        plans = request_plans(replicas, requests)
         assert [((0, CHUNKS),)] == [read.chunks for plan in plans for read in plan.storage]
 
 
-def test_a_replica_that_dies_is_not_missed(replicas: tuple[Replica, Replica]) -> None:
+def test_a_replica_that_dies_is_not_missed(replicas: tuple[PlannerReplica, PlannerReplica]) -> None:
     """SIGKILL: the other knows its instances, forks and leases, and plans on."""
     first, second = replicas
-    first_keys = first.planner.report(whole("s")).lease_keys
-    before = first.planner.ask(ask("t"))
+    first_keys = first.planner.report(seed_report("s")).lease_keys
+    before = first.planner.request_plan(fork_request("t"))
     first.process.signal(signal.SIGKILL)
     first.process.wait()
-    after = second.planner.ask(ask("t"))
+    after = second.planner.request_plan(fork_request("t"))
     renewed = second.planner.progress("fork-t", PROGRESS)
-    follower = second.planner.ask(ask("u"))
+    follower = second.planner.request_plan(fork_request("u"))
     assert ("s", "s", {"s"}, "t") == (
         before.routes[0].source_id,
         after.routes[0].source_id,
         set(renewed.leases),
         follower.routes[0].source_id,
     )
-    assert first_keys == second.planner.report(whole("s", readers=("fork-t",))).lease_keys
+    assert first_keys == second.planner.report(seed_report("s", readers=("fork-t",))).lease_keys
 
 
-def test_redis_may_die_and_come_back(replicas: tuple[Replica, Replica], redis_server: RedisServer) -> None:
+def test_redis_may_die_and_come_back(
+    replicas: tuple[PlannerReplica, PlannerReplica], redis_server: RedisServer
+) -> None:
     """One clear problem while it is away; whole again after it came back, and one heartbeat."""
     first, second = replicas
-    first.planner.report(whole("s"))
-    first.planner.ask(ask("t"))
+    first.planner.report(seed_report("s"))
+    first.planner.request_plan(fork_request("t"))
     redis_server.kill()
     until(lambda: not first.planner.ready() and not second.planner.ready())
-    body = ask("u").model_dump(mode="json")
-    answer = httpx.post(f"{first.url}/v1/forks", json=body, trust_env=False, timeout=20)
-    problem = answer.json()
+    body = fork_request("u").model_dump(mode="json")
+    response = httpx.post(f"{first.url}/v1/forks", json=body, trust_env=False, timeout=20)
+    problem = response.json()
     assert (503, "store-unavailable", True, 1) == (
-        answer.status_code,
+        response.status_code,
         problem["type"].rpartition("/")[2],
-        int(answer.headers["retry-after"]) > 0,
+        int(response.headers["retry-after"]) > 0,
         len(problem["detail"].splitlines()),
     )
     assert problem["detail"].startswith(f"the store at 127.0.0.1:{redis_server.port} cannot be used: ")
     leases = set(first.planner.progress("fork-t", PROGRESS).leases)  # forks under way go on
     redis_server.start()
     until(lambda: first.planner.ready() and second.planner.ready())
-    with pytest.raises(PlannerRefused) as refused:
+    with pytest.raises(PlannerRejected) as refused:
         second.planner.progress("fork-t", PROGRESS)
-    second.planner.report(whole("s"))
+    second.planner.report(seed_report("s"))
     second.planner.report(report("t", (0, 6)))
     until(lambda: len(first.planner.instances()) == 2)
-    again = first.planner.ask(ask("t", (0, 6)))
+    again = first.planner.request_plan(fork_request("t", (0, 6)))
     assert ({"s"}, "unknown-fork", [("s", ((6, CHUNKS),))]) == (
         leases, refused.value.problem, [(route.source_id, route.chunks) for route in again.routes],
     )  # fmt: skip
@@ -163,17 +166,17 @@ def test_a_planner_waits_for_its_redis(redis_server: RedisServer, rfork_process:
     redis_server.kill()
     url = redis_server.url.replace("redis://", "redis://default:hush@")
     environment = {"RFORK_PLANNER_STORE": url, "RFORK_PLANNER_SECRET": "s" * 32}
-    replica = Replica(rfork_process("planner", "--port", "0", environment=environment))
+    replica = PlannerReplica(rfork_process("planner", "--port", "0", environment=environment))
     with replica.planner as planner:
         refused = planner.ready()
         replica.process.wait_for(rf"the store at 127\.0\.0\.1:{redis_server.port} cannot be used: ")
         redis_server.start("--requirepass", "hush")
         until(planner.ready)
-        planner.report(whole("s"))
-        routes = planner.ask(ask("t")).routes
-    told = replica.process.stdout + replica.process.stderr
+        planner.report(seed_report("s"))
+        routes = planner.request_plan(fork_request("t")).routes
+    log_text = replica.process.stdout + replica.process.stderr
     assert (False, ["s"], []) == (
         refused,
         [route.source_id for route in routes],
-        [word for word in ("hush", "Traceback") if word in told],
+        [word for word in ("hush", "Traceback") if word in log_text],
     )

@@ -16,19 +16,19 @@ import httpx
 import pytest
 import trustme
 
-from planner import accepting, connections
-from planner.connections import Limits
-from planner.service import running
-from rfork.control.client import PlannerClient
-from rfork.control.lease import decode_key, verify
-from rfork.errors import LeaseRefused, PlannerRefused, PlannerUnreachable
-from rfork.settings import PlannerSettings, Settings, TlsSettings
+from planner import connection_acceptor, connections
+from planner.connections import ConnectionLimits
+from planner.server import run_in_thread
+from rfork.errors import LeaseRejected, PlannerRejected, PlannerUnreachable
+from rfork.planner_client.client import PlannerClient
+from rfork.planner_client.lease import decode_key, verify
+from rfork.settings import InstanceSettings, PlannerSettings, TlsSettings
 from tests.conftest import StartRfork
 from tests.processes import RforkProcess
-from tests.unit.planner.builders import ask, whole
+from tests.unit.planner.builders import fork_request, seed_report
 
 READY = r"planner ready at (\S+)"
-GIVE_UP_S = 30.0
+RETRY_TIMEOUT_S = 30.0
 ROLES = "reader look\ninstance work-1\noperator rule\n"
 OLD, NEW = "o" * 32, "n" * 32
 Files = dict[str, Path]
@@ -76,12 +76,12 @@ def server_tls(files: Files) -> dict[str, Path]:
     return {"TLS_CERTIFICATE": files["server"], "TLS_KEY": files["server-key"]}
 
 
-def answer(url: str, token: str | None) -> str:
+def heartbeat_result(url: str, token: str | None) -> str:
     """What a heartbeat with this token gets: its problem, or `ok`."""
     with PlannerClient(url, token=token) as planner:
         try:
-            planner.report(whole("s"))
-        except PlannerRefused as error:
+            planner.report(seed_report("s"))
+        except PlannerRejected as error:
             return error.problem
     return "ok"
 
@@ -93,11 +93,11 @@ def replace(path: Path, content: str) -> None:
     successor.replace(path)
 
 
-def ask_until(done: Callable[[], bool]) -> None:
+def retry_until(done: Callable[[], bool]) -> None:
     """Calls `done`, which sends a request, until it is true; TimeoutError after a while."""
-    give_up = time.monotonic() + GIVE_UP_S
+    deadline = time.monotonic() + RETRY_TIMEOUT_S
     while not done():
-        if time.monotonic() > give_up:
+        if time.monotonic() > deadline:
             raise TimeoutError("the planner has not changed")
 
 
@@ -115,10 +115,10 @@ def test_mutual_tls_lets_in_only_who_shows_a_certificate(start: StartPlanner, fi
     """None, or one by another authority, ends the handshake, for the health checks too."""
     _, url = start(**server_tls(files), TLS_CA=files["ca"])
     ours = TlsSettings(ca=files["ca"], certificate=files["client"], key=files["client-key"])
-    strangers = TlsSettings(ca=files["ca"], certificate=files["stranger"], key=files["stranger-key"])
+    untrusted_tls = TlsSettings(ca=files["ca"], certificate=files["stranger"], key=files["stranger-key"])
     with PlannerClient(url, tls=ours) as planner:
         assert (True, []) == (planner.ready(), planner.models())
-    for tls in (TlsSettings(ca=files["ca"]), strangers):
+    for tls in (TlsSettings(ca=files["ca"]), untrusted_tls):
         with PlannerClient(url, tls=tls) as planner, pytest.raises(PlannerUnreachable):
             planner.ready()
 
@@ -139,14 +139,14 @@ def test_a_token_is_asked_for_behind_mutual_tls_too(start: StartPlanner, files: 
 def test_each_role_may_what_it_is_for(start: StartPlanner, tokens: Path) -> None:
     """By the file, beside the token of the settings that may everything."""
     _, url = start(PLANNER_TOKENS=tokens, PLANNER_TOKEN="all")
-    with PlannerClient(url) as nobody:
-        assert (True, "unauthorized") == (nobody.ready(), answer(url, None))
+    with PlannerClient(url) as unauthenticated_client:
+        assert (True, "unauthorized") == (unauthenticated_client.ready(), heartbeat_result(url, None))
     assert ["unauthorized", "forbidden", "ok", "ok", "ok"] == [
-        answer(url, token) for token in ("wrong", "look", "work-1", "rule", "all")
+        heartbeat_result(url, token) for token in ("wrong", "look", "work-1", "rule", "all")
     ]
     drains: dict[str, list[int]] = {}
     with PlannerClient(url, token="work-1") as planner:
-        planner.report(whole("t"))  # so that the other is not the last seed, which nobody may drain just so
+        planner.report(seed_report("t"))  # so that the other is not the last seed, which nobody may drain just so
     for query in ("", "?force=true"):
         for token in ("look", "work-1", "rule", "all"):
             drain = httpx.post(
@@ -157,9 +157,7 @@ def test_each_role_may_what_it_is_for(start: StartPlanner, tokens: Path) -> None
     assert {"": [403, 403, 200, 200], "?force=true": [403, 403, 200, 200]} == drains
 
 
-@pytest.mark.parametrize(
-    ("environment", "expected"), [({}, "draining"), ({"RFORK_OWNER_SECRET": "x" * 32}, "serving")]
-)
+@pytest.mark.parametrize(("environment", "expected"), [({}, "draining"), ({"RFORK_OWNER_SECRET": "x" * 32}, "serving")])
 def test_a_server_is_drained_by_its_own_processes_alone(
     start: StartPlanner,
     tokens: Path,
@@ -172,10 +170,10 @@ def test_a_server_is_drained_by_its_own_processes_alone(
     """A preStop hook finds the secret that the server's processes share; another caller has another one."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     _, url = start(PLANNER_TOKENS=tokens)
-    server = Settings.model_validate({"planner": url, "token": "work-1", "replica": "pod-x"})
+    server = InstanceSettings.model_validate({"planner": url, "token": "work-1", "replica": "pod-x"})
     with PlannerClient.of(server) as planner:
         for name in ("pod-x-target-0", "other"):
-            planner.report(whole(name))
+            planner.report(seed_report(name))
         shared = {"TMPDIR": str(tmp_path), "RFORK_REPLICA": "pod-x", "RFORK_TOKEN": "work-1"}
         command = ("drain", "--own", "--wait", "5", "--planner", url)
         rfork_process(*command, environment=shared | environment).wait()
@@ -185,13 +183,13 @@ def test_a_server_is_drained_by_its_own_processes_alone(
 def test_tokens_rotate_while_the_planner_runs(start: StartPlanner, tokens: Path) -> None:
     """The new one opens, the removed one does not; a file that breaks changes nothing and is told of."""
     process, url = start(PLANNER_TOKENS=tokens)
-    before = [answer(url, token) for token in ("work-1", "work-2")]
+    before = [heartbeat_result(url, token) for token in ("work-1", "work-2")]
     replace(tokens, ROLES.replace("work-1", "work-2"))
-    ask_until(lambda: answer(url, "work-2") == "ok")
-    after = [answer(url, token) for token in ("work-1", "work-2")]
+    retry_until(lambda: heartbeat_result(url, "work-2") == "ok")
+    after = [heartbeat_result(url, token) for token in ("work-1", "work-2")]
     replace(tokens, "instance\n")
-    ask_until(lambda: answer(url, "work-2") != "ok" or "cannot be used" in process.stderr)
-    broken = [answer(url, token) for token in ("work-1", "work-2")]
+    retry_until(lambda: heartbeat_result(url, "work-2") != "ok" or "cannot be used" in process.stderr)
+    broken = [heartbeat_result(url, token) for token in ("work-1", "work-2")]
     assert (["ok", "unauthorized"], ["unauthorized", "ok"], ["unauthorized", "ok"]) == (before, after, broken)
     assert (True, False) == (f"{tokens}:1" in process.stderr, "work-2" in process.stderr + process.stdout)
 
@@ -200,7 +198,7 @@ def test_streams_end_with_their_token(start: StartPlanner, tokens: Path) -> None
     """A page that looks, and a reader of events, within seconds; neither is let in again."""
     _, url = start(PLANNER_TOKENS=tokens)
     old = {"Authorization": "Bearer look"}
-    with httpx.Client(base_url=url, headers=old, timeout=GIVE_UP_S) as web:
+    with httpx.Client(base_url=url, headers=old, timeout=RETRY_TIMEOUT_S) as web:
         with web.stream("GET", "/ui/feed") as feed, web.stream("GET", "/v1/events") as events:
             lines = feed.iter_lines(), events.iter_lines()
             first = [next(each) for each in lines]
@@ -215,8 +213,8 @@ def test_a_malformed_tokens_file_ends_the_start(rfork_process: StartRfork, token
     tokens.write_text("reader look\nhidden-secret instance\n")
     process = rfork_process("planner", "--port", "0", environment={"RFORK_PLANNER_TOKENS": str(tokens)})
     code = process.wait()
-    told = " ".join(process.stderr.split())
-    assert (2, True, False) == (code, f"{tokens}:2" in told.replace(" ", ""), "hidden" in told)
+    log_text = " ".join(process.stderr.split())
+    assert (2, True, False) == (code, f"{tokens}:2" in log_text.replace(" ", ""), "hidden" in log_text)
 
 
 def test_leases_outlive_a_change_of_the_secret(start: StartPlanner, free_port: int) -> None:
@@ -226,8 +224,8 @@ def test_leases_outlive_a_change_of_the_secret(start: StartPlanner, free_port: i
     for secret in (OLD, f"{NEW},{OLD}", NEW):
         process, url = start(free_port, PLANNER_SECRET=secret)
         with PlannerClient(url) as planner:
-            keys.append([decode_key(key) for key in planner.report(whole("s")).lease_keys])
-            leases.append(planner.ask(ask("a")).routes[0].lease.token)
+            keys.append([decode_key(key) for key in planner.report(seed_report("s")).lease_keys])
+            leases.append(planner.request_plan(fork_request("a")).routes[0].lease.token)
         process.stop()
     first, second, _ = leases
     assert [1, 2, 1] == [len(each) for each in keys]
@@ -236,24 +234,28 @@ def test_leases_outlive_a_change_of_the_secret(start: StartPlanner, free_port: i
         for token, by in ((first, keys[0]), (first, keys[1]), (second, keys[1]), (second, keys[2]))
     ]
     for token, by in ((first, keys[2]), (second, keys[0])):
-        with pytest.raises(LeaseRefused, match="forged"):
+        with pytest.raises(LeaseRejected, match="forged"):
             verify(token, by, source_id="s")
 
 
 def test_the_limits_of_the_settings_hold() -> None:
     """A body above `max_body`, and more requests than `rate_limit` gives for two seconds."""
     chosen = PlannerSettings(port=0, max_body=100, rate_limit=0.01)
-    with running(chosen) as url, httpx.Client(base_url=url, trust_env=False) as web:
-        answers = [web.put("/v1/instances/s", content=b" " * 101), web.get("/v1/models"), web.get("/healthz")]
+    with run_in_thread(chosen) as url, httpx.Client(base_url=url, trust_env=False) as web:
+        responses = [
+            web.put("/v1/instances/s", content=b" " * 101),
+            web.get("/v1/models"),
+            web.get("/healthz"),
+        ]
     assert ([413, 429, 200], True) == (
-        [each.status_code for each in answers],
-        90 < int(answers[1].headers["retry-after"]) <= 100,
+        [each.status_code for each in responses],
+        90 < int(responses[1].headers["retry-after"]) <= 100,
     )
 
 
 def test_a_tokens_file_counts_as_a_guard(tokens: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Bound beyond loopback with it, no warning is due; and without a token nobody is let in."""
-    with running(PlannerSettings(port=0, bind="0.0.0.0", tokens=tokens)) as url:
+    with run_in_thread(PlannerSettings(port=0, bind="0.0.0.0", tokens=tokens)) as url:
         status = httpx.get(f"{url.replace('0.0.0.0', '127.0.0.1')}/v1/models", trust_env=False).status_code
     assert (401, []) == (status, [each for each in caplog.records if each.levelname == "WARNING"])
 
@@ -261,15 +263,15 @@ def test_a_tokens_file_counts_as_a_guard(tokens: Path, caplog: pytest.LogCapture
 @pytest.mark.parametrize("encoding", ["Content-Length: 200000", "Transfer-Encoding: chunked"])
 def test_a_refused_body_ends_its_connection(encoding: str) -> None:
     """The answer comes while most of the body is still on its way, and then the end of the stream."""
-    with running(PlannerSettings(port=0, max_body=100)) as url:
+    with run_in_thread(PlannerSettings(port=0, max_body=100)) as url:
         host, _, port = url.removeprefix("http://").partition(":")
-        with socket.create_connection((host, int(port)), timeout=GIVE_UP_S) as connection:
+        with socket.create_connection((host, int(port)), timeout=RETRY_TIMEOUT_S) as connection:
             piece = b"ff\r\n" + b" " * 255 + b"\r\n" if "chunked" in encoding else b" " * 255
             connection.sendall(
                 f"PUT /v1/instances/s HTTP/1.1\r\nHost: localhost\r\n{encoding}\r\n\r\n".encode() + piece
             )
-            told = b"".join(iter(lambda: connection.recv(65536), b""))
-    assert (b"HTTP/1.1 413", True) == (told[:12], b"body-too-large" in told)
+            response = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert (b"HTTP/1.1 413", True) == (response[:12], b"body-too-large" in response)
 
 
 def half_open(url: str, count: int, stack: ExitStack) -> list[socket.socket]:
@@ -277,7 +279,7 @@ def half_open(url: str, count: int, stack: ExitStack) -> list[socket.socket]:
     host, _, port = url.removeprefix("http://").partition(":")
     opened = []
     for _ in range(count):
-        connection = stack.enter_context(socket.create_connection((host, int(port)), timeout=GIVE_UP_S))
+        connection = stack.enter_context(socket.create_connection((host, int(port)), timeout=RETRY_TIMEOUT_S))
         connection.sendall(b"GET /v1/models HTTP/1.1\r\n")
         opened.append(connection)
     return opened
@@ -285,8 +287,8 @@ def half_open(url: str, count: int, stack: ExitStack) -> list[socket.socket]:
 
 def test_half_open_requests_keep_no_other_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest of them is closed to make room."""
-    monkeypatch.setattr(Limits, "of_descriptors", classmethod(lambda cls, most: cls(8, 4)))
-    with running(PlannerSettings(port=0)) as url, ExitStack() as stack:
+    monkeypatch.setattr(ConnectionLimits, "from_descriptor_limit", classmethod(lambda cls, max_descriptors: cls(8, 4)))
+    with run_in_thread(PlannerSettings(port=0)) as url, ExitStack() as stack:
         oldest, *_ = half_open(url, 20, stack)
         with PlannerClient(url) as planner:
             assert planner.ready()
@@ -297,13 +299,13 @@ def test_half_open_requests_keep_no_other_out(monkeypatch: pytest.MonkeyPatch) -
 def test_a_request_whose_head_never_ends_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where its connection was of use before."""
     monkeypatch.setattr(connections, "HEAD_S", 0.2)
-    monkeypatch.setattr(accepting, "CHECK_S", 0.05)
-    with running(PlannerSettings(port=0)) as url, ExitStack() as stack:
+    monkeypatch.setattr(connection_acceptor, "CHECK_S", 0.05)
+    with run_in_thread(PlannerSettings(port=0)) as url, ExitStack() as stack:
         (connection,) = half_open(url, 1, stack)
         connection.sendall(b"Host: localhost\r\n\r\n")
-        answer = b""
-        while not answer.endswith(b"[]"):
-            answer += connection.recv(4096)
+        response = b""
+        while not response.endswith(b"[]"):
+            response += connection.recv(4096)
         connection.sendall(b"GET /v1/models HTTP/1.1\r\n")
         with contextlib.suppress(ConnectionResetError):
             assert b"" == connection.recv(1)
@@ -315,7 +317,7 @@ def test_without_descriptors_the_planner_says_so_once(start: StartPlanner) -> No
     resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (48, 48))
     with ExitStack() as stack:
         half_open(url, 100, stack)
-        with PlannerClient(url, timeout_s=GIVE_UP_S) as planner:
+        with PlannerClient(url, timeout_s=RETRY_TIMEOUT_S) as planner:
             assert planner.ready()
     process.stop()
     assert 1 == process.stderr.count("cannot accept connections")

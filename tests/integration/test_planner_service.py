@@ -13,31 +13,31 @@ import httpx
 import pytest
 import trustme
 
-from planner.service import running, serve
-from rfork.control.client import PlannerClient
-from rfork.errors import PlannerRefused, PlannerUnreachable, PortInUse, SettingsError
+from planner.server import run_in_thread, serve
+from rfork.errors import PlannerRejected, PlannerUnreachable, PortInUse, SettingsError
+from rfork.planner_client.client import PlannerClient
+from rfork.schema import ForkProgress, ForkResult
 from rfork.settings import PlannerSettings, TlsSettings
-from rfork.wire import ForkFinish, ForkProgress
 from tests.conftest import StartRfork
-from tests.unit.planner.builders import ask, fault, whole
+from tests.unit.planner.builders import fault, fork_request, seed_report
 
 SERVE = """
 import sys
-from planner.service import serve
+from planner.server import serve
 from rfork.settings import PlannerSettings
 serve(PlannerSettings(port=0), lambda url: print(url, flush=True))
 print("ended in order", flush=True)
 """
 EARLY = """
 import os, signal
-import planner.service
-make = planner.service.create_app
+import planner.server
+make = planner.server.create_app
 
 def told(settings, **more):
     os.kill(os.getpid(), signal.SIGTERM)
     return make(settings, **more)
 
-planner.service.create_app = told
+planner.server.create_app = told
 """
 """What a planner runs at its start, that is told to stop before it is up."""
 PROGRESS = ForkProgress(verified=((0, 6),), bytes_read=6 << 20, bytes_per_s=1.0)
@@ -50,12 +50,12 @@ def settings(**options: str | int | float) -> PlannerSettings:
 
 def test_a_chain_of_three_from_registration_to_finish() -> None:
     """Over real sockets: register, plan, progress, finish, lists."""
-    with running(settings()) as url, PlannerClient(url) as planner:
-        planner.report(whole("s"))
-        chain = [planner.ask(ask(name)).routes[0].source_id for name in "abc"]
+    with run_in_thread(settings()) as url, PlannerClient(url) as planner:
+        planner.report(seed_report("s"))
+        chain = [planner.request_plan(fork_request(name)).routes[0].source_id for name in "abc"]
         renewed = planner.progress("fork-b", PROGRESS).leases
         for name in "abc":
-            planner.finish(f"fork-{name}", ForkFinish(outcome="forked", seconds=1, bytes_read=12 << 20))
+            planner.finish(f"fork-{name}", ForkResult(outcome="forked", seconds=1, bytes_read=12 << 20))
         assert (["s", "a", "b"], {"a"}) == (chain, set(renewed))
         assert ["finished"] * 3 == [fork.state for fork in planner.forks()]
         assert planner.ready()
@@ -63,17 +63,17 @@ def test_a_chain_of_three_from_registration_to_finish() -> None:
 
 def test_a_planner_that_restarted_is_whole_after_one_heartbeat(free_port: int) -> None:
     """The client goes on over the same object; what it asks for again carries all that is needed."""
-    with running(settings(port=free_port)) as url:
+    with run_in_thread(settings(port=free_port)) as url:
         planner = PlannerClient(url)
-        planner.report(whole("s"))
-        planner.ask(ask("a"))
+        planner.report(seed_report("s"))
+        planner.request_plan(fork_request("a"))
     with pytest.raises(PlannerUnreachable, match=f"planner {url} cannot be reached"):
         planner.instances()
-    with running(settings(port=free_port)):
-        with pytest.raises(PlannerRefused) as refused:
+    with run_in_thread(settings(port=free_port)):
+        with pytest.raises(PlannerRejected) as refused:
             planner.progress("fork-a", PROGRESS)
-        planner.report(whole("s", readers=("fork-a",)))
-        again = planner.ask(ask("a", (0, 6)))
+        planner.report(seed_report("s", readers=("fork-a",)))
+        again = planner.request_plan(fork_request("a", (0, 6)))
         assert ("unknown-fork", [("s", ((6, 12),))]) == (
             refused.value.problem,
             [(route.source_id, route.chunks) for route in again.routes],
@@ -83,21 +83,21 @@ def test_a_planner_that_restarted_is_whole_after_one_heartbeat(free_port: int) -
 
 def test_a_token_is_asked_for() -> None:
     """401 as a problem document without it, an answer with it."""
-    with running(settings(token="secret")) as url:
-        answer = httpx.get(f"{url}/v1/models", trust_env=False)
+    with run_in_thread(settings(token="secret")) as url:
+        response = httpx.get(f"{url}/v1/models", trust_env=False)
         with PlannerClient(url, token="secret") as planner:
             assert (401, "application/problem+json", []) == (
-                answer.status_code, answer.headers["content-type"], planner.models(),
+                response.status_code, response.headers["content-type"], planner.models(),
             )  # fmt: skip
-        with PlannerClient(url, token="wrong") as planner, pytest.raises(PlannerRefused) as refused:
+        with PlannerClient(url, token="wrong") as planner, pytest.raises(PlannerRejected) as refused:
             planner.models()
         assert "unauthorized" == refused.value.problem
 
 
 def test_a_port_in_use_is_one_clear_line() -> None:
     """Both ways to start name the address and the variable."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
         with pytest.raises(PortInUse, match=f"127.0.0.1:{port}") as error:
             serve(settings(port=port))
         assert "RFORK_PLANNER_PORT" in error.value.hint
@@ -113,7 +113,7 @@ def test_an_address_that_is_not_ours_is_a_settings_error(bind: str) -> None:
 def test_an_open_planner_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     """Bound beyond loopback without a token: loud; with one, or on loopback: silent."""
     for options in ({"bind": "0.0.0.0"}, {"bind": "0.0.0.0", "token": "t"}, {}):
-        with running(settings(**options)):
+        with run_in_thread(settings(**options)):
             pass
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert (1, True) == (len(warnings), "THE PLANNER IS OPEN" in warnings[0])
@@ -136,15 +136,15 @@ def test_a_signal_ends_it_in_order(number: signal.Signals) -> None:
 
 def test_a_signal_before_it_is_up_ends_it_too() -> None:
     """In order, and nobody hears that it is ready."""
-    told = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", EARLY + SERVE], capture_output=True, text=True, check=True, timeout=120
     )
-    assert "ended in order\n" == told.stdout
+    assert "ended in order\n" == result.stdout
 
 
 def test_the_planner_needs_no_torch() -> None:
     """A fresh interpreter that built the whole application has not imported it."""
-    code = "import sys, planner.service; print(sorted({'torch', 'grpc', 'rfork.fork'} & set(sys.modules)))"
+    code = "import sys, planner.server; print(sorted({'torch', 'grpc', 'rfork.fork'} & set(sys.modules)))"
     assert "[]\n" == subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     ).stdout  # fmt: skip
@@ -161,7 +161,7 @@ def test_tls_with_client_certificates(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("RFORK_TLS_CA", str(ca))
     monkeypatch.setenv("RFORK_TLS_CERTIFICATE", str(certificate))
     monkeypatch.setenv("RFORK_TLS_KEY", str(key))
-    with running(settings()) as url:
+    with run_in_thread(settings()) as url:
         with PlannerClient(url, tls=TlsSettings()) as planner:
             assert ("https", []) == (url.partition(":")[0], planner.models())
         bare = ssl.create_default_context(cafile=ca)
@@ -174,14 +174,14 @@ def test_tls_with_client_certificates(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_fork_is_followed_from_its_plan_to_its_end() -> None:
     """Over a real socket: what is under way at first, then each change, in order."""
-    with running(settings()) as url, PlannerClient(url) as planner:
-        planner.report(whole("s"))
-        planner.ask(ask("a"))
+    with run_in_thread(settings()) as url, PlannerClient(url) as planner:
+        planner.report(seed_report("s"))
+        planner.request_plan(fork_request("a"))
         with planner.events(model="m") as events:
             seen = [next(events)]
             planner.progress("fork-a", PROGRESS)
             seen.append(next(events))
-            planner.finish("fork-a", ForkFinish(outcome="forked", seconds=1, bytes_read=12 << 20))
+            planner.finish("fork-a", ForkResult(outcome="forked", seconds=1, bytes_read=12 << 20))
             seen.append(next(events))
     assert [("planned", "running"), ("progress", "running"), ("ended", "finished")] == [
         (event.kind, event.fork.state) for event in seen
@@ -191,10 +191,10 @@ def test_a_fork_is_followed_from_its_plan_to_its_end() -> None:
 
 def test_a_planner_that_stops_ends_its_streams() -> None:
     """Readers see an end, not a broken connection, and the planner does not wait for them."""
-    with running(settings()) as url:
+    with run_in_thread(settings()) as url:
         planner = PlannerClient(url)
-        planner.report(whole("s"))
-        planner.ask(ask("a"))
+        planner.report(seed_report("s"))
+        planner.request_plan(fork_request("a"))
         events = planner.events()
         assert "fork-a" == next(events).fork.fork_id
     assert [] == list(events)
@@ -217,9 +217,9 @@ def test_a_signal_ends_a_planner_whose_events_are_read() -> None:
 @pytest.mark.parametrize("all_of_it", [True, False])
 def test_a_stream_is_closed_from_another_thread(all_of_it: bool) -> None:
     """Whoever waits for its next event is woken, by the end of the stream alone or of the whole client."""
-    with running(settings()) as url, PlannerClient(url) as planner:
-        planner.report(whole("s"))
-        planner.ask(ask("a"))
+    with run_in_thread(settings()) as url, PlannerClient(url) as planner:
+        planner.report(seed_report("s"))
+        planner.request_plan(fork_request("a"))
         events, began, seen = planner.events(), threading.Event(), []
 
         def read() -> None:
@@ -237,14 +237,14 @@ def test_a_stream_is_closed_from_another_thread(all_of_it: bool) -> None:
 
 def test_an_instance_is_drained_and_waited_for(rfork_process: StartRfork) -> None:
     """`rfork drain` ends once the last reader has: exit code 0, and the answer as JSON."""
-    with running(settings()) as url, PlannerClient(url) as planner:
+    with run_in_thread(settings()) as url, PlannerClient(url) as planner:
         for name in "st":
-            planner.report(whole(name))
-        source = planner.ask(ask("a")).routes[0].source_id
+            planner.report(seed_report(name))
+        source = planner.request_plan(fork_request("a")).routes[0].source_id
         draining = rfork_process(
             "drain", source, "--planner", url, "--wait", "60", "--json", until="forks that read from it: 1"
         )
-        planner.finish("fork-a", ForkFinish(outcome="forked", seconds=1, bytes_read=12 << 20))
+        planner.finish("fork-a", ForkResult(outcome="forked", seconds=1, bytes_read=12 << 20))
         code = draining.wait()
         assert (0, (source, True, 0), "draining") == (
             code,
@@ -255,9 +255,9 @@ def test_an_instance_is_drained_and_waited_for(rfork_process: StartRfork) -> Non
 
 def test_draining_says_why_it_cannot(rfork_process: StartRfork) -> None:
     """The last seed: exit code 5, unless forced; readers that stay: exit code 4; not known: may end."""
-    with running(settings(heartbeat_s=0.5)) as url, PlannerClient(url) as planner:
-        planner.report(whole("s"))
-        planner.ask(ask("a"))
+    with run_in_thread(settings(heartbeat_s=0.5)) as url, PlannerClient(url) as planner:
+        planner.report(seed_report("s"))
+        planner.request_plan(fork_request("a"))
         runs = [
             rfork_process("drain", name, "--planner", url, "--wait", *more)
             for name, more in (("s", ("0",)), ("s", ("0", "--force")), ("nobody", ("60",)))
@@ -271,9 +271,9 @@ def test_draining_says_why_it_cannot(rfork_process: StartRfork) -> None:
 def test_a_server_drains_its_own_instances(rfork_process: StartRfork) -> None:
     """`rfork drain --own`: those of RFORK_REPLICA, the last as well, and no other; without a name: 2."""
     ranks = ("pod-target-tp0", "pod-b-target-tp0")
-    with running(settings()) as url, PlannerClient(url) as planner:
+    with run_in_thread(settings()) as url, PlannerClient(url) as planner:
         for name in ranks:
-            planner.report(whole(name))
+            planner.report(seed_report(name))
         seen = []
         for environment in ({}, {"RFORK_REPLICA": "pod-b"}, {"RFORK_REPLICA": "pod"}):
             command = ("drain", "--own", "--wait", "60", "--planner", url)
@@ -290,7 +290,7 @@ def test_a_server_waits_for_its_planner_to_come_back(rfork_process: StartRfork, 
     waiting = rfork_process(
         *command, "60", environment=environment, until=r"waiting: planner \S+ cannot\s+be\s+reached"
     )
-    with running(settings(port=free_port)):
+    with run_in_thread(settings(port=free_port)):
         assert (0, "pod has no instances: it may end") == (waiting.wait(), waiting.stdout.strip())
 
 
@@ -298,42 +298,36 @@ def test_a_server_sees_readers_off_that_it_may_not_refuse(rfork_process: StartRf
     """With an instance's token the last seed is not drained, but waited for until nobody reads."""
     (tmp_path / "tokens").write_text("instance instance\n")
     with (
-        running(settings(token="operator", tokens=str(tmp_path / "tokens"))) as url,
+        run_in_thread(settings(token="operator", tokens=str(tmp_path / "tokens"))) as url,
         PlannerClient(url, token="operator") as planner,
     ):
-        planner.report(whole("pod-target-tp0"))
-        planner.ask(ask("a"))
+        planner.report(seed_report("pod-target-tp0"))
+        planner.request_plan(fork_request("a"))
         command = ("drain", "--own", "--planner", url, "--json", "--wait")
         environment = {"RFORK_REPLICA": "pod", "RFORK_TOKEN": "instance"}
         hurried = rfork_process(*command, "0", environment=environment)
         code = hurried.wait()
         (left,) = json.loads(hurried.stdout.splitlines()[0])["instances"]
-        waited = rfork_process(
-            *command, "60", environment=environment, until="waiting: forks that read from it: 1"
-        )
-        planner.finish("fork-a", ForkFinish(outcome="fallback", seconds=1, bytes_read=0))
+        waited = rfork_process(*command, "60", environment=environment, until="waiting: forks that read from it: 1")
+        planner.finish("fork-a", ForkResult(outcome="fallback", seconds=1, bytes_read=0))
         seen = (waited.wait(), planner.instance("pod-target-tp0").report.state)
         (ended,) = json.loads(waited.stdout)["instances"]
     assert (4, False, (0, "serving"), True) == (code, left["may_exit"], seen, ended["may_exit"])
     assert ["this token may not drain it"] * 2 == [
-        "this token may not drain it"
-        for each in (left, ended)
-        if "this token may not drain it" in each["reason"]
+        "this token may not drain it" for each in (left, ended) if "this token may not drain it" in each["reason"]
     ]
 
 
 def test_status_shows_what_a_stranger_needs(rfork_process: StartRfork) -> None:
     """Why an instance is in quarantine, the reason of a plan, and the bytes by where they came from."""
-    with running(settings()) as url, PlannerClient(url) as planner:
-        planner.report(whole("bad", max_readers=9))
+    with run_in_thread(settings()) as url, PlannerClient(url) as planner:
+        planner.report(seed_report("bad", max_readers=9))
         for name in "ca":
-            planner.ask(ask(name, max_readers=0))
-            planner.ask(ask(name, faults=(fault("bad", "SourceCorrupt"),)))
-        planner.finish(
-            "fork-a", ForkFinish(outcome="forked", seconds=1, bytes_read=5, sources={"x": 5 * 10**6})
-        )
-        planner.report(whole("good", max_readers=9))
-        planner.ask(ask("b"))
+            planner.request_plan(fork_request(name, max_readers=0))
+            planner.request_plan(fork_request(name, faults=(fault("bad", "SourceCorrupt"),)))
+        planner.finish("fork-a", ForkResult(outcome="forked", seconds=1, bytes_read=5, sources={"x": 5 * 10**6}))
+        planner.report(seed_report("good", max_readers=9))
+        planner.request_plan(fork_request("b"))
         status = rfork_process("status", "--planner", url)
         assert 0 == status.wait()
     for text in ("quarantined: ", "from seed good", "5.00 MB"):

@@ -17,8 +17,8 @@ import pytest
 
 from deploy.release import check, contents, links
 from rfork import __version__
-from tests.docs.pages import Block
-from tests.docs.proofs import told_to
+from tests.docs.pages import PageBlock
+from tests.docs.run_by import blocks_run_by
 
 ROOT = Path(__file__).parents[2]
 REPOSITORY = "https://host.example/people/rfork"
@@ -28,7 +28,7 @@ REPOSITORY = "https://host.example/people/rfork"
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The files that git knows, told where they are from."""
     folder = check.clean_copy(tmp_path_factory.mktemp("release") / "source")
-    check.place(folder, REPOSITORY)
+    check.set_repository_links(folder, REPOSITORY)
     return folder
 
 
@@ -41,7 +41,7 @@ def wheel(source: Path) -> Path:
         [*command, "--wheel-dir", str(folder), str(source)], capture_output=True, text=True, check=False
     )
     assert (0, "") == (done.returncode, done.stderr)
-    return check.found(folder, "*.whl")
+    return check.find_files(folder, "*.whl")
 
 
 def test_it_has_what_it_should(wheel: Path, source: Path) -> None:
@@ -53,7 +53,7 @@ def test_it_has_what_it_should(wheel: Path, source: Path) -> None:
 def test_what_it_lacks_is_named(wheel: Path, source: Path, missing: str, tmp_path: Path) -> None:
     """A file that is left out is found."""
     damaged = copy_of(wheel, tmp_path, without=missing)
-    with pytest.raises(contents.WrongContents, match=missing):
+    with pytest.raises(contents.InvalidContents, match=missing):
         contents.check_wheel(damaged, source, __version__)
 
 
@@ -63,13 +63,13 @@ def test_what_does_not_belong_is_named(wheel: Path, source: Path, added: str, tm
     damaged = copy_of(wheel, tmp_path)
     with zipfile.ZipFile(damaged, "a") as archive:
         archive.writestr(added, "")
-    with pytest.raises(contents.WrongContents, match=added.partition("/")[0]):
+    with pytest.raises(contents.InvalidContents, match=added.partition("/")[0]):
         contents.check_wheel(damaged, source, __version__)
 
 
 def test_another_version_is_found(wheel: Path, source: Path) -> None:
     """A wheel is of the version that it says."""
-    with pytest.raises(contents.WrongContents):
+    with pytest.raises(contents.InvalidContents):
         contents.check_wheel(wheel, source, "9.9.9")
 
 
@@ -78,13 +78,13 @@ def test_what_an_index_shows_leads_somewhere(wheel: Path) -> None:
     contents.check_links(wheel, REPOSITORY)
     with zipfile.ZipFile(wheel) as archive:
         metadata = archive.read(f"rfork-{__version__}.dist-info/METADATA").decode()
-    shown = str(Parser().parsestr(metadata).get_payload())
+    description = str(Parser().parsestr(metadata).get_payload())
     at = f"v{__version__}"
-    assert f"({REPOSITORY}/raw/{at}/docs/img/overview.svg)" in shown
-    assert f"({REPOSITORY}/blob/{at}/LICENSE)" in shown
+    assert f"({REPOSITORY}/raw/{at}/docs/img/overview.svg)" in description
+    assert f"({REPOSITORY}/blob/{at}/LICENSE)" in description
     sources = links.relative((ROOT / "README.md").read_text())
     assert len(sources) > 20
-    assert len(sources) == shown.count(f"/{at}/")
+    assert len(sources) == description.count(f"/{at}/")
 
 
 def test_a_link_that_leads_nowhere_is_named(tmp_path: Path) -> None:
@@ -92,14 +92,14 @@ def test_a_link_that_leads_nowhere_is_named(tmp_path: Path) -> None:
     wheel = tmp_path / "rfork.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("rfork-1.dist-info/METADATA", "Name: rfork\n\nSee [it](docs/index.md), `[a](b)`.\n")
-    with pytest.raises(contents.WrongContents, match=r"docs/index\.md is relative \(1 such\)"):
+    with pytest.raises(contents.InvalidContents, match=r"docs/index\.md is relative \(1 such\)"):
         contents.check_links(wheel, REPOSITORY)
     with pytest.raises(check.ReleaseError, match="no https address"):
-        check.place(tmp_path, "host.example/people/rfork")
+        check.set_repository_links(tmp_path, "host.example/people/rfork")
 
 
-@pytest.mark.parametrize("block", told_to(__file__), ids=lambda block: block.where)
-def test_it_is_installed_as_the_pages_say(block: Block, source: Path, wheel: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("block", blocks_run_by(__file__), ids=lambda block: block.where)
+def test_it_is_installed_as_the_pages_say(block: PageBlock, source: Path, wheel: Path, tmp_path: Path) -> None:
     """From a folder in the index's place, without what it depends on; from a clone, as far as its extras."""
     environment = {
         **os.environ,

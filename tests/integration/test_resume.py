@@ -15,34 +15,34 @@ from typing import cast
 import pytest
 import torch
 
-from rfork.control.client import PlannerClient
 from rfork.engines.transformers import loaded_model
-from rfork.fork.keeper import name_of
 from rfork.image.capture import capture
+from rfork.image.checksum import image_sha256
 from rfork.image.memory import Image
-from rfork.image.proof import image_sha256
-from rfork.seed.seed import Identity
-from rfork.storage.claim import claim
+from rfork.planner_client.client import PlannerClient
+from rfork.receiver.chunk_persister import spool_name
+from rfork.source.seed import InstanceIdentity
 from rfork.storage.spool import PAGE, RECORD
+from rfork.storage.spool_lock import acquire_spool
 from tests.conftest import StartRfork
-from tests.processes import RforkProcess, at_start
+from tests.processes import RforkProcess, startup_patch
 
 SLOW = str(2 << 20)
 """Bytes a second at which the tiny model (9 MB) takes seconds: time to kill whoever reads it."""
 READY = r'"event": ?"ready"'
 SHARED_MEMORY = Path("/dev/shm")
-PATIENT = "import rfork.fork.keeper as keeper\nkeeper.PATIENCE_S = 60.0\n"
+LONG_FLUSH_PATCH = "import rfork.receiver.chunk_persister as keeper\nkeeper.PATIENCE_S = 60.0\n"
 """A target waits for what was kept, however slow this machine's disk is just then."""
 
 Report = dict[str, object]
 
 
-class Fleet:
+class ResumeFleet:
     """A planner, seeds, and targets that keep what they have in one folder."""
 
-    def __init__(self, start: StartRfork, model: Path, folder: Path, patient: dict[str, str]) -> None:
+    def __init__(self, start: StartRfork, model: Path, folder: Path, patch_environment: dict[str, str]) -> None:
         self._start = start
-        self._patient = patient
+        self._patch_environment = patch_environment
         self._model = model
         self.folder = folder
         environment = {"RFORK_PLANNER_HEARTBEAT_S": "0.5", "RFORK_PLANNER_FORGET_S": "3"}
@@ -60,9 +60,9 @@ class Fleet:
         """A target."""
         arguments = ["pull", str(self._model), "--name", "tiny", "--planner", self.url, "--json", "--sha256"]
         more = {"RFORK_TRANSPORTS": "http", "RFORK_WINDOW": "1", "RFORK_RESUME": str(self.folder)}
-        return self._start(*arguments, environment={**more, **self._patient})
+        return self._start(*arguments, environment={**more, **self._patch_environment})
 
-    def killed(self, chunks: int) -> None:
+    def kill_mid_fork(self, chunks: int) -> None:
         """Start a target, and kill it once it has verified so many chunks of eight, but not all."""
         process = self.pull()
         process.wait_for(rf"fork tiny: [{chunks}-7]\.\d+ MB of")
@@ -75,11 +75,11 @@ class Fleet:
 
         What is kept comes later than what is verified: as late as this machine has no time for it.
         """
-        give_up = time.monotonic() + 30
-        while sum(count >= chunks for count in self.recorded()) < spools and time.monotonic() < give_up:
+        deadline = time.monotonic() + 30
+        while sum(count >= chunks for count in self.recorded_chunks()) < spools and time.monotonic() < deadline:
             time.sleep(0.01)
 
-    def recorded(self) -> list[int]:
+    def recorded_chunks(self) -> list[int]:
         """How many chunks each spool in the folder has records of, while targets write them."""
         counts = []
         for path in self.folder.iterdir():
@@ -90,9 +90,9 @@ class Fleet:
             counts.append(sum(any(records[at : at + RECORD.size]) for at in steps))
         return counts
 
-    def kept(self, image: Image) -> list[int]:
+    def kept_chunks(self, image: Image) -> list[int]:
         """The chunks that the next target finds, with the bytes of this image."""
-        spool = claim(self.folder, name_of(Identity("tiny")), image.layout)
+        spool = acquire_spool(self.folder, spool_name(InstanceIdentity("tiny")), image.layout)
         records = spool.records
         spool.close()
         return sorted(chunk for chunk, digest in records.items() if digest == image.digest(chunk))
@@ -120,16 +120,16 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture
 def fleet(
     rfork_process: StartRfork, tiny_model: Path, folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Fleet]:
+) -> Iterator[ResumeFleet]:
     """A planner that knows nobody yet."""
-    patient = at_start(tmp_path_factory.mktemp("start") / "patch", PATIENT)
-    made = Fleet(rfork_process, tiny_model, folder, patient)
+    patch_environment = startup_patch(tmp_path_factory.mktemp("start") / "patch", LONG_FLUSH_PATCH)
+    made = ResumeFleet(rfork_process, tiny_model, folder, patch_environment)
     yield made
     made.client.close()
 
 
 @pytest.fixture(scope="module")
-def right(tiny_model: Path) -> Image:
+def expected_image(tiny_model: Path) -> Image:
     """What a target must hold."""
     return capture(loaded_model(tiny_model))
 
@@ -139,41 +139,46 @@ def nbytes(image: Image, chunks: list[int]) -> int:
 
 
 @pytest.mark.parametrize("folder", ["disk", "shared memory"], indirect=True)
-def test_a_killed_target_comes_back(fleet: Fleet, right: Image) -> None:
+def test_a_killed_target_comes_back(fleet: ResumeFleet, expected_image: Image) -> None:
     """What it had kept is not fetched again, everything else is, once; and the file is gone."""
     fleet.seed()
-    fleet.killed(4)
-    kept = fleet.kept(right)
+    fleet.kill_mid_fork(4)
+    kept = fleet.kept_chunks(expected_image)
     report = result(fleet.pull())
-    assert ("forked", image_sha256(right), nbytes(right, kept), []) == (
+    assert ("forked", image_sha256(expected_image), nbytes(expected_image, kept), []) == (
         report["outcome"],
         report["sha256"],
         report["resumed_bytes"],
         os.listdir(fleet.folder),
     )
-    missing = right.layout.image_bytes - nbytes(right, kept)
+    missing = expected_image.layout.image_bytes - nbytes(expected_image, kept)
     assert (missing, 0, True) == (report["bytes_read"], report["bytes_repeated"], 3 <= len(kept) < 8)
 
 
 @pytest.mark.timeout(300)
-def test_a_target_that_is_killed_again_and_again(fleet: Fleet, right: Image) -> None:
+def test_a_target_that_is_killed_again_and_again(fleet: ResumeFleet, expected_image: Image) -> None:
     """Each life begins where the last one ended."""
     fleet.seed()
-    held: list[int] = []
+    verified_counts: list[int] = []
     for chunks in (2, 5):
-        fleet.killed(chunks)
-        held.append(len(fleet.kept(right)))
+        fleet.kill_mid_fork(chunks)
+        verified_counts.append(len(fleet.kept_chunks(expected_image)))
     report = result(fleet.pull())
-    assert (image_sha256(right), held, len(right.layout.chunks) - held[-1]) == (
+    assert (
+        image_sha256(expected_image),
+        verified_counts,
+        len(expected_image.layout.chunks) - verified_counts[-1],
+    ) == (
         report["sha256"],
-        sorted(held),
-        len(right.layout.chunks) - cast(int, report["resumed_bytes"]) // right.layout.chunks.chunk_size,
+        sorted(verified_counts),
+        len(expected_image.layout.chunks)
+        - cast(int, report["resumed_bytes"]) // expected_image.layout.chunks.chunk_size,
     )
 
 
 def test_weights_that_changed_meanwhile(
-    fleet: Fleet,
-    right: Image,
+    fleet: ResumeFleet,
+    expected_image: Image,
     tiny_model: Path,
     tmp_path_factory: pytest.TempPathFactory,
     monkeypatch: pytest.MonkeyPatch,
@@ -181,8 +186,8 @@ def test_weights_that_changed_meanwhile(
     """The seed has other weights, under the stated version of before: all that changed is fetched."""
     monkeypatch.setenv("RFORK_VERSION", "v1")
     first = fleet.seed()
-    fleet.killed(4)
-    before = fleet.kept(right)
+    fleet.kill_mid_fork(4)
+    before = fleet.kept_chunks(expected_image)
     first.stop()
     model = loaded_model(tiny_model)
     with torch.no_grad():
@@ -191,7 +196,7 @@ def test_weights_that_changed_meanwhile(
     shutil.copytree(tiny_model, changed_folder)
     model.save_pretrained(changed_folder, max_shard_size="4MB")
     changed = capture(loaded_model(changed_folder))
-    same = fleet.kept(changed)
+    same = fleet.kept_chunks(changed)
     fleet.seed(changed_folder, rate=None)
     report = result(fleet.pull())
     assert ("forked", image_sha256(changed), nbytes(changed, same), True) == (
@@ -202,7 +207,7 @@ def test_weights_that_changed_meanwhile(
     )
 
 
-def test_two_targets_in_one_folder(fleet: Fleet, right: Image) -> None:
+def test_two_targets_in_one_folder(fleet: ResumeFleet, expected_image: Image) -> None:
     """Two processes of one rank on one host, both killed: each has a file of its own, and both come back."""
     fleet.seed()
     processes = [fleet.pull() for _ in range(2)]
@@ -214,7 +219,7 @@ def test_two_targets_in_one_folder(fleet: Fleet, right: Image) -> None:
         process.wait()
     files = len(os.listdir(fleet.folder))
     reports = [result(process) for process in [fleet.pull() for _ in range(2)]]
-    assert (2, [image_sha256(right)] * 2, []) == (
+    assert (2, [image_sha256(expected_image)] * 2, []) == (
         files,
         [report["sha256"] for report in reports],
         os.listdir(fleet.folder),

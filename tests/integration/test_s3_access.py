@@ -14,22 +14,22 @@ import pytest
 
 from benchmarks import seaweed
 from benchmarks.seaweed import SeaweedServer
-from rfork.errors import StorageDenied
+from rfork.errors import StorageAccessDenied
 from rfork.settings import StorageSettings
 from rfork.storage.location import Location
 from rfork.storage.s3.store import S3Store
 from tests.s3_stores import (
     SEVERAL_PARTS,
     OpenStore,
-    Use,
-    every_way,
-    failed,
+    StoreOperation,
+    each_operation,
     get,
-    open_it,
+    open_named_blob,
     put,
-    put_it,
-    remove_it,
-    upload_it,
+    put_blob,
+    remove_blob,
+    storage_error_of,
+    upload_blob,
 )
 from tests.seaweed import UseIdentity
 
@@ -40,8 +40,8 @@ def test_whoever_may_only_read(s3: SeaweedServer, s3_store: OpenStore, use_ident
     use_identity(seaweed.READER)
     store = s3_store()
     assert (b"abc", ["blob"]) == (get(store, "blob"), [entry.name for entry in store.list()])
-    for use in (put_it, upload_it, remove_it):
-        assert StorageDenied is failed(lambda use=use: use(store))[0]  # type: ignore[misc]
+    for use in (put_blob, upload_blob, remove_blob):
+        assert StorageAccessDenied is storage_error_of(lambda use=use: use(store))[0]  # type: ignore[misc]
     assert b"abc" == get(store, "blob")
 
 
@@ -82,33 +82,33 @@ def test_credentials_of_a_profile(
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
     put(s3_store(s3_profile="lab"), "blob", b"abc")
     assert b"abc" == get(s3_store(s3_profile="lab"), "blob")
-    assert (StorageDenied, "no credentials were found") == failed(lambda: open_it(s3_store()))
+    assert (StorageAccessDenied, "no credentials were found") == storage_error_of(lambda: open_named_blob(s3_store()))
 
 
-@every_way
-def test_a_wrong_secret(s3_store: OpenStore, monkeypatch: pytest.MonkeyPatch, use: Use) -> None:
+@each_operation
+def test_a_wrong_secret(s3_store: OpenStore, monkeypatch: pytest.MonkeyPatch, use: StoreOperation) -> None:
     """Whatever is done, the error is one line, that the signature is wrong, and shows nothing of it."""
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
-    error, line = failed(lambda: use(s3_store()))
-    assert (StorageDenied, True, False) == (error, "SignatureDoesNotMatch" in line, "\n" in line)
+    error, line = storage_error_of(lambda: use(s3_store()))
+    assert (StorageAccessDenied, True, False) == (error, "SignatureDoesNotMatch" in line, "\n" in line)
     assert "wrong" not in line
 
 
-@every_way
-def test_nobody_in_a_private_bucket(s3_store: OpenStore, use: Use) -> None:
+@each_operation
+def test_nobody_in_a_private_bucket(s3_store: OpenStore, use: StoreOperation) -> None:
     """Without credentials a private bucket gives, takes and tells nothing."""
-    error, line = failed(lambda: use(s3_store(s3_anonymous=True)))
-    assert (StorageDenied, "access denied: Access Denied (AccessDenied)") == (error, line)
+    error, line = storage_error_of(lambda: use(s3_store(s3_anonymous=True)))
+    assert (StorageAccessDenied, "access denied: Access Denied (AccessDenied)") == (error, line)
 
 
 class _Service(ThreadingHTTPServer):
-    """One S3 object in eu-central-1, and AWS's STS beside it; `asked` is what requests were for."""
+    """One S3 object in eu-central-1, and AWS's STS beside it; `requests` is what requests were for."""
 
     daemon_threads = True
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _ServiceHandler)
-        self.asked: list[str] = []
+        self.requests: list[str] = []
         self.refuses_tokens = False
 
     @property
@@ -124,32 +124,34 @@ class _ServiceHandler(BaseHTTPRequestHandler):
         query = parse_qs(urlsplit(self.path).query)
         access_key, _, region, *_ = query["X-Amz-Credential"][0].split("/")
         token = query.get("X-Amz-Security-Token", ["none"])[0]
-        self.server.asked.append(f"GET {region} {access_key} {token}")
+        self.server.requests.append(f"GET {region} {access_key} {token}")
         if region != "eu-central-1":
-            self._answer(
+            self._respond(
                 400,
                 "<Error><Code>AuthorizationQueryParametersError</Code><Message>the region is wrong; "
                 "expecting eu-central-1</Message><Region>eu-central-1</Region></Error>",
             )
         else:
-            self._answer(206, "abc"[:1], {"Content-Range": "bytes 0-0/3", "ETag": '"1"'})
+            self._respond(206, "abc"[:1], {"Content-Range": "bytes 0-0/3", "ETag": '"1"'})
 
     def do_HEAD(self) -> None:
         region = self.headers["Authorization"].split("/")[2]
-        self.server.asked.append(f"HEAD {region}")
-        self._answer(200 if region == "eu-central-1" else 400, "", {"x-amz-bucket-region": "eu-central-1"})
+        self.server.requests.append(f"HEAD {region}")
+        self._respond(200 if region == "eu-central-1" else 400, "", {"x-amz-bucket-region": "eu-central-1"})
 
     def do_POST(self) -> None:
-        asked = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
-        self.server.asked.append(f"{asked['Action'][0]} {asked['RoleArn'][0]} {asked['WebIdentityToken'][0]}")
+        parameters = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
+        self.server.requests.append(
+            f"{parameters['Action'][0]} {parameters['RoleArn'][0]} {parameters['WebIdentityToken'][0]}"
+        )
         if self.server.refuses_tokens:
-            self._answer(
+            self._respond(
                 400,
                 "<ErrorResponse><Error><Type>Sender</Type><Code>InvalidIdentityToken</Code>"
                 "<Message>No such provider</Message></Error></ErrorResponse>",
             )
             return
-        self._answer(
+        self._respond(
             200,
             "<AssumeRoleWithWebIdentityResponse><AssumeRoleWithWebIdentityResult><Credentials>"
             "<AccessKeyId>ASIAROLE</AccessKeyId><SecretAccessKey>s</SecretAccessKey>"
@@ -157,7 +159,7 @@ class _ServiceHandler(BaseHTTPRequestHandler):
             "</Credentials></AssumeRoleWithWebIdentityResult></AssumeRoleWithWebIdentityResponse>",
         )
 
-    def _answer(self, status: int, text: str, fields: dict[str, str] | None = None) -> None:
+    def _respond(self, status: int, text: str, fields: dict[str, str] | None = None) -> None:
         self.send_response(status)
         for name, value in {**(fields or {}), "Content-Length": str(len(text))}.items():
             self.send_header(name, value)
@@ -165,7 +167,7 @@ class _ServiceHandler(BaseHTTPRequestHandler):
         self.wfile.write(text.encode())
 
     def log_message(self, format: str, *args: str) -> None:
-        """Nothing: tests look at `asked`."""
+        """Nothing: tests look at `requests`."""
 
 
 @pytest.fixture
@@ -185,14 +187,20 @@ def test_a_bucket_in_another_region(
     """A bucket is found in the region that it is in, which is remembered."""
     use_identity(seaweed.WRITER)
     monkeypatch.delenv("AWS_DEFAULT_REGION")
-    settings = StorageSettings(s3_endpoint=service.url, attempts=1)
+    settings = StorageSettings(s3_endpoint=service.url, max_attempts=1)
     with closing(S3Store(Location.parse("s3://models/"), settings)) as store:
         for _ in range(2):
             with closing(store.open("blob")) as blob:
                 assert (3, '"1"') == (blob.size, blob.version)
     key = seaweed.WRITER.access_key
     home = f"GET eu-central-1 {key} none"
-    assert [f"GET us-east-1 {key} none", "HEAD us-east-1", "HEAD eu-central-1", home, home] == service.asked
+    assert [
+        f"GET us-east-1 {key} none",
+        "HEAD us-east-1",
+        "HEAD eu-central-1",
+        home,
+        home,
+    ] == service.requests
 
 
 @pytest.fixture
@@ -205,7 +213,7 @@ def web_identity(
     monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::123456789012:role/models")
     monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(tmp_path / "token"))
     monkeypatch.setenv("AWS_ENDPOINT_URL_STS", service.url)
-    settings = StorageSettings(s3_endpoint=service.url, s3_region="eu-central-1", attempts=1)
+    settings = StorageSettings(s3_endpoint=service.url, s3_region="eu-central-1", max_attempts=1)
     return S3Store(Location.parse("s3://models/"), settings)
 
 
@@ -217,13 +225,14 @@ def test_credentials_of_a_web_identity(service: _Service, web_identity: S3Store)
     assert [
         f"AssumeRoleWithWebIdentity {role} token-of-the-pod",
         "GET eu-central-1 ASIAROLE session",
-    ] == service.asked
+    ] == service.requests
 
 
 def test_a_web_identity_that_is_refused(service: _Service, web_identity: S3Store) -> None:
     """Where the role is not given, one line says so, without the token."""
     service.refuses_tokens = True
     with closing(web_identity):
-        assert (StorageDenied, "AWS gives no credentials: No such provider (InvalidIdentityToken)") == failed(
-            lambda: open_it(web_identity)
-        )
+        assert (
+            StorageAccessDenied,
+            "AWS gives no credentials: No such provider (InvalidIdentityToken)",
+        ) == storage_error_of(lambda: open_named_blob(web_identity))

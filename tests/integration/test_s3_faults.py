@@ -8,20 +8,29 @@ import pytest
 
 from benchmarks.seaweed import SeaweedServer
 from rfork.errors import StorageError
-from rfork.storage.blob import part
+from rfork.storage.blob import read_range
 from tests.fault_proxy import FaultProxy
-from tests.s3_stores import MIB, SEVERAL_PARTS, OpenStore, failed, get, put, random_bytes, uploads
-from tests.storage_faults import Fault, Reset, Stall, Status, Truncate
+from tests.s3_stores import (
+    MIB,
+    SEVERAL_PARTS,
+    OpenStore,
+    get,
+    pending_uploads,
+    put,
+    random_bytes,
+    storage_error_of,
+)
+from tests.storage_faults import ErrorStatus, Fault, ResetFault, StallFault, TruncateFault
 
 
 @pytest.mark.parametrize(
     "faults",
     [
-        [Reset(after=1000), Reset(after=None)],
-        [Truncate(after=100_000), Truncate(after=0)],
-        [Status(503, text=b"<Error><Code>SlowDown</Code></Error>"), Status(500)],
-        [Stall(after=5000)],
-        [Stall(after=None)],
+        [ResetFault(after=1000), ResetFault(after=None)],
+        [TruncateFault(after=100_000), TruncateFault(after=0)],
+        [ErrorStatus(503, text=b"<Error><Code>SlowDown</Code></Error>"), ErrorStatus(500)],
+        [StallFault(after=5000)],
+        [StallFault(after=None)],
     ],
     ids=str,
 )
@@ -29,44 +38,42 @@ def test_reads_go_on_after_a_failure(s3: SeaweedServer, s3_store: OpenStore, fau
     """A read whose connection breaks, stalls or is put off gives the right bytes all the same."""
     data = random_bytes(3 * MIB)
     put(s3_store(), "blob", data)
-    timeout_s = 4.0 if isinstance(faults[0], Stall) else 10.0
+    timeout_s = 4.0 if isinstance(faults[0], StallFault) else 10.0
     with (
         FaultProxy(s3.port) as proxy,
         closing(s3_store(s3_endpoint=proxy.url, timeout_s=timeout_s, hedge=0).open("blob")) as blob,
     ):
         proxy.script.then(*faults, path="GET ")
-        assert data == part(blob, 0, len(data))
-        assert len(faults) + 2 == len(proxy.seen("GET "))
+        assert data == read_range(blob, 0, len(data))
+        assert len(faults) + 2 == len(proxy.requests_matching("GET "))
 
 
 @pytest.mark.parametrize(
     "faults",
     [
-        [Reset(after=None)],
-        [Truncate(after=None)],
-        [Status(503, text=b"<Error><Code>SlowDown</Code></Error>")],
+        [ResetFault(after=None)],
+        [TruncateFault(after=None)],
+        [ErrorStatus(503, text=b"<Error><Code>SlowDown</Code></Error>")],
     ],
     ids=str,
 )
 @pytest.mark.parametrize("size", [1000, SEVERAL_PARTS])
-def test_writes_go_on_after_a_failure(
-    s3: SeaweedServer, s3_store: OpenStore, faults: list[Fault], size: int
-) -> None:
+def test_writes_go_on_after_a_failure(s3: SeaweedServer, s3_store: OpenStore, faults: list[Fault], size: int) -> None:
     """A part, or a whole blob, that was not taken is sent again."""
     data = random_bytes(size)
     with FaultProxy(s3.port) as proxy:
         proxy.script.then(*faults, path="PUT ")
         put(s3_store(s3_endpoint=proxy.url), "blob", data)
-        assert (1 if size < MIB else 2) + len(faults) == len(proxy.seen("PUT "))
+        assert (1 if size < MIB else 2) + len(faults) == len(proxy.requests_matching("PUT "))
     assert data == get(s3_store(), "blob")
 
 
 def test_a_write_that_stalls(s3: SeaweedServer, s3_store: OpenStore) -> None:
     """A blob that the service took and did not answer for is sent again."""
     with FaultProxy(s3.port) as proxy:
-        proxy.script.then(Stall(after=None), path="PUT ")
+        proxy.script.then(StallFault(after=None), path="PUT ")
         put(s3_store(s3_endpoint=proxy.url, timeout_s=4.0), "blob", b"abc")
-        assert 2 == len(proxy.seen("PUT "))
+        assert 2 == len(proxy.requests_matching("PUT "))
     assert b"abc" == get(s3_store(), "blob")
 
 
@@ -75,18 +82,18 @@ def test_an_answer_that_got_lost(s3: SeaweedServer, s3_store: OpenStore) -> None
     data = random_bytes(SEVERAL_PARTS)
     with FaultProxy(s3.port) as proxy:
         # The first POST begins the upload.
-        proxy.script.then(None, Truncate(after=0), Truncate(after=0), Truncate(after=0), path="POST ")
+        proxy.script.then(None, TruncateFault(after=0), TruncateFault(after=0), TruncateFault(after=0), path="POST ")
         put(s3_store(s3_endpoint=proxy.url), "blob", data)
-    assert (data, []) == (get(s3_store(), "blob"), uploads(s3))
+    assert (data, []) == (get(s3_store(), "blob"), pending_uploads(s3))
 
 
 def test_a_service_that_takes_no_part(s3: SeaweedServer, s3_store: OpenStore) -> None:
     """Parts that are refused for good end the upload, and none are left."""
     with FaultProxy(s3.port) as proxy:
         proxy.script.then(None, path="PUT ")
-        proxy.script.always(Status(500, text=b"<Error><Code>InternalError</Code></Error>"), path="PUT ")
+        proxy.script.always(ErrorStatus(500, text=b"<Error><Code>InternalError</Code></Error>"), path="PUT ")
         store = s3_store(s3_endpoint=proxy.url)
-        assert (StorageError, "the service refuses: InternalError") == failed(
+        assert (StorageError, "the service refuses: InternalError") == storage_error_of(
             lambda: put(store, "blob", bytes(20 * MIB))
         )
-    assert ([], []) == (list(s3_store().list()), uploads(s3))
+    assert ([], []) == (list(s3_store().list()), pending_uploads(s3))

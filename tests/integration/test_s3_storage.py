@@ -7,22 +7,22 @@ from contextlib import closing
 import pytest
 
 from benchmarks.seaweed import SeaweedServer
-from rfork.errors import StorageChanged, StorageError, StorageMissing
-from rfork.storage.blob import Entry, part
+from rfork.errors import StorageChanged, StorageError, StorageNotFound
+from rfork.storage.blob import BlobEntry, read_range
 from rfork.storage.location import Location
-from rfork.storage.stores import opened
+from rfork.storage.registry import open_blob
 from tests.s3_stores import (
     MIB,
     SEVERAL_PARTS,
     OpenStore,
-    Use,
-    every_way,
-    failed,
+    StoreOperation,
+    each_operation,
     get,
-    open_it,
+    open_named_blob,
+    pending_uploads,
     put,
     random_bytes,
-    uploads,
+    storage_error_of,
 )
 
 
@@ -32,7 +32,7 @@ def test_what_is_written_is_read(s3_store: OpenStore, size: int) -> None:
     store, data = s3_store(), random_bytes(size)
     put(store, "blob", data)
     assert data == get(store, "blob")
-    assert [Entry("blob", size)] == list(store.list())
+    assert [BlobEntry("blob", size)] == list(store.list())
 
 
 def test_parts_of_a_blob(s3_store: OpenStore) -> None:
@@ -53,7 +53,7 @@ def test_a_hundred_blobs(s3_store: OpenStore) -> None:
     names = sorted([f"a/{number:02}" for number in range(60)] + [f"b.{number:02}" for number in range(40)])
     for name in reversed(names):
         put(store, name, name.encode())
-    assert [Entry(name, len(name)) for name in names] == list(store.list())
+    assert [BlobEntry(name, len(name)) for name in names] == list(store.list())
     assert names[10:20] == [entry.name for entry in store.list("a/1")]
     for name in names[:60]:
         store.remove(name)
@@ -65,8 +65,8 @@ def test_a_folder_ends_at_its_name(s3_store: OpenStore) -> None:
     """What lies in a folder whose name begins alike is not listed."""
     put(s3_store("s3://spare/model"), "x", b"1")
     put(s3_store("s3://spare/model-2"), "y", b"22")
-    assert [Entry("x", 1)] == list(s3_store("s3://spare/model").list())
-    assert [Entry("model-2/y", 2), Entry("model/x", 1)] == list(s3_store("s3://spare/").list("model"))
+    assert [BlobEntry("x", 1)] == list(s3_store("s3://spare/model").list())
+    assert [BlobEntry("model-2/y", 2), BlobEntry("model/x", 1)] == list(s3_store("s3://spare/").list("model"))
 
 
 @pytest.mark.parametrize("name", ["a b", "ü/日本", "a+b", "a?b=c", "a#b", "a%20b", "a&b;c", "~a'(b)*!"])
@@ -76,7 +76,7 @@ def test_names_of_any_characters(s3_store: OpenStore, name: str) -> None:
     put(store, name, name.encode())
     put(store, f"{name}-in-parts", bytes(SEVERAL_PARTS))
     assert name.encode() == get(store, name)
-    assert [Entry(name, len(name.encode())), Entry(f"{name}-in-parts", SEVERAL_PARTS)] == list(store.list())
+    assert [BlobEntry(name, len(name.encode())), BlobEntry(f"{name}-in-parts", SEVERAL_PARTS)] == list(store.list())
     store.remove(name)
     assert [f"{name}-in-parts"] == [entry.name for entry in store.list()]
 
@@ -84,8 +84,8 @@ def test_names_of_any_characters(s3_store: OpenStore, name: str) -> None:
 def test_one_object_by_its_uri(s3: SeaweedServer, s3_store: OpenStore) -> None:
     """A URI names an object of any key."""
     put(s3_store("s3://models/by uri/"), "a?b", b"abc")
-    with opened(Location.parse("s3://models/by uri/a?b"), s3.settings()) as blob:
-        assert (b"bc", "s3://models/by uri/a?b") == (part(blob, 1, 2), blob.uri)
+    with open_blob(Location.parse("s3://models/by uri/a?b"), s3.settings()) as blob:
+        assert (b"bc", "s3://models/by uri/a?b") == (read_range(blob, 1, 2), blob.uri)
 
 
 @pytest.mark.parametrize("size", [5, SEVERAL_PARTS])
@@ -95,7 +95,7 @@ def test_what_is_there_stays(s3: SeaweedServer, s3_store: OpenStore, size: int) 
     put(store, "blob", b"a" * size, replace=False)
     put(store, "blob", b"b" * (size + 1), replace=False)
     assert b"a" * size == get(store, "blob")
-    assert [] == uploads(s3)
+    assert [] == pending_uploads(s3)
     put(store, "blob", b"b" * (size + 1))
     assert b"b" * (size + 1) == get(store, "blob")
 
@@ -107,7 +107,7 @@ def test_two_writers_at_once(s3: SeaweedServer, s3_store: OpenStore) -> None:
         first.write([memoryview(b"a" * SEVERAL_PARTS)])
         put(store, "blob", b"b" * 10 * MIB, replace=False)
     assert b"b" * 10 * MIB == get(store, "blob")
-    assert [] == uploads(s3)
+    assert [] == pending_uploads(s3)
 
 
 @pytest.mark.parametrize("size", [5, 20 * MIB])
@@ -122,7 +122,7 @@ def test_an_exception_leaves_nothing(s3: SeaweedServer, s3_store: OpenStore, siz
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    assert ([], []) == (list(store.list()), uploads(s3))
+    assert ([], []) == (list(store.list()), pending_uploads(s3))
 
 
 @pytest.mark.parametrize("size", [1, 20 * MIB])
@@ -131,32 +131,32 @@ def test_a_blob_that_is_replaced(s3_store: OpenStore, size: int) -> None:
     store = s3_store()
     put(store, "blob", b"a" * size)
     with closing(store.open("blob")) as blob:
-        part(blob, 0, 1)
+        read_range(blob, 0, 1)
         put(store, "blob", b"b" * size)
         with pytest.raises(StorageChanged, match="blob was replaced while it was read"):
-            part(blob, 0, size)
+            read_range(blob, 0, size)
         store.remove("blob")
-        with pytest.raises(StorageMissing, match="there is no such object"):
-            part(blob, 0, size)
+        with pytest.raises(StorageNotFound, match="there is no such object"):
+            read_range(blob, 0, size)
 
 
-@every_way
-def test_a_bucket_that_is_not_there(s3_store: OpenStore, use: Use) -> None:
+@each_operation
+def test_a_bucket_that_is_not_there(s3_store: OpenStore, use: StoreOperation) -> None:
     """Whatever is done, the error says that there is no such bucket."""
-    assert (StorageMissing, "there is no such bucket") == failed(
+    assert (StorageNotFound, "there is no such bucket") == storage_error_of(
         lambda: use(s3_store("s3://no-such-bucket/"))
     )
 
 
 def test_a_key_that_is_not_there(s3_store: OpenStore) -> None:
     """To open it says so; to remove it does nothing."""
-    assert (StorageMissing, "there is no such object") == failed(lambda: open_it(s3_store()))
+    assert (StorageNotFound, "there is no such object") == storage_error_of(lambda: open_named_blob(s3_store()))
     s3_store().remove("nothing")
 
 
-@every_way
-def test_an_endpoint_that_nobody_listens_on(s3_store: OpenStore, free_port: int, use: Use) -> None:
+@each_operation
+def test_an_endpoint_that_nobody_listens_on(s3_store: OpenStore, free_port: int, use: StoreOperation) -> None:
     """Whatever is done gives up after its attempts, with a line that names who does not answer."""
-    nobody = f"http://127.0.0.1:{free_port}"
-    error, line = failed(lambda: use(s3_store(s3_endpoint=nobody, timeout_s=1.0)))
+    unused_endpoint = f"http://127.0.0.1:{free_port}"
+    error, line = storage_error_of(lambda: use(s3_store(s3_endpoint=unused_endpoint, timeout_s=1.0)))
     assert (StorageError, True) == (error, "127.0.0.1" in line)

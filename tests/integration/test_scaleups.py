@@ -16,25 +16,25 @@ import httpx
 import pytest
 import trustme
 
-from planner.hooks import rest
-from planner.hooks.fleet import PlannerAway
-from planner.hooks.rest import RestFleet
-from planner.service import running
-from rfork.control.client import PlannerClient
-from rfork.settings import PlannerSettings, Settings
-from rfork.wire import Plan, ScaleUp, ScaleUpView
+from planner.integrations import planner_client
+from planner.integrations.planner_api import PlannerUnavailable
+from planner.integrations.planner_client import PlannerRestClient
+from planner.server import run_in_thread
+from rfork.planner_client.client import PlannerClient
+from rfork.schema import Plan, ScaleUp, ScaleUpInfo
+from rfork.settings import InstanceSettings, PlannerSettings
 from tests.conftest import StartRfork
-from tests.gates import Gate
+from tests.plan_gate import PlanGate
 from tests.processes import RedisServer, RforkProcess
-from tests.unit.planner.builders import ask, report, whole
+from tests.unit.planner.builders import fork_request, report, seed_report
 
 READY = r'"event": ?"ready"'
-PATIENCE_S = 60.0
-APART_S = 0.3
+TIMEOUT_S = 60.0
+ARRIVAL_GAP_S = 0.3
 """Between two forks of one scale-up."""
 GATHER_S = "8"
 """The most that there is."""
-TOGETHER = re.compile(r'^rfork_planner_plan_forks_bucket\{le="([0-9.]+)"\} ([0-9.]+)$', re.MULTILINE)
+PLAN_FORKS_BUCKET = re.compile(r'^rfork_planner_plan_forks_bucket\{le="([0-9.]+)"\} ([0-9.]+)$', re.MULTILINE)
 
 
 def url_of(process: RforkProcess) -> str:
@@ -42,34 +42,34 @@ def url_of(process: RforkProcess) -> str:
     return cast(str, json.loads(process.wait_for(rf"^.*{READY}.*$").group())["url"])
 
 
-def until(holds: Callable[[], bool]) -> None:
+def until(predicate: Callable[[], bool]) -> None:
     """Ask again until it holds; fails the test where it never does."""
-    give_up = time.monotonic() + PATIENCE_S
-    while not holds():
-        if time.monotonic() > give_up:
-            pytest.fail(f"did not come to hold within {PATIENCE_S:g} s")
+    deadline = time.monotonic() + TIMEOUT_S
+    while not predicate():
+        if time.monotonic() > deadline:
+            pytest.fail(f"did not come to hold within {TIMEOUT_S:g} s")
         threading.Event().wait(0.02)
 
 
-def announce(url: str, replicas: int, model: str = "tiny") -> ScaleUpView:
+def announce(url: str, replicas: int, model: str = "tiny") -> ScaleUpInfo:
     """As an autoscaler would."""
     scaleup = ScaleUp(scaleup_id="up", model=model, replicas=replicas)
-    answer = httpx.post(
-        f"{url}/v1/scaleups", json=scaleup.model_dump(mode="json"), trust_env=False, timeout=PATIENCE_S
+    response = httpx.post(
+        f"{url}/v1/scaleups", json=scaleup.model_dump(mode="json"), trust_env=False, timeout=TIMEOUT_S
     )
-    return ScaleUpView.model_validate_json(answer.raise_for_status().content)
+    return ScaleUpInfo.model_validate_json(response.raise_for_status().content)
 
 
-def shown(url: str) -> ScaleUpView:
+def get_scaleup(url: str) -> ScaleUpInfo:
     """The scale-up as one planner tells it."""
-    answer = httpx.get(f"{url}/v1/scaleups/up", trust_env=False, timeout=PATIENCE_S)
-    return ScaleUpView.model_validate_json(answer.raise_for_status().content)
+    response = httpx.get(f"{url}/v1/scaleups/up", trust_env=False, timeout=TIMEOUT_S)
+    return ScaleUpInfo.model_validate_json(response.raise_for_status().content)
 
 
-def plans_of(url: str) -> dict[float, int]:
+def plan_counts(url: str) -> dict[float, int]:
     """How many plans were made for so many forks at most, by their upper bound."""
-    text = httpx.get(f"{url}/metrics", trust_env=False, timeout=PATIENCE_S).text
-    counts = [(float(bound), int(float(count))) for bound, count in TOGETHER.findall(text)]
+    text = httpx.get(f"{url}/metrics", trust_env=False, timeout=TIMEOUT_S).text
+    counts = [(float(bound), int(float(count))) for bound, count in PLAN_FORKS_BUCKET.findall(text)]
     before = [0, *(count for _, count in counts)]
     return {bound: count - old for (bound, count), old in zip(counts, before, strict=False) if count > old}
 
@@ -88,20 +88,20 @@ def test_forks_that_were_announced_share_one_plan(
     if announced:
         view = announce(url, 3)
         assert (1, "they fork from 1 seed") == (view.seeds, view.reason)
-    gates = [Gate(tmp_path / f"t{number}") for number in range(3)]
+    gates = [PlanGate(tmp_path / f"t{number}") for number in range(3)]
     pulls = [rfork_process("pull", *common, "--sha256", environment=own | gate.environment) for gate in gates]
     for gate, pull in zip(gates, pulls, strict=True):
-        gate.reached(pull)
+        gate.wait_reached(pull)
     for gate in gates:
         gate.open()
-        threading.Event().wait(APART_S)
+        threading.Event().wait(ARRIVAL_GAP_S)
     codes = [pull.wait() for pull in pulls]
     digests = {json.loads(pull.stdout.splitlines()[-1])["sha256"] for pull in pulls}
     # One that lost a relay which was done is planned again, by itself.
-    together = {bound: count for bound, count in plans_of(url).items() if bound > 1}
+    together = {bound: count for bound, count in plan_counts(url).items() if bound > 1}
     assert ([0] * 3, 1, expected) == (codes, len(digests), together)
     if announced:
-        assert 3 == shown(url).arrived
+        assert 3 == get_scaleup(url).arrived_count
 
 
 @pytest.fixture
@@ -122,21 +122,21 @@ def replicas(redis_server: RedisServer, rfork_process: StartRfork) -> tuple[str,
 
 def test_replicas_of_the_planner_count_together(replicas: tuple[str, str]) -> None:
     """Told to one, known to both: forks at both wait, and all go when the last has come to either."""
-    first, second = (PlannerClient(url, timeout_s=PATIENCE_S) for url in replicas)
-    first.report(whole("s", model="tiny"))
+    first, second = (PlannerClient(url, timeout_s=TIMEOUT_S) for url in replicas)
+    first.report(seed_report("s", model="tiny"))
     until(lambda: len(second.instances()) == 1)
     announce(replicas[0], 4)
-    until(lambda: bool(httpx.get(f"{replicas[1]}/v1/scaleups", trust_env=False, timeout=PATIENCE_S).json()))
+    until(lambda: bool(httpx.get(f"{replicas[1]}/v1/scaleups", trust_env=False, timeout=TIMEOUT_S).json()))
     with ThreadPoolExecutor(4) as threads:
         plans: list[Future[Plan]] = []
         for index, planner in enumerate((first, second, first)):
-            plans.append(threads.submit(planner.ask, ask(f"t{index}", model="tiny")))
-            until(lambda: [shown(url).arrived for url in replicas] == [len(plans)] * 2)
+            plans.append(threads.submit(planner.request_plan, fork_request(f"t{index}", model="tiny")))
+            until(lambda: [get_scaleup(url).arrived_count for url in replicas] == [len(plans)] * 2)
         waiting = [plan.done() for plan in plans]
-        plans.append(threads.submit(second.ask, ask("t3", model="tiny")))
-        sources = [route.source_id for plan in plans for route in plan.result(PATIENCE_S).routes]
+        plans.append(threads.submit(second.request_plan, fork_request("t3", model="tiny")))
+        sources = [route.source_id for plan in plans for route in plan.result(TIMEOUT_S).routes]
     assert ([False] * 3, [{2.0: 1}, {2.0: 1}], 4) == (
-        waiting, [plans_of(url) for url in replicas], len(set(sources)),
+        waiting, [plan_counts(url) for url in replicas], len(set(sources)),
     )  # fmt: skip
     for planner in (first, second):
         planner.close()
@@ -144,19 +144,17 @@ def test_replicas_of_the_planner_count_together(replicas: tuple[str, str]) -> No
 
 def test_a_scale_up_that_is_withdrawn_at_one_is_over_at_both(replicas: tuple[str, str]) -> None:
     """Who waits at the other gets its plan."""
-    with PlannerClient(replicas[1], timeout_s=PATIENCE_S) as second, ThreadPoolExecutor(1) as threads:
+    with PlannerClient(replicas[1], timeout_s=TIMEOUT_S) as second, ThreadPoolExecutor(1) as threads:
         announce(replicas[0], 2)
-        until(
-            lambda: bool(httpx.get(f"{replicas[1]}/v1/scaleups", trust_env=False, timeout=PATIENCE_S).json())
-        )
-        plan = threads.submit(second.ask, ask("a", model="tiny"))
-        until(lambda: shown(replicas[0]).arrived == 1)
+        until(lambda: bool(httpx.get(f"{replicas[1]}/v1/scaleups", trust_env=False, timeout=TIMEOUT_S).json()))
+        plan = threads.submit(second.request_plan, fork_request("a", model="tiny"))
+        until(lambda: get_scaleup(replicas[0]).arrived_count == 1)
         waiting = plan.done()
-        httpx.delete(f"{replicas[0]}/v1/scaleups/up", trust_env=False, timeout=PATIENCE_S).raise_for_status()
+        httpx.delete(f"{replicas[0]}/v1/scaleups/up", trust_env=False, timeout=TIMEOUT_S).raise_for_status()
         assert (False, "fork-a", []) == (
             waiting,
-            plan.result(PATIENCE_S).fork_id,
-            httpx.get(f"{replicas[1]}/v1/scaleups", trust_env=False, timeout=PATIENCE_S).json(),
+            plan.result(TIMEOUT_S).fork_id,
+            httpx.get(f"{replicas[1]}/v1/scaleups", trust_env=False, timeout=TIMEOUT_S).json(),
         )
 
 
@@ -174,10 +172,10 @@ def test_a_planner_that_joins_later_knows_what_was_announced(
     first = url_of(rfork_process("planner", "--port", "0", "--json", environment=environment))
     announce(first, 3)
     with PlannerClient(first) as planner:
-        planner.ask(ask("a", model="tiny"))
+        planner.request_plan(fork_request("a", model="tiny"))
     second = url_of(rfork_process("planner", "--port", "0", "--json", environment=environment))
-    views = [shown(url).model_copy(update={"expires_in_s": 0.0}) for url in (first, second)]
-    assert (1, views[0]) == (views[0].arrived, views[1])
+    views = [get_scaleup(url).model_copy(update={"expires_in_s": 0.0}) for url in (first, second)]
+    assert (1, views[0]) == (views[0].arrived_count, views[1])
 
 
 # -- the hooks' client --------------------------------------------------------------------------------
@@ -192,15 +190,15 @@ async def test_hooks_reach_a_planner_behind_tls(tmp_path: Path, monkeypatch: pyt
     leaf.cert_chain_pems[0].write_to_path(tmp_path / "certificate")
     for name in ("ca", "key", "certificate"):
         monkeypatch.setenv(f"RFORK_TLS_{name.upper()}", str(tmp_path / name))
-    with running(PlannerSettings.model_validate({"port": 0, "token": "rule"})) as url:
-        settings = Settings.model_validate({"planner": url, "token": "rule"})
-        known = RestFleet(settings)
+    with run_in_thread(PlannerSettings.model_validate({"port": 0, "token": "rule"})) as url:
+        settings = InstanceSettings.model_validate({"planner": url, "token": "rule"})
+        known = PlannerRestClient(settings)
         view = await known.announce(ScaleUp(scaleup_id="up", model="m", replicas=2))
         await known.close()
         monkeypatch.delenv("RFORK_TLS_CERTIFICATE")
         monkeypatch.delenv("RFORK_TLS_KEY")
-        unknown = RestFleet(settings)
-        with pytest.raises(PlannerAway, match=f"planner {url} did not answer GET /v1/scaleups"):
+        unknown = PlannerRestClient(settings)
+        with pytest.raises(PlannerUnavailable, match=f"planner {url} did not answer GET /v1/scaleups"):
             await unknown.scaleups()
         await unknown.close()
     assert 2 == view.scaleup.replicas
@@ -209,35 +207,35 @@ async def test_hooks_reach_a_planner_behind_tls(tmp_path: Path, monkeypatch: pyt
 async def test_hooks_go_on_with_a_planner_that_restarted(free_port: int) -> None:
     """The pooled connection is dead by then: nothing is told of it. While nobody listens, that is."""
     settings = PlannerSettings.model_validate({"port": free_port})
-    fleet = RestFleet(Settings.model_validate({"planner": f"http://127.0.0.1:{free_port}"}))
-    with running(settings):
+    fleet = PlannerRestClient(InstanceSettings.model_validate({"planner": f"http://127.0.0.1:{free_port}"}))
+    with run_in_thread(settings):
         before = await fleet.instances()
-    with pytest.raises(PlannerAway, match="All connection attempts failed"):
+    with pytest.raises(PlannerUnavailable, match="All connection attempts failed"):
         await fleet.instances()
-    with running(settings):
+    with run_in_thread(settings):
         assert ((), ()) == (before, await fleet.instances())
     await fleet.close()
 
 
 async def test_all_of_a_fleet_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than one page holds, in the order of their ids."""
-    monkeypatch.setattr(rest, "PAGE", 20)
+    monkeypatch.setattr(planner_client, "PAGE", 20)
     names = [f"i{index:04}" for index in range(50)]
-    with running(PlannerSettings.model_validate({"port": 0, "forget_s": 600})) as url:
-        async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=PATIENCE_S) as web:
+    with run_in_thread(PlannerSettings.model_validate({"port": 0, "forget_s": 600})) as url:
+        async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=TIMEOUT_S) as web:
             for name in names:
                 await web.put(f"/v1/instances/{name}", json=report(name).model_dump(mode="json"))
-        fleet = RestFleet(Settings.model_validate({"planner": url, "planner_timeout_s": 30}))
+        fleet = PlannerRestClient(InstanceSettings.model_validate({"planner": url, "planner_timeout_s": 30}))
         found = [view.report.instance_id for view in await fleet.instances(model="m")]
         await fleet.close()
     assert names == found
 
 
 async def test_a_planner_that_says_nothing_holds_no_hook() -> None:
-    """It takes the connection, and that is all: PlannerAway within the time."""
+    """It takes the connection, and that is all: PlannerUnavailable within the time."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        fleet = RestFleet(Settings.model_validate({"planner": url, "planner_timeout_s": 0.2}))
-        with pytest.raises(PlannerAway, match=r"no answer within 0\.2 s"):
+        fleet = PlannerRestClient(InstanceSettings.model_validate({"planner": url, "planner_timeout_s": 0.2}))
+        with pytest.raises(PlannerUnavailable, match=r"no answer within 0\.2 s"):
             await fleet.models()
         await fleet.close()

@@ -17,19 +17,19 @@ import httpx
 import pytest
 import trustme
 
-from planner.service import running
-from rfork.control.client import PlannerClient
-from rfork.engines.stock_sglang.identity import PREFIX, TRANSPORT
-from rfork.engines.stock_sglang.sidecar import Sidecar
+from planner.server import run_in_thread
+from rfork.engines.sglang_bridge.identity import PREFIX, TRANSPORT
+from rfork.engines.sglang_bridge.sidecar import Sidecar
 from rfork.errors import SettingsError
-from rfork.settings import PlannerSettings, Settings, SidecarSettings
-from rfork.wire import ForkView, InstanceReport
+from rfork.planner_client.client import PlannerClient
+from rfork.schema import ForkInfo, InstanceReport
+from rfork.settings import InstanceSettings, PlannerSettings, SidecarSettings
 from tests.conftest import StartRfork
-from tests.stock_engine import TENSORS, StockEngine
-from tests.unit.planner.builders import ask, whole
+from tests.fake_sglang_server import TENSORS, FakeSglangServer
+from tests.unit.planner.builders import fork_request, seed_report
 
-OLD = "/get_remote_instance_transfer_engine_info"
-NEW = "/remote_instance_transfer_engine_info"
+LEGACY_PATH = "/get_remote_instance_transfer_engine_info"
+CURRENT_PATH = "/remote_instance_transfer_engine_info"
 MODEL = "m"
 DEADLINE_S = 60.0
 TTL_S = 6.0
@@ -51,45 +51,45 @@ sys.stdin.read()
 @pytest.fixture
 def planner() -> Iterator[str]:
     """URL of a planner that hears of everything soon."""
-    with running(PlannerSettings(port=0, heartbeat_s=0.2, forget_s=TTL_S, lease_ttl_s=TTL_S)) as url:
+    with run_in_thread(PlannerSettings(port=0, heartbeat_s=0.2, instance_ttl_s=TTL_S, lease_ttl_s=TTL_S)) as url:
         yield url
 
 
-def seed_of(engine: StockEngine, planner: str, *, model: str | None = MODEL, **settings: object) -> Sidecar:
+def seed_of(engine: FakeSglangServer, planner: str, *, model: str | None = MODEL, **settings: object) -> Sidecar:
     """The sidecar of an engine that is published as MODEL."""
-    own = SidecarSettings(engine=engine.url, model=model, look_s=0.1)
+    own = SidecarSettings(engine=engine.url, model=model, poll_interval_s=0.1)
     return Sidecar(_settings(planner, **settings), own)
 
 
 def client_of(
     planner: str,
     *,
-    engine: StockEngine | None = None,
+    engine: FakeSglangServer | None = None,
     model: str = MODEL,
     wait_s: float = 0.0,
-    patience_s: float = 0.0,
+    no_source_timeout_s: float = 0.0,
     **settings: object,
 ) -> Sidecar:
     """The sidecar of a client of MODEL."""
     url = engine.url if engine is not None else None
-    own = SidecarSettings(engine=url, client_of=model, port=0, look_s=0.1, wait_s=wait_s)
-    return Sidecar(_settings(planner, patience_s=patience_s, **settings), own)
+    own = SidecarSettings(engine=url, source_model=model, port=0, poll_interval_s=0.1, seed_wait_timeout_s=wait_s)
+    return Sidecar(_settings(planner, no_source_timeout_s=no_source_timeout_s, **settings), own)
 
 
-def _settings(planner: str, **more: object) -> Settings:
-    return Settings(planner=planner, drain_s=0.0, **more)  # type: ignore[arg-type]  # tests name its fields
+def _settings(planner: str, **more: object) -> InstanceSettings:
+    return InstanceSettings(planner=planner, drain_s=0.0, **more)  # type: ignore[arg-type]  # tests name its fields
 
 
-def stock_ask(sidecar: Sidecar, rank: int = 0, path: str = OLD) -> httpx.Response:
+def request_weight_info(sidecar: Sidecar, rank: int = 0, path: str = LEGACY_PATH) -> httpx.Response:
     """What a stock client sends, and nothing more."""
     return httpx.get(f"http://{sidecar.client_address}{path}", params={"rank": rank}, timeout=DEADLINE_S)
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
     """Return once it holds; TimeoutError where it does not within DEADLINE_S."""
-    give_up = time.monotonic() + DEADLINE_S
+    deadline = time.monotonic() + DEADLINE_S
     while not condition():
-        if time.monotonic() > give_up:
+        if time.monotonic() > deadline:
             raise TimeoutError(what)
         time.sleep(0.02)
 
@@ -107,40 +107,40 @@ def published(planner: str, count: int) -> list[InstanceReport]:
     return [report for report in found if TRANSPORT in report.transports]
 
 
-def forks(planner: str) -> list[ForkView]:
+def forks(planner: str) -> list[ForkInfo]:
     """All forks that the planner lists."""
     with PlannerClient(planner) as client:
         return client.forks()
 
 
-def session_of(answer: httpx.Response) -> str:
+def session_of(response: httpx.Response) -> str:
     """The session that an answer names."""
-    return str(answer.json()["remote_instance_transfer_engine_info"][0])
+    return str(response.json()["remote_instance_transfer_engine_info"][0])
 
 
-def info_of(engine: StockEngine, rank: int = 0) -> object:
+def info_of(engine: FakeSglangServer, rank: int = 0) -> object:
     """What the engine itself would answer, as JSON has it."""
-    return json.loads(json.dumps(engine.answer(f"{NEW}?rank={rank}", None)[1]))
+    return json.loads(json.dumps(engine.respond(f"{CURRENT_PATH}?rank={rank}", None)[1]))
 
 
-@pytest.mark.parametrize("path", [OLD, NEW])
+@pytest.mark.parametrize("path", [LEGACY_PATH, CURRENT_PATH])
 def test_a_stock_client_is_told_of_the_published_seed(planner: str, path: str) -> None:
     """Byte for byte what the seed would have answered, by either name of the endpoint."""
-    with StockEngine() as engine, seed_of(engine, planner), client_of(planner) as sidecar:
+    with FakeSglangServer() as engine, seed_of(engine, planner), client_of(planner) as sidecar:
         published(planner, 1)
-        answer = stock_ask(sidecar, path=path)
-        assert (200, info_of(engine)) == (answer.status_code, answer.json())
+        response = request_weight_info(sidecar, path=path)
+        assert (200, info_of(engine)) == (response.status_code, response.json())
 
 
 def test_each_rank_is_told_of_its_own_rank(planner: str) -> None:
     """Two ranks, two instances; a rank that nobody gives is refused in words."""
-    with StockEngine(ranks=2) as engine, seed_of(engine, planner), client_of(planner) as sidecar:
+    with FakeSglangServer(ranks=2) as engine, seed_of(engine, planner), client_of(planner) as sidecar:
         reports = published(planner, 2)
-        answers = [stock_ask(sidecar, rank) for rank in (0, 1, 2)]
-        assert [200, 200, 404] == [answer.status_code for answer in answers]
-        assert [info_of(engine, 0), info_of(engine, 1)] == [answer.json() for answer in answers[:2]]
+        responses = [request_weight_info(sidecar, rank) for rank in (0, 1, 2)]
+        assert [200, 200, 404] == [response.status_code for response in responses]
+        assert [info_of(engine, 0), info_of(engine, 1)] == [response.json() for response in responses[:2]]
         refusal = "no stock seed of model m gives rank 2: only ranks [0, 1] are given"
-        assert {"error": {"message": refusal}} == answers[2].json()
+        assert {"error": {"message": refusal}} == responses[2].json()
         assert ["target-tp0of2-pp0of1-ep0of1", "target-tp1of2-pp0of1-ep0of1"] == sorted(
             report.rank.key for report in reports
         )
@@ -149,11 +149,11 @@ def test_each_rank_is_told_of_its_own_rank(planner: str) -> None:
 def test_a_lease_is_held_until_the_clients_engine_is_healthy(planner: str) -> None:
     """The fork runs while the client loads, is renewed past its time to live, and ends as unverified."""
     with (
-        StockEngine() as seed, seed_of(seed, planner), StockEngine(ranks=0, healthy=False) as loading,
+        FakeSglangServer() as seed, seed_of(seed, planner), FakeSglangServer(ranks=0, healthy=False) as loading,
         client_of(planner, engine=loading) as sidecar,
     ):  # fmt: skip
         published(planner, 1)
-        stock_ask(sidecar)
+        request_weight_info(sidecar)
         began = time.monotonic()
         until(lambda: time.monotonic() - began > TTL_S + 1, "longer than the lease's time to live")
         assert ["running"] == [fork.state for fork in forks(planner)]
@@ -173,64 +173,64 @@ def test_places_are_kept_and_a_client_waits_for_one(planner: str) -> None:
     """Two seeds of one place each: two clients get one each, the third is refused, or waits if it may."""
     with contextlib.ExitStack() as stack:
         for session in ("127.0.0.1:15001", "127.0.0.1:15002"):
-            engine = stack.enter_context(StockEngine(session))
+            engine = stack.enter_context(FakeSglangServer(session))
             stack.enter_context(seed_of(engine, planner, max_readers=1))
         clients = [stack.enter_context(client_of(planner)) for _ in range(3)]
         published(planner, 2)
-        answers = [stock_ask(client) for client in clients]
-        assert [200, 200, 503] == [answer.status_code for answer in answers]
-        assert {"127.0.0.1:15001", "127.0.0.1:15002"} == {session_of(answer) for answer in answers[:2]}
-        assert "no seed has a place" in answers[2].json()["error"]["message"]
+        responses = [request_weight_info(client) for client in clients]
+        assert [200, 200, 503] == [response.status_code for response in responses]
+        assert {"127.0.0.1:15001", "127.0.0.1:15002"} == {session_of(response) for response in responses[:2]}
+        assert "no seed has a place" in responses[2].json()["error"]["message"]
         patient = stack.enter_context(client_of(planner, wait_s=DEADLINE_S))
         clients[0].close(0.0)
-        assert session_of(answers[0]) == session_of(stock_ask(patient))
+        assert session_of(responses[0]) == session_of(request_weight_info(patient))
 
 
 def test_a_client_that_asks_again_is_sent_to_another_seed(planner: str) -> None:
     """Its first read came to nothing: that seed gets its place back, and is taken again if it is the last."""
     with contextlib.ExitStack() as stack:
-        engines = [stack.enter_context(StockEngine(f"127.0.0.1:1500{number}")) for number in (1, 2)]
+        engines = [stack.enter_context(FakeSglangServer(f"127.0.0.1:1500{number}")) for number in (1, 2)]
         for engine in engines:
             stack.enter_context(seed_of(engine, planner))
         client = stack.enter_context(client_of(planner))
         published(planner, 2)
-        first, second = session_of(stock_ask(client)), session_of(stock_ask(client))
+        first, second = session_of(request_weight_info(client)), session_of(request_weight_info(client))
         assert {engine.ranks[0][0] for engine in engines} == {first, second}
         next(engine for engine in engines if engine.ranks[0][0] == first).healthy = False
         published(planner, 1)
-        assert second == session_of(stock_ask(client))
+        assert second == session_of(request_weight_info(client))
 
 
 def test_an_engine_that_dies_is_no_seed_any_more(planner: str) -> None:
     """Unhealthy is enough; healthy again, it is given again."""
-    with StockEngine() as engine, seed_of(engine, planner), client_of(planner) as sidecar:
+    with FakeSglangServer() as engine, seed_of(engine, planner), client_of(planner) as sidecar:
         published(planner, 1)
         engine.healthy = False
         published(planner, 0)
-        assert 404 == stock_ask(sidecar).status_code
+        assert 404 == request_weight_info(sidecar).status_code
         engine.healthy = True
         published(planner, 1)
-        assert 200 == stock_ask(sidecar).status_code
+        assert 200 == request_weight_info(sidecar).status_code
 
 
 def test_memory_of_an_engine_that_was_started_again_is_not_given(planner: str) -> None:
     """Faster than any look: the seed's own sidecar finds it when a client asks, and gives the new memory."""
-    with StockEngine() as engine:
-        own = SidecarSettings(engine=engine.url, model=MODEL, look_s=3600)
-        client = client_of(planner, wait_s=DEADLINE_S, patience_s=DEADLINE_S)
+    with FakeSglangServer() as engine:
+        own = SidecarSettings(engine=engine.url, model=MODEL, poll_interval_s=3600)
+        client = client_of(planner, wait_s=DEADLINE_S, no_source_timeout_s=DEADLINE_S)
         with Sidecar(_settings(planner), own), client as sidecar:
             before = published(planner, 1)
             moved = {name: (address + 64, count, size) for name, (address, count, size) in TENSORS.items()}
             engine.ranks = {0: ("127.0.0.1:15009", moved)}
-            assert info_of(engine) == stock_ask(sidecar).json()
+            assert info_of(engine) == request_weight_info(sidecar).json()
             assert before[0].instance_id != published(planner, 1)[0].instance_id
 
 
 def test_an_update_of_the_seeds_weights_ends_the_leases(planner: str) -> None:
     """The generation rises, the weights are others, and the client's sidecar says that they may be torn."""
-    with StockEngine() as engine, seed_of(engine, planner), client_of(planner) as sidecar:
+    with FakeSglangServer() as engine, seed_of(engine, planner), client_of(planner) as sidecar:
         before = published(planner, 1)[0]
-        stock_ask(sidecar)
+        request_weight_info(sidecar)
         engine.model = {**engine.model, "weight_version": "2"}
         why = ("the seed left, or changed its weights, while it may have been read",)
         until(lambda: [fork.finish.reasons for fork in forks(planner) if fork.finish] == [why], str(why))
@@ -245,56 +245,60 @@ def test_a_planner_that_restarts_is_told_who_reads_from_whom(free_port: int) -> 
     """The seed's heartbeat and the client's renewal bring both back: the one place stays taken."""
     settings = PlannerSettings(port=free_port, heartbeat_s=0.2, lease_ttl_s=TTL_S)
     with contextlib.ExitStack() as stack:
-        with running(settings) as url:
-            engine = stack.enter_context(StockEngine())
+        with run_in_thread(settings) as url:
+            engine = stack.enter_context(FakeSglangServer())
             stack.enter_context(seed_of(engine, url, max_readers=1))
             reader, late = stack.enter_context(client_of(url)), stack.enter_context(client_of(url))
             published(url, 1)
-            assert 200 == stock_ask(reader).status_code
-        with running(settings) as url:
+            assert 200 == request_weight_info(reader).status_code
+        with run_in_thread(settings) as url:
             published(url, 1)
             until(lambda: [fork.state for fork in forks(url)] == ["running"], "the fork is known again")
-            assert 503 == stock_ask(late).status_code
+            assert 503 == request_weight_info(late).status_code
 
 
 def test_rforks_own_forks_and_stock_ones_never_meet(planner: str) -> None:
     """Under one name each sees its own kind alone."""
-    with StockEngine() as engine, seed_of(engine, planner), PlannerClient(planner) as client:
+    with FakeSglangServer() as engine, seed_of(engine, planner), PlannerClient(planner) as client:
         stock = published(planner, 1)[0]
-        native = client.ask(ask("native-target", model=MODEL))
-        disguised = client.ask(ask("native-target-2", model=stock.model, layout_id=stock.layout_id))
+        native = client.request_plan(fork_request("native-target", model=MODEL))
+        disguised = client.request_plan(fork_request("native-target-2", model=stock.model, layout_id=stock.layout_id))
         assert ((), ()) == (native.routes, disguised.routes)
     with client_of(planner) as sidecar, PlannerClient(planner) as client:
-        client.report(whole("native-seed", model=MODEL))
-        client.report(whole("native-seed-2", model=PREFIX + MODEL))
-        assert 404 == stock_ask(sidecar).status_code
+        client.report(seed_report("native-seed", model=MODEL))
+        client.report(seed_report("native-seed-2", model=PREFIX + MODEL))
+        assert 404 == request_weight_info(sidecar).status_code
 
 
 def test_two_layouts_of_one_name_are_refused(planner: str) -> None:
     """What the client has built is not known, and float16 passes for bfloat16: none is given."""
-    with StockEngine() as half, StockEngine("127.0.0.1:15002") as brain, contextlib.ExitStack() as stack:
+    with (
+        FakeSglangServer() as half,
+        FakeSglangServer("127.0.0.1:15002") as brain,
+        contextlib.ExitStack() as stack,
+    ):
         half.server, brain.server = {**half.server, "dtype": "float16"}, {**brain.server, "dtype": "bfloat16"}
         for engine in (half, brain):
             stack.enter_context(seed_of(engine, planner))
         client = stack.enter_context(client_of(planner))
         published(planner, 2)
-        answer = stock_ask(client)
-        assert (503, True) == (answer.status_code, "in 2 layouts" in answer.json()["error"]["message"])
+        response = request_weight_info(client)
+        assert (503, True) == (response.status_code, "in 2 layouts" in response.json()["error"]["message"])
 
 
 def test_where_weights_lie_is_told_to_the_bearer_of_a_lease_alone(planner: str) -> None:
     """Without one, with one for another seed, or with a forged one: 403, and no address."""
-    with StockEngine() as engine, seed_of(engine, planner) as sidecar, PlannerClient(planner) as client:
+    with FakeSglangServer() as engine, seed_of(engine, planner) as sidecar, PlannerClient(planner) as client:
         seed = published(planner, 1)[0]
-        client.report(whole("other"))
-        foreign = client.ask(ask("target")).routes[0].lease.token
+        client.report(seed_report("other"))
+        foreign = client.request_plan(fork_request("target")).routes[0].lease.token
         url = f"http://{sidecar.seed_address}/v1/stock-seeds/{seed.instance_id}"
         tokens = ["none", foreign, "x.y.z"]
-        answers = [httpx.get(url, headers={"Authorization": f"Bearer {token}"}) for token in tokens]
-        assert [403, 403, 403] == [answer.status_code for answer in answers]
-        assert not any("15001" in answer.text for answer in answers)
-        gone = httpx.get(f"http://{sidecar.seed_address}/v1/stock-seeds/{PREFIX}none")
-        assert 410 == gone.status_code
+        responses = [httpx.get(url, headers={"Authorization": f"Bearer {token}"}) for token in tokens]
+        assert [403, 403, 403] == [response.status_code for response in responses]
+        assert not any("15001" in response.text for response in responses)
+        missing_seed = httpx.get(f"http://{sidecar.seed_address}/v1/stock-seeds/{PREFIX}none")
+        assert 410 == missing_seed.status_code
 
 
 @pytest.mark.parametrize(
@@ -305,7 +309,7 @@ def test_an_engine_whose_ranks_overwrite_one_another_is_not_published(
     planner: str, rfork_process: StartRfork, field: str, value: str | int, reason: str
 ) -> None:
     """Its info may be that of another stage, or of the draft."""
-    with StockEngine() as engine:
+    with FakeSglangServer() as engine:
         engine.server = {**engine.server, field: value}
         command = ("sidecar", "--engine", engine.url, "--planner", planner)
         process = rfork_process(*command, until="sidecar ready")
@@ -318,7 +322,7 @@ def test_over_plain_tcp_it_has_to_be_asked_for(planner: str, monkeypatch: pytest
     monkeypatch.setenv("MOONCAKE_PROTOCOL", "tcp")
     with pytest.raises(SettingsError, match="plain TCP"):
         client_of(planner)
-    client_of(planner, unguarded_tcp=True).close(0.0)
+    client_of(planner, allow_unauthenticated_tcp=True).close(0.0)
 
 
 def test_between_sidecars_is_mutual_tls_and_stock_clients_speak_plainly(
@@ -332,9 +336,9 @@ def test_between_sidecars_is_mutual_tls_and_stock_clients_speak_plainly(
     leaf.cert_chain_pems[0].write_to_path(tmp_path / "certificate")
     for name in ("ca", "key", "certificate"):
         monkeypatch.setenv(f"RFORK_TLS_{name.upper()}", str(tmp_path / name))
-    with StockEngine() as engine, seed_of(engine, planner) as seed, client_of(planner) as sidecar:
+    with FakeSglangServer() as engine, seed_of(engine, planner) as seed, client_of(planner) as sidecar:
         published(planner, 1)
-        assert info_of(engine) == stock_ask(sidecar).json()
+        assert info_of(engine) == request_weight_info(sidecar).json()
         context = ssl.create_default_context(cafile=tmp_path / "ca")
         with pytest.raises(httpx.TransportError):
             httpx.get(f"https://{seed.seed_address}/v1/stock-seeds/x", verify=context)
@@ -342,20 +346,20 @@ def test_between_sidecars_is_mutual_tls_and_stock_clients_speak_plainly(
 
 def test_the_command_publishes_answers_and_leaves(planner: str, rfork_process: StartRfork) -> None:
     """Two processes: one beside a seed, one beside a client; SIGTERM takes the seed out of the books."""
-    with StockEngine() as engine, StockEngine(ranks=0, healthy=False) as loading:
+    with FakeSglangServer() as engine, FakeSglangServer(ranks=0, healthy=False) as loading:
         seed = rfork_process("sidecar", "--engine", engine.url, "--planner", planner, until="sidecar ready")
         command = ("sidecar", "--client-of-model", MODEL, "--engine", loading.url, "--port", "0", "--json")
         client = rfork_process(*command, "--planner", planner, until='"event": "ready"')
         address = json.loads(client.wait_for('"event": "ready"').string)["clients"]
         published(planner, 1)
-        answer = httpx.get(f"http://{address}{OLD}", params={"rank": 0}, timeout=DEADLINE_S)
-        assert info_of(engine) == answer.json()
+        response = httpx.get(f"http://{address}{LEGACY_PATH}", params={"rank": 0}, timeout=DEADLINE_S)
+        assert info_of(engine) == response.json()
         client.wait_for("stock client sent to a seed")
         loading.healthy = True
         client.wait_for("lease given back")
         seed.signal(signal.SIGTERM)
         assert (0, []) == (seed.wait(), published(planner, 0))
-        refused = httpx.get(f"http://{address}{OLD}", params={"rank": 0}, timeout=DEADLINE_S)
+        refused = httpx.get(f"http://{address}{LEGACY_PATH}", params={"rank": 0}, timeout=DEADLINE_S)
         assert 404 == refused.status_code
         client.wait_for("STOCK CLIENT REFUSED")
 
@@ -372,11 +376,11 @@ def test_real_memory_is_read_by_the_info_that_was_answered(planner: str) -> None
         half = size // 2
         tensors = {"first": (address, half // 4, 4), "second": (address + half, half // 2, 2)}
         with (
-            StockEngine(f"127.0.0.1:{port}", tensors=tensors) as engine, seed_of(engine, planner),
+            FakeSglangServer(f"127.0.0.1:{port}", tensors=tensors) as engine, seed_of(engine, planner),
             client_of(planner) as sidecar,
         ):  # fmt: skip
             published(planner, 1)
-            session, info = stock_ask(sidecar).json()["remote_instance_transfer_engine_info"]
+            session, info = request_weight_info(sidecar).json()["remote_instance_transfer_engine_info"]
         reader = library.TransferEngine()
         assert 0 == reader.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "")
         memory = ctypes.create_string_buffer(size)

@@ -9,17 +9,17 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from rfork.engines.stock_sglang.engine import StockEngine, WeightInfo
-from rfork.engines.stock_sglang.identity import TRANSPORT
-from rfork.engines.stock_sglang.serving import InfoClient
+from rfork.engines.sglang_bridge.engine import StockEngine, WeightInfo
+from rfork.engines.sglang_bridge.http_servers import InfoClient
+from rfork.engines.sglang_bridge.identity import TRANSPORT
+from rfork.schema import Lease, Placement, Route
 from rfork.settings import TlsSettings
-from rfork.wire import Lease, Placement, Route
-from tests.stock_engine import TENSORS
+from tests.fake_sglang_server import TENSORS
 
 INFO = WeightInfo("127.0.0.1:15001", TENSORS)
 
 
-class OneEach(BaseHTTPRequestHandler):
+class OneRequestHandler(BaseHTTPRequestHandler):
     """Answers whatever is asked with the info of rank 0, and a second request on a connection not at all."""
 
     protocol_version = "HTTP/1.1"
@@ -31,8 +31,8 @@ class OneEach(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         self.used = True
-        answer = {"rank": 0, "remote_instance_transfer_engine_info": [INFO.session, INFO.tensors]}
-        data = json.dumps(answer).encode()
+        body = {"rank": 0, "remote_instance_transfer_engine_info": [INFO.session, INFO.tensors]}
+        data = json.dumps(body).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
@@ -45,7 +45,7 @@ class OneEach(BaseHTTPRequestHandler):
 @pytest.fixture
 def server() -> Iterator[str]:
     """host:port of such a server."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), OneEach) as http:
+    with ThreadingHTTPServer(("127.0.0.1", 0), OneRequestHandler) as http:
         thread = threading.Thread(target=http.serve_forever, args=(0.05,))
         thread.start()
         yield f"127.0.0.1:{http.server_address[1]}"

@@ -14,24 +14,24 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from benchmarks.seaweed import SeaweedServer
+from rfork import _api as engine
 from rfork.cli.app import app
-from rfork.control.client import PlannerClient
-from rfork.engines import torch as engine
-from rfork.engines.transformers import Unfilled, loaded_model
-from rfork.errors import SourceChanged
+from rfork.engines.transformers import EmptyModel, loaded_model
+from rfork.errors import SourceWeightsChanged
 from rfork.image.capture import capture
+from rfork.image.checksum import image_sha256
 from rfork.image.chunks import MIB
-from rfork.image.proof import image_sha256
-from rfork.seed.snapshotting import snapshot_of
-from rfork.settings import Settings, StorageSettings
+from rfork.planner_client.client import PlannerClient
+from rfork.schema import Rank
+from rfork.settings import InstanceSettings, StorageSettings
+from rfork.source.snapshot import snapshot_seed
 from rfork.storage.snapshots.snapshot import Snapshot
-from rfork.wire import Rank
 from tests.conftest import StartRfork
-from tests.processes import at_start
+from tests.processes import startup_patch
 
 READY = r'"event": ?"ready"'
 NAME = "model-rank-000.safetensors"
-GATE = """
+GATED_WRITER_PATCH = """
 from rfork.storage.local.files import LocalWriter
 write, left = LocalWriter.write, [2]
 
@@ -46,7 +46,7 @@ LocalWriter.write = gated
 """
 """What a writer runs at its start: it stands still in the middle, as opening a FIFO waits for a writer."""
 
-Answer = dict[str, list[dict[str, object]]]
+JsonDocument = dict[str, list[dict[str, object]]]
 
 
 @pytest.fixture
@@ -57,12 +57,12 @@ def planner(rfork_process: StartRfork) -> str:
 
 
 @pytest.fixture
-def rfork() -> Run:
+def rfork() -> SnapshotCommand:
     """Runs `rfork snapshot ARGUMENTS` in this process."""
-    return Run()
+    return SnapshotCommand()
 
 
-class Run:
+class SnapshotCommand:
     """One command after the other."""
 
     def __call__(self, *arguments: str, code: int = 0, environment: dict[str, str] | None = None) -> str:
@@ -72,15 +72,15 @@ class Run:
         assert code == done.exit_code, done.output
         return done.output
 
-    def json(self, *arguments: str, code: int = 0, environment: dict[str, str] | None = None) -> Answer:
+    def json(self, *arguments: str, code: int = 0, environment: dict[str, str] | None = None) -> JsonDocument:
         """Its first JSON document."""
         lines = self(*arguments, "--json", code=code, environment=environment).splitlines()
-        return cast(Answer, next(json.loads(line) for line in lines if line.startswith('{"snapshots')))
+        return cast(JsonDocument, next(json.loads(line) for line in lines if line.startswith('{"snapshots')))
 
 
-def restored(model: Path, uri: str, settings: StorageSettings | None = None) -> str:
+def restored_sha256(model: Path, uri: str, settings: StorageSettings | None = None) -> str:
     """The hash of the model's tensors, filled from the snapshot there."""
-    image = capture(Unfilled(model).model)
+    image = capture(EmptyModel(model).model)
     snapshot = Snapshot.open(uri, image.layout, settings=settings)
     snapshot.fill(image)
     snapshot.close()
@@ -96,7 +96,7 @@ def expected_sha256(tiny_model: Path) -> str:
 def test_from_a_seed_to_a_file_and_back(
     rfork_process: StartRfork,
     planner: str,
-    rfork: Run,
+    rfork: SnapshotCommand,
     tiny_model: Path,
     tmp_path: Path,
     expected_sha256: str,
@@ -109,7 +109,7 @@ def test_from_a_seed_to_a_file_and_back(
     write = ["snapshot", folder, "--name", "tiny", "--planner", planner, "--json"]
     writer = rfork_process(*write, environment=environment)
     assert 0 == writer.wait()
-    (written,) = cast(Answer, json.loads(writer.stdout))["snapshots"]
+    (written,) = cast(JsonDocument, json.loads(writer.stdout))["snapshots"]
     path = tmp_path / "rev-1" / NAME
     assert (path.as_uri(), "tiny", path.stat().st_size) == (
         written["uri"],
@@ -120,7 +120,7 @@ def test_from_a_seed_to_a_file_and_back(
     kept = {name: tensor for name, tensor in state.items() if name in read}
     assert all(torch.equal(read[name], tensor) for name, tensor in kept.items())
     assert set(state) - {"model.embed_tokens.weight"} == set(kept)
-    assert expected_sha256 == restored(tiny_model, folder)
+    assert expected_sha256 == restored_sha256(tiny_model, folder)
     # Whoever took it is no instance any more, and no fork of it runs.
     with PlannerClient(planner) as client:
         assert ([1], []) == ([model.seeds for model in client.models()], client.forks(state="running"))
@@ -135,29 +135,31 @@ def test_from_a_seed_to_a_file_and_back(
     assert [] == [each for each in tmp_path.rglob("*") if each.is_file()]
 
 
-def test_two_ranks_share_their_chunks(planner: str, rfork: Run, tiny_model: Path, tmp_path: Path) -> None:
+def test_two_ranks_share_their_chunks(planner: str, rfork: SnapshotCommand, tiny_model: Path, tmp_path: Path) -> None:
     """Each rank is fetched in its turn; what both hold is stored once, also for the next revision."""
-    settings = Settings(planner=planner, transports=("http",), drain_s=0)
+    settings = InstanceSettings(planner=planner, transports=("http",), drain_s=0)
     module = loaded_model(tiny_model)
     first, second = Rank(tp=0, tp_size=2), Rank(tp=1, tp_size=2)
-    place = ["--name", "two", "--planner", planner, "--shared"]
+    options = ["--name", "two", "--planner", planner, "--shared"]
     with (
         engine.seed(module, model="two", version="v1", rank=first, settings=settings) as one,
         engine.seed(module, model="two", version="v1", rank=second, settings=settings) as other,
     ):
-        assert one.wait_acknowledged(10)
-        assert other.wait_acknowledged(10)
-        told = rfork.json(str(tmp_path / "rev-1"), *place)["snapshots"]
-        again = rfork.json(str(tmp_path / "rev-2"), *place, "--rank", "1")["snapshots"]
-        refused = rfork(str(tmp_path / "one.safetensors"), *place, code=2)
+        assert one.wait_registered(10)
+        assert other.wait_registered(10)
+        snapshots = rfork.json(str(tmp_path / "rev-1"), *options)["snapshots"]
+        again = rfork.json(str(tmp_path / "rev-2"), *options, "--rank", "1")["snapshots"]
+        refused = rfork(str(tmp_path / "one.safetensors"), *options, code=2)
         assert "is one file, and two has 2 ranks" in refused
-        assert "runs without rank 7" in rfork(str(tmp_path / "rev-3"), *place, "--rank", "7", code=2)
-    whole = cast(int, told[0]["bytes_written"])
-    assert [(first.key, whole, 0), (second.key, 0, whole), (second.key, 0, whole)] == [
-        (each["rank"], each["bytes_written"], each["bytes_already"]) for each in (*told, *again)
-    ]
+        assert "runs without rank 7" in rfork(str(tmp_path / "rev-3"), *options, "--rank", "7", code=2)
+    bytes_written = cast(int, snapshots[0]["bytes_written"])
+    assert [
+        (first.key, bytes_written, 0),
+        (second.key, 0, bytes_written),
+        (second.key, 0, bytes_written),
+    ] == [(each["rank"], each["bytes_written"], each["bytes_already"]) for each in (*snapshots, *again)]
     listed = rfork.json("ls", str(tmp_path))["snapshots"]
-    assert [("shared", whole, None)] * 3 == [
+    assert [("shared", bytes_written, None)] * 3 == [
         (each["form"], each["shared_bytes"], each["trouble"]) for each in listed
     ]
     assert "0.000 GB freed" in rfork("rm", str(tmp_path / "rev-1"))
@@ -168,7 +170,7 @@ def test_two_ranks_share_their_chunks(planner: str, rfork: Run, tiny_model: Path
 
 @pytest.mark.parametrize("form", [(), ("--shared",)], ids=["file", "shared"])
 def test_a_writer_that_is_killed_leaves_no_snapshot(
-    rfork_process: StartRfork, rfork: Run, tiny_model: Path, tmp_path: Path, form: tuple[str, ...]
+    rfork_process: StartRfork, rfork: SnapshotCommand, tiny_model: Path, tmp_path: Path, form: tuple[str, ...]
 ) -> None:
     """What it left is shown, is no snapshot to anybody, and is swept up."""
     gate, folder = tmp_path / "gate", tmp_path / "out" / "rev-1"
@@ -180,7 +182,7 @@ def test_a_writer_that_is_killed_leaves_no_snapshot(
         str(tiny_model),
         *form,
         until="^half",
-        environment=at_start(tmp_path / "patch", GATE.format(gate=str(gate))),
+        environment=startup_patch(tmp_path / "patch", GATED_WRITER_PATCH.format(gate=str(gate))),
     )
     writer.signal(signal.SIGKILL)
     assert -signal.SIGKILL == writer.wait()
@@ -191,7 +193,9 @@ def test_a_writer_that_is_killed_leaves_no_snapshot(
     assert [] == [each for each in (tmp_path / "out").rglob("*") if each.is_file()]
 
 
-def test_there_and_back_in_s3(s3: SeaweedServer, rfork: Run, tiny_model: Path, expected_sha256: str) -> None:
+def test_there_and_back_in_s3(
+    s3: SeaweedServer, rfork: SnapshotCommand, tiny_model: Path, expected_sha256: str
+) -> None:
     """Both forms in a bucket: written, listed, verified, restored, removed."""
     environment, root = s3.environment(), "s3://models/snapshot-cli"
     rfork(f"{root}/rev-1/", "--from", str(tiny_model), "--name", "tiny", "--shared", environment=environment)
@@ -202,7 +206,7 @@ def test_there_and_back_in_s3(s3: SeaweedServer, rfork: Run, tiny_model: Path, e
         listed["leftovers"],
     )
     assert [expected_sha256] * 2 == [
-        restored(tiny_model, f"{root}/{revision}/", s3.settings()) for revision in ("rev-1", "rev-2")
+        restored_sha256(tiny_model, f"{root}/{revision}/", s3.settings()) for revision in ("rev-1", "rev-2")
     ]
     assert 2 == rfork("verify", root, environment=environment).count(": right: ")
     for revision in ("rev-1", "rev-2"):
@@ -211,7 +215,7 @@ def test_there_and_back_in_s3(s3: SeaweedServer, rfork: Run, tiny_model: Path, e
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "message"),
     [
         (("ftp://host/x", "--from", "{model}"), 2, "is of no kind known here"),
         (("https://127.0.0.1:1/x/", "--from", "{model}"), 2, "can only be read"),
@@ -225,32 +229,37 @@ def test_there_and_back_in_s3(s3: SeaweedServer, rfork: Run, tiny_model: Path, e
     ],
 )
 def test_what_cannot_be_done_is_one_line(
-    rfork: Run, tiny_model: Path, tmp_path: Path, arguments: tuple[str, ...], code: int, said: str
+    rfork: SnapshotCommand,
+    tiny_model: Path,
+    tmp_path: Path,
+    arguments: tuple[str, ...],
+    code: int,
+    message: str,
 ) -> None:
     """Each says what is wrong, with the exit code of whose fault it is."""
-    given = [word.format(model=tiny_model, folder=tmp_path) for word in arguments]
-    (line,) = [line for line in rfork(*given, code=code).splitlines() if line.startswith("error: ")]
-    assert said in line
+    command = [word.format(model=tiny_model, folder=tmp_path) for word in arguments]
+    (line,) = [line for line in rfork(*command, code=code).splitlines() if line.startswith("error: ")]
+    assert message in line
 
 
 def test_a_seed_writes_its_own_snapshot(tiny_model: Path, tmp_path: Path, expected_sha256: str) -> None:
     """In the engine's process, while it serves; unless its weights change meanwhile."""
     module = loaded_model(tiny_model)
-    settings = Settings(transports=("http",), drain_s=0)
-    with engine.seed(module, model="tiny", settings=settings) as giving:
-        snapshot_of(giving, str(tmp_path / "rev-1"))
-        assert expected_sha256 == restored(tiny_model, str(tmp_path / "rev-1"))
+    settings = InstanceSettings(transports=("http",), drain_s=0)
+    with engine.seed(module, model="tiny", settings=settings) as seed:
+        snapshot_seed(seed, str(tmp_path / "rev-1"))
+        assert expected_sha256 == restored_sha256(tiny_model, str(tmp_path / "rev-1"))
 
         def update(count: int) -> None:
-            if giving.generation == 0:
-                with giving.updating():
+            if seed.generation == 0:
+                with seed.updating():
                     next(module.parameters()).data.add_(1)
 
-        with pytest.raises(SourceChanged, match="given up"):
-            snapshot_of(giving, str(tmp_path / "rev-2"), progress=update)
+        with pytest.raises(SourceWeightsChanged, match="given up"):
+            snapshot_seed(seed, str(tmp_path / "rev-2"), progress=update)
         assert ([NAME, f"{NAME}.manifest.json"], 1) == (
             sorted(path.name for path in tmp_path.rglob("*") if path.is_file()),
-            giving.generation,
+            seed.generation,
         )
-        snapshot_of(giving, str(tmp_path / "rev-2"), shared=True)
-        assert image_sha256(capture(module)) == restored(tiny_model, str(tmp_path / "rev-2"))
+        snapshot_seed(seed, str(tmp_path / "rev-2"), shared=True)
+        assert image_sha256(capture(module)) == restored_sha256(tiny_model, str(tmp_path / "rev-2"))

@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 import rfork
-from rfork.control.client import PlannerClient
-from rfork.errors import NothingLeft
-from rfork.settings import Settings
-from rfork.wire import Rank
+from rfork.errors import AllSourcesFailed
+from rfork.planner_client.client import PlannerClient
+from rfork.schema import Rank
+from rfork.settings import InstanceSettings
 from tests.conftest import StartRfork
 from tests.ports import free_port
 from tests.processes import RforkProcess
@@ -28,7 +28,7 @@ from tests.processes import RforkProcess
 EXAMPLE = "deploy.examples.pytorch.tensor_parallel"
 READY = r'^{"event": "ready".*$'
 
-Told = dict[str, str | int | list[int]]
+ReadyEvent = dict[str, str | int | list[int]]
 StartReplica = Callable[..., list[RforkProcess]]
 
 
@@ -74,9 +74,9 @@ def replica(planner: str) -> Iterator[StartReplica]:
         print(process.transcript())
 
 
-def told(process: RforkProcess) -> Told:
+def ready_event(process: RforkProcess) -> ReadyEvent:
     """What a rank said when it was ready."""
-    return cast(Told, json.loads(process.wait_for(READY).group()))
+    return cast(ReadyEvent, json.loads(process.wait_for(READY).group()))
 
 
 @pytest.mark.slow
@@ -85,9 +85,9 @@ def test_two_replicas_of_two_ranks(replica: StartReplica, tmp_path: Path) -> Non
     """Each rank of the second forks from its own kind in the first; the logits are the same bytes."""
     checkpoint = str(tmp_path / "model.safetensors")
     subprocess.run([sys.executable, "-m", EXAMPLE, "--make", checkpoint], check=True)
-    first = [told(process) for process in replica("--checkpoint", checkpoint)]
+    first = [ready_event(process) for process in replica("--checkpoint", checkpoint)]
     processes = replica()
-    second = [told(process) for process in processes]
+    second = [ready_event(process) for process in processes]
     assert [True, True] == [str(rank["weights"]).startswith("forked ") for rank in second]
     for each in ("weights_id", "logits", "tokens"):
         assert [rank[each] for rank in first] == [rank[each] for rank in second]
@@ -98,7 +98,7 @@ def test_two_replicas_of_two_ranks(replica: StartReplica, tmp_path: Path) -> Non
     assert [0, 0] == [process.wait() for process in processes]
 
 
-class Part(nn.Module):
+class ModelPart(nn.Module):
     """Weights whose layout is the same for every rank and role."""
 
     def __init__(self, number: int) -> None:
@@ -106,15 +106,15 @@ class Part(nn.Module):
         torch.manual_seed(number)
         self.linear = nn.Linear(300, 400)
 
-    def equals(self, other: Part) -> bool:
+    def equals(self, other: ModelPart) -> bool:
         """Whether it holds the same weights."""
         return torch.equal(self.linear.weight, other.linear.weight)
 
 
 @pytest.fixture
-def settings(planner: str) -> Settings:
+def settings(planner: str) -> InstanceSettings:
     """Forks that give up soon."""
-    return Settings(planner=planner, transports=("http",), patience_s=0.2, drain_s=0)
+    return InstanceSettings(planner=planner, transports=("http",), no_source_timeout_s=0.2, drain_s=0)
 
 
 @pytest.mark.parametrize(
@@ -128,16 +128,16 @@ def settings(planner: str) -> Settings:
     ],
     ids=lambda rank: rank.key,
 )
-def test_a_rank_takes_no_other_ranks_image(settings: Settings, mine: Rank, other: Rank) -> None:
+def test_a_rank_takes_no_other_ranks_image(settings: InstanceSettings, mine: Rank, other: Rank) -> None:
     """Of equal layouts, only that of the same place in a replica is taken; else there is none."""
-    theirs, ours, target = Part(1), Part(2), Part(3)
-    with rfork.seed(theirs, model="parts", version="v1", rank=other, settings=settings) as giving:
-        assert giving.wait_acknowledged(30)
-        with pytest.raises(NothingLeft):
+    theirs, ours, target = ModelPart(1), ModelPart(2), ModelPart(3)
+    with rfork.seed(theirs, model="parts", version="v1", rank=other, settings=settings) as seed:
+        assert seed.wait_registered(30)
+        with pytest.raises(AllSourcesFailed):
             rfork.fork(target, model="parts", version="v1", rank=mine, settings=settings)
         assert not target.equals(theirs)
         with rfork.seed(ours, model="parts", version="v1", rank=mine, settings=settings) as right:
-            assert right.wait_acknowledged(30)
+            assert right.wait_registered(30)
             report = rfork.fork(target, model="parts", version="v1", rank=mine, settings=settings)
     assert report.seed is not None
     report.seed.close()
@@ -147,19 +147,19 @@ def test_a_rank_takes_no_other_ranks_image(settings: Settings, mine: Rank, other
     )
 
 
-def test_two_models_in_one_process(settings: Settings) -> None:
+def test_two_models_in_one_process(settings: InstanceSettings) -> None:
     """A target and its draft: two seeds, each with an id and a port of its own, each forked by its kind."""
     roles = (Rank(role="target"), Rank(role="draft"))
-    sources, targets = (Part(1), Part(2)), (Part(3), Part(4))
+    sources, targets = (ModelPart(1), ModelPart(2)), (ModelPart(3), ModelPart(4))
     with ExitStack() as open_seeds, PlannerClient(str(settings.planner)) as client:
         for source, rank in zip(sources, roles, strict=True):
-            giving = open_seeds.enter_context(rfork.seed(source, model="pair", rank=rank, settings=settings))
-            assert giving.wait_acknowledged(30)
+            seed = open_seeds.enter_context(rfork.seed(source, model="pair", rank=rank, settings=settings))
+            assert seed.wait_registered(30)
         for target, rank in zip(targets, roles, strict=True):
             report = rfork.fork(target, model="pair", rank=rank, settings=settings)
             assert report.seed is not None
             open_seeds.callback(report.seed.close)
-            assert report.seed.wait_acknowledged(30)
+            assert report.seed.wait_registered(30)
         views = [view.report for view in client.instances(model="pair")]
     assert [True, True] == [target.equals(source) for target, source in zip(targets, sources, strict=True)]
     assert (4, 4) == (len({view.instance_id for view in views}), len({view.address for view in views}))

@@ -7,9 +7,9 @@ import signal
 from pathlib import Path
 from typing import cast
 
-from tests.collector import PATIENT, Collected, collecting
 from tests.conftest import StartRfork
-from tests.processes import RforkProcess, at_start
+from tests.otlp_collector import LONG_FLUSH_PATCH, CollectedSpan, running_collector
+from tests.processes import RforkProcess, startup_patch
 
 READY = r'"event": ?"ready"'
 
@@ -19,7 +19,7 @@ def event(process: RforkProcess) -> dict[str, str]:
     return cast(dict[str, str], json.loads(process.wait_for(rf"^.*{READY}.*$").group()))
 
 
-def above(spans: list[Collected]) -> dict[str, str]:
+def parents_of(spans: list[CollectedSpan]) -> dict[str, str]:
     """The name and the service of each span's parent, by its own; empty at a trace's beginning."""
     known = {span.span_id: f"{span.service}: {span.name}" for span in spans}
     return {f"{span.service}: {span.name}": known[span.parent] if span.parent else "" for span in spans}
@@ -27,17 +27,17 @@ def above(spans: list[Collected]) -> dict[str, str]:
 
 def test_one_trace_over_three_processes(rfork_process: StartRfork, tiny_model: Path, tmp_path: Path) -> None:
     """The fork's: within it what the planner and the seed did for it, each in a process of its own."""
-    with collecting() as collector:
+    with running_collector() as collector:
         traced = {
             "RFORK_TRACING_ENDPOINT": collector.url,
             "RFORK_TRACING_HEADERS": "x-tenant=fleet",
             "RFORK_TRANSPORTS": "http",
-            **at_start(tmp_path / "patch", PATIENT),
+            **startup_patch(tmp_path / "patch", LONG_FLUSH_PATCH),
         }
         planner = rfork_process("planner", "--port", "0", "--json", until=READY, environment=traced)
-        told = ("--name", "tiny", "--planner", event(planner)["url"], "--json")
-        seed = rfork_process("seed", str(tiny_model), *told, until=READY, environment=traced)
-        pull = rfork_process("pull", str(tiny_model), *told, environment=traced)
+        options = ("--name", "tiny", "--planner", event(planner)["url"], "--json")
+        seed = rfork_process("seed", str(tiny_model), *options, until=READY, environment=traced)
+        pull = rfork_process("pull", str(tiny_model), *options, environment=traced)
         assert 0 == pull.wait()
         report = json.loads(pull.stdout)
         for process in (seed, planner):
@@ -56,11 +56,11 @@ def test_one_trace_over_three_processes(rfork_process: StartRfork, tiny_model: P
         f"{instance}read from peer": f"{instance}transfer",
         f"{instance}give": f"{instance}read from peer",
         f"{coordinator}POST /v1/forks/{{fork_id}}/finish": f"{instance}fork",
-    } == {name: parent for name, parent in above(spans).items() if "progress" not in name}
-    (fork,), (give,) = collector.named("fork"), collector.named("give")
+    } == {name: parent for name, parent in parents_of(spans).items() if "progress" not in name}
+    (fork,), (serve_span,) = collector.spans_named("fork"), collector.spans_named("give")
     assert (report["fork_id"], report["image_bytes"], "forked", False) == (
-        give.attributes["rfork.fork"],
-        give.attributes["rfork.bytes"],
+        serve_span.attributes["rfork.fork"],
+        serve_span.attributes["rfork.bytes"],
         fork.attributes["rfork.outcome"],
         fork.failed,
     )
@@ -68,27 +68,25 @@ def test_one_trace_over_three_processes(rfork_process: StartRfork, tiny_model: P
     assert report["trace_id"] in planner.stderr
 
 
-def test_a_collector_that_hangs_costs_spans_and_nothing_else(
-    rfork_process: StartRfork, tiny_model: Path
-) -> None:
+def test_a_collector_that_hangs_costs_spans_and_nothing_else(rfork_process: StartRfork, tiny_model: Path) -> None:
     """The fork ends, and so does its process, which tells how many spans were dropped."""
-    with collecting(hangs=True) as collector:
+    with running_collector(hangs=True) as collector:
         planner = rfork_process("planner", "--port", "0", "--json", until=READY)
-        told = ("--name", "tiny", "--planner", event(planner)["url"], "--json")
-        rfork_process("seed", str(tiny_model), *told, until=READY)
-        pull = rfork_process(
-            "pull", str(tiny_model), *told, environment={"RFORK_TRACING_ENDPOINT": collector.url}
-        )
+        options = ("--name", "tiny", "--planner", event(planner)["url"], "--json")
+        rfork_process("seed", str(tiny_model), *options, until=READY)
+        pull = rfork_process("pull", str(tiny_model), *options, environment={"RFORK_TRACING_ENDPOINT": collector.url})
         assert 0 == pull.wait()
-        asked = collector.asked.wait(60)
+        request_received = collector.request_received.wait(60)
     dropped = json.loads(pull.wait_for(r"^.*spans were dropped.*$").group())
-    assert (True, "forked", True) == (asked, json.loads(pull.stdout)["outcome"], dropped["spans"] > 0)
+    assert (True, "forked", True) == (
+        request_received,
+        json.loads(pull.stdout)["outcome"],
+        dropped["spans"] > 0,
+    )
 
 
 def test_tracing_that_cannot_be_is_refused_at_the_start(rfork_process: StartRfork) -> None:
     """In one line that names the setting."""
-    planner = rfork_process(
-        "planner", "--port", "0", environment={"RFORK_TRACING_ENDPOINT": "collector:4318"}
-    )
+    planner = rfork_process("planner", "--port", "0", environment={"RFORK_TRACING_ENDPOINT": "collector:4318"})
     assert 2 == planner.wait()
     assert "RFORK_TRACING_ENDPOINT" in planner.stderr

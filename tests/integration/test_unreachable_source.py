@@ -11,18 +11,18 @@ from rfork.peer.client import PeerClient
 from rfork.settings import TlsSettings
 from rfork.transport.base import Endpoint
 from rfork.transport.http import HttpTransport
-from tests.hostile_planner import never_accepting
-from tests.unit.fork.fleet import image, settings
+from tests.hostile_planner import unaccepting_address
+from tests.unit.receiver.fleet import image, settings
 
-FAR_S = 30.0
+LONG_DEADLINE_S = 30.0
 
 
 def test_a_peer_service_that_cannot_be_reached_is_named_with_the_firewall() -> None:
     """It is no stall of the source, which others may reach: nobody is blamed."""
-    with never_accepting() as (host, port):
+    with unaccepting_address() as (host, port):
         peer = PeerClient(f"{host}:{port}", lambda: "", TlsSettings())
         with pytest.raises(SourceUnreachable, match="no connection to") as raised:
-            peer.open("a" * 32, ("http",), time.monotonic() + FAR_S)
+            peer.open("a" * 32, ("http",), time.monotonic() + LONG_DEADLINE_S)
         peer.close()
     assert "network" == raised.value.fault
     assert "firewall" in raised.value.hint
@@ -31,7 +31,7 @@ def test_a_peer_service_that_cannot_be_reached_is_named_with_the_firewall() -> N
 
 def test_a_data_port_that_cannot_be_reached_is_named_with_the_firewall() -> None:
     """The same of a source whose peer service answers and whose data port does not."""
-    with never_accepting() as (host, port):
+    with unaccepting_address() as (host, port):
         endpoint = Endpoint("http", {"url": f"http://{host}:{port}/image"})
         with pytest.raises(SourceUnreachable, match="no connection to"):
-            HttpTransport(settings()).connect(endpoint, image(), lambda: "", time.monotonic() + FAR_S)
+            HttpTransport(settings()).connect(endpoint, image(), lambda: "", time.monotonic() + LONG_DEADLINE_S)

@@ -8,18 +8,18 @@ import pytest
 from torch import nn
 
 import rfork
-from planner.service import running
-from rfork.fork.report import ForkReport
-from rfork.settings import PlannerSettings, Settings
+from planner.server import run_in_thread
+from rfork.receiver.report import ForkReport
+from rfork.settings import InstanceSettings, PlannerSettings
 
 
 @pytest.fixture
-def settings() -> Iterator[Settings]:
+def settings() -> Iterator[InstanceSettings]:
     """Settings for a planner of this process, which knows a seed of version v1."""
-    with running(PlannerSettings(port=0, batch_s=0)) as url:
-        chosen = Settings(planner=url, transports=("http",))
+    with run_in_thread(PlannerSettings(port=0, batch_window_s=0)) as url:
+        chosen = InstanceSettings(planner=url, transports=("http",))
         with rfork.seed(nn.Linear(8, 8), model="net", version="v1", settings=chosen) as seed:
-            assert seed.wait_acknowledged(30)
+            assert seed.wait_registered(30)
             yield chosen
 
 
@@ -29,7 +29,7 @@ def fill(module: nn.Module) -> None:
         nn.init.ones_(parameter)
 
 
-def fork(settings: Settings, **options: object) -> ForkReport:
+def fork(settings: InstanceSettings, **options: object) -> ForkReport:
     """Fork the model into a new module, and end its source at once."""
     report = rfork.fork(nn.Linear(8, 8), model="net", settings=settings, **options)  # type: ignore[arg-type]
     assert report.seed is not None
@@ -37,7 +37,7 @@ def fork(settings: Settings, **options: object) -> ForkReport:
     return report
 
 
-def test_a_version_that_was_taken_over_is_reported(settings: Settings) -> None:
+def test_a_version_that_was_taken_over_is_reported(settings: InstanceSettings) -> None:
     """The target had none of its own."""
     report = fork(settings)
     assert "served" == report.version_from
@@ -45,14 +45,14 @@ def test_a_version_that_was_taken_over_is_reported(settings: Settings) -> None:
     assert "v1" == report.to_dict()["version"]
 
 
-def test_a_version_that_was_stated_is_the_targets_own(settings: Settings) -> None:
+def test_a_version_that_was_stated_is_the_targets_own(settings: InstanceSettings) -> None:
     """Its line is the usual one."""
     report = fork(settings, version="v1")
     assert "own" == report.version_from
     assert "version" not in report.line()
 
 
-def test_the_first_of_a_version_says_so(settings: Settings) -> None:
+def test_the_first_of_a_version_says_so(settings: InstanceSettings) -> None:
     """It loads by itself, though instances of the model are there."""
     report = fork(settings, version="v2", loader=fill)
     assert report.first
@@ -60,10 +60,10 @@ def test_the_first_of_a_version_says_so(settings: Settings) -> None:
     assert "from loader:, first of version v2; 1/1 chunks verified" in report.line()
 
 
-def test_a_target_between_two_versions_took_over_none(settings: Settings) -> None:
+def test_a_target_between_two_versions_took_over_none(settings: InstanceSettings) -> None:
     """It loads by itself, and its line says why."""
     with rfork.seed(nn.Linear(8, 8), model="net", version="v2", settings=settings) as seed:
-        assert seed.wait_acknowledged(30)
+        assert seed.wait_registered(30)
         report = fork(settings, loader=fill)
     assert "none" == report.version_from
     assert not report.first

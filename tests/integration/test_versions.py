@@ -20,10 +20,10 @@ import rfork
 from rfork.engines.transformers import loaded_model
 from rfork.errors import WrongVersion
 from rfork.image.capture import capture
-from rfork.image.proof import image_sha256
-from rfork.seed.seed import Seed
-from rfork.settings import Settings
-from rfork.wire import Rank
+from rfork.image.checksum import image_sha256
+from rfork.schema import Rank
+from rfork.settings import InstanceSettings
+from rfork.source.seed import Seed
 from tests.conftest import StartRfork
 from tests.processes import RforkProcess
 
@@ -46,7 +46,7 @@ def result(process: RforkProcess) -> Report:
     return cast(Report, json.loads(process.stdout))
 
 
-def changed(folder: Path, copy: Path) -> Path:
+def with_changed_weight(folder: Path, copy: Path) -> Path:
     """A copy of a model folder in which one weight has other values."""
     shutil.copytree(folder, copy)
     shard = sorted(copy.glob("*.safetensors"))[0]
@@ -62,7 +62,7 @@ def folders(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
     """The model twice under one name, with different weights: ``v1/llama`` and ``v2/llama``."""
     root = tmp_path_factory.mktemp("versions")
     first = Path(shutil.copytree(tiny_model, root / "v1" / MODEL))
-    return first, changed(tiny_model, root / "v2" / MODEL)
+    return first, with_changed_weight(tiny_model, root / "v2" / MODEL)
 
 
 def sha256_of(folder: Path) -> str:
@@ -70,7 +70,7 @@ def sha256_of(folder: Path) -> str:
     return image_sha256(capture(loaded_model(folder)))
 
 
-class Fleet:
+class VersionedFleet:
     """A planner, and commands that use it."""
 
     def __init__(self, start: StartRfork, port: int) -> None:
@@ -104,20 +104,18 @@ class Fleet:
 
 
 @pytest.fixture
-def fleet(rfork_process: StartRfork, free_port: int) -> Fleet:
+def fleet(rfork_process: StartRfork, free_port: int) -> VersionedFleet:
     """A planner that knows no instance yet."""
-    return Fleet(rfork_process, free_port)
+    return VersionedFleet(rfork_process, free_port)
 
 
-def weightless(folder: Path, copy: Path) -> Path:
+def copy_without_weights(folder: Path, copy: Path) -> Path:
     """A copy of a model folder without its weights."""
     shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("*.safetensors*"))
     return copy
 
 
-def test_new_weights_are_loaded_and_not_forked_from_old_ones(
-    fleet: Fleet, folders: tuple[Path, Path]
-) -> None:
+def test_new_weights_are_loaded_and_not_forked_from_old_ones(fleet: VersionedFleet, folders: tuple[Path, Path]) -> None:
     """The first target on new files has exactly those, and its report says why it did not fork."""
     fleet.seed(folders[0])
     report = result(fleet.pull(folders[1]))
@@ -126,44 +124,44 @@ def test_new_weights_are_loaded_and_not_forked_from_old_ones(
 
 
 def test_the_same_files_under_two_paths_are_forked(
-    fleet: Fleet, folders: tuple[Path, Path], tmp_path: Path
+    fleet: VersionedFleet, folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
     """A version does not depend on where the files lie."""
     fleet.seed(folders[0])
     copy = Path(shutil.copytree(folders[0], tmp_path / "elsewhere" / MODEL))
     report = result(fleet.pull(copy))
-    assert ("forked", ["peer"]) == (report["outcome"], _kinds(report))
+    assert ("forked", ["peer"]) == (report["outcome"], _error_kinds(report))
 
 
-def _kinds(report: Report) -> list[str]:
+def _error_kinds(report: Report) -> list[str]:
     sources = cast(list[dict[str, str]], report["sources"])
     return ["peer" if ":" not in source["source_id"] else "storage" for source in sources]
 
 
 def test_a_stated_version_is_forked_without_files(
-    fleet: Fleet, folders: tuple[Path, Path], tmp_path: Path
+    fleet: VersionedFleet, folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
     """Two versions are served, and the target names one."""
     for folder, version in zip(folders, ("v1", "v2"), strict=True):
         fleet.seed(folder, "--version", version)
-    target = weightless(folders[0], tmp_path / MODEL)
+    target = copy_without_weights(folders[0], tmp_path / MODEL)
     report = result(fleet.pull(target, "--version", "v2"))
     assert ("v2", sha256_of(folders[1])) == (report["version"], report["sha256"])
 
 
 def test_a_target_without_files_and_version_is_refused_where_two_versions_are_served(
-    fleet: Fleet, folders: tuple[Path, Path], tmp_path: Path
+    fleet: VersionedFleet, folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
     """The error names both."""
     for folder, version in zip(folders, ("v1", "v2"), strict=True):
         fleet.seed(folder, "--version", version)
-    pull = fleet.pull(weightless(folders[0], tmp_path / MODEL))
+    pull = fleet.pull(copy_without_weights(folders[0], tmp_path / MODEL))
     code = pull.wait()
     assert (True, True) == (code != 0, "2 versions of llama are served (v1, v2)" in pull.transcript())
 
 
 def test_two_cold_targets_with_different_files_each_have_their_own(
-    fleet: Fleet, folders: tuple[Path, Path]
+    fleet: VersionedFleet, folders: tuple[Path, Path]
 ) -> None:
     """They start at once under one name, and share nothing."""
     pulls = [fleet.pull(folder) for folder in folders]
@@ -171,7 +169,7 @@ def test_two_cold_targets_with_different_files_each_have_their_own(
 
 
 def test_a_checkpoint_that_is_replaced_while_its_seed_runs_is_another_version(
-    fleet: Fleet, folders: tuple[Path, Path], tmp_path: Path
+    fleet: VersionedFleet, folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
     """A target that starts on the same folder afterwards has the new weights."""
     folder = Path(shutil.copytree(folders[0], tmp_path / MODEL))
@@ -183,7 +181,7 @@ def test_a_checkpoint_that_is_replaced_while_its_seed_runs_is_another_version(
     assert sha256_of(folders[1]) == report["sha256"]
 
 
-class Net(nn.Module):
+class OneWeightModel(nn.Module):
     """A module with one weight of a given value."""
 
     def __init__(self, value: float) -> None:
@@ -192,22 +190,22 @@ class Net(nn.Module):
 
 
 @pytest.fixture
-def settings(fleet: Fleet) -> Settings:
+def settings(fleet: VersionedFleet) -> InstanceSettings:
     """Of instances within this process."""
-    return Settings(planner=fleet.url, transports=("http",), deadline_s=60)
+    return InstanceSettings(planner=fleet.url, transports=("http",), deadline_s=60)
 
 
-def test_a_loader_is_used_where_two_versions_are_served(settings: Settings) -> None:
+def test_a_loader_is_used_where_two_versions_are_served(settings: InstanceSettings) -> None:
     """A target that states no version loads what it would have loaded by itself."""
 
     def load(module: nn.Module) -> None:
-        torch.nn.init.constant_(cast(Net, module).weight, 3)
+        torch.nn.init.constant_(cast(OneWeightModel, module).weight, 3)
 
     with (
-        serving(Net(1), settings),
-        serving(Net(2), settings),
+        serving(OneWeightModel(1), settings),
+        serving(OneWeightModel(2), settings),
     ):
-        target = Net(0)
+        target = OneWeightModel(0)
         report = rfork.fork(target, model="net", loader=load, settings=settings)
         seed = report.seed
         assert seed is not None
@@ -216,68 +214,71 @@ def test_a_loader_is_used_where_two_versions_are_served(settings: Settings) -> N
     assert "2 versions of net are served" in " ".join(report.reasons)
 
 
-def test_a_target_without_a_version_takes_over_the_one_that_is_served(settings: Settings) -> None:
+def test_a_target_without_a_version_takes_over_the_one_that_is_served(settings: InstanceSettings) -> None:
     """Its report says which."""
-    with serving(Net(1), settings, "2026-11"):
-        target = Net(0)
+    with serving(OneWeightModel(1), settings, "2026-11"):
+        target = OneWeightModel(0)
         report = rfork.fork(target, model="net", settings=settings)
         if report.seed is not None:
             report.seed.close()
     assert ("2026-11", 1) == (report.version, target.weight[0].item())
 
 
-def test_an_update_in_place_is_another_version(settings: Settings) -> None:
+def test_an_update_in_place_is_another_version(settings: InstanceSettings) -> None:
     """Targets of the old version do not get the new weights, and those of the new one do."""
-    module, stale, fresh = Net(1), Net(0), Net(0)
-    with serving(module, settings, "v1") as giving:
-        with giving.updating(version="v2"):
+    module, stale, fresh = OneWeightModel(1), OneWeightModel(0), OneWeightModel(0)
+    with serving(module, settings, "v1") as seed:
+        with seed.updating(version="v2"):
             torch.nn.init.constant_(module.weight, 2)
-        assert giving.wait_heard(30)
+        assert seed.wait_report_acked(30)
         old = rfork.fork(stale, model="net", version="v1", loader=lambda it: _fill(it, 1), settings=settings)
         new = rfork.fork(fresh, model="net", version="v2", settings=settings)
         for report in (old, new):
             if report.seed is not None:
                 report.seed.close()
-    assert ("v2", 1, 2) == (giving.version, stale.weight[0].item(), fresh.weight[0].item())
+    assert ("v2", 1, 2) == (seed.version, stale.weight[0].item(), fresh.weight[0].item())
 
 
 def _fill(module: nn.Module, value: float) -> None:
-    torch.nn.init.constant_(cast(Net, module).weight, value)
+    torch.nn.init.constant_(cast(OneWeightModel, module).weight, value)
 
 
 @contextmanager
 def serving(
-    module: nn.Module, settings: Settings, version: str | None = None, rank: Rank | None = None
+    module: nn.Module, settings: InstanceSettings, version: str | None = None, rank: Rank | None = None
 ) -> Iterator[Seed]:
     """A seed that the planner knows by the time the block begins."""
     with rfork.seed(module, model="net", version=version, rank=rank, settings=settings) as seed:
-        assert seed.wait_heard(30)
+        assert seed.wait_report_acked(30)
         yield seed
 
 
-def of_replica(settings: Settings, name: str) -> Settings:
+def of_replica(settings: InstanceSettings, name: str) -> InstanceSettings:
     """The settings of one replica's ranks."""
     return settings.model_copy(update={"replica": name})
 
 
 @pytest.fixture
-def replicas(fleet: Fleet, settings: Settings) -> Iterator[None]:
+def replicas(fleet: VersionedFleet, settings: InstanceSettings) -> Iterator[None]:
     """A replica of two ranks of version 1."""
     first = of_replica(settings, "one")
-    with serving(Net(10), first, "v1", PAIR[0]), serving(Net(11), first, "v1", PAIR[1]):
+    with serving(OneWeightModel(10), first, "v1", PAIR[0]), serving(OneWeightModel(11), first, "v1", PAIR[1]):
         yield
 
 
 def test_all_ranks_of_a_replica_get_one_version_though_the_planner_is_killed_between_them(
-    fleet: Fleet, settings: Settings, replicas: None
+    fleet: VersionedFleet, settings: InstanceSettings, replicas: None
 ) -> None:
     """The second rank asks a planner that knows nothing, while another version is served too."""
-    ranks = [Net(0), Net(0)]
+    ranks = [OneWeightModel(0), OneWeightModel(0)]
     target = of_replica(settings, "target")
     reports = [rfork.fork(ranks[0], model="net", rank=PAIR[0], settings=target)]
     fleet.restart_planner()
     second = of_replica(settings, "two")
-    with serving(Net(20), second, "v2", PAIR[0]), serving(Net(21), second, "v2", PAIR[1]):
+    with (
+        serving(OneWeightModel(20), second, "v2", PAIR[0]),
+        serving(OneWeightModel(21), second, "v2", PAIR[1]),
+    ):
         reports.append(rfork.fork(ranks[1], model="net", rank=PAIR[1], settings=target))
     for report in reports:
         if report.seed is not None:
@@ -285,36 +286,42 @@ def test_all_ranks_of_a_replica_get_one_version_though_the_planner_is_killed_bet
     assert [10, 11] == [rank.weight[0].item() for rank in ranks]
 
 
-def test_a_rank_with_other_files_than_its_replica_does_not_start(settings: Settings, replicas: None) -> None:
+def test_a_rank_with_other_files_than_its_replica_does_not_start(settings: InstanceSettings, replicas: None) -> None:
     """One server is never made of two versions, whatever its nodes have on disk."""
     target = of_replica(settings, "target")
-    report = rfork.fork(Net(0), model="net", version="v1", rank=PAIR[0], settings=target)
+    report = rfork.fork(OneWeightModel(0), model="net", version="v1", rank=PAIR[0], settings=target)
     with pytest.raises(WrongVersion, match="replica target began with version v1"):
         rfork.fork(
-            Net(0), model="net", version="v2", rank=PAIR[1], loader=lambda it: _fill(it, 1), settings=target
+            OneWeightModel(0),
+            model="net",
+            version="v2",
+            rank=PAIR[1],
+            loader=lambda it: _fill(it, 1),
+            settings=target,
         )
     if report.seed is not None:
         report.seed.close()
 
 
 def test_replicas_that_start_during_a_rolling_update_are_of_one_version_each(
-    settings: Settings, replicas: None
+    settings: InstanceSettings, replicas: None
 ) -> None:
     """Ranks that start together, some of each version, get their own version's weights."""
     second = of_replica(settings, "two")
-    with serving(Net(20), second, "v2", PAIR[0]), serving(Net(21), second, "v2", PAIR[1]):
+    with (
+        serving(OneWeightModel(20), second, "v2", PAIR[0]),
+        serving(OneWeightModel(21), second, "v2", PAIR[1]),
+    ):
 
         def start(replica: int, tp: int) -> float:
-            module = Net(0)
+            module = OneWeightModel(0)
             chosen = of_replica(settings, f"target-{replica}")
-            report = rfork.fork(
-                module, model="net", version=f"v{1 + replica % 2}", rank=PAIR[tp], settings=chosen
-            )
+            report = rfork.fork(module, model="net", version=f"v{1 + replica % 2}", rank=PAIR[tp], settings=chosen)
             if report.seed is not None:
                 report.seed.close()
             return module.weight[0].item()
 
         with ThreadPoolExecutor(8) as pool:
             started = [[pool.submit(start, replica, tp) for tp in range(2)] for replica in range(4)]
-            held = [[future.result() for future in replica] for replica in started]
-    assert [[10, 11], [20, 21], [10, 11], [20, 21]] == held
+            weights_by_replica = [[future.result() for future in replica] for replica in started]
+    assert [[10, 11], [20, 21], [10, 11], [20, 21]] == weights_by_replica

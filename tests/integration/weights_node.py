@@ -1,4 +1,4 @@
-"""One instance in a process of its own, for tests that change weights under a fork; `Node` is its other side.
+"""One instance in a process of its own, for tests that change weights under a fork; `WeightsNode` is its other side.
 
 A command is one line of JSON on standard input, its answer one line on standard output; how a fork goes
 is told between them. Options are rfork's own environment variables. It ends with its standard input.
@@ -21,10 +21,10 @@ from torch import nn
 
 import rfork
 from rfork.image.capture import capture
+from rfork.image.checksum import image_sha256
 from rfork.image.chunks import MIB
-from rfork.image.proof import image_sha256
-from rfork.seed.seed import Seed
-from rfork.wire import ForkProgress
+from rfork.schema import ForkProgress
+from rfork.source.seed import Seed
 from tests.processes import send
 
 Message = dict[str, str | int | list[str] | None]
@@ -35,7 +35,7 @@ SIZES = (5 * MIB + 3, 17, 4 * MIB, 3 * MIB - 20)
 """Bytes of each tensor: some chunks hold several, some tensors several chunks."""
 CHECKPOINT = 0
 """The version of the weights that the loader gives."""
-ANSWER_S = 120.0
+RESPONSE_TIMEOUT_S = 120.0
 """It may have to start first; see `tests.processes.START_S`."""
 
 
@@ -61,23 +61,26 @@ def sha256_of(version: int) -> str:
     return image_sha256(capture(module_of(version)))
 
 
-class Instance:
+class WeightsProcess:
     """The process's own side: one module, and what is open around it."""
 
     def __init__(self) -> None:
         self._module = module_of(None)
-        self._giving = contextlib.ExitStack()
+        self._open_seeds = contextlib.ExitStack()
         self._seed: Seed | None = None
         self._report: Message = {}
         self._fork = threading.Thread(target=self._run_fork)
 
-    def obey(self, do: str, number: int) -> Message:
+    def execute(self, command: str, number: int) -> Message:
         """Do it; `number` is a version or a chunk."""
-        match do:
+        match command:
             case "seed":
                 fill(self._module, number)
-                seed = self._seed = self._giving.enter_context(rfork.seed(self._module, model=MODEL))
-                return {"acknowledged": seed.wait_acknowledged(ANSWER_S), "id": seed.identity.instance_id}
+                seed = self._seed = self._open_seeds.enter_context(rfork.seed(self._module, model=MODEL))
+                return {
+                    "acknowledged": seed.wait_registered(RESPONSE_TIMEOUT_S),
+                    "id": seed.identity.instance_id,
+                }
             case "id":
                 return {"id": self._seed.identity.instance_id if self._seed is not None else None}
             case "update":
@@ -85,7 +88,7 @@ class Instance:
                     raise ValueError("only a seed is updated")
                 with self._seed.updating():
                     fill(self._module, number)
-                return {"acknowledged": self._seed.wait_acknowledged(ANSWER_S)}
+                return {"acknowledged": self._seed.wait_registered(RESPONSE_TIMEOUT_S)}
             case "fence":
                 if self._seed is None:
                     raise ValueError("only a seed is fenced")
@@ -102,7 +105,7 @@ class Instance:
                     raise ValueError("only a seed is resumed")
                 self._module = module_of(number)  # at other addresses
                 self._seed.resume(capture(self._module))
-                return {"acknowledged": self._seed.wait_acknowledged(ANSWER_S)}
+                return {"acknowledged": self._seed.wait_registered(RESPONSE_TIMEOUT_S)}
             case "write":
                 with capture(self._module).writable(number * MIB, number * MIB + 1) as (view,):
                     view[0] ^= 0xFF
@@ -114,7 +117,7 @@ class Instance:
                 self._fork.join()
                 return self._report
             case _:
-                raise ValueError(do)
+                raise ValueError(command)
 
     def _run_fork(self) -> None:
         def loader(module: nn.Module) -> None:
@@ -122,13 +125,16 @@ class Instance:
 
         try:
             report = rfork.fork(
-                self._module, model=MODEL, loader=loader, on_progress=lambda progress, _: tell(of(progress))
+                self._module,
+                model=MODEL,
+                loader=loader,
+                on_progress=lambda progress, _: print_message(progress_message(progress)),
             )
         except rfork.RforkError as error:
             self._report = {"outcome": error.kind}
             return
         if report.seed is not None:
-            self._giving.callback(report.seed.close)
+            self._open_seeds.callback(report.seed.close)
         self._report = {
             "outcome": report.outcome,
             "id": report.instance_id,
@@ -142,21 +148,21 @@ class Instance:
         """End the fork, and what is given."""
         if self._fork.ident is not None:
             self._fork.join()
-        self._giving.close()
+        self._open_seeds.close()
 
 
-def of(progress: ForkProgress) -> Message:
+def progress_message(progress: ForkProgress) -> Message:
     """How many chunks are there."""
     return {"chunks": sum(end - begin for begin, end in progress.verified)}
 
 
-def tell(message: Message) -> None:
+def print_message(message: Message) -> None:
     """One line on standard output."""
     os.write(1, json.dumps(message).encode() + b"\n")
 
 
-class Node:
-    """The test's side: an `Instance` in a process of its own. Close it."""
+class WeightsNode:
+    """The test's side: an `WeightsProcess` in a process of its own. Close it."""
 
     def __init__(self, planner: str, options: Mapping[str, str]) -> None:
         self._process = subprocess.Popen(
@@ -166,36 +172,36 @@ class Node:
             stdout=subprocess.PIPE,
             text=True,
         )
-        self._answers: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._responses: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._chunks = 0
         self._watch = threading.Thread(target=self._follow, args=(self._process.stdout,), daemon=True)
         self._watch.start()
 
-    def ask(self, do: str, number: int = 0) -> Message:
+    def request(self, command: str, number: int = 0) -> Message:
         """Have it done; the answer. Raises RuntimeError when the process ends instead."""
-        self.begin(do, number)
-        return self.answer()
+        self.start_request(command, number)
+        return self.next_response()
 
-    def begin(self, do: str, number: int = 0) -> None:
+    def start_request(self, command: str, number: int = 0) -> None:
         """Tell it, and do not wait."""
         if self._process.stdin is None:
             raise RuntimeError("there is no way to tell it")
-        self._process.stdin.write(json.dumps([do, number]) + "\n")
+        self._process.stdin.write(json.dumps([command, number]) + "\n")
         self._process.stdin.flush()
 
-    def answer(self) -> Message:
+    def next_response(self) -> Message:
         """The answer to the oldest command that has none. Raises RuntimeError when the process ends."""
-        answer = self._answers.get(timeout=ANSWER_S)
-        if answer is None:
+        response = self._responses.get(timeout=RESPONSE_TIMEOUT_S)
+        if response is None:
             raise RuntimeError(f"the process ended with {self._process.wait()}")
-        return answer
+        return response
 
-    def wait_for_chunks(self, least: int) -> None:
+    def wait_for_chunks(self, min_chunks: int) -> None:
         """Block until its fork has so many chunks; TimeoutError when it takes for ever."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self._chunks >= least, ANSWER_S):
-                raise TimeoutError(f"{self._chunks} of {least} chunks came")
+            if not self._changed.wait_for(lambda: self._chunks >= min_chunks, RESPONSE_TIMEOUT_S):
+                raise TimeoutError(f"{self._chunks} of {min_chunks} chunks came")
 
     def signal(self, number: int) -> None:
         """Send a signal."""
@@ -207,23 +213,23 @@ class Node:
                 message = cast(Message, json.loads(line))
                 chunks = message.get("chunks")
                 if not isinstance(chunks, int):
-                    self._answers.put(message)
+                    self._responses.put(message)
                     continue
                 with self._changed:
                     self._chunks = chunks
                     self._changed.notify_all()
-        self._answers.put(None)
+        self._responses.put(None)
 
     def close(self) -> None:
         """End it."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         try:
-            self._process.wait(ANSWER_S)
+            self._process.wait(RESPONSE_TIMEOUT_S)
         finally:
             self._process.kill()
             self._process.wait()
-            self._watch.join(ANSWER_S)
+            self._watch.join(RESPONSE_TIMEOUT_S)
 
     def __enter__(self) -> Self:
         return self
@@ -235,10 +241,10 @@ class Node:
 def main() -> None:
     """Obey until standard input ends."""
     torch.set_num_threads(1)
-    instance = Instance()
+    instance = WeightsProcess()
     for line in sys.stdin:
-        do, number = json.loads(line)
-        tell(instance.obey(do, number))
+        command, number = json.loads(line)
+        print_message(instance.execute(command, number))
     instance.close()
 
 

@@ -19,7 +19,7 @@ import yaml
 CHART: Final = Path(__file__).parents[2] / "deploy" / "helm" / "rfork"
 TABLE_HEAD: Final = "| value | default | what it says |\n|---|---|---|"
 CLUSTER_WIDE: Final = frozenset({"ClusterRole", "ClusterRoleBinding", "MutatingWebhookConfiguration"})
-FAST: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+YAML_LOADER: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """Written in C, where PyYAML has it."""
 
 Document = dict[str, Any]
@@ -52,16 +52,16 @@ def helm_run(
             "PATH": "",
             "KUBECONFIG": str(kubeconfig or Path(folder, "none")),
         }
-        given = ["--values", str(file)] if values is not None else []
+        values_flags = ["--values", str(file)] if values is not None else []
         done = subprocess.run(
-            [program, *words, *given], capture_output=True, text=True, env=environment, check=False
+            [program, *words, *values_flags], capture_output=True, text=True, env=environment, check=False
         )
     if done.returncode:
         raise HelmFailed(done.stderr + done.stdout)
     return done.stdout
 
 
-def rendered(
+def render(
     program: Path,
     values: Mapping[str, object] | None = None,
     *,
@@ -71,7 +71,7 @@ def rendered(
 ) -> list[Document]:
     """Every object of the chart as helm renders it, away from any cluster. Raises HelmFailed."""
     text = _template(program, json.dumps(dict(values or {})), kubernetes, release, namespace)
-    return [document for document in yaml.load_all(text, FAST) if document]
+    return [document for document in yaml.load_all(text, YAML_LOADER) if document]
 
 
 @functools.lru_cache(maxsize=256)
@@ -83,7 +83,7 @@ def _template(program: Path, values: str, kubernetes: str, release: str, namespa
     )  # fmt: skip
 
 
-def named(objects: list[Document], kind: str, name: str) -> Document:
+def find_object(objects: list[Document], kind: str, name: str) -> Document:
     """The one object of that kind and name. Raises LookupError."""
     for each in objects:
         if (each["kind"], each["metadata"]["name"]) == (kind, name):
@@ -95,9 +95,7 @@ def named(objects: list[Document], kind: str, name: str) -> Document:
 def pod_specs(objects: list[Document]) -> dict[str, Document]:
     """The Pod specs of all Deployments, by the Deployments' names."""
     return {
-        each["metadata"]["name"]: each["spec"]["template"]["spec"]
-        for each in objects
-        if each["kind"] == "Deployment"
+        each["metadata"]["name"]: each["spec"]["template"]["spec"] for each in objects if each["kind"] == "Deployment"
     }
 
 
@@ -134,10 +132,10 @@ def values_of_schema(node: Document, path: str = "") -> Iterator[Value]:
 def values_of_chart() -> Iterator[Value]:
     """Each value of values.yaml that has a comment right above it, and its default, in the file's order."""
     text = (CHART / "values.yaml").read_text()
-    yield from _commented(yaml.compose(text), yaml.safe_load(text), text.splitlines(), schema(), "")
+    yield from _commented_values(yaml.compose(text), yaml.safe_load(text), text.splitlines(), schema(), "")
 
 
-def _commented(
+def _commented_values(
     node: yaml.Node | None, values: Document, lines: list[str], described: Document, path: str
 ) -> Iterator[Value]:
     assert isinstance(node, yaml.MappingNode)
@@ -145,22 +143,18 @@ def _commented(
         here = f"{path}.{key.value}" if path else key.value
         inner = described.get("properties", {}).get(key.value, {})
         if "properties" in inner and "default" not in inner:
-            yield from _commented(below, values[key.value], lines, inner, here)
+            yield from _commented_values(below, values[key.value], lines, inner, here)
             continue
         first = key.start_mark.line
         while first and lines[first - 1].strip().startswith("#"):
             first -= 1
-        comment = " ".join(
-            line.strip().removeprefix("#").strip() for line in lines[first : key.start_mark.line]
-        )
+        comment = " ".join(line.strip().removeprefix("#").strip() for line in lines[first : key.start_mark.line])
         yield Value(here, values[key.value], comment)
 
 
 def table() -> str:
     """The README's table of values."""
-    rows = [
-        f"| `{value.path}` | `{json.dumps(value.default)}` | {value.comment} |" for value in values_of_chart()
-    ]
+    rows = [f"| `{value.path}` | `{json.dumps(value.default)}` | {value.comment} |" for value in values_of_chart()]
     return "\n".join((TABLE_HEAD, *rows))
 
 

@@ -7,26 +7,20 @@ from typing import Any, Final
 BUNDLE: Final = "LS0tLS1CRUdJTg=="
 REDIS: Final = {"planner": {"store": {"redis": {"url": "redis://redis:6379/0"}}}}
 MONITORED: Final = {
-    "monitoring": {
-        name: {"enabled": True, "labels": {"release": "prometheus"}} for name in ("serviceMonitor", "rules")
-    }
+    "monitoring": {name: {"enabled": True, "labels": {"release": "prometheus"}} for name in ("serviceMonitor", "rules")}
 }
 VALUE_SETS: Final[dict[str, dict[str, Any]]] = {
     "defaults": {},
     "redis": REDIS,
     "redis of a new format": {"planner": {**REDIS["planner"], "recreate": True}},
-    "redis in a Secret": {
-        "planner": {"store": {"redis": {"existingSecret": "redis", "existingSecretKey": "u"}}}
-    },
+    "redis in a Secret": {"planner": {"store": {"redis": {"existingSecret": "redis", "existingSecretKey": "u"}}}},
     "hooks in the planner": {
         "planner": {"hooks": ["webhook", "controller", "scaler"]},
         "keda": {"enabled": True},
     },
     "KEDA, monitored": {"keda": {"enabled": True, "replicas": 2}, **MONITORED},
     "cert-manager": {
-        "planner": {
-            "tls": {"enabled": True, "certManager": {"enabled": True, "dnsNames": ["planner.example"]}}
-        },
+        "planner": {"tls": {"enabled": True, "certManager": {"enabled": True, "dnsNames": ["planner.example"]}}},
         "webhook": {"certificates": {"mode": "certManager"}},
         **MONITORED,
     },
@@ -39,9 +33,7 @@ VALUE_SETS: Final[dict[str, dict[str, Any]]] = {
             },
             "hooks": ["controller"],
         },
-        "webhook": {
-            "certificates": {"mode": "certManager", "issuerRef": {"name": "ca", "kind": "ClusterIssuer"}}
-        },
+        "webhook": {"certificates": {"mode": "certManager", "issuerRef": {"name": "ca", "kind": "ClusterIssuer"}}},
         "keda": {"enabled": True},
         **MONITORED,
     },
@@ -104,9 +96,7 @@ VALUE_SETS: Final[dict[str, dict[str, Any]]] = {
         },
         "serviceAccounts": {"annotations": {"role": "none"}},
         "webhook": {"extraEnv": [{"name": "A", "value": "b"}]},
-        "controller": {
-            "extraEnv": [{"name": "A", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}]
-        },
+        "controller": {"extraEnv": [{"name": "A", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}]},
         "keda": {"enabled": True, "extraEnv": [{"name": "A", "value": "b"}]},
     },
 }

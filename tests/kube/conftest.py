@@ -15,12 +15,12 @@ from lightkube import ApiError, Client, KubeConfig
 from lightkube.models.meta_v1 import ObjectMeta
 from lightkube.resources.core_v1 import Namespace
 
-from planner.hooks.kubernetes.api import connect
-from planner.hooks.kubernetes.cluster import Cluster
-from planner.hooks.kubernetes.shapes import Document
-from rfork.settings import HookSettings
+from planner.integrations.kubernetes.cluster import Cluster
+from planner.integrations.kubernetes.cluster_client import connect
+from planner.integrations.kubernetes.manifests import Document
+from rfork.settings import KubernetesSettings
 from tests.kube.control_plane import ControlPlane, control_plane
-from tests.kube.seeing import Post
+from tests.kube.watch_recorder import Post
 
 TIMEOUT_S = 300
 # Read once, before any fixture hides RFORK_* from the tests.
@@ -67,7 +67,7 @@ def namespace(admin: Client) -> Iterator[str]:
 @pytest.fixture
 async def cluster(plane: ControlPlane, namespace: str) -> AsyncIterator[Cluster]:
     """The cluster, as an administrator."""
-    made = connect(HookSettings(kubeconfig=plane.kubeconfig, namespace=namespace))
+    made = connect(KubernetesSettings(kubeconfig=plane.kubeconfig, namespace=namespace))
     yield made
     await made.close()
 
@@ -78,9 +78,9 @@ def post(plane: ControlPlane) -> Iterator[Post]:
     with plane.client() as api:
 
         def create(path: str, document: Document) -> Document:
-            answer = api.post(path, json=document)
-            assert answer.is_success, answer.text
-            made: Document = answer.json()
+            response = api.post(path, json=document)
+            assert response.is_success, response.text
+            made: Document = response.json()
             return made
 
         yield create
@@ -89,16 +89,16 @@ def post(plane: ControlPlane) -> Iterator[Post]:
 @pytest.fixture(scope="session")
 def helm() -> Path:
     """The program helm (RFORK_TEST_HELM; `make test-kube` has one), or the test is skipped."""
-    return _tool("helm")
+    return _require_tool("helm")
 
 
 @pytest.fixture(scope="session")
 def kubectl() -> Path:
     """The program kubectl (RFORK_TEST_KUBECTL; `make test-kube` has one), or the test is skipped."""
-    return _tool("kubectl")
+    return _require_tool("kubectl")
 
 
-def _tool(name: str) -> Path:
+def _require_tool(name: str) -> Path:
     path = Path(TOOLS[name] or f"no-{name}")
     if not path.is_file():
         pytest.skip(f"no {name}: RFORK_TEST_{name.upper()} names none; `make test-kube` brings one")

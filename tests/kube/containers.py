@@ -1,6 +1,6 @@
 """What a kubelet makes of a container, without a container: its environment, its command, a process.
 
-Files of volumes are not there. Where a test has a stand-in for one, it says so by `Surroundings.mounts`.
+Files of volumes are not there. Where a test has a stand-in for one, it says so by `NodeEnvironment.mounts`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import httpx
 
-from tests.kube.control_plane import die_with_parent
+from tests.kube.control_plane import parent_death_launcher
 
 Document = dict[str, Any]
 ROOT: Final = Path(__file__).parents[2]
@@ -27,12 +27,12 @@ REFERENCE: Final = re.compile(r"\$(?:\$|\(([-._a-zA-Z][-._a-zA-Z0-9]*)\))")
 KEYED_FIELD: Final = re.compile(r"metadata\.(annotations|labels)\['(.+)'\]")
 
 
-class NotThere(Exception):
+class MissingReference(Exception):
     """A container names a Secret, a ConfigMap or a key that is not there: it cannot start (yet)."""
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class NodeEnvironment:
     """What the "node" gives to all containers."""
 
     environment: Mapping[str, str] = field(
@@ -59,20 +59,20 @@ Find = Callable[[str, str], Document | None]
 class Container:
     """One container of a Pod, as one process after another."""
 
-    def __init__(self, pod: Document, spec: Document, surroundings: Surroundings, log: Path) -> None:
+    def __init__(self, pod: Document, spec: Document, node_environment: NodeEnvironment, log: Path) -> None:
         self.name = str(spec["name"])
         self.spec = spec
         self.restarts = -1
         self._pod = pod
-        self._surroundings = surroundings
+        self._node_environment = node_environment
         self._log = log
         self._environment: dict[str, str] = {}
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, find: Find) -> None:
-        """Start it, again if need be. Raises NotThere, and OSError where there is no such program."""
+        """Start it, again if need be. Raises MissingReference, and OSError where there is no such program."""
         environment = resolve(self.spec, self._pod, find)
-        self._environment = {**self._surroundings.environment, "HOSTNAME": self._pod["metadata"]["name"]}
+        self._environment = {**self._node_environment.environment, "HOSTNAME": self._pod["metadata"]["name"]}
         self._environment |= {name: self._mounted(value) for name, value in environment.items()}
         self.restarts += 1
         self._process = self._run([*self.spec.get("command", ()), *self.spec.get("args", ())], environment)
@@ -105,7 +105,7 @@ class Container:
             return False
 
     def stop(self, grace_s: float) -> None:
-        """Run its preStop hook, send SIGTERM, wait, and SIGKILL it, all within `grace_s` seconds."""
+        """Run its preStop hook, send SIGTERM, wait, and SIGKILL it, all within `readiness_grace_s` seconds."""
         process = self._process
         if process is None:
             return
@@ -131,7 +131,7 @@ class Container:
         words = [self._mounted(expand(word, environment)) for word in command]
         with self._log.open("ab") as log:
             return subprocess.Popen(
-                [*die_with_parent(), *words],
+                [*parent_death_launcher(), *words],
                 env=self._environment,
                 cwd=self.spec.get("workingDir") or ROOT,
                 stdin=subprocess.DEVNULL,
@@ -156,13 +156,13 @@ class Container:
             process.wait()
 
     def _mounted(self, value: str) -> str:
-        for path, folder in self._surroundings.mounts.items():
+        for path, folder in self._node_environment.mounts.items():
             value = value.replace(path, folder)
         return value
 
 
 def resolve(container: Document, pod: Document, find: Find) -> dict[str, str]:
-    """A container's own variables, as the kubelet computes them, in their order. Raises NotThere."""
+    """A container's own variables, as the kubelet computes them, in their order. Raises MissingReference."""
     variables: dict[str, str] = {}
     for each in container.get("env") or ():
         source = each.get("valueFrom")
@@ -185,10 +185,10 @@ def expand(text: str, variables: Mapping[str, str]) -> str:
 def _from(source: Document, pod: Document, find: Find) -> str | None:
     if "fieldRef" in source:
         return _field(source["fieldRef"]["fieldPath"], pod)
-    for kind, resource in (("secretKeyRef", "secrets"), ("configMapKeyRef", "configmaps")):
-        if kind in source:
-            return _key(source[kind], resource, find)
-    raise NotThere(f"this kubelet knows nothing of {sorted(source)}")
+    for reference_key, resource in (("secretKeyRef", "secrets"), ("configMapKeyRef", "configmaps")):
+        if reference_key in source:
+            return _key(source[reference_key], resource, find)
+    raise MissingReference(f"this kubelet knows nothing of {sorted(source)}")
 
 
 def _field(path: str, pod: Document) -> str:
@@ -207,4 +207,4 @@ def _key(reference: Document, resource: str, find: Find) -> str | None:
         return base64.b64decode(value).decode() if resource == "secrets" else str(value)
     if reference.get("optional"):
         return None
-    raise NotThere(f"no {reference['key']} in {resource}/{reference['name']}")
+    raise MissingReference(f"no {reference['key']} in {resource}/{reference['name']}")

@@ -43,7 +43,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from tests.ports import free_ports
 
 ASSETS_VARIABLE: Final = "KUBEBUILDER_ASSETS"
-WHERE: Final = (
+SETUP_HINT: Final = (
     f"set {ASSETS_VARIABLE} to a folder with kube-apiserver, as setup-envtest of "
     "sigs.k8s.io/controller-runtime fills it, and with kube-controller-manager, to be put beside it"
 )
@@ -63,7 +63,7 @@ class Binaries:
 
 
 @dataclass(frozen=True)
-class Call:
+class AuditedCall:
     """One call that the API server answered, by its audit log."""
 
     user: str
@@ -83,15 +83,12 @@ def find_binaries() -> Binaries:
     """The programs, or skip the test with what is missing."""
     folder = os.environ.get(ASSETS_VARIABLE, "")
     if not folder:
-        pytest.skip(f"no Kubernetes control plane: {WHERE}")
-    found = {
-        name: shutil.which(name, path=folder)
-        for name in ("etcd", "kube-apiserver", "kube-controller-manager")
-    }
+        pytest.skip(f"no Kubernetes control plane: {SETUP_HINT}")
+    found = {name: shutil.which(name, path=folder) for name in ("etcd", "kube-apiserver", "kube-controller-manager")}
     found["etcd"] = found["etcd"] or shutil.which("etcd")
     missing = [name for name, path in found.items() if path is None]
     if missing:
-        pytest.skip(f"{' and '.join(missing)} not in {folder}: {WHERE}")
+        pytest.skip(f"{' and '.join(missing)} not in {folder}: {SETUP_HINT}")
     etcd, api_server, manager = (Path(path) for path in found.values() if path is not None)
     return Binaries(etcd, api_server, manager)
 
@@ -113,7 +110,7 @@ class Program:
     def __init__(self, name: str, command: Sequence[str], folder: Path, launcher: Executor) -> None:
         self.name = name
         self._launcher = launcher
-        self._command = [*die_with_parent(), *command]
+        self._command = [*parent_death_launcher(), *command]
         self._log = folder / f"{name}.log"
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -121,26 +118,24 @@ class Program:
         """Start it and wait until `ready_url` answers 200; RuntimeError with the end of its log otherwise."""
         with self._log.open("ab") as log:
             self._process = process = self._launcher.submit(self._open, log).result()
-        give_up = time.monotonic() + START_S
-        said: object = None
-        while time.monotonic() < give_up and process.poll() is None:
+        deadline = time.monotonic() + START_S
+        last_status: object = None
+        while time.monotonic() < deadline and process.poll() is None:
             try:
-                answer = client.get(ready_url)
-                said = answer.text
-                if answer.status_code == 200:
+                response = client.get(ready_url)
+                last_status = response.text
+                if response.status_code == 200:
                     return
             except httpx.HTTPError as error:
-                said = error
+                last_status = error
             time.sleep(0.05)  # between two looks
         code = process.poll()
         self.stop()
         tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-30:])
-        raise RuntimeError(f"{self.name} did not start (exit code {code}; {said})\n{tail}")
+        raise RuntimeError(f"{self.name} did not start (exit code {code}; {last_status})\n{tail}")
 
     def _open(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-        )
+        return subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
 
     def stop(self, *, kill: bool = False) -> None:
         """End it: SIGTERM, then SIGKILL; with `kill` SIGKILL at once. Doing so again is harmless."""
@@ -177,9 +172,7 @@ class ControlPlane:
         # The "parent" that none may outlive is the thread that started it: one that lives as long as this.
         self._launcher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="control-plane")
         self._etcd = Program("etcd", self._etcd_command(binaries.etcd, peer_port), folder, self._launcher)
-        self._api_server = Program(
-            "kube-apiserver", self._api_command(binaries.api_server), folder, self._launcher
-        )
+        self._api_server = Program("kube-apiserver", self._api_command(binaries.api_server), folder, self._launcher)
         self._manager = Program(
             "kube-controller-manager",
             self._manager_command(binaries.controller_manager, manager_config),
@@ -230,13 +223,13 @@ class ControlPlane:
             "kind": "TokenRequest",
             "spec": {"audiences": []},
         }
-        answer = self._client.post(f"{self.url}/{path}", json=request)
-        if answer.is_error:
-            raise RuntimeError(f"no token for {namespace}/{service_account}: {answer.text}")
-        token = str(answer.json()["status"]["token"])
+        response = self._client.post(f"{self.url}/{path}", json=request)
+        if response.is_error:
+            raise RuntimeError(f"no token for {namespace}/{service_account}: {response.text}")
+        token = str(response.json()["status"]["token"])
         return self._config(f"{namespace}-{service_account}", {"token": token}, namespace)
 
-    def calls(self, user: str | None = None) -> list[Call]:
+    def calls(self, user: str | None = None) -> list[AuditedCall]:
         """Every call to a resource that was answered so far, oldest first; those of one user, if named.
 
         A ServiceAccount's user is ``system:serviceaccount:NAMESPACE:NAME``. A watch is told of as it ends.
@@ -244,11 +237,7 @@ class ControlPlane:
         with self.audit.open() as log:
             # The last line may still be being written.
             events = [json.loads(line) for line in log if line.endswith("\n")]
-        return [
-            _call(event)
-            for event in events
-            if "objectRef" in event and user in (None, event["user"]["username"])
-        ]
+        return [_call(event) for event in events if "objectRef" in event and user in (None, event["user"]["username"])]
 
     def _etcd_command(self, program: Path, peer_port: int) -> list[str]:
         client, peer = f"http://127.0.0.1:{self._etcd_port}", f"http://127.0.0.1:{peer_port}"
@@ -304,9 +293,7 @@ class ControlPlane:
             "apiVersion": "v1",
             "kind": "Config",
             "current-context": "tests",
-            "contexts": [
-                {"name": "tests", "context": {"cluster": "tests", "user": name, "namespace": namespace}}
-            ],
+            "contexts": [{"name": "tests", "context": {"cluster": "tests", "user": name, "namespace": namespace}}],
             "clusters": [{"name": "tests", "cluster": cluster}],
             "users": [{"name": name, "user": user}],
         }
@@ -314,10 +301,10 @@ class ControlPlane:
         return path
 
 
-def _call(event: dict[str, Any]) -> Call:
+def _call(event: dict[str, Any]) -> AuditedCall:
     about, code = event["objectRef"], event.get("responseStatus", {}).get("code", 0)
     resource = "/".join(filter(None, (about.get("resource", ""), about.get("subresource", ""))))
-    return Call(
+    return AuditedCall(
         user=event["user"]["username"],
         verb=event["verb"],
         group=about.get("apiGroup", ""),
@@ -330,14 +317,14 @@ def _call(event: dict[str, Any]) -> Call:
 
 def _version(api_server: Path) -> tuple[int, int]:
     """Of a program that says ``Kubernetes v1.20.2``."""
-    said = subprocess.run([api_server, "--version"], capture_output=True, text=True, check=True).stdout
-    match = re.search(r"v(\d+)\.(\d+)", said)
+    output = subprocess.run([api_server, "--version"], capture_output=True, text=True, check=True).stdout
+    match = re.search(r"v(\d+)\.(\d+)", output)
     if match is None:
-        raise RuntimeError(f"{api_server} --version said {said!r}")
+        raise RuntimeError(f"{api_server} --version said {output!r}")
     return int(match[1]), int(match[2])
 
 
-def die_with_parent() -> list[str]:
+def parent_death_launcher() -> list[str]:
     """What to put before a command so that it ends with the *thread* that started it, if it can be had."""
     program = shutil.which("setpriv")
     return [program, "--pdeathsig", "KILL", "--"] if program is not None else []

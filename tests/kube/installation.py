@@ -21,8 +21,8 @@ from lightkube import Client
 from lightkube.resources.core_v1 import Namespace, Secret
 from prometheus_client.parser import text_string_to_metric_families
 
-from rfork.control.ownership import OWNER_HEADER
-from tests.kube.chart import CHART, environment, helm_run, pod_specs, rendered
+from rfork.planner_client.ownership import OWNER_HEADER
+from tests.kube.chart import CHART, environment, helm_run, pod_specs, render
 from tests.kube.control_plane import ControlPlane
 from tests.ports import free_ports
 
@@ -71,20 +71,20 @@ class Installation:
     def start(self, component: Component, name: str | None = None, **changed: str) -> None:
         """Start a process of the chart, as `name` if there are several, and wait until it is ready."""
         name = name or component
-        specs = pod_specs(rendered(self._helm, self.values, release=self.release, namespace=self.namespace))
+        specs = pod_specs(render(self._helm, self.values, release=self.release, namespace=self.namespace))
         spec = next(spec for full, spec in specs.items() if full.endswith(component))
         (container,) = spec["containers"]
-        told = {**self._environment(component, spec), **changed}
+        variables = {**self._environment(component, spec), **changed}
         with (self.folder / f"{name}.log").open("ab") as log:
             self._processes[name] = subprocess.Popen(
                 [sys.executable, "-m", "rfork", *container["args"]],
-                env={**os.environ, **told},
+                env={**os.environ, **variables},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
             )
-        port = self.planner_port if component == "planner" else told["RFORK_HOOK_HEALTH_PORT"]
+        port = self.planner_port if component == "planner" else variables["RFORK_HOOK_HEALTH_PORT"]
         self._probes[name] = f"http://127.0.0.1:{port}"
         self._wait_ready(name, f"{self._probes[name]}/readyz")
 
@@ -144,40 +144,38 @@ class Installation:
         return f"system:serviceaccount:{self.namespace}:{self.release}-{component}"
 
     def _environment(self, component: Component, spec: dict[str, Any]) -> Mapping[str, str]:
-        told: dict[str, str] = {}
+        variables: dict[str, str] = {}
         for name, value in environment(spec).items():
             if value.startswith("<") and "/" in value:
                 value = self.secret(*value[1:-1].split("/"))
-            told[name] = value
-        told["RFORK_HOOK_IDENTITY"] = f"{component}-{os.getpid()}-{len(self._processes)}"
-        told["RFORK_HOOK_WEBHOOK_HOSTS"] = "127.0.0.1,localhost"
-        told["RFORK_PLANNER"] = self.planner
-        if tokens := told.get("RFORK_PLANNER_TOKENS"):
+            variables[name] = value
+        variables["RFORK_HOOK_IDENTITY"] = f"{component}-{os.getpid()}-{len(self._processes)}"
+        variables["RFORK_HOOK_WEBHOOK_HOSTS"] = "127.0.0.1,localhost"
+        variables["RFORK_PLANNER"] = self.planner
+        if tokens := variables.get("RFORK_PLANNER_TOKENS"):
             file = self.folder / Path(tokens).name
             file.write_text(self.secret(f"{self.release}-planner", "tokens"))
-            told["RFORK_PLANNER_TOKENS"] = str(file)
+            variables["RFORK_PLANNER_TOKENS"] = str(file)
         if component in ("webhook", "controller"):
             account = f"{self.release}-{component}"
-            told["RFORK_HOOK_KUBECONFIG"] = str(self._plane.kubeconfig_for(self.namespace, account))
-        return told
+            variables["RFORK_HOOK_KUBECONFIG"] = str(self._plane.kubeconfig_for(self.namespace, account))
+        return variables
 
     def _wait_ready(self, name: str, url: str) -> None:
         process, until = self._processes[name], time.monotonic() + READY_S
-        said = ""
+        last_response = ""
         while time.monotonic() < until and process.poll() is None:
             with contextlib.suppress(httpx.TransportError):
-                answer = httpx.get(url, timeout=5, trust_env=False)
-                said = answer.text
-                if answer.status_code == 200:
+                response = httpx.get(url, timeout=5, trust_env=False)
+                last_response = response.text
+                if response.status_code == 200:
                     return
             time.sleep(0.05)  # between two looks
-        raise RuntimeError(f"{name} is not ready: {said}\n{self.log(name)[-3000:]}")
+        raise RuntimeError(f"{name} is not ready: {last_response}\n{self.log(name)[-3000:]}")
 
 
 @contextlib.contextmanager
-def installed(
-    plane: ControlPlane, admin: Client, helm: Path, namespace: str, folder: Path
-) -> Iterator[Installation]:
+def installed(plane: ControlPlane, admin: Client, helm: Path, namespace: str, folder: Path) -> Iterator[Installation]:
     """The chart installed, no process started yet; uninstalled at the end, so that no webhook is left."""
     made = Installation(plane, admin, helm, namespace, folder)
     made.helm("install")

@@ -27,11 +27,11 @@ from typing import Final, Self
 
 import httpx
 
-from tests.kube.containers import Container, Document, NotThere, Surroundings
+from tests.kube.containers import Container, Document, MissingReference, NodeEnvironment
 from tests.kube.control_plane import ControlPlane
 
 SKIPPED: Final = frozenset({"rfork-files"})
-LOOK_S: Final = 0.1
+POLL_INTERVAL_S: Final = 0.1
 """Between two looks at the Pods, and at what became of their processes."""
 RESTART_S: Final = 1.0
 NODES: Final[Mapping[str, Mapping[str, str]]] = {"node-a": {}, "node-b": {}}
@@ -50,10 +50,10 @@ class Kubelet:
         folder: Path,
         *,
         nodes: Mapping[str, Mapping[str, str]] = NODES,
-        surroundings: Surroundings | None = None,
+        node_environment: NodeEnvironment | None = None,
     ) -> None:
         self.nodes = {f"{namespace}-{name}": labels for name, labels in nodes.items()}
-        self.surroundings = surroundings or Surroundings()
+        self.node_environment = node_environment or NodeEnvironment()
         self.api = plane.client()
         self.probes = httpx.Client(verify=False)
         self.pods = f"/api/v1/namespaces/{namespace}/pods"
@@ -62,7 +62,7 @@ class Kubelet:
         folder.mkdir(exist_ok=True)
         self._folder = folder
         self._next_node: Iterator[str] = itertools.cycle(self.nodes)
-        self._runners: dict[str, Runner] = {}
+        self._runners: dict[str, PodRunner] = {}
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kubelet")
 
@@ -74,7 +74,7 @@ class Kubelet:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stopping.set()
         self._thread.join()
@@ -82,14 +82,14 @@ class Kubelet:
             runner.abandon()
         for runner in self._runners.values():
             runner.join()
-            if kind is not None:
+            if error_type is not None:
                 print(f"--- {runner.name}\n{self.log(runner.name)}")
         for name in self.nodes:
             with contextlib.suppress(httpx.HTTPError):
                 self.api.delete(f"/api/v1/nodes/{name}")
         self.api.close()
         self.probes.close()
-        if self.failures and kind is None:
+        if self.failures and error_type is None:
             raise self.failures[0]
 
     def log(self, pod: str) -> str:
@@ -103,25 +103,25 @@ class Kubelet:
 
     def find(self, resource: str, name: str) -> Document | None:
         """A Secret or ConfigMap; None where there is none."""
-        answer = self.api.get(f"{self._secrets}/{resource}/{name}")
-        return answer.json() if answer.is_success else None
+        response = self.api.get(f"{self._secrets}/{resource}/{name}")
+        return response.json() if response.is_success else None
 
     def _run(self) -> None:
-        while not self._stopping.wait(LOOK_S):
+        while not self._stopping.wait(POLL_INTERVAL_S):
             with contextlib.suppress(httpx.HTTPError):  # the API server may be away: the next look
-                self._look(self.api.get(self.pods).raise_for_status().json()["items"])
+                self._reconcile(self.api.get(self.pods).raise_for_status().json()["items"])
 
-    def _look(self, pods: list[Document]) -> None:
+    def _reconcile(self, pods: list[Document]) -> None:
         for pod in pods:
             uid = pod["metadata"]["uid"]
             if uid not in self._runners:
-                self._runners[uid] = Runner(self, pod, next(self._next_node))
+                self._runners[uid] = PodRunner(self, pod, next(self._next_node))
             self._runners[uid].pod = pod
         for uid in self._runners.keys() - {pod["metadata"]["uid"] for pod in pods}:
             self._runners[uid].abandon()  # its object is gone, by force
 
 
-class Runner(threading.Thread):
+class PodRunner(threading.Thread):
     """One Pod, from its binding to its end."""
 
     def __init__(self, kubelet: Kubelet, pod: Document, node: str) -> None:
@@ -179,7 +179,7 @@ class Runner(threading.Thread):
             while spec["name"] not in SKIPPED and not self._ending:
                 self._start(container)
                 while container.exit_code is None and container.restarts >= 0 and not self._ending:
-                    time.sleep(LOOK_S)
+                    time.sleep(POLL_INTERVAL_S)
                 if container.exit_code == 0:
                     break
                 self._abandoned.wait(RESTART_S)
@@ -198,35 +198,33 @@ class Runner(threading.Thread):
             ready = [each.ready(self._kubelet.probes, self._address) for each in containers]
             with contextlib.suppress(httpx.TransportError):  # the API server may be away
                 self._post("Running", [_status(*each) for each in zip(containers, ready, strict=True)])
-            self._abandoned.wait(LOOK_S)
+            self._abandoned.wait(POLL_INTERVAL_S)
 
     def _end(self) -> None:
         """What a kubelet does with a Pod that is deleted."""
         if self._abandoned.is_set():
             return
         grace_s = float(self.pod["metadata"].get("deletionGracePeriodSeconds") or 0)
-        enders = [
-            threading.Thread(target=each.stop, args=(grace_s,))
-            for each in self._made
-            if each.exit_code is None
+        stop_threads = [
+            threading.Thread(target=each.stop, args=(grace_s,)) for each in self._made if each.exit_code is None
         ]
-        for ender in enders:
-            ender.start()
-        for ender in enders:
-            ender.join()
-        gone = {"gracePeriodSeconds": 0, "preconditions": {"uid": self.pod["metadata"]["uid"]}}
-        self._kubelet.api.request("DELETE", self._path, json=gone).raise_for_status()
+        for stop_thread in stop_threads:
+            stop_thread.start()
+        for stop_thread in stop_threads:
+            stop_thread.join()
+        delete_options = {"gracePeriodSeconds": 0, "preconditions": {"uid": self.pod["metadata"]["uid"]}}
+        self._kubelet.api.request("DELETE", self._path, json=delete_options).raise_for_status()
 
     def _container(self, spec: Document) -> Container:
         log = self._kubelet.log_path(self.name)
-        container = Container(self.pod, spec, self._kubelet.surroundings, log)
+        container = Container(self.pod, spec, self._kubelet.node_environment, log)
         self._made.append(container)
         return container
 
     def _start(self, container: Container) -> None:
         try:
             container.start(self._kubelet.find)
-        except (NotThere, OSError) as error:
+        except (MissingReference, OSError) as error:
             with self._kubelet.log_path(self.name).open("a") as log:
                 log.write(f"kubelet: cannot start {container.name}: {error}\n")
 
@@ -235,19 +233,21 @@ class Runner(threading.Thread):
         containers_ready = bool(containers) and all(each["ready"] for each in containers)
         seen = {each["type"]: each["status"] for each in self.pod.get("status", {}).get("conditions", ())}
         gates = [gate["conditionType"] for gate in self.pod["spec"].get("readinessGates", ())]
-        shut = [gate for gate in gates if seen.get(gate) != "True"]
-        told = {
+        closed_gates = [gate for gate in gates if seen.get(gate) != "True"]
+        condition_values = {
             "PodScheduled": True,
             "Initialized": phase == "Running",
             "ContainersReady": containers_ready,
-            "Ready": containers_ready and not shut,
+            "Ready": containers_ready and not closed_gates,
         }
         status: Document = {
             "phase": phase,
             "hostIP": "127.0.0.1",
             "podIP": self._address,
             "podIPs": [{"ip": self._address}],
-            "conditions": [self._condition(kind, str(true)) for kind, true in told.items()],
+            "conditions": [
+                self._condition(condition_type, str(is_true)) for condition_type, is_true in condition_values.items()
+            ],
             "containerStatuses": containers,
         }
         if status != self._posted:
@@ -255,10 +255,14 @@ class Runner(threading.Thread):
             self._kubelet.api.patch(f"{self._path}/status", json=patch, headers=MERGE).raise_for_status()
             self._posted = status
 
-    def _condition(self, kind: str, status: str) -> Document:
-        if self._conditions.get(kind, ("", ""))[0] != status:
-            self._conditions[kind] = (status, datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"))
-        return {"type": kind, "status": status, "lastTransitionTime": self._conditions[kind][1]}
+    def _condition(self, condition_type: str, status: str) -> Document:
+        if self._conditions.get(condition_type, ("", ""))[0] != status:
+            self._conditions[condition_type] = (status, datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"))
+        return {
+            "type": condition_type,
+            "status": status,
+            "lastTransitionTime": self._conditions[condition_type][1],
+        }
 
 
 def _status(container: Container, ready: bool) -> Document:

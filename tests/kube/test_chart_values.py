@@ -13,7 +13,7 @@ from tests.kube.chart import (
     CHART,
     Document,
     HelmFailed,
-    rendered,
+    render,
     schema,
     table,
     values_of_chart,
@@ -50,7 +50,7 @@ def test_settings_of_the_planner_are_known() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         ({"planer": {}}, "additional properties 'planer' not allowed"),
         ({"planner": {"replica": 2}}, "at '/planner': additional properties 'replica' not allowed"),
@@ -67,7 +67,7 @@ def test_settings_of_the_planner_are_known() -> None:
             {"planner": {"enabled": False, "url": "http://planner"}},
             "name the Secret with that planner's operator-token in planner.auth.existingSecret",
         ),
-        ({"planner": {"hooks": ["scaler"]}}, "planner.hooks names scaler, but keda.enabled is false"),
+        ({"planner": {"hooks": ["scaler"]}}, "planner.integrations names scaler, but keda.enabled is false"),
         (
             {"planner": {"tls": {"enabled": True}}},
             "planner.tls.enabled: say where its certificate comes from",
@@ -84,27 +84,23 @@ def test_settings_of_the_planner_are_known() -> None:
         ({"instances": {"ports": 128}}, "their ranges overlap"),
     ],
 )
-def test_what_cannot_be_is_refused_in_words(helm: Path, values: dict[str, Any], said: str) -> None:
+def test_what_cannot_be_is_refused_in_words(helm: Path, values: dict[str, Any], message: str) -> None:
     """A typo, a value out of bounds, and values that do not go together are refused, and it says why."""
-    with pytest.raises(HelmFailed, match=re.escape(said)):
-        rendered(helm, values)
+    with pytest.raises(HelmFailed, match=re.escape(message)):
+        render(helm, values)
 
 
 @pytest.mark.parametrize("kubernetes", ["1.20.2", "1.34.9"])
 def test_volumes_of_images_are_refused_where_there_are_none(helm: Path, kubernetes: str) -> None:
     """A cluster that would refuse every Pod of a model, or let it wait for ever, gets no such release."""
     with pytest.raises(HelmFailed, match=re.escape(f"need Kubernetes 1.35, and this is v{kubernetes}")):
-        rendered(helm, {"instances": {"files": "image"}}, kubernetes=kubernetes)
+        render(helm, {"instances": {"files": "image"}}, kubernetes=kubernetes)
 
 
 def open_objects(node: Document, path: str = "") -> list[str]:
     """Objects of a schema that list properties, or nothing, and yet take others."""
     found = []
-    if (
-        node.get("type") == "object"
-        and node.get("additionalProperties", True) is True
-        and "properties" in node
-    ):
+    if node.get("type") == "object" and node.get("additionalProperties", True) is True and "properties" in node:
         found.append(path or "the top")
     for name, below in node.get("properties", {}).items():
         found += open_objects(below, f"{path}.{name}" if path else name)

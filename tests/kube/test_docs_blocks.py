@@ -20,9 +20,9 @@ from lightkube.resources.admissionregistration_v1 import MutatingWebhookConfigur
 from lightkube.resources.apps_v1 import Deployment
 from lightkube.resources.core_v1 import Namespace
 
-from planner.hooks.kubernetes import names
-from tests.docs.pages import Block
-from tests.docs.proofs import told_to
+from planner.integrations.kubernetes import names
+from tests.docs.pages import PageBlock
+from tests.docs.run_by import blocks_run_by
 from tests.kube.control_plane import ControlPlane
 
 ROOT = Path(__file__).parents[2]
@@ -35,9 +35,9 @@ echo docker: "$@"
 """
 
 
-@pytest.mark.parametrize("block", told_to(__file__), ids=lambda block: block.where)
+@pytest.mark.parametrize("block", blocks_run_by(__file__), ids=lambda block: block.where)
 def test_the_chart_is_installed_as_the_pages_say(
-    block: Block,
+    block: PageBlock,
     plane: ControlPlane,
     admin: Client,
     helm: Path,
@@ -60,9 +60,7 @@ def test_the_chart_is_installed_as_the_pages_say(
     }
     script = block.text.replace("helm install rfork", f"helm install {namespace}")
     script = script.replace("--namespace rfork", f"--namespace {own}")
-    script = re.sub(r"\{(models|inference)\}", f"{{{namespace}}}", script).replace(
-        "-n models", f"-n {namespace}"
-    )
+    script = re.sub(r"\{(models|inference)\}", f"{{{namespace}}}", script).replace("-n models", f"-n {namespace}")
     command = ["bash", "--noprofile", "--norc", "-e", "-c", script]
     try:
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
@@ -83,9 +81,7 @@ def test_the_chart_is_installed_as_the_pages_say(
         assert found.metadata is not None
         assert found.spec is not None
         assert found.spec.template.metadata is not None
-        labels = [
-            (each.labels or {}).get(names.MODEL) for each in (found.metadata, found.spec.template.metadata)
-        ]
+        labels = [(each.labels or {}).get(names.MODEL) for each in (found.metadata, found.spec.template.metadata)]
         assert ["llama" if "kubectl" in block.text else None] * 2 == labels
     finally:
         subprocess.run(

@@ -16,17 +16,17 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from planner.hooks.keda.triggers import trigger_of
-from planner.hooks.kubernetes import names
-from planner.hooks.kubernetes.mutate import mutated
-from planner.hooks.kubernetes.pods import Wanted, wanted
-from rfork.settings import HookSettings, Settings, StorageSettings
+from planner.integrations.keda.triggers import parse_trigger
+from planner.integrations.kubernetes import names
+from planner.integrations.kubernetes.inject import inject
+from planner.integrations.kubernetes.pod_request import InjectionRequest, parse_request
+from rfork.settings import InstanceSettings, KubernetesSettings, StorageSettings
 
 Document = dict[str, Any]
 FOLDER = Path(__file__).parents[2] / "deploy" / "examples" / "kubernetes"
 FILES = ("lws-tp8.yaml", "rdma.yaml", "s3-irsa.yaml", "same-host.yaml", "sglang-hpa.yaml", "vllm-keda.yaml")
 VERSION = "1.37"
-HOOK = HookSettings(files="init", image="rfork:0.1.0")
+HOOK = KubernetesSettings(injection_mode="init", image="rfork:0.1.0")
 USERS_ANNOTATIONS = {
     names.MODEL_NAME, names.CONTAINER, names.ENGINE, names.INJECT, names.SNAPSHOT, names.FILES,
     names.SAME_HOST, names.DRAIN_S, names.REQUIRED, names.REPLICA_PODS,
@@ -102,7 +102,7 @@ def pod(template: Document) -> Document:
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
 
 
-def wrong(value: object, shape: Shape, at: str = "spec") -> Iterator[str]:
+def shape_errors(value: object, shape: Shape, at: str = "spec") -> Iterator[str]:
     """What of a value is not of the shape."""
     if shape is ...:
         return
@@ -111,14 +111,14 @@ def wrong(value: object, shape: Shape, at: str = "spec") -> Iterator[str]:
             yield f"{at} is {value}"
     elif isinstance(shape, list):
         for index, item in enumerate(value if isinstance(value, list) else [None]):
-            yield from wrong(item, shape[0], f"{at}[{index}]")
+            yield from shape_errors(item, shape[0], f"{at}[{index}]")
     elif isinstance(shape, dict):
         fields = {name.rstrip("!"): inner for name, inner in shape.items()}
         there = value if isinstance(value, dict) else {}
         yield from (f"{at} lacks {name}" for name in shape if name[-1] == "!" and name[:-1] not in there)
         yield from (f"{at}.{name} is unknown" for name in there if name not in fields)
         for name in there.keys() & fields.keys():
-            yield from wrong(there[name], fields[name], f"{at}.{name}")
+            yield from shape_errors(there[name], fields[name], f"{at}.{name}")
     elif type(value) is not shape:
         yield f"{at} is {value!r}"
 
@@ -132,10 +132,10 @@ def test_these_are_the_examples() -> None:
 @pytest.mark.parametrize(("file", "document"), ALL, ids=[f"{file}-{each['kind']}" for file, each in ALL])
 def test_each_document_is_valid(file: str, document: Document) -> None:
     """By Kubernetes' own schemas, or by the fields that are known of the kind."""
-    kind = document["apiVersion"], document["kind"]
-    if kind in KNOWN:
+    api_type = document["apiVersion"], document["kind"]
+    if api_type in KNOWN:
         assert {"apiVersion", "kind", "metadata", "spec"} == set(document)
-        assert [] == list(wrong(document["spec"], KNOWN[kind]))
+        assert [] == list(shape_errors(document["spec"], KNOWN[api_type]))
     else:
         kubernetes_validate.validate(document, VERSION, strict=True)
 
@@ -180,9 +180,7 @@ def test_what_refers_to_one_another_is_there(file: str) -> None:
     for document in found:
         spec = document.get("spec", {})
         if document["kind"] == "Service":
-            chosen = [
-                each for each in servers if spec["selector"].items() <= each["metadata"]["labels"].items()
-            ]
+            chosen = [each for each in servers if spec["selector"].items() <= each["metadata"]["labels"].items()]
             assert 1 == len(chosen)
             names_of = {port["name"] for port in chosen[0]["spec"]["containers"][0]["ports"]}
             assert {port["targetPort"] for port in spec["ports"]} <= names_of
@@ -195,36 +193,36 @@ def test_what_refers_to_one_another_is_there(file: str) -> None:
 @by_template
 def test_variables_are_options(file: str, template: Document) -> None:
     """Each RFORK_* is an option that rfork has, and none is one that the webhook sets."""
-    known = {f"RFORK_{name.upper()}" for name in Settings.model_fields} | {
+    known = {f"RFORK_{name.upper()}" for name in InstanceSettings.model_fields} | {
         f"RFORK_STORAGE_{name.upper()}" for name in StorageSettings.model_fields
     }
-    given = {each["name"] for each in template["spec"]["containers"][0].get("env", ())}
-    assert set() == {name for name in given if name.startswith("RFORK_")} - known
+    provided = {each["name"] for each in template["spec"]["containers"][0].get("env", ())}
+    assert set() == {name for name in provided if name.startswith("RFORK_")} - known
 
 
 @by_template
 def test_the_webhook_has_nothing_to_say(file: str, template: Document) -> None:
     """Each Pod is injected without a note; what comes out is valid, and asks for the load format."""
-    given = pod(template)
-    asked = wanted(given)
-    assert isinstance(asked, Wanted), asked
-    made, notes = mutated(given, asked, HOOK, "http://rfork-planner.rfork.svc:8700")
+    original = pod(template)
+    request = parse_request(original)
+    assert isinstance(request, InjectionRequest), request
+    made, notes = inject(original, request, HOOK, "http://rfork-planner.rfork.svc:8700")
     assert () == notes
     kubernetes_validate.validate(made, VERSION, strict=True)
     assert made["metadata"]["annotations"][names.INJECTED]
     container = made["spec"]["containers"][0]
     assert ["--load-format", "rfork"] == [*container.get("command", ()), *container.get("args", ())][-2:]
-    brought = template["metadata"]["annotations"][names.FILES] == "init"
-    assert brought == bool(made["spec"].get("initContainers"))
+    uses_init_container = template["metadata"]["annotations"][names.FILES] == "init"
+    assert uses_init_container == bool(made["spec"].get("initContainers"))
 
 
 def test_what_each_example_shows() -> None:
     """The Pods that come out of the webhook have what the file is about."""
     pods = {}
     for file, template in TEMPLATES:
-        asked = wanted(pod(template))
-        assert isinstance(asked, Wanted)
-        made, _ = mutated(pod(template), asked, HOOK, "http://rfork-planner.rfork.svc:8700")
+        request = parse_request(pod(template))
+        assert isinstance(request, InjectionRequest)
+        made, _ = inject(pod(template), request, HOOK, "http://rfork-planner.rfork.svc:8700")
         pods[file] = made["spec"]
     environment = {each["name"]: each.get("value") for each in pods["s3-irsa.yaml"]["containers"][0]["env"]}
     assert "s3://example-models/qwen3-14b/" == environment["RFORK_SNAPSHOT"]
@@ -245,16 +243,16 @@ def test_triggers_are_what_the_scaler_takes() -> None:
     found = documents("vllm-keda.yaml")
     scaled = next(each for each in found if each["kind"] == "ScaledObject")
     (template,) = (template for each in found for template in templates(each))
-    asked = wanted(pod(template))
-    assert isinstance(asked, Wanted)
-    triggers = [(each["type"], trigger_of(each["metadata"])) for each in scaled["spec"]["triggers"]]
+    request = parse_request(pod(template))
+    assert isinstance(request, InjectionRequest)
+    triggers = [(each["type"], parse_trigger(each["metadata"])) for each in scaled["spec"]["triggers"]]
     assert [("external-push", "waiting"), ("external", "kv_cache"), ("external", "expected")] == [
-        (kind, trigger.metric) for kind, trigger in triggers
+        (trigger_type, trigger.metric) for trigger_type, trigger in triggers
     ]
-    assert {asked.model} == {trigger.model for _, trigger in triggers}
+    assert {request.model} == {trigger.model for _, trigger in triggers}
     port = template["spec"]["containers"][0]["ports"][0]["containerPort"]
     assert {port, 0} == {trigger.port for _, trigger in triggers}
     metadata = [each["metadata"] for each in scaled["spec"]["triggers"]]
     assert {str} == {type(value) for each in metadata for value in each.values()}
     addresses = {each["scalerAddress"] for each in metadata}
-    assert {f"rfork-scaler.rfork.svc:{HookSettings().scaler_port}"} == addresses
+    assert {f"rfork-scaler.rfork.svc:{KubernetesSettings().scaler_port}"} == addresses

@@ -74,26 +74,24 @@ def deployment(replicas: int) -> dict[str, object]:
     }
 
 
-def until(holds: Callable[[], bool], what: str) -> None:
+def until(predicate: Callable[[], bool], what: str) -> None:
     """Look until it holds; TimeoutError otherwise."""
-    give_up = time.monotonic() + 60
-    while not holds():
-        if time.monotonic() > give_up:
+    deadline = time.monotonic() + 60
+    while not predicate():
+        if time.monotonic() > deadline:
             raise TimeoutError(what)
         time.sleep(0.1)
 
 
-def test_a_deployment_runs_scales_and_ends(
-    plane: ControlPlane, admin: Client, namespace: str, tmp_path: Path
-) -> None:
+def test_a_deployment_runs_scales_and_ends(plane: ControlPlane, admin: Client, namespace: str, tmp_path: Path) -> None:
     """Two replicas are Ready once their gates open; one goes, then both, each with its preStop hook."""
 
     def pods() -> list[Pod]:
         return list(admin.list(Pod, namespace=namespace))
 
-    def true(pod: Pod, kind: str) -> bool:
+    def condition_is_true(pod: Pod, condition_type: str) -> bool:
         conditions = (pod.status.conditions if pod.status else None) or []
-        return any(each.type == kind and each.status == "True" for each in conditions)
+        return any(each.type == condition_type and each.status == "True" for each in conditions)
 
     def ready() -> int:
         status = admin.get(Deployment, "it", namespace=namespace).status
@@ -107,15 +105,18 @@ def test_a_deployment_runs_scales_and_ends(
         with plane.client() as api:
             made = api.post(f"/apis/apps/v1/namespaces/{namespace}/deployments", json=deployment(2))
             assert 201 == made.status_code, made.text
-        until(lambda: sum(true(pod, "ContainersReady") for pod in pods()) == 2, "containers are ready")
+        until(
+            lambda: sum(condition_is_true(pod, "ContainersReady") for pod in pods()) == 2,
+            "containers are ready",
+        )
         both = pods()
         assert 0 == ready()
         assert set(kubelet.nodes) == {pod.spec.nodeName for pod in both if pod.spec}
         for pod in both:
             name = pod.metadata.name if pod.metadata else ""
             node = pod.spec.nodeName if pod.spec else ""
-            said = f"{namespace}/{name} {node} s3cret red --who={namespace}/{name} $(WHO) $(NOBODY)"
-            assert ["first", said] == kubelet.log(name or "").splitlines()[:2]
+            expected_output = f"{namespace}/{name} {node} s3cret red --who={namespace}/{name} $(WHO) $(NOBODY)"
+            assert ["first", expected_output] == kubelet.log(name or "").splitlines()[:2]
             gate = {"status": {"conditions": [{"type": "example.com/open", "status": "True"}]}}
             admin.patch(Pod.Status, name or "", gate, namespace=namespace)
         until(lambda: ready() == 2, "both are ready")

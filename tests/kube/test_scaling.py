@@ -20,8 +20,8 @@ from lightkube.resources.core_v1 import Event, Pod
 from lightkube.resources.rbac_authorization_v1 import ClusterRole, Role
 from prometheus_client.parser import text_string_to_metric_families
 
-from planner.hooks.kubernetes import names
-from tests.kube.control_plane import Call, ControlPlane
+from planner.integrations.kubernetes import names
+from tests.kube.control_plane import AuditedCall, ControlPlane
 from tests.kube.installation import Component, Installation, installed
 from tests.kube.kubelet import Kubelet
 from tests.kube.test_kubelet import until
@@ -36,9 +36,7 @@ NODES: Final = {
 
 
 @pytest.fixture
-def fleet(
-    plane: ControlPlane, admin: Client, helm: Path, namespace: str, tmp_path: Path
-) -> Iterator[Installation]:
+def fleet(plane: ControlPlane, admin: Client, helm: Path, namespace: str, tmp_path: Path) -> Iterator[Installation]:
     """The chart, with a planner that waits long enough for processes on a busy machine to gather."""
     with installed(plane, admin, helm, namespace, tmp_path) as made:
         made.values["planner"]["settings"] = {"gather_s": 4}
@@ -49,7 +47,7 @@ def fleet(
 def deployment(name: str, replicas: int, command: list[str], **annotations: str) -> Deployment:
     """One whose Pods run a command, labelled twice; keywords are annotations, `model_name` is model-name."""
     labels = {"app": name, names.MODEL: name}
-    told = {f"{names.PREFIX}{key.replace('_', '-')}": value for key, value in annotations.items()}
+    pod_annotations = {f"{names.PREFIX}{key.replace('_', '-')}": value for key, value in annotations.items()}
     container = {
         "name": "server",
         "image": "none",
@@ -65,7 +63,7 @@ def deployment(name: str, replicas: int, command: list[str], **annotations: str)
                     "replicas": replicas,
                     "selector": {"matchLabels": {"app": name}},
                     "template": {
-                        "metadata": {"labels": labels, "annotations": told},
+                        "metadata": {"labels": labels, "annotations": pod_annotations},
                         "spec": {"terminationGracePeriodSeconds": 5, "containers": [container]},
                     },
                 },
@@ -80,7 +78,7 @@ def server(name: str, replicas: int, *, seconds: float = 0.0, **annotations: str
     return deployment(name, replicas, command, engine="pytorch", **annotations)
 
 
-class Watching:
+class NamespaceView:
     """What a test sees of its namespace."""
 
     def __init__(self, admin: Client, namespace: str) -> None:
@@ -109,9 +107,7 @@ class Watching:
     def events(self, reason: str) -> list[tuple[str, str]]:
         """All Events with that reason: the name of what each is about, and its message."""
         found = self._admin.list(Event, namespace=self._namespace)
-        return [
-            (str(event.involvedObject.name), str(event.message)) for event in found if event.reason == reason
-        ]
+        return [(str(event.involvedObject.name), str(event.message)) for event in found if event.reason == reason]
 
     def digests(self) -> set[str]:
         """What the servers say that their weights are."""
@@ -130,16 +126,16 @@ def test_a_deployment_scales_by_forking(
     fleet.start("controller")
     fleet.start("webhook")
     until(lambda: "a controller leads" in fleet.log("webhook"), "no gate is given")
-    seen = Watching(admin, namespace)
+    seen = NamespaceView(admin, namespace)
     with Kubelet(plane, namespace, tmp_path / "pods", nodes=NODES), fleet.client() as planner:
         admin.create(server("llama", 1), namespace=namespace)
         until(lambda: len(seen.ready()) == 1, "the first is not ready")
         (first,) = seen.ready()
-        assert {"two": 0, "three or four": 0} == planned_together(planner)
+        assert {"two": 0, "three or four": 0} == plan_batch_counts(planner)
 
         scale(admin, namespace, "llama", 4)
         until(lambda: len(seen.ready()) == 4, "the others are not ready")
-        assert {"two": 0, "three or four": 1} == planned_together(planner)
+        assert {"two": 0, "three or four": 1} == plan_batch_counts(planner)
         assert 1 == len(seen.digests())
 
         assert [names.WEIGHTS_READY] * 4 == [
@@ -160,15 +156,15 @@ def test_a_deployment_scales_by_forking(
         assert all("forked 33.6 MB from" in message for _, message in seen.events("Forked"))
         assert first not in dict(seen.events("Forked"))
         assert ("llama", "3 replicas are expected: they fork from 1 seed") in seen.events("ScaleUp")
-        until(lambda: all(cost(pod) for pod in seen.pods()), "each seed has a cost")
+        until(lambda: all(deletion_cost(pod) for pod in seen.pods()), "each seed has a cost")
 
         scale(admin, namespace, "llama", 1)
         until(lambda: len(planner.get("/v1/instances").json()["items"]) == 1, "the dead are forgotten")
         until(lambda: len(seen.pods()) == 1, "one is left")
     fleet.stop()  # a watch is in the audit log once it has ended
-    for component, spare in SPARE.items():
-        rights = granted(admin, fleet, component)
-        calls = called(plane, fleet, component, namespace)
+    for component, spare in UNUSED_RULES.items():
+        rights = granted_rules(admin, fleet, component)
+        calls = used_rules(plane, fleet, component, namespace)
         assert (set(), spare) == (calls - rights, rights - calls)
 
 
@@ -178,10 +174,10 @@ def test_pods_start_where_everything_is_away(
     """Without webhook a Pod starts unchanged, and it is said; without planner the next loads by itself."""
     fleet.start("controller")
     fleet.start("webhook")
-    seen = Watching(admin, namespace)
+    seen = NamespaceView(admin, namespace)
     fleet.kill("webhook")
     with Kubelet(plane, namespace, tmp_path / "pods", nodes=NODES):
-        admin.create(deployment("plain", 1, [*ANSWERS, str(PORT)]), namespace=namespace)
+        admin.create(deployment("plain", 1, [*OK_SERVER_COMMAND, str(PORT)]), namespace=namespace)
         until(lambda: len(seen.ready()) == 1, "the Pod that nobody changed is not ready")
         until(lambda: bool(seen.events("NotSeen")), "nobody says that the webhook did not see it")
         admin.delete(Deployment, "plain", namespace=namespace)
@@ -190,9 +186,7 @@ def test_pods_start_where_everything_is_away(
         fleet.kill("planner")
         admin.create(server("alone", 1), namespace=namespace)
         until(lambda: len(seen.ready()) == 1, "the Pod without a planner is not ready")
-        (pod,) = [
-            pod for pod in seen.pods() if (pod.metadata and (pod.metadata.labels or {})["app"] == "alone")
-        ]
+        (pod,) = [pod for pod in seen.pods() if (pod.metadata and (pod.metadata.labels or {})["app"] == "alone")]
         assert names.INJECTED in ((pod.metadata.annotations or {}) if pod.metadata else {})
         until(lambda: "alone" in dict(seen.events("PlannerAway")), "nobody says that the planner is away")
 
@@ -203,35 +197,35 @@ def test_what_cannot_be_changed_starts_and_is_told(
     """A command that is no engine's, a shell's, and two engines in one Pod: each Event says what to do."""
     fleet.start("webhook")
     fleet.start("controller")
-    seen = Watching(admin, namespace)
+    seen = NamespaceView(admin, namespace)
     two = deployment("two", 1, ["vllm", "serve", "m"])
     containers = two.spec.template.spec.containers if two.spec and two.spec.template.spec else []
     containers.append(Container(name="other", image="none", command=["sglang", "serve"]))
     for made in (
-        deployment("unknown", 1, [*ANSWERS, str(PORT)]),
+        deployment("unknown", 1, [*OK_SERVER_COMMAND, str(PORT)]),
         deployment("shell", 1, ["sh", "-c", "vllm serve m"]),
         two,
     ):
         admin.create(made, namespace=namespace)
     until(lambda: len(seen.events("NotInjected")) == 3, "three Pods are told of")
-    said = {name.split("-")[0]: message for name, message in seen.events("NotInjected")}
+    messages = {name.split("-")[0]: message for name, message in seen.events("NotInjected")}
     assert (True, True, True) == (
-        "neither vLLM nor SGLang" in said["unknown"],
-        "shell" in said["shell"],
-        names.CONTAINER in said["two"],
+        "neither vLLM nor SGLang" in messages["unknown"],
+        "shell" in messages["shell"],
+        names.CONTAINER in messages["two"],
     )
     assert 3 == len(seen.pods())
 
 
-ANSWERS: Final = [sys.executable, str(Path(__file__).with_name("answers.py"))]
+OK_SERVER_COMMAND: Final = [sys.executable, str(Path(__file__).with_name("answers.py"))]
 """A server that is no engine, and answers everything."""
-SPARE: Final[dict[Component, set[tuple[str, str, str]]]] = {
+UNUSED_RULES: Final[dict[Component, set[tuple[str, str, str]]]] = {
     "controller": {
         # This cluster has no LeaderWorkerSets: they are looked for, and not found.
         ("watch", "leaderworkerset.x-k8s.io", "leaderworkersets"),
         # The chart makes the Lease; somebody may delete it.
         ("create", "coordination.k8s.io", "leases"),
-        # Nothing is told twice here: tests/kube/test_api.py does that.
+        # Nothing is told twice here: tests/kube/test_cluster_client.py does that.
         ("patch", "", "events"),
     },
     # As the Lease.
@@ -244,22 +238,25 @@ def scale(admin: Client, namespace: str, name: str, replicas: int) -> None:
     admin.patch(Deployment, name, {"spec": {"replicas": replicas}}, namespace=namespace)
 
 
-def cost(pod: Pod) -> str | None:
+def deletion_cost(pod: Pod) -> str | None:
     return (pod.metadata.annotations or {}).get(names.DELETION_COST) if pod.metadata else None
 
 
-def planned_together(planner: httpx.Client) -> dict[str, float]:
+def plan_batch_counts(planner: httpx.Client) -> dict[str, float]:
     """How many plans were made so far for two forks, and for three or four."""
-    to = {
+    cumulative_counts = {
         sample.labels["le"]: sample.value
         for family in text_string_to_metric_families(planner.get("/metrics").text)
         for sample in family.samples
         if sample.name == "rfork_planner_plan_forks_bucket"
     }
-    return {"two": to["2.0"] - to["1.0"], "three or four": to["4.0"] - to["2.0"]}
+    return {
+        "two": cumulative_counts["2.0"] - cumulative_counts["1.0"],
+        "three or four": cumulative_counts["4.0"] - cumulative_counts["2.0"],
+    }
 
 
-def granted(admin: Client, fleet: Installation, component: Component) -> set[tuple[str, str, str]]:
+def granted_rules(admin: Client, fleet: Installation, component: Component) -> set[tuple[str, str, str]]:
     """Verb, API group and resource of each rule that the chart gives to a component."""
     name = f"{fleet.release}-{component}"
     rules = [
@@ -275,14 +272,14 @@ def granted(admin: Client, fleet: Installation, component: Component) -> set[tup
     }
 
 
-def called(
+def used_rules(
     plane: ControlPlane, fleet: Installation, component: Component, namespace: str
 ) -> set[tuple[str, str, str]]:
     """The same of what it has called. A call that was refused is an error here.
 
     Those of a test before that is being deleted refuse everybody: 403 is also what says so.
     """
-    calls: list[Call] = plane.calls(fleet.user(component))
+    calls: list[AuditedCall] = plane.calls(fleet.user(component))
     own = ("", namespace, fleet.namespace)
     refused = [call for call in calls if call.code == 403 and call.namespace in own]
     assert [] == refused

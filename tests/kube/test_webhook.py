@@ -25,13 +25,13 @@ from lightkube import Client
 from lightkube.resources.admissionregistration_v1 import MutatingWebhookConfiguration
 from lightkube.resources.core_v1 import Pod, Secret
 
-from planner.hooks.kubernetes import authority, names
+from planner.integrations.kubernetes import certs, names
 from tests.kube.control_plane import ControlPlane
 from tests.kube.installation import Installation, installed
 from tests.kube.test_kubelet import until
 from tests.ports import free_ports
 
-LOOK: Final = {"RFORK_HOOK_LOOK_S": "0.2"}
+FAST_POLL: Final = {"RFORK_HOOK_LOOK_S": "0.2"}
 MESHED: Final = {"mesh": "yes"}
 """The label of Pods that the other webhook gives a sidecar."""
 SIDECAR: Final = {"name": "mesh", "image": "mesh:1", "args": ["proxy"]}
@@ -39,15 +39,13 @@ EXPIRED: Final = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 @pytest.fixture
-def hooks(
-    plane: ControlPlane, admin: Client, helm: Path, namespace: str, tmp_path: Path
-) -> Iterator[Installation]:
+def hooks(plane: ControlPlane, admin: Client, helm: Path, namespace: str, tmp_path: Path) -> Iterator[Installation]:
     """The chart, with no process: Pods are not told whether there is a planner."""
     with installed(plane, admin, helm, namespace, tmp_path) as made:
         yield made
 
 
-class Pods:
+class LabelledPods:
     """Pods with the label, created by a test as others create theirs."""
 
     def __init__(self, admin: Client, namespace: str) -> None:
@@ -84,9 +82,9 @@ def test_replicas_share_their_certificate_whatever_becomes_of_it(
     hooks: Installation, admin: Client, namespace: str
 ) -> None:
     """Two replicas: the caBundle emptied, the Secret deleted, then broken; Pods are injected all the time."""
-    pods, (port, health) = Pods(admin, namespace), free_ports(2)
-    hooks.start("webhook", "a", **LOOK)
-    hooks.start("webhook", "b", RFORK_HOOK_WEBHOOK_PORT=str(port), RFORK_HOOK_HEALTH_PORT=str(health), **LOOK)
+    pods, (port, health) = LabelledPods(admin, namespace), free_ports(2)
+    hooks.start("webhook", "a", **FAST_POLL)
+    hooks.start("webhook", "b", RFORK_HOOK_WEBHOOK_PORT=str(port), RFORK_HOOK_HEALTH_PORT=str(health), **FAST_POLL)
     secret = f"{hooks.release}-webhook-tls"
     until(lambda: all(bundles(admin, hooks)), "nobody sets the caBundle")
     until(pods.injected, "no Pod is injected")
@@ -99,37 +97,43 @@ def test_replicas_share_their_certificate_whatever_becomes_of_it(
     until(lambda: all(bundles(admin, hooks)), "nobody sets the caBundle again")
     until(pods.injected, "no Pod is injected once the caBundle is there again")
 
-    def while_pods_come(holds: Callable[[], bool], what: str) -> None:
-        def look() -> bool:
+    def wait_while_pods_injected(predicate: Callable[[], bool], what: str) -> None:
+        def check_pods_injected() -> bool:
             assert pods.injected()
             for bundle in bundles(admin, hooks):
                 handshake(port, bundle)
-            return holds()
+            return predicate()
 
-        until(look, what)
+        until(check_pods_injected, what)
 
-    def shown() -> list[float]:
+    def certificate_change_counts() -> list[float]:
         return [hooks.metric(name, "rfork_webhook_certificate_changes_total") for name in ("a", "b")]
 
     def replaced(before: str) -> bool:
         found = admin.list(Secret, namespace=hooks.namespace, fields={"metadata.name": secret})
-        return any((each.data or {}).get(authority.CA) not in (None, before) for each in found)
+        return any((each.data or {}).get(certs.CA) not in (None, before) for each in found)
 
-    begun = shown()
+    begun = certificate_change_counts()
     first = authority_of(admin, hooks, secret)
     admin.delete(Secret, secret, namespace=hooks.namespace)
-    while_pods_come(lambda: replaced(first), "nobody makes a new Secret")
-    while_pods_come(
-        lambda: all(len(authority.authorities(bundle)) == 2 for bundle in bundles(admin, hooks)),
+    wait_while_pods_injected(lambda: replaced(first), "nobody makes a new Secret")
+    wait_while_pods_injected(
+        lambda: all(len(certs.authorities(bundle)) == 2 for bundle in bundles(admin, hooks)),
         "the authorities before and after are not both trusted",
     )
-    while_pods_come(lambda: shown() == [count + 1 for count in begun], "the new one is not shown by both")
+    wait_while_pods_injected(
+        lambda: certificate_change_counts() == [count + 1 for count in begun],
+        "the new one is not shown by both",
+    )
 
     second = authority_of(admin, hooks, secret)
     broken = {"tls.crt": base64.b64encode(b"rubbish").decode(), "tls.key": ""}
     admin.patch(Secret, secret, {"data": {**broken, "ca.crt": None}}, namespace=hooks.namespace)
-    while_pods_come(lambda: replaced(second), "nobody replaces what is broken")
-    while_pods_come(lambda: shown() == [count + 2 for count in begun], "the third is not shown by both")
+    wait_while_pods_injected(lambda: replaced(second), "nobody replaces what is broken")
+    wait_while_pods_injected(
+        lambda: certificate_change_counts() == [count + 2 for count in begun],
+        "the third is not shown by both",
+    )
     assert any("the certificate's Secret is broken" in hooks.log(name) for name in ("a", "b"))
     assert pods.made == len(list(admin.list(Pod, namespace=namespace)))
 
@@ -138,15 +142,15 @@ def test_a_certificate_of_others_that_expired(
     hooks: Installation, admin: Client, namespace: str, tmp_path: Path
 ) -> None:
     """Pods start unchanged, and log and metric say why; the renewed one is shown without a restart."""
-    pods, issuer, mount = Pods(admin, namespace), trustme.CA(), tmp_path / "tls"
+    pods, issuer, mount = LabelledPods(admin, namespace), trustme.CA(), tmp_path / "tls"
     bundle = base64.b64encode(issuer.cert_pem.bytes()).decode()
     hooks.values["webhook"] |= {
         "certificates": {"mode": "secret", "existingSecret": "tls"},
         "caBundle": bundle,
     }
     hooks.helm("upgrade")
-    mounted(mount, issuer.issue_cert("127.0.0.1", not_after=EXPIRED))
-    hooks.start("webhook", RFORK_HOOK_CERTIFICATES=str(mount), **LOOK)
+    write_mounted_secret(mount, issuer.issue_cert("127.0.0.1", not_after=EXPIRED))
+    hooks.start("webhook", RFORK_HOOK_CERTIFICATES=str(mount), **FAST_POLL)
     with pytest.raises(ssl.SSLCertVerificationError, match="expired"):
         handshake(hooks.webhook_port, issuer.cert_pem.bytes())
     assert not pods.injected()
@@ -154,41 +158,39 @@ def test_a_certificate_of_others_that_expired(
     assert EXPIRED.timestamp() == hooks.metric("webhook", "rfork_webhook_certificate_not_after_seconds")
     assert 1 == hooks.log("webhook").count("CERTIFICATE HAS EXPIRED")
 
-    mounted(mount, issuer.issue_cert("127.0.0.1"))
+    write_mounted_secret(mount, issuer.issue_cert("127.0.0.1"))
     until(lambda: hooks.metric("webhook", "rfork_webhook_certificate_valid") == 1, "the new one is not shown")
     until(pods.injected, "no Pod is injected")
     assert 2 == hooks.metric("webhook", "rfork_webhook_certificate_changes_total")
     assert 0 == hooks.metric("webhook", "rfork_webhook_certificate_troubles_total")
 
 
-def test_another_webhook_adds_a_container_after_it(
-    hooks: Installation, admin: Client, namespace: str
-) -> None:
+def test_another_webhook_adds_a_container_after_it(hooks: Installation, admin: Client, namespace: str) -> None:
     """The Pod is reviewed once more, and gets what it gets without the other one, or in a dry run."""
-    pods = Pods(admin, namespace)
-    hooks.start("webhook", **LOOK)
+    pods = LabelledPods(admin, namespace)
+    hooks.start("webhook", **FAST_POLL)
     until(pods.injected, "no Pod is injected")
     alone = pods.create()
-    assert plain(alone) == plain(pods.create(dry_run=True))
+    assert without_mesh(alone) == without_mesh(pods.create(dry_run=True))
     with mesh(admin, namespace):
         # The API server may need a moment to hear of the other webhook.
         until(lambda: containers(pods.create(MESHED))[0] == SIDECAR["name"], "there is no sidecar")
-        before = reviewed(hooks)
+        before = review_count(hooks)
         both = pods.create(MESHED)
-        assert 2 == reviewed(hooks) - before
+        assert 2 == review_count(hooks) - before
     assert ["mesh", "engine"] == containers(both)
-    assert plain(alone) == plain(both)
+    assert without_mesh(alone) == without_mesh(both)
     assert 0 == hooks.log("webhook").count("review failed")
 
 
 def test_a_webhook_that_died_holds_no_pod_up(hooks: Installation, admin: Client, namespace: str) -> None:
     """Killed: Pods are created as they are written; started again: the next are injected."""
-    pods = Pods(admin, namespace)
-    hooks.start("webhook", **LOOK)
+    pods = LabelledPods(admin, namespace)
+    hooks.start("webhook", **FAST_POLL)
     until(pods.injected, "no Pod is injected")
     hooks.kill("webhook")
     assert [False] * 3 == [pods.injected() for _ in range(3)]
-    hooks.start("webhook", **LOOK)
+    hooks.start("webhook", **FAST_POLL)
     assert pods.injected()
 
 
@@ -201,7 +203,7 @@ def bundles(admin: Client, hooks: Installation) -> list[bytes]:
 
 def authority_of(admin: Client, hooks: Installation, secret: str) -> str:
     """The authority in the webhook's Secret, in base64."""
-    return str((admin.get(Secret, secret, namespace=hooks.namespace).data or {})[authority.CA])
+    return str((admin.get(Secret, secret, namespace=hooks.namespace).data or {})[certs.CA])
 
 
 def handshake(port: int, bundle: bytes) -> None:
@@ -214,7 +216,7 @@ def handshake(port: int, bundle: bytes) -> None:
         pass
 
 
-def mounted(folder: Path, pair: trustme.LeafCert) -> None:
+def write_mounted_secret(folder: Path, pair: trustme.LeafCert) -> None:
     """Put a certificate into a folder as the kubelet does with a Secret: all of its files change at once."""
     folder.mkdir(exist_ok=True)
     data = folder / f"..{len(list(folder.iterdir()))}"
@@ -233,12 +235,12 @@ def containers(pod: Pod) -> list[str]:
     return [each.name for each in (pod.spec.containers if pod.spec else ())]
 
 
-def reviewed(hooks: Installation) -> float:
+def review_count(hooks: Installation) -> float:
     """How often the webhook was asked about a Pod."""
     return hooks.metric("webhook", "rfork_webhook_reviews_total", path="mutate")
 
 
-def plain(pod: Pod) -> dict[str, Any]:
+def without_mesh(pod: Pod) -> dict[str, Any]:
     """What the Pod is to be, less what the other webhook adds."""
     document = pod.to_dict()
     spec = dict(document["spec"])
@@ -252,7 +254,7 @@ def mesh(admin: Client, namespace: str) -> Iterator[None]:
     issuer = trustme.CA()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     issuer.issue_cert("127.0.0.1").configure_cert(context)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Mesh)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), MeshHandler)
     server.socket = context.wrap_socket(server.socket, server_side=True)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     webhook = {
@@ -265,9 +267,7 @@ def mesh(admin: Client, namespace: str) -> Iterator[None]:
             "url": f"https://127.0.0.1:{server.server_port}/",
             "caBundle": base64.b64encode(issuer.cert_pem.bytes()).decode(),
         },
-        "rules": [
-            {"apiGroups": [""], "apiVersions": ["v1"], "operations": ["CREATE"], "resources": ["pods"]}
-        ],
+        "rules": [{"apiGroups": [""], "apiVersions": ["v1"], "operations": ["CREATE"], "resources": ["pods"]}],
     }
     # They are called in the order of their names.
     document = {"metadata": {"name": f"zz-{namespace}"}, "webhooks": [webhook]}
@@ -280,20 +280,18 @@ def mesh(admin: Client, namespace: str) -> Iterator[None]:
         server.server_close()
 
 
-class Mesh(BaseHTTPRequestHandler):
+class MeshHandler(BaseHTTPRequestHandler):
     """Answers AdmissionReviews."""
 
     def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["request"]
-        there = [each["name"] for each in asked["object"]["spec"]["containers"]]
+        review_request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["request"]
+        there = [each["name"] for each in review_request["object"]["spec"]["containers"]]
         patch = [{"op": "add", "path": "/spec/containers/0", "value": SIDECAR}]
         response = {
-            "uid": asked["uid"],
+            "uid": review_request["uid"],
             "allowed": True,
             "patchType": "JSONPatch",
-            "patch": base64.b64encode(
-                json.dumps([] if SIDECAR["name"] in there else patch).encode()
-            ).decode(),
+            "patch": base64.b64encode(json.dumps([] if SIDECAR["name"] in there else patch).encode()).decode(),
         }
         review = {"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "response": response}
         self.send_response(200)

@@ -15,7 +15,7 @@ import yaml
 
 import rfork
 from deploy.release import notes
-from planner.store.keyspace import FORMAT
+from planner.store.redis_client import FORMAT
 
 ROOT = Path(__file__).parents[2]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -41,18 +41,16 @@ def test_the_version_has_one_home() -> None:
     assert "version" not in project["project"]
     assert {"attr": "rfork.__version__"} == project["tool"]["setuptools"]["dynamic"]["version"]
     chart = yaml.safe_load((ROOT / "deploy" / "helm" / "rfork" / "Chart.yaml").read_text())
-    image = re.search(
-        r"^ARG VERSION=(\S+)$", (ROOT / "deploy" / "docker" / "Dockerfile").read_text(), re.MULTILINE
-    )
+    image = re.search(r"^ARG VERSION=(\S+)$", (ROOT / "deploy" / "docker" / "Dockerfile").read_text(), re.MULTILINE)
     assert image is not None
     assert [rfork.__version__] * 3 == [chart["version"], chart["appVersion"], image[1]]
 
 
 def test_the_changelog_has_this_version() -> None:
     """Its section names the format in Redis, which upgrades have to heed; what there is not has none."""
-    told = notes.notes(CHANGELOG, rfork.__version__)
-    assert f"In Redis: {FORMAT}." in told
-    assert "## [" not in told
+    release_notes = notes.notes(CHANGELOG, rfork.__version__)
+    assert f"In Redis: {FORMAT}." in release_notes
+    assert "## [" not in release_notes
     with pytest.raises(KeyError):
         notes.notes(CHANGELOG, "0.0.0")
 
@@ -92,10 +90,7 @@ def test_publishing_waits_for_the_checks() -> None:
     assert [None, None, ["build", "test"], "attest", "pypi"] == [
         jobs[name].get("needs") for name in ("build", "test", "attest", "pypi", "github")
     ]
-    ran = {
-        name: [step.get("run") for step in cast(list[dict[str, object]], jobs[name]["steps"])]
-        for name in jobs
-    }
+    ran = {name: [step.get("run") for step in cast(list[dict[str, object]], jobs[name]["steps"])] for name in jobs}
     assert ".ci/run" in ran["test"]
     assert 'python3 -m deploy.release.notes "${TAG#v}"' in ran["build"]
     # What is published must know where it is from: without that, README's links lead nowhere on the index.

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rfork.errors import SettingsError
-from rfork.settings import PlannerSettings, Settings, addresses, load, node_name, redacted
+from rfork.settings import InstanceSettings, PlannerSettings, addresses, load, node_name, redacted
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ def test_a_variable_sets_its_option(
 ) -> None:
     """Lists are comma separated, and an empty variable is one that is not set."""
     monkeypatch.setenv(variable, value)
-    assert expected == getattr(load(Settings), option)
+    assert expected == getattr(load(InstanceSettings), option)
 
 
 def test_an_argument_wins_over_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,7 +49,7 @@ def test_a_value_that_cannot_be_used_is_one_line_that_names_its_variable(
     """Whatever pydantic found, the user reads which variable to mend."""
     monkeypatch.setenv(variable, value)
     with pytest.raises(SettingsError) as caught:
-        load(Settings)
+        load(InstanceSettings)
     assert (True, 1) == (str(caught.value).startswith(expected), len(str(caught.value).splitlines()))
 
 
@@ -59,7 +59,7 @@ def test_a_value_that_cannot_be_used_is_one_line_that_names_its_variable(
 )
 def test_others_are_told_an_address_they_can_reach(bind: str, advertise: str | None, expected: str) -> None:
     """What is advertised wins over what is bound."""
-    assert expected == Settings(bind=bind, advertise=advertise).reachable_at
+    assert expected == InstanceSettings(bind=bind, advertise=advertise).advertised_host
 
 
 BOOT_ID = "25b1112e-111c-4543-81c4-4fa2ecce3d13"
@@ -93,7 +93,7 @@ def test_containers_of_one_node_call_it_by_one_name(
 def test_a_host_that_is_named_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a deployment knows better, it says."""
     monkeypatch.setenv("RFORK_HOST", "gpu-17")
-    assert "gpu-17" == load(Settings).host
+    assert "gpu-17" == load(InstanceSettings).host
 
 
 def probing(found: dict[socket.AddressFamily, str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,19 +118,17 @@ def test_a_wildcard_bind_is_reached_at_an_address_of_this_host(
 ) -> None:
     """Of the family that there is; loopback where there is none, and no planner elsewhere."""
     probing(found, monkeypatch)
-    assert expected == Settings(bind=bind, planner="http://127.0.0.1:8700").reachable_at
+    assert expected == InstanceSettings(bind=bind, planner="http://127.0.0.1:8700").advertised_host
 
 
-@pytest.mark.parametrize(
-    ("found", "bind"), [({}, "::"), ({}, "0.0.0.0"), ({socket.AF_INET6: IPV6}, "0.0.0.0")]
-)
+@pytest.mark.parametrize(("found", "bind"), [({}, "::"), ({}, "0.0.0.0"), ({socket.AF_INET6: IPV6}, "0.0.0.0")])
 def test_loopback_is_not_told_to_a_planner_elsewhere(
     found: dict[socket.AddressFamily, str], bind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No fork could read from there: the settings that help are named."""
     probing(found, monkeypatch)
     with pytest.raises(SettingsError, match="RFORK_BIND") as raised:
-        _ = Settings(bind=bind, planner="http://planner.ai:8700").reachable_at
+        _ = InstanceSettings(bind=bind, planner="http://planner.ai:8700").advertised_host
     assert "RFORK_ADVERTISE" in raised.value.hint
 
 

@@ -11,7 +11,7 @@ SEVERAL = "2 versions of m are served (a, b) and this target states none: set RF
 
 
 @pytest.mark.parametrize(
-    ("version", "shown"),
+    ("version", "displayed"),
     [
         ("2026-11-23", "2026-11-23"),
         (f"files:{'3' * 32}", "files:33333333"),
@@ -21,9 +21,9 @@ SEVERAL = "2 versions of m are served (a, b) and this target states none: set RF
         (None, "(none)"),
     ],
 )
-def test_generated_versions_are_shown_by_their_first_characters(version: str | None, shown: str) -> None:
+def test_generated_versions_are_shown_by_their_first_characters(version: str | None, displayed: str) -> None:
     """A stated version is shown as it is."""
-    assert shown == weights_version.short(version)
+    assert displayed == weights_version.short(version)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 PATH = Path(__file__).resolve().parents[1]
 """What is on PYTHONPATH; resolved, as `rfork launch` links to the package from elsewhere."""
 DEPENDENCIES = PATH.parent / "deps"
-THIS = "cp{}{}{}".format(*sys.version_info[:2], "t" if sysconfig.get_config_var("Py_GIL_DISABLED") else "")
+ABI_TAG = "cp{}{}{}".format(*sys.version_info[:2], "t" if sysconfig.get_config_var("Py_GIL_DISABLED") else "")
 """This Python, as wheels name it."""
 LOAD_FORMAT = "rfork"
 NEEDED = (
@@ -46,7 +46,7 @@ NEEDED = (
 )
 """Modules that have to be found, whatever the metadata says."""
 TRIED = (
-    "rfork.control.client",
+    "rfork.planner_client.client",
     "rfork.logs",
     "rfork.peer.v1.peer_pb2_grpc",
     "grpc_health.v1.health_pb2_grpc",
@@ -57,21 +57,21 @@ NOT_OURS = frozenset({"torch"})
 
 
 def _extend_path() -> None:
-    folder = DEPENDENCIES / THIS
+    folder = DEPENDENCIES / ABI_TAG
     if folder.is_dir() and str(folder) not in sys.path:
         sys.path.append(str(folder))
 
 
 def _leave_path() -> None:
     """Processes that the engine spawns get the path as it is here: it is left before any is."""
-    sys.path[:] = [each for each in sys.path if each != str(DEPENDENCIES / THIS)]
+    sys.path[:] = [each for each in sys.path if each != str(DEPENDENCIES / ABI_TAG)]
 
 
 def vllm() -> None:
     """Entry point of ``vllm.general_plugins``."""
-    if unfit():
+    if unusable_reason():
         _leave_path()
-        _vllm_by_itself()
+        _disable_vllm_plugin()
         return
     from rfork.engines.vllm.plugin import register
 
@@ -80,9 +80,9 @@ def vllm() -> None:
 
 def sglang() -> None:
     """Entry point of ``sglang.srt.plugins``."""
-    if unfit():
+    if unusable_reason():
         _leave_path()
-        _sglang_by_itself()
+        _disable_sglang_plugin()
         return
     from rfork.engines.sglang.plugin import register
 
@@ -90,51 +90,49 @@ def sglang() -> None:
 
 
 @lru_cache(maxsize=1)
-def unfit() -> str:
+def unusable_reason() -> str:
     """Why rfork cannot run in this image, in one line; empty where it can."""
-    if not (DEPENDENCIES / THIS).is_dir():
-        has = ", ".join(sorted(each.name for each in DEPENDENCIES.glob("cp*"))) or "no Python"
-        return f"rfork's files in {PATH.parent} are for {has}, and this Python is {THIS}"
+    if not (DEPENDENCIES / ABI_TAG).is_dir():
+        supported = ", ".join(sorted(each.name for each in DEPENDENCIES.glob("cp*"))) or "no Python"
+        return f"rfork's files in {PATH.parent} are for {supported}, and this Python is {ABI_TAG}"
     try:
-        wrong = list(dict.fromkeys(_wrong()))
-        doubted = [] if wrong else list(dict.fromkeys(_doubted()))
+        wrong = list(dict.fromkeys(_version_problems()))
+        unverified = [] if wrong else list(dict.fromkeys(_unverified_packages()))
     except Exception as error:  # metadata of other packages may be anything; the engine has to start
         return f"the packages of this image cannot be looked at ({type(error).__name__}: {error})"
-    if doubted:
+    if unverified:
         # What packages ask of one another is often more than they need: the imports tell.
         try:
             for module in TRIED:
                 importlib.import_module(module)
         except Exception as error:  # of whatever kind: it is a package's own way to say that it does not fit
-            return f"{'; '.join(doubted)} ({type(error).__name__}: {error})"
+            return f"{'; '.join(unverified)} ({type(error).__name__}: {error})"
     return "; ".join(wrong)
 
 
-def _wrong() -> Iterator[str]:
+def _version_problems() -> Iterator[str]:
     """What of rfork's own dependencies is not as it must be."""
     ours = metadata.Distribution.at(next(PATH.glob("rfork-*.dist-info")))
-    yield from _missed(ours.requires or (), "rfork")
+    yield from _unmet_requirements(ours.requires or (), "rfork")
     for module in NEEDED:
         # A package of the image may hide the rest of its name space, as an old `google` does.
         if importlib.util.find_spec(module) is None:
             yield f"this image hides the module {module}"
 
 
-def _doubted() -> Iterator[str]:
+def _unverified_packages() -> Iterator[str]:
     """What those among rfork's files ask for, and the image has otherwise."""
-    for added in metadata.distributions(path=[str(DEPENDENCIES / THIS)]):
+    for added in metadata.distributions(path=[str(DEPENDENCIES / ABI_TAG)]):
         if metadata.distribution(added.metadata["Name"]).version == added.version:
-            yield from _missed(added.requires or (), added.metadata["Name"])
+            yield from _unmet_requirements(added.requires or (), added.metadata["Name"])
 
 
-def _missed(lines: Iterable[str], by: str) -> Iterator[str]:
+def _unmet_requirements(lines: Iterable[str], by: str) -> Iterator[str]:
     """Requirements that what Python finds first does not meet."""
     from packaging.requirements import Requirement
 
     for requirement in map(Requirement, lines):
-        if requirement.name in NOT_OURS or (
-            requirement.marker and not requirement.marker.evaluate({"extra": ""})
-        ):
+        if requirement.name in NOT_OURS or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
             continue
         try:
             version = metadata.version(requirement.name)
@@ -145,7 +143,7 @@ def _missed(lines: Iterable[str], by: str) -> Iterator[str]:
             yield f"this image's {requirement.name} is {version}, and {by} needs {requirement.specifier}"
 
 
-def _vllm_by_itself() -> None:
+def _disable_vllm_plugin() -> None:
     """Have vLLM take ``--load-format rfork`` for its own."""
     from vllm.config import replace
     from vllm.model_executor.model_loader import register_model_loader
@@ -153,20 +151,20 @@ def _vllm_by_itself() -> None:
 
     class ByItself(DefaultModelLoader):  # type: ignore[misc]  # vLLM has no types
         def __init__(self, load_config: Any) -> None:
-            _tell(logging.getLogger("vllm.rfork"))
+            _log_status(logging.getLogger("vllm.rfork"))
             super().__init__(replace(load_config, load_format="auto", model_loader_extra_config={}))
 
     register_model_loader(LOAD_FORMAT)(ByItself)
 
 
-def _sglang_by_itself() -> None:
+def _disable_sglang_plugin() -> None:
     """Have SGLang take ``--load-format rfork`` for its own; and ``--rfork-*``, as far as they are known."""
     from sglang.srt.arg_groups.choices import LOAD_FORMAT_CHOICES, add_load_format_choices
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     def auto(config: Any) -> None:
         if config.load_format == LOAD_FORMAT:
-            _tell(logging.getLogger(__name__))
+            _log_status(logging.getLogger(__name__))
             config.load_format = "auto"
 
     def flags(_: None, parser: Any) -> None:
@@ -187,12 +185,12 @@ def _sglang_by_itself() -> None:
 
 
 @lru_cache(maxsize=1)
-def _tell(log: logging.Logger) -> None:
+def _log_status(log: logging.Logger) -> None:
     """Say why rfork is off. Raises RuntimeError where the server must not start without it."""
     # The settings themselves may not be there: pydantic may be what is too old.
     if os.environ.get("RFORK_REQUIRED", "").lower() in ("1", "true", "yes", "on", "y", "t"):
-        raise RuntimeError(f"this server cannot be forked: {unfit()} (unset RFORK_REQUIRED)")
-    log.warning("rfork is off, the engine loads its weights by itself: %s", unfit())
+        raise RuntimeError(f"this server cannot be forked: {unusable_reason()} (unset RFORK_REQUIRED)")
+    log.warning("rfork is off, the engine loads its weights by itself: %s", unusable_reason())
 
 
 _extend_path()

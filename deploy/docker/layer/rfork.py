@@ -18,8 +18,8 @@ def main() -> None:
     sys.path[:] = [each for each in sys.path if Path(each).resolve() != FILES / "bin"]
     dependencies = FILES / "deps" / f"cp{sys.version_info[0]}{sys.version_info[1]}"
     if not dependencies.is_dir():
-        has = ", ".join(sorted(each.name for each in (FILES / "deps").iterdir()))
-        sys.exit(f"rfork: its files in {FILES} are for {has}, and this Python is {dependencies.name}")
+        supported = ", ".join(sorted(each.name for each in (FILES / "deps").iterdir()))
+        sys.exit(f"rfork: its files in {FILES} are for {supported}, and this Python is {dependencies.name}")
     sys.path[:0] = [str(FILES / "path"), str(dependencies)]
     from rfork.cli.app import main as run
 

@@ -35,20 +35,20 @@ def checksum(module: nn.Module) -> float:
         return float(module(torch.linspace(-1, 1, 1024)).double().sum())
 
 
-def give(planner: str | None) -> None:
+def seed_module(planner: str | None) -> None:
     """The seed: somebody has to have the weights first. Here they are random, in earnest they are loaded."""
     module = build()
     with rfork.seed(module, model=NAME, planner=planner) as seed:
-        seed.wait_acknowledged(10)  # the planner knows it: who asks from now on gets it as a source
+        seed.wait_registered(10)  # the planner knows it: who asks from now on gets it as a source
         print(f"seeding, checksum {checksum(module):.9f}", flush=True)
         while True:  # what serves tells how long it takes, so that forks do not slow it down
-            with seed.serving():
+            with seed.measure_step():
                 checksum(module)
             if signal.sigtimedwait([signal.SIGTERM, signal.SIGINT], 0.05) is not None:
                 return
 
 
-def take(planner: str | None, *, once: bool) -> None:
+def fork_module(planner: str | None, *, once: bool) -> None:
     """The target: any values in, the seed's out. From here on it gives them onwards."""
     module = build()
     report = rfork.fork(module, model=NAME, planner=planner)
@@ -71,9 +71,9 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGINT])
     try:
         if options.role == "seed":
-            give(options.planner)
+            seed_module(options.planner)
         else:
-            take(options.planner, once=options.once)
+            fork_module(options.planner, once=options.once)
     except rfork.RforkError as error:
         sys.exit(f"{error.kind}: {error} {error.hint}".rstrip())
 

@@ -32,7 +32,7 @@ def main() -> None:
     # The one line that differs from a program without rfork:
     model = rfork.fork_pretrained(options.model, planner=options.planner, name=options.name)
 
-    report = rfork.report_of(model)
+    report = rfork.fork_report(model)
     print(report.line() if report is not None else "loaded by transformers", flush=True)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     prompt = tokenizer(options.prompt, return_tensors="pt")

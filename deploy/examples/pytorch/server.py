@@ -42,7 +42,7 @@ class Prompt(BaseModel):
     max_new_tokens: Annotated[int, Field(ge=1, le=1024)] = 32
 
 
-class Answer(BaseModel):
+class Completion(BaseModel):
     """The continuation."""
 
     tokens: list[int]
@@ -55,15 +55,15 @@ class Generator:
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         self._model = model
         self._tokenizer = tokenizer
-        self._turn = threading.Lock()
-        report = rfork.report_of(model)
+        self._lock = threading.Lock()
+        report = rfork.fork_report(model)
         self._seed = report.seed if report is not None else None
 
-    def answer(self, prompt: Prompt) -> Answer:
+    def generate(self, prompt: Prompt) -> Completion:
         """Continue the prompt, until the model says that it is done."""
         new = self._tokenizer(prompt.prompt, return_tensors="pt")["input_ids"].to(self._model.device)
         tokens: list[int] = []
-        with self._turn, torch.inference_mode():
+        with self._lock, torch.inference_mode():
             output = self._model(input_ids=new, use_cache=True)
             while True:
                 new = output.logits[:, -1:].argmax(-1)
@@ -71,14 +71,12 @@ class Generator:
                 if len(tokens) == prompt.max_new_tokens or tokens[-1] == self._tokenizer.eos_token_id:
                     break
                 with self._step():
-                    output = self._model(
-                        input_ids=new, past_key_values=output.past_key_values, use_cache=True
-                    )
-        return Answer(tokens=tokens, text=str(self._tokenizer.decode(tokens, skip_special_tokens=True)))
+                    output = self._model(input_ids=new, past_key_values=output.past_key_values, use_cache=True)
+        return Completion(tokens=tokens, text=str(self._tokenizer.decode(tokens, skip_special_tokens=True)))
 
     def _step(self) -> AbstractContextManager[object]:
         """Around a unit of work that is alike each time: forks read more slowly while it takes longer."""
-        return self._seed.serving() if self._seed is not None else nullcontext()
+        return self._seed.measure_step() if self._seed is not None else nullcontext()
 
 
 class Service:
@@ -86,7 +84,7 @@ class Service:
 
     def __init__(self) -> None:
         self.generator: Generator | None = None
-        self.leaving = False
+        self.is_draining = False
         self.app = FastAPI(title="rfork example")
         self.app.get("/health")(self.health)
         self.app.post("/generate")(self.generate)
@@ -94,13 +92,13 @@ class Service:
     def health(self) -> dict[str, str]:
         """200 once the weights are whole, and until it is about to end."""
         self._ready()
-        if self.leaving:
+        if self.is_draining:
             raise HTTPException(503, "about to end")
         return {"status": "ready"}
 
-    def generate(self, prompt: Prompt) -> Answer:
+    def generate(self, prompt: Prompt) -> Completion:
         """The likeliest continuation of a prompt."""
-        return self._ready().answer(prompt)
+        return self._ready().generate(prompt)
 
     def _ready(self) -> Generator:
         if self.generator is None:
@@ -127,19 +125,19 @@ def main() -> None:
         pass
     except rfork.RforkError as error:
         sys.exit(f"{error.kind}: {error} {error.hint}".rstrip())
-    tell("ended")
+    log_event("ended")
 
 
 class Terminated(KeyboardInterrupt):
     """SIGTERM or Ctrl-C came."""
 
-    came = False
+    received = False
 
 
 def terminate(number: int, frame: FrameType | None) -> None:
     """The main thread, wherever it is, leaves its blocks in order."""
     # Python drops what is raised in a finalizer or a weak reference's callback: then `serve` sees this.
-    Terminated.came = True
+    Terminated.received = True
     raise Terminated
 
 
@@ -147,17 +145,17 @@ def serve(options: argparse.Namespace) -> None:
     """Listen, get the model, and serve, until Terminated."""
     service = Service()
     with listening(service.app, options.host, options.port) as url:
-        tell("listening", url=url)
+        log_event("listening", url=url)
         model = rfork.fork_pretrained(options.model, planner=options.planner, name=options.name)
-        report = rfork.report_of(model)
+        report = rfork.fork_report(model)
         try:
             service.generator = Generator(model, AutoTokenizer.from_pretrained(options.model))
-            if not Terminated.came:
-                tell("ready", weights=report.line() if report is not None else "loaded by transformers")
-            while not Terminated.came:
+            if not Terminated.received:
+                log_event("ready", weights=report.line() if report is not None else "loaded by transformers")
+            while not Terminated.received:
                 time.sleep(1)  # no longer: a signal that comes as it begins is heard when it ends
         finally:
-            service.leaving = True
+            service.is_draining = True
             if report is not None and report.seed is not None:
                 report.seed.drain(report.seed.settings.drain_s)  # while answers are still given
                 report.seed.close()
@@ -179,7 +177,7 @@ def listening(app: FastAPI, host: str, port: int) -> Iterator[str]:
         thread.join()
 
 
-def tell(event: str, **values: str) -> None:
+def log_event(event: str, **values: str) -> None:
     """One line of JSON."""
     print(json.dumps({"event": event, **values}), flush=True)
 

@@ -61,7 +61,7 @@ def roundtrip(uri: str) -> None:
     print(f"tensors by name: {', '.join(sorted(tensors))}")
 
     # 4. One tensor, and nothing else read but the header.
-    with rfork.open(uri) as stored:
+    with rfork.open_tensors(uri) as stored:
         print(f"one tensor: {tuple(stored['2.weight'].shape)}")
 
 

@@ -42,7 +42,7 @@ BY_COLUMNS = ("query", "key", "value", "up")
 BY_ROWS = ("out", "down")
 
 
-class Layer(nn.Module):
+class ParallelLayer(nn.Module):
     """Attention and a perceptron. Each rank has its share of the heads, and of the inner width."""
 
     def __init__(self) -> None:
@@ -66,13 +66,13 @@ class Layer(nn.Module):
         return x.add(self.down(wider))
 
 
-class Model(nn.Module):
+class ParallelModel(nn.Module):
     """A small decoder."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.Sequential(*(Layer() for _ in range(LAYERS)))
+        self.layers = nn.Sequential(*(ParallelLayer() for _ in range(LAYERS)))
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -81,10 +81,10 @@ class Model(nn.Module):
         return logits
 
 
-def sharded(ranks: int) -> Model:
+def sharded(ranks: int) -> ParallelModel:
     """This rank's part of the model, its memory not written yet."""
     with torch.device("meta"):
-        model = Model()
+        model = ParallelModel()
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
     columns = {name: ColwiseParallel() for name in BY_COLUMNS}
     rows = {name: RowwiseParallel() for name in BY_ROWS}
@@ -97,7 +97,7 @@ def read_part(model: nn.Module, checkpoint: str, rank: int, ranks: int) -> None:
     """Fill this rank's part from a file of the whole model: what others need is not read."""
     with safe_open(checkpoint, framework="pt") as weights, torch.no_grad():
         for name, parameter in model.named_parameters():
-            whole, part = weights.get_slice(name), parameter.detach()
+            checkpoint_slice, part = weights.get_slice(name), parameter.detach()
             where = [slice(None)] * parameter.dim()
             if isinstance(part, DTensor):
                 (placement,) = part.placements
@@ -105,19 +105,19 @@ def read_part(model: nn.Module, checkpoint: str, rank: int, ranks: int) -> None:
                 if isinstance(placement, Shard):
                     size = parameter.shape[placement.dim] // ranks
                     where[placement.dim] = slice(rank * size, (rank + 1) * size)
-            part.copy_(whole[tuple(where)])
+            part.copy_(checkpoint_slice[tuple(where)])
 
 
 @torch.inference_mode()
-def continued(model: nn.Module) -> tuple[list[int], str]:
+def generate(model: nn.Module) -> tuple[list[int], str]:
     """What the model makes of the prompt: the likeliest tokens, and a hash of the logits."""
     tokens = torch.tensor([PROMPT])
-    said = hashlib.sha256()
+    digest = hashlib.sha256()
     for _ in range(TOKENS):
         logits = model(tokens)[:, -1]
-        said.update(logits.numpy().tobytes())
+        digest.update(logits.numpy().tobytes())
         tokens = torch.cat((tokens, logits.argmax(-1, keepdim=True)), dim=1)
-    return tokens[0, len(PROMPT) :].tolist(), said.hexdigest()
+    return tokens[0, len(PROMPT) :].tolist(), digest.hexdigest()
 
 
 def serve(options: argparse.Namespace) -> None:
@@ -134,9 +134,9 @@ def serve(options: argparse.Namespace) -> None:
         loader=(lambda part: read_part(part, checkpoint, rank, ranks)) if checkpoint else None,
     )
     try:
-        tokens, logits = continued(model)
-        said = {"tokens": tokens, "logits": logits, "weights_id": report.weights_id}
-        print(json.dumps({"event": "ready", "rank": rank, "weights": report.line(), **said}), flush=True)
+        tokens, logits = generate(model)
+        result = {"tokens": tokens, "logits": logits, "weights_id": report.weights_id}
+        print(json.dumps({"event": "ready", "rank": rank, "weights": report.line(), **result}), flush=True)
         while True:
             time.sleep(1)  # no longer: a signal that comes as it begins is heard when it ends
     finally:
@@ -155,7 +155,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.make is not None:
         torch.manual_seed(0)
-        save_file(Model().state_dict(), options.make)
+        save_file(ParallelModel().state_dict(), options.make)
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     serve(options)

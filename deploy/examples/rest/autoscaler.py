@@ -23,8 +23,8 @@ import httpx
 def announce(client: httpx.Client, scaleup: str, model: str, replicas: int) -> None:
     """Say that so many are about to come; none: nobody is waited for any more."""
     body = {"scaleup_id": scaleup, "model": model, "replicas": replicas, "expires_in_s": 300, "by": "example"}
-    told = client.post("/v1/scaleups", json=body).raise_for_status().json()
-    print(f"announced {replicas}: {told['reason']}", flush=True)
+    scaleup_info = client.post("/v1/scaleups", json=body).raise_for_status().json()
+    print(f"announced {replicas}: {scaleup_info['reason']}", flush=True)
 
 
 def start(command: list[str], replicas: int) -> list[subprocess.Popen[bytes]]:

@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 from typer.main import get_command
 
-from docs.site.reference.markdown import anchor_of, block, code, heading, table, whole
+from docs.site.reference.markdown import anchor_of, block, code, heading, nowrap_code, table
 from rfork.cli.app import app
 
 ENVIRONMENT = re.compile(r"\s*\[env: ([A-Z0-9_]+)\]")
@@ -26,16 +26,16 @@ VALUES = {
 
 
 @dataclass(frozen=True)
-class Command:
+class CliCommand:
     """A command that does something, by its whole name."""
 
     name: str
     command: TyperCommand
 
 
-def commands() -> Iterator[Command]:
+def commands() -> Iterator[CliCommand]:
     """All of them, in the order of `rfork --help`."""
-    yield from _below("rfork", cast(TyperGroup, get_command(app)))
+    yield from _walk_commands("rfork", cast(TyperGroup, get_command(app)))
 
 
 def page() -> str:
@@ -43,30 +43,34 @@ def page() -> str:
     return "\n".join(_section(each) for each in commands())
 
 
-def _below(name: str, command: TyperCommand | TyperGroup) -> Iterator[Command]:
+def _walk_commands(name: str, command: TyperCommand | TyperGroup) -> Iterator[CliCommand]:
     if not isinstance(command, TyperGroup):
-        yield Command(name, command)
+        yield CliCommand(name, command)
         return
-    for child, below in command.commands.items():
-        if not below.hidden:
-            yield from _below(f"{name} {child}", cast(TyperCommand, below))
+    for child, subcommand in command.commands.items():
+        if not subcommand.hidden:
+            yield from _walk_commands(f"{name} {child}", cast(TyperCommand, subcommand))
 
 
-def _section(each: Command) -> str:
+def _section(each: CliCommand) -> str:
     context = typer.Context(each.command, info_name=each.name)
     usage = _plain(" ".join(each.command.collect_usage_pieces(context)))
     parts = [heading(2, each.name, anchor_of(each.name)), block(f"{each.name} {usage}")]
     parts.append(_prose(each.command.help or "") + "\n")
     parameters = cast(list[TyperArgument | TyperOption], each.command.params)  # typer makes no others
-    shown = [each for each in parameters if not each.hidden]
+    visible = [each for each in parameters if not each.hidden]
     arguments = [
         [code(_plain("".join(each.get_usage_pieces(context)))), _text(each)[0], _default(each)]
-        for each in shown
+        for each in visible
         if isinstance(each, TyperArgument)
     ]
     options = [
-        [", ".join(map(whole, (*each.opts, *each.secondary_opts))), _value(each, context), *_told(each)]
-        for each in shown
+        [
+            ", ".join(map(nowrap_code, (*each.opts, *each.secondary_opts))),
+            _value(each, context),
+            *_option_description(each),
+        ]
+        for each in visible
         if isinstance(each, TyperOption) and each.name != "help"
     ]
     if arguments:
@@ -87,9 +91,9 @@ def _prose(text: str) -> str:
     return "\n\n".join(block(part) if part.startswith("    ") else part.strip() for part in paragraphs)
 
 
-def _told(option: TyperOption) -> list[str]:
+def _option_description(option: TyperOption) -> list[str]:
     text, variable = _text(option)
-    link = f"[{whole(variable)}](settings.md#{anchor_of(variable)})" if variable else ""
+    link = f"[{nowrap_code(variable)}](settings.md#{anchor_of(variable)})" if variable else ""
     return [text, link, _default(option)]
 
 
@@ -104,7 +108,7 @@ def _value(option: TyperOption, context: typer.Context) -> str:
     """What follows the option; nothing for a flag."""
     record = option.get_help_record(context)
     last = record[0].rpartition(" ")[2] if record is not None and not option.is_flag else ""
-    return "" if not last or last.startswith("-") else whole(VALUES.get(last, last))
+    return "" if not last or last.startswith("-") else nowrap_code(VALUES.get(last, last))
 
 
 def _default(parameter: TyperOption | TyperArgument) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from docs.site.reference.markdown import anchor_of, block, code, sentence, table, whole
+from docs.site.reference.markdown import anchor_of, block, code, nowrap_code, sentence, table
 from rfork import errors
 from rfork.errors import RforkError
 
@@ -20,28 +20,28 @@ def tree() -> str:
     return block("\n".join(lines))
 
 
-def kinds(above: type[RforkError] = RforkError) -> Iterator[type[RforkError]]:
+def error_classes(base: type[RforkError] = RforkError) -> Iterator[type[RforkError]]:
     """All classes of errors, each behind that which it is a kind of."""
-    yield above
-    for kind in above.__subclasses__():
-        if kind.__module__ == errors.__name__:
-            yield from kinds(kind)
+    yield base
+    for error_class in base.__subclasses__():
+        if error_class.__module__ == errors.__name__:
+            yield from error_classes(error_class)
 
 
 def page() -> str:
     """A table of all of them."""
     rows = (
         [
-            whole(kind.__name__, anchor_of(kind.__name__)),
-            code(kind.__mro__[1].__name__) if kind is not RforkError else "",
-            kind.fault if kind is not errors.NothingLeft else "that of its last reason",
-            str(kind.exit_code),
-            sentence(_text(kind)),
+            nowrap_code(error_class.__name__, anchor_of(error_class.__name__)),
+            code(error_class.__mro__[1].__name__) if error_class is not RforkError else "",
+            error_class.fault if error_class is not errors.AllSourcesFailed else "that of its last reason",
+            str(error_class.exit_code),
+            sentence(_text(error_class)),
         ]
-        for kind in kinds()
+        for error_class in error_classes()
     )
     return table(["error", "a kind of", "whose fault", "exit code", "what it means"], rows)
 
 
-def _text(kind: type[RforkError]) -> str:
-    return " ".join((kind.__doc__ or "").split()).replace("::", ":")
+def _text(error_class: type[RforkError]) -> str:
+    return " ".join((error_class.__doc__ or "").split()).replace("::", ":")

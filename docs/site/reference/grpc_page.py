@@ -16,7 +16,7 @@ from google.protobuf.descriptor_pb2 import (
 )
 from grpc_tools import protoc
 
-from docs.site.reference.markdown import anchor_of, block, code, heading, table, whole
+from docs.site.reference.markdown import anchor_of, block, code, heading, nowrap_code, table
 
 PROTO = Path(__file__).parents[3] / "proto"
 PEER = "rfork/v1/peer.proto"
@@ -24,34 +24,38 @@ SCALER = "externalscaler/externalscaler.proto"
 MESSAGE, SERVICE, FIELD, METHOD, NESTED = 4, 6, 2, 2, 3
 """Numbers of fields in descriptor.proto, of which a comment's place is made."""
 
-Place = tuple[int, ...]
+SourcePath = tuple[int, ...]
 
 
 @cache
-def described(name: str) -> FileDescriptorProto:
+def file_descriptor(name: str) -> FileDescriptorProto:
     """One file of `proto/`, with its comments. Raises RuntimeError where protoc does not take it."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "descriptors")
-        told = ["protoc", f"-I{PROTO}", "--include_source_info", f"--descriptor_set_out={out}", name]
-        if protoc.main(told):
+        protoc_command = [
+            "protoc",
+            f"-I{PROTO}",
+            "--include_source_info",
+            f"--descriptor_set_out={out}",
+            name,
+        ]
+        if protoc.main(protoc_command):
             raise RuntimeError(f"protoc does not take proto/{name}")
         return FileDescriptorSet.FromString(out.read_bytes()).file[0]
 
 
 def page(name: str) -> str:
     """Services with their calls, then messages with their fields."""
-    file = described(name)
+    file = file_descriptor(name)
     comments = {
-        tuple(place.path): (place.leading_comments, place.trailing_comments)
-        for place in file.source_code_info.location
+        tuple(location.path): (location.leading_comments, location.trailing_comments)
+        for location in file.source_code_info.location
     }
     parts = []
     for index, service in enumerate(file.service):
         at = (SERVICE, index)
         parts.append(
-            heading(
-                3, f"Service {code(f'{file.package}.{service.name}')}", anchor_of("service", service.name)
-            )
+            heading(3, f"Service {code(f'{file.package}.{service.name}')}", anchor_of("service", service.name))
         )
         parts.append(_comment(comments, at) + "\n")
         for number, method in enumerate(service.method):
@@ -65,7 +69,7 @@ def page(name: str) -> str:
 
 def messages(name: str) -> Iterator[tuple[str, DescriptorProto]]:
     """All messages of a file that are no maps' entries, by their names."""
-    yield from _all(described(name).message_type, "")
+    yield from _all(file_descriptor(name).message_type, "")
 
 
 def _all(found: Sequence[DescriptorProto], before: str) -> Iterator[tuple[str, DescriptorProto]]:
@@ -76,18 +80,18 @@ def _all(found: Sequence[DescriptorProto], before: str) -> Iterator[tuple[str, D
 
 
 def _message(
-    message: DescriptorProto, at: Place, comments: Mapping[Place, tuple[str, str]], name: str
+    message: DescriptorProto, at: SourcePath, comments: Mapping[SourcePath, tuple[str, str]], name: str
 ) -> Iterator[str]:
     if message.options.map_entry:
         return
     yield heading(3, f"Message {code(name)}", anchor_of("message", name))
-    if told := _comment(comments, at):
-        yield told + "\n"
+    if comment := _comment(comments, at):
+        yield comment + "\n"
     rows = [
         [
             str(field.number),
-            whole(field.name),
-            whole(_type(message, field)),
+            nowrap_code(field.name),
+            nowrap_code(_type(message, field)),
             _comment(comments, (*at, FIELD, index)),
         ]
         for index, field in enumerate(message.field)
@@ -97,7 +101,7 @@ def _message(
         yield from _message(nested, (*at, NESTED, index), comments, f"{name}.{nested.name}")
 
 
-def _comment(comments: Mapping[Place, tuple[str, str]], at: Place) -> str:
+def _comment(comments: Mapping[SourcePath, tuple[str, str]], at: SourcePath) -> str:
     """What stands before it, or behind it on its line."""
     leading, trailing = comments.get(at, ("", ""))
     lines = (line.removeprefix(" ") for line in (leading or trailing).splitlines())
@@ -106,18 +110,18 @@ def _comment(comments: Mapping[Place, tuple[str, str]], at: Place) -> str:
 
 def _call(method: MethodDescriptorProto) -> str:
     words = ("stream " * method.client_streaming, "stream " * method.server_streaming)
-    asked, answered = method.input_type.rpartition(".")[2], method.output_type.rpartition(".")[2]
-    return f"rpc {method.name}({words[0]}{asked}) returns ({words[1]}{answered})"
+    request_type, response_type = method.input_type.rpartition(".")[2], method.output_type.rpartition(".")[2]
+    return f"rpc {method.name}({words[0]}{request_type}) returns ({words[1]}{response_type})"
 
 
 def _type(message: DescriptorProto, field: FieldDescriptorProto) -> str:
-    kind = FieldDescriptorProto.Type.Name(field.type).removeprefix("TYPE_").lower()
+    type_name = FieldDescriptorProto.Type.Name(field.type).removeprefix("TYPE_").lower()
     if field.type == FieldDescriptorProto.TYPE_MESSAGE:
-        kind = field.type_name.rpartition(".")[2]
+        type_name = field.type_name.rpartition(".")[2]
         for nested in message.nested_type:
-            if nested.name == kind and nested.options.map_entry:
+            if nested.name == type_name and nested.options.map_entry:
                 key, value = nested.field
                 return f"map<{_type(nested, key)}, {_type(nested, value)}>"
     if field.label == FieldDescriptorProto.LABEL_REPEATED:
-        return f"repeated {kind}"
-    return f"optional {kind}" if field.proto3_optional else kind
+        return f"repeated {type_name}"
+    return f"optional {type_name}" if field.proto3_optional else type_name

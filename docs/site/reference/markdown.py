@@ -26,10 +26,10 @@ def code(text: str) -> str:
     return f"`{text}`" if text else ""
 
 
-def whole(text: str, anchor: str = "") -> str:
+def nowrap_code(text: str, anchor: str = "") -> str:
     """A name as code that is never broken into two lines, and a place that links can mean."""
-    place = f' id="{anchor}"' if anchor else ""
-    return f'<code{place} style="white-space: nowrap">{html.escape(text)}</code>'
+    anchor_attribute = f' id="{anchor}"' if anchor else ""
+    return f'<code{anchor_attribute} style="white-space: nowrap">{html.escape(text)}</code>'
 
 
 def codes(texts: Iterable[str]) -> str:
@@ -47,7 +47,7 @@ def as_json(value: object) -> str:
     return block(json.dumps(value, indent=2, ensure_ascii=False), "json")
 
 
-def folded(title: str, body: str) -> str:
+def collapsible(title: str, body: str) -> str:
     """What is shown once somebody opens it."""
     inside = "\n".join(f"    {line}".rstrip() for line in body.rstrip().splitlines())
     return f'??? example "{title}"\n\n{inside}\n'

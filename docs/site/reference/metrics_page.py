@@ -10,18 +10,18 @@ from typing import cast
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 
-from docs.site.reference.markdown import anchor_of, heading, sentence, table, whole
-from planner.hooks.fleet import Fleet
-from planner.hooks.keda.load import Asks, Load
-from planner.hooks.keda.scaler import Scaler
-from planner.hooks.kubernetes.admission import admission_app
-from planner.hooks.kubernetes.controller.metrics import Metrics as ControllerMetrics
-from planner.hooks.kubernetes.showing import LiveContext, Watch
-from planner.hooks.kubernetes.topology import Topology
-from planner.hooks.probes import HookMetrics, Status
+from docs.site.reference.markdown import anchor_of, heading, nowrap_code, sentence, table
+from planner.integrations.health import IntegrationMetrics, IntegrationStatus
+from planner.integrations.keda.metric_source import EngineClient, MetricSource
+from planner.integrations.keda.scaler import Scaler
+from planner.integrations.kubernetes.controller.metrics import ControllerMetrics as ControllerMetrics
+from planner.integrations.kubernetes.reloading_tls import CertificateMonitor, ReloadingContext
+from planner.integrations.kubernetes.topology import NodeTopology
+from planner.integrations.kubernetes.webhook_app import admission_app
+from planner.integrations.planner_api import PlannerApi
 from planner.leases import Clock
 from planner.metrics import Metrics as PlannerMetrics
-from rfork.settings import HookSettings
+from rfork.settings import KubernetesSettings
 
 UNITS = (("_seconds", "seconds"), ("_bytes", "bytes"), ("_efficiency", "share, 0 to 1"))
 
@@ -31,7 +31,7 @@ class Metric:
     """One metric as the page tells it."""
 
     name: str
-    kind: str
+    metric_type: str
     labels: tuple[str, ...]
     text: str
 
@@ -40,7 +40,7 @@ def registries() -> Mapping[str, CollectorRegistry]:
     """What each process registers, by who it is."""
     return {
         "Planner": PlannerMetrics().registry,
-        "Every hook": _hooks(),
+        "Every hook": _integrations(),
         "Webhook": _webhook(),
         "Controller": _controller(),
         "Scaler": _scaler(),
@@ -56,21 +56,21 @@ def metrics(registry: CollectorRegistry) -> Iterator[Metric]:
     }
     for family in registry.collect():
         if family.name.startswith("rfork_"):
-            told = labels.get(family.name) or tuple(getattr(family, "_labelnames", ()))
+            label_names = labels.get(family.name) or tuple(getattr(family, "_labelnames", ()))
             ending = "_total" if family.type == "counter" else ""
-            yield Metric(family.name + ending, family.type, told, family.documentation)
+            yield Metric(family.name + ending, family.type, label_names, family.documentation)
 
 
 def page() -> str:
     """A table for each process."""
     parts = []
-    for who, registry in registries().items():
-        parts.append(heading(2, who, anchor_of(who)))
+    for component, registry in registries().items():
+        parts.append(heading(2, component, anchor_of(component)))
         rows = (
             [
-                whole(each.name, anchor_of(each.name)),
-                each.kind,
-                " ".join(map(whole, each.labels)),
+                nowrap_code(each.name, anchor_of(each.name)),
+                each.metric_type,
+                " ".join(map(nowrap_code, each.labels)),
                 _unit(each.name),
                 sentence(each.text),
             ]
@@ -84,16 +84,16 @@ def _unit(metric: str) -> str:
     return next((unit for end, unit in UNITS if metric.removesuffix("_total").endswith(end)), "")
 
 
-def _hooks() -> CollectorRegistry:
+def _integrations() -> CollectorRegistry:
     registry = CollectorRegistry()
-    registry.register(HookMetrics(lambda: (Status("webhook"),)))
+    registry.register(IntegrationMetrics(lambda: (IntegrationStatus("webhook"),)))
     return registry
 
 
 def _webhook() -> CollectorRegistry:
-    status, settings = Status("webhook"), HookSettings()
-    admission_app(settings, "http://planner:8700", Topology(settings), status.registry)
-    Watch(LiveContext(), status, Clock())
+    status, settings = IntegrationStatus("webhook"), KubernetesSettings()
+    admission_app(settings, "http://planner:8700", NodeTopology(settings), status.registry)
+    CertificateMonitor(ReloadingContext(), status, Clock())
     return status.registry
 
 
@@ -105,6 +105,6 @@ def _controller() -> CollectorRegistry:
 
 def _scaler() -> CollectorRegistry:
     # Nobody is asked: only what they register is looked at.
-    status, nobody = Status("scaler"), cast(Fleet, None)
-    Scaler(Load(nobody, cast(Asks, None), time.monotonic, status.registry), status)
+    status, no_planner = IntegrationStatus("scaler"), cast(PlannerApi, None)
+    Scaler(MetricSource(no_planner, cast(EngineClient, None), time.monotonic, status.registry), status)
     return status.registry

@@ -35,6 +35,6 @@ PARTS: Final[Mapping[str, Callable[[], str]]] = {
 }
 
 
-def filled(markdown: str) -> str:
+def fill_markers(markdown: str) -> str:
     """A page with all of its parts. Raises KeyError for a name that nothing makes."""
     return MARKER.sub(lambda found: PARTS[found[1]](), markdown)

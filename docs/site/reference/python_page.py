@@ -10,7 +10,7 @@ from docs.site.reference.markdown import heading
 
 
 @dataclass(frozen=True)
-class Group:
+class ApiGroup:
     """Names that are told together: exported ones, or where others live that those return."""
 
     title: str
@@ -19,38 +19,40 @@ class Group:
 
 
 MEMBERS = {
-    "rfork.seed.seed.Seed": (
+    "rfork.source.seed.Seed": (
         "serving", "observe", "updating", "suspend", "resume", "drain", "wait_acknowledged", "close",
     ),
-    "rfork.storage.modules.lazy.Tensors": ("uri", "specs", "close"),
+    "rfork.storage.module_io.lazy.LazyTensors": ("uri", "specs", "close"),
     "rfork.image.memory.Image": ("device", "digest", "manifest", "readable", "writable"),
     "rfork.image.layout.Layout": ("layout_id", "chunks", "differences", "first_difference"),
     "rfork.image.manifest.Manifest": ("weights_id",),
-    "rfork.fork.report.ForkReport": (
+    "rfork.receiver.report.ForkReport": (
         "gb_per_s", "storage_bytes", "resumed_bytes", "to_dict", "line",
     ),
-    "rfork.storage.modules.load.LoadReport": ("gb_per_s",),
+    "rfork.storage.module_io.load.LoadReport": ("gb_per_s",),
     "rfork.artifacts.report.ArtifactReport": ("to_dict", "line"),
     "rfork.errors.RforkError": ("kind",),
-    "rfork.wire.instances.Rank": ("key",),
+    "rfork.schema.instances.Rank": ("key",),
 }  # fmt: skip
 """Which methods and properties of a class are for users, where it has any."""
 
-MADE = frozenset({"rfork.seed.seed.Seed", "rfork.storage.modules.lazy.Tensors", "rfork.image.memory.Image"})
+NOT_CONSTRUCTED = frozenset(
+    {"rfork.source.seed.Seed", "rfork.storage.module_io.lazy.LazyTensors", "rfork.image.memory.Image"}
+)
 """Classes whose objects users get and never make: how that is done is not shown."""
 
 GROUPS = (
-    Group(
+    ApiGroup(
         "Fork and seed",
         "The target calls `fork` or `fork_pretrained`, the source `seed`; a target is a source from then on.",
-        ("fork", "fork_pretrained", "report_of", "seed", "rfork.seed.seed.Seed"),
+        ("fork", "fork_pretrained", "report_of", "seed", "rfork.source.seed.Seed"),
     ),
-    Group(
+    ApiGroup(
         "What a fork tells",
         "",
-        ("ForkReport", "rfork.fork.report.SourceShare", "RforkError"),
+        ("ForkReport", "rfork.receiver.report.SourceShare", "RforkError"),
     ),
-    Group(
+    ApiGroup(
         "Tensor files",
         "On disk, in object stores and behind HTTP. They run in the process that calls them: no planner.",
         (
@@ -59,34 +61,34 @@ GROUPS = (
             "load_tensors",
             "tensors",
             "open",
-            "rfork.storage.modules.lazy.Tensors",
+            "rfork.storage.module_io.lazy.LazyTensors",
             "save",
             "no_init",
         ),
     ),
-    Group(
+    ApiGroup(
         "Images",
         "What is moved: the tensors of a module as one line of bytes.",
         ("capture", "rfork.image.memory.Image", "rfork.image.layout.Layout", "rfork.image.manifest.Manifest"),
     ),
-    Group(
+    ApiGroup(
         "Ranks and settings",
         "Read from the environment where none are given; [Settings](settings.md) has all of them.",
         ("Rank", "Settings", "StorageSettings", "ArtifactSettings"),
     ),
-    Group(
+    ApiGroup(
         "Artifacts",
         "Caches of compiled kernels, as a second image: `rfork.artifacts`.",
         (
-            "rfork.artifacts.taking.fetch",
-            "rfork.artifacts.giving.seed",
-            "rfork.artifacts.stored.save",
-            "rfork.artifacts.stored.load",
+            "rfork.artifacts.client.fetch",
+            "rfork.artifacts.server.seed",
+            "rfork.artifacts.storage.save",
+            "rfork.artifacts.storage.load",
             "ArtifactReport",
         ),
     ),
 )
-LOOK = {
+MKDOCSTRINGS_OPTIONS = {
     "heading_level": "3",
     "show_root_heading": "true",
     "show_source": "false",
@@ -111,7 +113,7 @@ def home_of(name: str) -> str:
     return name if "." in name else f"{getattr(rfork, name).__module__}.{name}"
 
 
-def told() -> Iterator[str]:
+def group_sections() -> Iterator[str]:
     """All names on the page."""
     for group in GROUPS:
         yield from group.names
@@ -127,7 +129,7 @@ def page() -> str:
     return "\n".join(parts)
 
 
-def shown(name: str) -> str:
+def rendered_name(name: str) -> str:
     """What users write for it."""
     if "." not in name:
         return f"rfork.{name}"
@@ -139,14 +141,12 @@ def shown(name: str) -> str:
 def _block(name: str) -> str:
     home = home_of(name)
     options = {
-        **LOOK,
-        "heading": shown(name),
-        "toc_label": shown(name),
+        **MKDOCSTRINGS_OPTIONS,
+        "heading": rendered_name(name),
+        "toc_label": rendered_name(name),
         "members": f"[{', '.join(MEMBERS.get(home, ()))}]",
         "inherited_members": "true",
     }
-    if home in MADE:
+    if home in NOT_CONSTRUCTED:
         options["merge_init_into_class"] = "false"
-    return "\n".join(
-        [f"::: {home}", "    options:", *(f"      {key}: {value}" for key, value in options.items()), ""]
-    )
+    return "\n".join([f"::: {home}", "    options:", *(f"      {key}: {value}" for key, value in options.items()), ""])

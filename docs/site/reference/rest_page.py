@@ -12,15 +12,15 @@ from docs.site.reference.markdown import (
     as_json,
     code,
     codes,
-    folded,
+    collapsible,
     heading,
+    nowrap_code,
     sentence,
     table,
-    whole,
 )
 from planner.app import create_app
 from planner.auth import OPEN_PATHS
-from planner.problems import MEDIA_TYPE, TYPES
+from planner.http_errors import MEDIA_TYPE, TYPES
 from rfork.settings import PlannerSettings
 
 Document = Mapping[str, Any]
@@ -94,8 +94,8 @@ def page_problems() -> str:
     """Every problem that a route's own description names, with its routes."""
     found: defaultdict[tuple[str, int, str], list[str]] = defaultdict(list)
     for method, path, operation in operations():
-        for answer in operation["responses"].values():
-            example = answer.get("content", {}).get(MEDIA_TYPE, {}).get("example")
+        for response in operation["responses"].values():
+            example = response.get("content", {}).get(MEDIA_TYPE, {}).get("example")
             if example is not None:
                 slug = example["type"].removeprefix(TYPES)
                 found[(slug, example["status"], example["detail"])].append(f"{method} {path}")
@@ -103,8 +103,8 @@ def page_problems() -> str:
     rows = []
     for (slug, status, detail), routes in sorted(found.items(), key=lambda each: (each[0][1], each[0][0])):
         where = "most routes" if len(routes) >= every // 2 else codes(routes)
-        told = "" if detail == "what is wrong, in one line" else f"“{detail}”"
-        rows.append([whole(slug, f"problem-{slug}"), str(status), told, where])
+        detail_text = "" if detail == "what is wrong, in one line" else f"“{detail}”"
+        rows.append([nowrap_code(slug, f"problem-{slug}"), str(status), detail_text, where])
     return table(["problem", "status", "for example", "of"], rows)
 
 
@@ -126,7 +126,7 @@ def _route(method: str, path: str, operation: Document) -> str:
     if parameters:
         rows = (
             [
-                whole(each["name"]),
+                nowrap_code(each["name"]),
                 each["in"] + ("" if each.get("required") else ", optional"),
                 type_of(each["schema"]),
                 sentence(each.get("description") or ""),
@@ -135,56 +135,56 @@ def _route(method: str, path: str, operation: Document) -> str:
         )
         parts.append(table(["parameter", "where", "type", "what it is"], rows))
     parts += _body(operation)
-    parts += _answers(operation)
+    parts += _responses(operation)
     return "\n".join(parts)
 
 
 def _body(operation: Document) -> Iterator[str]:
-    for kind, content in operation.get("requestBody", {}).get("content", {}).items():
-        yield f"Body ({code(kind)}): {type_of(content.get('schema', {}))}.\n"
+    for media_type, content in operation.get("requestBody", {}).get("content", {}).items():
+        yield f"Body ({code(media_type)}): {type_of(content.get('schema', {}))}.\n"
         for name, example in content.get("examples", {}).items():
-            yield folded(f"Body: {name}", as_json(_lean(example["value"])))
+            yield collapsible(f"Body: {name}", as_json(_without_defaults(example["value"])))
 
 
-def _answers(operation: Document) -> Iterator[str]:
+def _responses(operation: Document) -> Iterator[str]:
     rows, examples = [], []
-    for status, answer in sorted(operation["responses"].items()):
-        content = answer.get("content", {})
+    for status, response in sorted(operation["responses"].items()):
+        content = response.get("content", {})
         slugs, types = "", ""
-        for kind, told in content.items():
-            if kind == MEDIA_TYPE:
-                slug = told.get("example", {}).get("type", "").removeprefix(TYPES)
+        for media_type, media in content.items():
+            if media_type == MEDIA_TYPE:
+                slug = media.get("example", {}).get("type", "").removeprefix(TYPES)
                 slugs = f"[{code(slug)}](#problem-{slug})" if slug else ""
             else:
-                types = type_of(told.get("schema", {})) if told.get("schema") else code(kind)
-            if kind == MEDIA_TYPE:
+                types = type_of(media.get("schema", {})) if media.get("schema") else code(media_type)
+            if media_type == MEDIA_TYPE:
                 continue
-            if "example" in told:
-                examples.append(folded(f"Answer {status}", _shown(told["example"])))
-            for name, example in told.get("examples", {}).items():
-                examples.append(folded(f"Answer {status}: {name}", _shown(example["value"])))
-        headers = codes(name for name in answer.get("headers", {}) if name != "X-Request-Id")
-        rows.append([status, types or slugs, _when(answer), headers])
+            if "example" in media:
+                examples.append(collapsible(f"Answer {status}", _example_block(media["example"])))
+            for name, example in media.get("examples", {}).items():
+                examples.append(collapsible(f"Answer {status}: {name}", _example_block(example["value"])))
+        headers = codes(name for name in response.get("headers", {}) if name != "X-Request-Id")
+        rows.append([status, types or slugs, _response_description(response), headers])
     yield table(["status", "what comes", "when", "headers"], rows)
     yield from examples
 
 
-def _when(answer: Document) -> str:
+def _response_description(response: Document) -> str:
     """What an answer says of itself, unless it is no more than FastAPI's word for all of them."""
-    told = str(answer.get("description", ""))
-    return "" if told == "Successful Response" else sentence(told)
+    description = str(response.get("description", ""))
+    return "" if description == "Successful Response" else sentence(description)
 
 
-def _shown(example: object) -> str:
-    return f"```text\n{example.rstrip()}\n```\n" if isinstance(example, str) else as_json(_lean(example))
+def _example_block(example: object) -> str:
+    return f"```text\n{example.rstrip()}\n```\n" if isinstance(example, str) else as_json(_without_defaults(example))
 
 
-def _lean(value: Any) -> Any:
+def _without_defaults(value: Any) -> Any:
     """An example without the fields that say nothing."""
     if isinstance(value, Mapping):
-        kept = {key: _lean(each) for key, each in value.items()}
+        kept = {key: _without_defaults(each) for key, each in value.items()}
         return {key: each for key, each in kept.items() if each not in (None, [], {})}
-    return [_lean(each) for each in value] if isinstance(value, list | tuple) else value
+    return [_without_defaults(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _fields(schema: Document) -> str:
@@ -193,15 +193,15 @@ def _fields(schema: Document) -> str:
     required = set(schema.get("required", ()))
     rows = (
         [
-            whole(name),
+            nowrap_code(name),
             type_of(field) + _bounds(field),
             "" if name in required else _default(field),
             sentence(field.get("description") or ""),
         ]
         for name, field in schema.get("properties", {}).items()
     )
-    told = list(rows)
-    return table(["field", "type", "without it", "what it says"], told) if told else "No fields.\n"
+    description = list(rows)
+    return table(["field", "type", "without it", "what it says"], description) if description else "No fields.\n"
 
 
 def _default(field: Document) -> str:
@@ -215,15 +215,15 @@ def _default(field: Document) -> str:
 
 def _bounds(field: Document) -> str:
     inside = next((each for each in field.get("anyOf", ()) if each.get("type") != "null"), field)
-    told = []
+    limits = []
     for name, sign in LIMITS.items():
         if name in inside and abs(inside[name]) < GUARD:
-            told.append(f"{sign} {inside[name]:g}" if inside[name] < 1e5 else f"{sign} {inside[name]:,.0f}")
+            limits.append(f"{sign} {inside[name]:g}" if inside[name] < 1e5 else f"{sign} {inside[name]:,.0f}")
     if "maxLength" in inside:
-        told.append(f"at most {inside['maxLength']} characters")
+        limits.append(f"at most {inside['maxLength']} characters")
     if "maxItems" in inside:
-        told.append(f"at most {inside['maxItems']}")
-    return ", " + ", ".join(told) if told else ""
+        limits.append(f"at most {inside['maxItems']}")
+    return ", " + ", ".join(limits) if limits else ""
 
 
 def type_of(schema: Document) -> str:
@@ -238,11 +238,11 @@ def type_of(schema: Document) -> str:
         return " or ".join(code(str(value)) for value in schema["enum"])
     if "const" in schema:
         return code(str(schema["const"]))
-    kind = schema.get("type", "any")
-    if kind == "array":
+    schema_type = schema.get("type", "any")
+    if schema_type == "array":
         if "prefixItems" in schema:
             return "[" + ", ".join(type_of(each) for each in schema["prefixItems"]) + "]"
         return f"list of {type_of(schema.get('items', {}))}"
-    if kind == "object" and isinstance(schema.get("additionalProperties"), Mapping):
+    if schema_type == "object" and isinstance(schema.get("additionalProperties"), Mapping):
         return f"object of {type_of(schema['additionalProperties'])}"
-    return str(kind)
+    return str(schema_type)

@@ -13,17 +13,17 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 from pydantic_settings import BaseSettings
 
-from docs.site.reference.markdown import anchor_of, cell, code, heading, sentence, table, whole
+from docs.site.reference.markdown import anchor_of, cell, code, heading, nowrap_code, sentence, table
 from rfork import settings
 
 ORDER = (
-    settings.Settings,
+    settings.InstanceSettings,
     settings.StorageSettings,
     settings.ArtifactSettings,
     settings.TlsSettings,
     settings.TracingSettings,
     settings.PlannerSettings,
-    settings.HookSettings,
+    settings.KubernetesSettings,
     settings.SidecarSettings,
 )
 """Those that most people need first; any that is missing here comes behind."""
@@ -36,51 +36,51 @@ WORDS = {
     Path: "path",
     SecretStr: "secret",
 }
-NOT_TOLD = "(worked out)"
+COMPUTED = "(worked out)"
 """Defaults that differ from machine to machine."""
 
 
 @dataclass(frozen=True)
-class Option:
+class SettingsOption:
     """One option as the page tells it."""
 
     variable: str
     name: str
-    kind: str
+    type_name: str
     default: str
     text: str
 
 
-def kinds() -> tuple[type[BaseSettings], ...]:
+def settings_classes() -> tuple[type[BaseSettings], ...]:
     """All classes of settings, in the page's order."""
     found = [value for value in vars(settings).values() if isinstance(value, type)]
     rest = [each for each in found if issubclass(each, BaseSettings) and each not in ORDER]
     return (*ORDER, *sorted(rest, key=lambda each: each.__name__))
 
 
-def options(kind: type[BaseSettings]) -> Iterator[Option]:
+def options(settings_class: type[BaseSettings]) -> Iterator[SettingsOption]:
     """The options of a class, in the order in which it has them."""
-    prefix = str(kind.model_config.get("env_prefix", ""))
-    for name, field in kind.model_fields.items():
+    prefix = str(settings_class.model_config.get("env_prefix", ""))
+    for name, field in settings_class.model_fields.items():
         variable = str(field.validation_alias or prefix + name.upper())
-        yield Option(variable, name, _type(field.annotation, field), _default(field), field.description or "")
+        yield SettingsOption(variable, name, _type(field.annotation, field), _default(field), field.description or "")
 
 
 def page() -> str:
     """A table for each class."""
     parts = []
-    for kind in kinds():
-        prefix = str(kind.model_config.get("env_prefix", ""))
-        parts.append(heading(2, f"{kind.__name__} ({prefix}…)", anchor_of(kind.__name__)))
-        parts.append("\n".join(line.strip() for line in (kind.__doc__ or "").splitlines()).strip() + "\n")
+    for settings_class in settings_classes():
+        prefix = str(settings_class.model_config.get("env_prefix", ""))
+        parts.append(heading(2, f"{settings_class.__name__} ({prefix}…)", anchor_of(settings_class.__name__)))
+        parts.append("\n".join(line.strip() for line in (settings_class.__doc__ or "").splitlines()).strip() + "\n")
         rows = (
             [
-                whole(each.variable, anchor_of(each.variable)),
-                each.kind,
+                nowrap_code(each.variable, anchor_of(each.variable)),
+                each.type_name,
                 each.default,
                 sentence(each.text),
             ]
-            for each in options(kind)
+            for each in options(settings_class)
         )
         parts.append(table(["variable", "type", "default", "what it says"], rows))
     return "\n".join(parts)
@@ -88,7 +88,7 @@ def page() -> str:
 
 def _default(field: FieldInfo) -> str:
     if field.default_factory is not None:
-        return NOT_TOLD
+        return COMPUTED
     value = field.default
     if value is PydanticUndefined:
         return "(must be set)"
@@ -122,10 +122,10 @@ def _type(annotation: Any, field: FieldInfo | None = None) -> str:  # whatever a
 
 def _bounds(field: FieldInfo) -> str:
     signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
-    told = [
+    constraints = [
         f"{sign} {getattr(limit, name):.12g}"
         for limit in field.metadata
         for name, sign in signs.items()
         if getattr(limit, name, None) is not None
     ]
-    return ", " + ", ".join(told) if told else ""
+    return ", " + ", ".join(constraints) if constraints else ""

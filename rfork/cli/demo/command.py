@@ -16,40 +16,36 @@ from typing import Annotated
 import typer
 from rich.live import Live
 
-from rfork.cli.console import err, out, reported
+from rfork.cli.console import err, handle_errors, out
 from rfork.cli.demo.model import MODEL, default_cache, prepare
+from rfork.cli.demo.monitor import DemoMonitor
 from rfork.cli.demo.processes import Child, ChildFailed, Children, Event
-from rfork.cli.demo.scene import Scene
-from rfork.cli.demo.verdict import Verdict, judge
-from rfork.cli.units import rate
-from rfork.control.client import PlannerClient
+from rfork.cli.demo.result import DemoResult, compare_results
+from rfork.cli.format import rate
 from rfork.errors import StorageError
+from rfork.planner_client.client import PlannerClient
 
 PROMPT = "What is the capital of France?"
 FORKS = 3
-WARM_ANSWERS, IDLE_ANSWERS = 3, 12
+WARM_GENERATIONS, IDLE_GENERATIONS = 3, 12
 START_S = 300.0
 FORK_S = 300.0
-LOOK_S = 0.1
+POLL_INTERVAL_S = 0.1
 KILL_FROM, KILL_UNTIL = 0.4, 0.85
 """The share of the image that a relay has verified when it is killed: half way, give or take a look."""
 WEIGHTS = (".safetensors", ".bin", ".gguf", ".safetensors.index.json")
 
 
 def demo(
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the result there.")
-    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result there.")] = None,
     egress_rate: Annotated[
         int,
-        typer.Option(
-            help="Bytes a second that each instance gives: slow enough to watch and to kill half way."
-        ),
+        typer.Option(help="Bytes a second that each instance gives: slow enough to watch and to kill half way."),
     ] = 30_000_000,
     cache: Annotated[Path | None, typer.Option(help="Where the demo's model is kept.")] = None,
 ) -> None:
     """Fork a real model three times on this machine, kill a relay half way, and prove the result."""
-    with reported():
+    with handle_errors():
         folder = prepare(cache or default_cache(), console=err)
         with tempfile.TemporaryDirectory(prefix="rfork-demo-") as scratch, Children() as children:
             bare = Path(scratch) / folder.name
@@ -64,7 +60,7 @@ def demo(
             raise typer.Exit(1)
 
 
-def _play(folder: Path, bare: Path, egress_rate: int, children: Children) -> Verdict:
+def _play(folder: Path, bare: Path, egress_rate: int, children: Children) -> DemoResult:
     """Run all processes to their end; what they said makes the verdict."""
     err.print("starting the planner and a seed that keeps answering")
     planner = children.add(
@@ -83,20 +79,20 @@ def _play(folder: Path, bare: Path, egress_rate: int, children: Children) -> Ver
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_VERBOSITY": "error",
     }
-    scene = Scene()
+    scene = DemoMonitor()
     seed = children.add(
         Child(
             "seed",
-            ["rfork.cli.demo.serving", str(folder), MODEL, PROMPT],
+            ["rfork.cli.demo.seed_process", str(folder), MODEL, PROMPT],
             environment={**environment, "RFORK_HOST": "node-0"},
             on_event=scene.on_seed_event,
         )
     )
     scene.seed_ready = seed.wait_for(_ready, START_S)
-    for number in range(WARM_ANSWERS + IDLE_ANSWERS):
-        if number == WARM_ANSWERS:
+    for number in range(WARM_GENERATIONS + IDLE_GENERATIONS):
+        if number == WARM_GENERATIONS:
             scene.seed_warm()
-        seed.wait_for(_is_answer, START_S)
+        seed.wait_for(_is_generation, START_S)
 
     def fork(number: int) -> Child:
         arguments = [
@@ -111,8 +107,8 @@ def _play(folder: Path, bare: Path, egress_rate: int, children: Children) -> Ver
             "--stay",
             "--json",
         ]
-        place = {"RFORK_HOST": f"node-{number}"}
-        return children.add(Child(f"fork {number}", arguments, environment={**environment, **place}))
+        host_environment = {"RFORK_HOST": f"node-{number}"}
+        return children.add(Child(f"fork {number}", arguments, environment={**environment, **host_environment}))
 
     err.print(
         f"starting {FORKS} forks at once, from a folder that holds no weights; each instance gives "
@@ -127,7 +123,7 @@ def _play(folder: Path, bare: Path, egress_rate: int, children: Children) -> Ver
         live.auto_refresh = err.is_terminal
         deadline = time.monotonic() + FORK_S
         while not scene.done(FORKS):
-            scene.look(client)
+            scene.poll(client)
             victim = scene.relay_to_kill(KILL_FROM, KILL_UNTIL)
             if victim is not None:
                 forks[victim].kill()
@@ -139,19 +135,19 @@ def _play(folder: Path, bare: Path, egress_rate: int, children: Children) -> Ver
                     child.wait_for(lambda _: False, 1.0)  # raises with the child's last words
             if time.monotonic() > deadline:
                 raise ChildFailed(f"the forks did not end within {FORK_S:.0f} s")
-            time.sleep(LOOK_S)
+            time.sleep(POLL_INTERVAL_S)
         scene.forks_ended()
     if not err.is_terminal:
         err.print()  # Live ends without one there
     results = {host: child.wait_for(_is_report, FORK_S) for host, child in sorted(forks.items())}
-    return judge(scene, results)
+    return compare_results(scene, results)
 
 
 def _ready(event: Event) -> bool:
     return event.get("event") == "ready"
 
 
-def _is_answer(event: Event) -> bool:
+def _is_generation(event: Event) -> bool:
     return event.get("event") == "answer"
 
 
@@ -169,7 +165,7 @@ def _copy_without_weights(folder: Path, bare: Path) -> None:
             shutil.copy(path, bare)
 
 
-def _write(path: Path, verdict: Verdict) -> None:
+def _write(path: Path, verdict: DemoResult) -> None:
     try:
         path.write_text(json.dumps(verdict.to_dict(), indent=2) + "\n")
     except OSError as error:

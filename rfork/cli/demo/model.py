@@ -88,9 +88,10 @@ def _convert(source: Path, target: Path) -> None:
     except subprocess.TimeoutExpired:
         raise ModelError(f"{source.name} was not converted within {DEADLINE_S:.0f} s") from None
     except subprocess.CalledProcessError as error:
-        said = error.stderr.strip().splitlines() or [f"the converter ended with {error.returncode}"]
+        error_lines = error.stderr.strip().splitlines() or [f"the converter ended with {error.returncode}"]
         raise ModelError(
-            f"{source.name} cannot be converted: {said[-1]}", hint="run to see all: " + " ".join(command)
+            f"{source.name} cannot be converted: {error_lines[-1]}",
+            hint="run to see all: " + " ".join(command),
         ) from None
 
 

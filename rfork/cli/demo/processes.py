@@ -73,9 +73,7 @@ class Child:
             try:
                 event = self._events.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
-                raise ChildFailed(
-                    f"{self.name} said nothing for {timeout:.0f} s{self._last_words()}"
-                ) from None
+                raise ChildFailed(f"{self.name} said nothing for {timeout:.0f} s{self._last_words()}") from None
             if event is None:
                 raise ChildFailed(f"{self.name} ended with {self._process.wait()}{self._last_words()}")
             if match(event):
@@ -151,7 +149,7 @@ class Children:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for child in reversed(self._children):
             child.end()

@@ -11,8 +11,7 @@ ADVICE: Final[dict[str, str]] = {
     "`rfork doctor` on the target's host.",
     "PlannerRefused": "Set RFORK_TOKEN on the target to a token that the planner takes; the "
     "planner's log says what it refused.",
-    "DeadlinePassed": "Find what held its sources back (phases and reasons above), or raise "
-    "RFORK_DEADLINE_S.",
+    "DeadlinePassed": "Find what held its sources back (phases and reasons above), or raise RFORK_DEADLINE_S.",
     "LayoutMismatch": "Build the target exactly as its seed: same revision, dtype, parallel ranks and "
     "quantisation. The reason names the first tensor that differs.",
     "WrongVersion": "Give all ranks of a server one version of the weights: the same files on all nodes, or "
@@ -36,18 +35,15 @@ ADVICE: Final[dict[str, str]] = {
     "DeviceDown": "Mend the RDMA device or its port, or correct RFORK_RDMA_DEVICES: see `rfork doctor`.",
     "VersionMismatch": "Install the same libraries on both sides: `rfork doctor` names those that differ.",
     "TransportUnusable": "Run `rfork doctor` on both hosts: it says why the transport cannot be used.",
-    "StorageMissing": "Correct the URI (RFORK_SNAPSHOT), or write the snapshot: `rfork snapshot "
-    "URI --name MODEL`.",
-    "StorageDenied": "Give the target credentials that may read it: `rfork snapshot ls URI` there "
-    "tries them.",
+    "StorageMissing": "Correct the URI (RFORK_SNAPSHOT), or write the snapshot: `rfork snapshot URI --name MODEL`.",
+    "StorageDenied": "Give the target credentials that may read it: `rfork snapshot ls URI` there tries them.",
     "StorageChanged": "Write snapshots under a new name rather than over one that is read.",
     "StorageCorrupt": "Find the damage with `rfork snapshot verify URI`, and write it again.",
     "StorageFull": "Make room on the target's disk.",
     "StorageError": "Look at the disk or the object store that the reason names.",
     "CheckpointError": "Give the target a checkpoint that fits its model: the reason says what does not.",
     "MissingExtra": "Install the extra that the reason names.",
-    "UnsupportedTensor": "Leave the tensor out (`exclude`), or give it memory of its own: the "
-    "reason names it.",
+    "UnsupportedTensor": "Leave the tensor out (`exclude`), or give it memory of its own: the reason names it.",
     "SettingsError": "Correct the setting that the reason names.",
     "ModelError": "Correct the model folder: the reason says what is wrong with it.",
     "EngineMismatch": "Install a version of the engine that was tested: the reason says what this one lacks.",
@@ -62,8 +58,8 @@ CONSEQUENCES: Final = ("NoSource", "DeadlinePassed", "NothingLeft", "ForkFailed"
 """Errors that mostly follow from those before them, which are the ones to mend."""
 
 
-def advice_on(kinds: list[str]) -> str:
+def advice_on(error_kinds: list[str]) -> str:
     """What to do about errors in the order in which they happened: about the last that is no consequence."""
-    roots = [kind for kind in kinds if kind in ADVICE and kind not in CONSEQUENCES]
-    known = roots or [kind for kind in kinds if kind in ADVICE]
-    return ADVICE[known[-1]] if known else "See the target's own log around that time."
+    roots = [kind for kind in error_kinds if kind in ADVICE and kind not in CONSEQUENCES]
+    known_kinds = roots or [kind for kind in error_kinds if kind in ADVICE]
+    return ADVICE[known_kinds[-1]] if known_kinds else "See the target's own log around that time."

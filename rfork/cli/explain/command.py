@@ -9,16 +9,16 @@ import typer
 
 from rfork import settings as options
 from rfork.cli.completion import complete_fork
-from rfork.cli.console import print_json, reported, show
-from rfork.cli.explain.account import row_of, with_upstream
-from rfork.cli.explain.causes import losses
-from rfork.cli.explain.picture import picture
-from rfork.cli.explain.verdict import comparison, verdict
-from rfork.cli.explain.version import version_account
-from rfork.cli.lookup import find_fork
+from rfork.cli.console import handle_errors, print_json, print_renderable
+from rfork.cli.explain.diagnosis import comparison, diagnose
+from rfork.cli.explain.fork_stats import row_of, stats_with_upstream
+from rfork.cli.explain.render import render_fork
+from rfork.cli.explain.time_breakdown import time_losses
+from rfork.cli.explain.version import version_summary
 from rfork.cli.options import JsonOption, PlannerOption
-from rfork.control.client import PlannerClient
-from rfork.settings import Settings
+from rfork.cli.resolve import find_fork
+from rfork.planner_client.client import PlannerClient
+from rfork.settings import InstanceSettings
 
 
 def explain(
@@ -38,26 +38,26 @@ def explain(
     Its version and where that is from, phases against what the link allows,
     what each source gave and was held to, and what went wrong.
     """
-    with reported(as_json=as_json):
-        with PlannerClient.of(options.load(Settings, planner=planner)) as client:
+    with handle_errors(as_json=as_json):
+        with PlannerClient.of(options.load(InstanceSettings, planner=planner)) as client:
             view = find_fork(client, fork)
             models = client.models()
             model = row_of(view, models)
             instances = client.instances(model=view.model)
-            account = with_upstream(view, client.forks(model=view.model), model)
-        told = verdict(account)
-        version = version_account(view, models)
+            stats = stats_with_upstream(view, client.forks(model=view.model), model)
+        diagnosis = diagnose(stats)
+        version = version_summary(view, models)
         if as_json:
             print_json(
                 {
                     "fork": view.model_dump(mode="json"),
-                    "account": account.to_dict(),
+                    "account": stats.to_dict(),
                     "version": asdict(version),
-                    "losses": [asdict(loss) for loss in losses(account)],
-                    "comparison": comparison(account),
-                    "verdict": asdict(told),
+                    "losses": [asdict(loss) for loss in time_losses(stats)],
+                    "comparison": comparison(stats),
+                    "verdict": asdict(diagnosis),
                 }
             )
             return
         hosts = {each.report.instance_id: each.report.placement.host for each in instances}
-        show(picture(account, told, hosts, version))
+        print_renderable(render_fork(stats, diagnosis, hosts, version))

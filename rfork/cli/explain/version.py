@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from rfork import weights_version
-from rfork.cli import units
-from rfork.wire import ForkView, ModelView
+from rfork.cli import format
+from rfork.schema import ForkInfo, ModelInfo
 
 Origin = Literal["own", "served", "none"]
 """`own`: the target asked for it; `served`: the target had none and took it over; `none`: it had none, and
@@ -26,7 +26,7 @@ MADE_OF: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class VersionAccount:
+class VersionSummary:
     """The version of a fork. `others` are the versions that are served now, with their complete instances."""
 
     version: str | None
@@ -48,13 +48,11 @@ class VersionAccount:
         listed = sorted(self.others.items(), key=lambda item: (-item[1], item[0]))[:4]
         if not listed:
             return []
-        counted = (
-            f"{units.plural(count, 'instance')} of {weights_version.short(name)}" for name, count in listed
-        )
+        counted = (f"{format.plural(count, 'instance')} of {weights_version.short(name)}" for name, count in listed)
         return [f"now served besides: {', '.join(counted)}"]
 
 
-def version_account(fork: ForkView, models: Sequence[ModelView]) -> VersionAccount:
+def version_summary(fork: ForkInfo, models: Sequence[ModelInfo]) -> VersionSummary:
     """Return the version that a fork got, beside those of its model that are served now."""
     served: Counter[str] = Counter()
     for row in models:
@@ -63,19 +61,19 @@ def version_account(fork: ForkView, models: Sequence[ModelView]) -> VersionAccou
             served[row.version] += row.seeds
     reasons = (fork.reason, *(fork.finish.reasons if fork.finish is not None else ()))
     first = any(weights_version.is_first(reason) for reason in reasons)
-    return VersionAccount(fork.version, _origin(fork), first, dict(served))
+    return VersionSummary(fork.version, _origin(fork), first, dict(served))
 
 
-def _origin(fork: ForkView) -> Origin:
+def _origin(fork: ForkInfo) -> Origin:
     if fork.version is not None and weights_version.is_unnamed(fork.version):
         return "none"
-    return "served" if weights_version.TAKEN_OVER in fork.reason else "own"
+    return "served" if weights_version.ADOPTS_VERSION in fork.reason else "own"
 
 
-def _origin_words(account: VersionAccount) -> str:
+def _origin_words(account: VersionSummary) -> str:
     if account.origin == "none":
         return "a name for weights of which nothing else is known"
     if account.origin == "served":
         return "taken over: the target has none of its own, and this one was served"
-    kind = (account.version or "").partition(":")[0]
-    return MADE_OF.get(kind, "as stated (RFORK_VERSION), or as its snapshot records")
+    scheme = (account.version or "").partition(":")[0]
+    return MADE_OF.get(scheme, "as stated (RFORK_VERSION), or as its snapshot records")

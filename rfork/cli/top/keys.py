@@ -54,18 +54,18 @@ class Suspension:
     """Whether Ctrl-Z was pressed, which waits here until the terminal has been given back."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.suspend_requested = False
 
     def suspend(self) -> None:
         """Stop this process as the shell expects it; returns when it is continued."""
         ours = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         signal.raise_signal(signal.SIGTSTP)
         signal.signal(signal.SIGTSTP, ours)
-        self.asked = False
+        self.suspend_requested = False
 
-    def ask(self, number: int, frame: object) -> None:
+    def request_suspend(self, number: int, frame: object) -> None:
         """The handler of SIGTSTP."""
-        self.asked = True
+        self.suspend_requested = True
 
 
 @contextlib.contextmanager
@@ -74,7 +74,7 @@ def suspensions() -> Iterator[Suspension]:
     suspension = Suspension()
     before = signal.getsignal(signal.SIGTSTP)
     if before is not signal.SIG_IGN:
-        signal.signal(signal.SIGTSTP, suspension.ask)
+        signal.signal(signal.SIGTSTP, suspension.request_suspend)
     try:
         yield suspension
     finally:

@@ -1,4 +1,4 @@
-"""`--rfork-*` of SGLang's launcher, made of `rfork.settings.Settings`: its processes get them as RFORK_*."""
+"""`--rfork-*` of SGLang's launcher, made of `rfork.settings.InstanceSettings`: its processes get them as RFORK_*."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Final, NoReturn
 from uuid import uuid4
 
 from rfork import settings as options
-from rfork.commands import LOAD_FORMAT
+from rfork.engine_command import LOAD_FORMAT
 from rfork.engines import flags as common
 from rfork.engines.flags import variable as variable
-from rfork.engines.sglang import points
+from rfork.engines.sglang import hook_targets
 from rfork.errors import SettingsError
-from rfork.settings import Settings
+from rfork.settings import InstanceSettings
 
 log = logging.getLogger(__name__)
 
@@ -41,11 +41,11 @@ UNSUPPORTED: Final = {
 Value = str | int | float | bool | None
 
 
-class _Because(argparse.Action):
+class _UnavailableFlag(argparse.Action):
     """A flag that cannot be used."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        _end(f"{self.option_strings[0]}: {(self.help or '').replace('%%', '%')}")
+        _exit(f"{self.option_strings[0]}: {(self.help or '').replace('%%', '%')}")
 
 
 def add(parser: argparse.ArgumentParser, *, why_not: str = "") -> None:
@@ -57,53 +57,53 @@ def add(parser: argparse.ArgumentParser, *, why_not: str = "") -> None:
         common.add(group, lambda name: [f"--rfork-{name}"], NOT_FLAGS)
         return
     for name, _ in common.fields(NOT_FLAGS):
-        told = why_not.replace("%", "%%")
-        group.add_argument(_flag(name), nargs="?", action=_Because, dest=argparse.SUPPRESS, help=told)
+        help_text = why_not.replace("%", "%%")
+        group.add_argument(_flag(name), nargs="?", action=_UnavailableFlag, dest=argparse.SUPPRESS, help=help_text)
 
 
-def take(given: argparse.Namespace) -> None:
+def apply_flags(arguments: argparse.Namespace) -> None:
     """Put what was given where the server's processes look, and check all of it, before any of them starts.
 
     Ends the launch with exit code 2 and one line where something is wrong.
     """
-    flags = common.given(given, NOT_FLAGS)
-    if flags and given.load_format not in ("auto", LOAD_FORMAT):
-        _end(f"--rfork-* goes with --load-format {LOAD_FORMAT}, not with {given.load_format}")
-    if not flags and given.load_format != LOAD_FORMAT:
+    flags = common.to_environment(arguments, NOT_FLAGS)
+    if flags and arguments.load_format not in ("auto", LOAD_FORMAT):
+        _exit(f"--rfork-* goes with --load-format {LOAD_FORMAT}, not with {arguments.load_format}")
+    if not flags and arguments.load_format != LOAD_FORMAT:
         if os.environ.get(variable("planner")):
             log.warning(
                 "RFORK_PLANNER is set, but the load format is %s: rfork does nothing; give --load-format %s",
-                given.load_format,
+                arguments.load_format,
                 LOAD_FORMAT,
             )
         return
-    given.load_format = LOAD_FORMAT
+    arguments.load_format = LOAD_FORMAT
     os.environ.update(flags)
     os.environ.setdefault(variable("replica"), f"sglang-{uuid4().hex[:12]}")
     try:
-        settings = options.load(Settings)
+        settings = options.load(InstanceSettings)
         settings.tls  # noqa: B018  # its files are settings, too
     except SettingsError as error:
-        _end(_by_flag(str(error), flags))
-    if why := refusal(vars(given)) or _foreign(str(given.model_path)):
-        _end(why)
-    if moved := points.moved((*points.LAUNCHING, *points.SCHEDULING)):
-        _end(points.told(moved))
+        _exit(_rename_to_flag(str(error), flags))
+    if why := unsupported_reason(vars(arguments)) or _non_rfork_loader(str(arguments.model_path)):
+        _exit(why)
+    if moved := hook_targets.find_incompatible((*hook_targets.LAUNCHING, *hook_targets.SCHEDULING)):
+        _exit(hook_targets.format_incompatibility(moved))
     if settings.planner is not None:
-        from rfork.engines.sglang import leaving
+        from rfork.engines.sglang import drain_on_sigterm
 
-        leaving.install(settings)
+        drain_on_sigterm.install(settings)
 
 
-def refusal(given: Mapping[str, Value]) -> str | None:
+def unsupported_reason(arguments: Mapping[str, Value]) -> str | None:
     """Why a server that is told this cannot be forked; None where it can."""
     for name, off in UNSUPPORTED.items():
-        if (value := given.get(name, off)) != off and (value or off):
+        if (value := arguments.get(name, off)) != off and (value or off):
             return f"--{name.replace('_', '-')} does not go with --load-format {LOAD_FORMAT}"
     return None
 
 
-def _foreign(model: str) -> str | None:
+def _non_rfork_loader(model: str) -> str | None:
     """Why SGLang would not ask the load format that it is given for such a model."""
     from sglang.srt.utils.common import is_remote_url
     from sglang.srt.utils.hf_transformers_utils import check_gguf_file
@@ -120,7 +120,7 @@ def _flag(name: str) -> str:
     return f"--rfork-{name.replace('_', '-')}"
 
 
-def _by_flag(message: str, flags: Mapping[str, str]) -> str:
+def _rename_to_flag(message: str, flags: Mapping[str, str]) -> str:
     """The message, under the name that the user gave the option by."""
     named, colon, rest = message.partition(":")
     for name, _ in common.fields(NOT_FLAGS):
@@ -129,6 +129,6 @@ def _by_flag(message: str, flags: Mapping[str, str]) -> str:
     return message
 
 
-def _end(why: str) -> NoReturn:
+def _exit(why: str) -> NoReturn:
     sys.stderr.write(f"sglang: error: {why}\n")
     raise SystemExit(2)

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from rfork.engines.instance import instance_of
-from rfork.engines.sglang import points
-from rfork.engines.sglang.updating import Updates
-from rfork.engines.wrapping import after, before
+from rfork.engines.monkeypatch import call_after, call_before
+from rfork.engines.served_model import served_model
+from rfork.engines.sglang import hook_targets
+from rfork.engines.sglang.weight_updates import WeightUpdateHooks
 from rfork.errors import EngineMismatch, RforkError
 from rfork.logs import logger
 
@@ -25,42 +25,42 @@ if TYPE_CHECKING:
 
 log = logger(__name__)
 
-LEAVE_S = 10.0
+EXIT_TIMEOUT_S = 10.0
 """Most seconds that readers have to finish, once the server has asked its schedulers to end: it kills them
 after 15."""
-BEGAN = "rfork_began"
+STARTED_ATTR = "rfork_began"
 
 
 @cache
 def install() -> None:
     """Hook this process's SGLang. Again is harmless. Raises EngineMismatch where it is not as known."""
-    if moved := points.moved(points.SCHEDULING):
-        raise EngineMismatch(points.told(moved), hint="install a version of SGLang that was tested")
-    updates = Updates()
-    for request in points.REQUESTS:
-        points.hook(request, updates.request)
+    if moved := hook_targets.find_incompatible(hook_targets.SCHEDULING):
+        raise EngineMismatch(
+            hook_targets.format_incompatibility(moved), hint="install a version of SGLang that was tested"
+        )
+    updates = WeightUpdateHooks()
+    for request in hook_targets.REQUESTS:
+        hook_targets.hook(request, updates.request)
     for point, wrapper in (
-        (points.FROM_DISK, updates.from_disk),
-        (points.FROM_IPC, updates.from_ipc),
-        (points.FROM_TENSOR, updates.within),
-        (points.FROM_DISTRIBUTED, updates.within),
-        (points.BEGIN_UPDATE, updates.begin),
-        (points.END_UPDATE, updates.end),
-        (points.RELEASE_MEMORY, updates.release),
-        (points.RESUME_MEMORY, after(updates.resume)),
-        (points.RUN_BATCH, _run_batch),
-        (points.PROCESS_RESULT, before(_process_result)),
-        (points.RUN_LOOP, before(_settle)),
-        (points.RELEASE_HOST, before(_leave)),
+        (hook_targets.FROM_DISK, updates.from_disk),
+        (hook_targets.FROM_IPC, updates.from_ipc),
+        (hook_targets.FROM_TENSOR, updates.within),
+        (hook_targets.FROM_DISTRIBUTED, updates.within),
+        (hook_targets.BEGIN_UPDATE, updates.begin),
+        (hook_targets.END_UPDATE, updates.end),
+        (hook_targets.RELEASE_MEMORY, updates.release),
+        (hook_targets.RESUME_MEMORY, call_after(updates.resume)),
+        (hook_targets.RUN_BATCH, _run_batch),
+        (hook_targets.PROCESS_RESULT, call_before(_process_result)),
+        (hook_targets.RUN_LOOP, call_before(_on_ready)),
+        (hook_targets.RELEASE_HOST, call_before(_on_exit)),
     ):
-        points.hook(point, wrapper)
+        hook_targets.hook(point, wrapper)
 
 
-def _run_batch(
-    run: Callable[..., Any], scheduler: Scheduler, batch: ScheduleBatch, *more: Any, **named: Any
-) -> Any:
+def _run_batch(run: Callable[..., Any], scheduler: Scheduler, batch: ScheduleBatch, *more: Any, **named: Any) -> Any:
     """Decode steps are units of work that are alike. In overlap mode they end when their result is taken."""
-    instance = instance_of(scheduler.tp_worker.model_runner.model)
+    instance = served_model(scheduler.tp_worker.model_runner.model)
     if instance is None or not (batch.forward_mode.is_decode() or _never_decodes(scheduler)):
         return run(scheduler, batch, *more, **named)
     if not scheduler.enable_overlap:
@@ -68,47 +68,47 @@ def _run_batch(
             return run(scheduler, batch, *more, **named)
     began = time.monotonic()
     result = run(scheduler, batch, *more, **named)
-    setattr(result, BEGAN, began)
+    setattr(result, STARTED_ATTR, began)
     return result
 
 
 def _process_result(scheduler: Scheduler, batch: ScheduleBatch, result: Any) -> None:
-    began = getattr(result, BEGAN, None)
+    began = getattr(result, STARTED_ATTR, None)
     if began is None:
         return
     event = getattr(result, "copy_done", None)
     if event is not None:
         event.synchronize()  # as SGLang does next: it is what tells that the step has ended
-    instance = instance_of(scheduler.tp_worker.model_runner.model)
+    instance = served_model(scheduler.tp_worker.model_runner.model)
     if instance is not None:
-        instance.seed.observe(time.monotonic() - began)
+        instance.seed.record_step_latency(time.monotonic() - began)
 
 
-def _settle(scheduler: Scheduler) -> None:
+def _on_ready(scheduler: Scheduler) -> None:
     """SGLang is ready to serve. Where it has put other tensors into a model since, those are given now."""
     for _, model in _runners(scheduler):
-        if (instance := instance_of(model)) is None:
+        if (instance := served_model(model)) is None:
             continue
         try:
-            image = instance.captured()
+            image = instance.recapture()
         except RforkError as error:
             log.info("what was loaded is given; what the engine made of it cannot be", because=str(error))
             continue
-        given = instance.seed.image
-        if difference := given.layout.first_difference(image.layout):
+        served_image = instance.seed.image
+        if difference := served_image.layout.first_difference(image.layout):
             # LoRA's layers and the like, around the very weights that were loaded.
             log.info("what was loaded is given, not what the engine made of it", difference=difference)
-        elif not given.same_memory(image):
+        elif not served_image.shares_memory_with(image):
             log.info("the engine put other tensors into the model: those are given from now on")
             instance.renew()
 
 
-def _leave(scheduler: Scheduler) -> None:
+def _on_exit(scheduler: Scheduler) -> None:
     """The server drains no more requests, and ends."""
     for _, model in _runners(scheduler):
-        instance = instance_of(model)
+        instance = served_model(model)
         if instance is not None:
-            instance.close(min(instance.seed.settings.drain_s, LEAVE_S))
+            instance.close(min(instance.seed.settings.drain_s, EXIT_TIMEOUT_S))
 
 
 def _never_decodes(scheduler: Scheduler) -> bool:

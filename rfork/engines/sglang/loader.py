@@ -11,12 +11,12 @@ from sglang.srt.model_loader.loader import BaseModelLoader
 from torch import nn
 
 from rfork import settings as options
-from rfork.engines.bring_up import bring_up
-from rfork.engines.sglang import refusing
-from rfork.engines.sglang.ranks import capped, subject_of
+from rfork.engines.load_or_fork import load_or_fork
+from rfork.engines.sglang import unsupported
+from rfork.engines.sglang.ranks import cap_deadline, subject_of
 from rfork.errors import CheckpointError, ModelError, RforkError
 from rfork.logs import logger
-from rfork.settings import Settings
+from rfork.settings import InstanceSettings
 
 if TYPE_CHECKING:
     from sglang.srt.configs.device_config import DeviceConfig
@@ -36,12 +36,12 @@ class RforkLoader(BaseModelLoader):  # type: ignore[misc]  # SGLang has no types
         _own_loader(_without_rfork(self.load_config, model_config), model_config).download_model(model_config)
 
     def load_model(self, *, model_config: ModelConfig, device_config: DeviceConfig) -> nn.Module:
-        """The model with its weights; it is a seed from then on. Raises as `bring_up`."""
+        """The model with its weights; it is a seed from then on. Raises as `load_or_fork`."""
         try:
-            settings = capped(options.load(Settings))
+            settings = cap_deadline(options.load(InstanceSettings))
             own = _without_rfork(self.load_config, model_config)
-            return bring_up(
-                SglangModel(own, model_config, device_config, refusing.reason(model_config)),
+            return load_or_fork(
+                SglangEngine(own, model_config, device_config, unsupported.unsupported_config(model_config)),
                 lambda: subject_of(model_config, self.load_config, device_config, settings),
                 settings,
             )
@@ -51,8 +51,8 @@ class RforkLoader(BaseModelLoader):  # type: ignore[misc]  # SGLang has no types
             raise
 
 
-class SglangModel:
-    """How SGLang makes one model: `rfork.engines.bring_up.Engine`."""
+class SglangEngine:
+    """How SGLang makes one model: `rfork.engines.load_or_fork.EngineAdapter`."""
 
     def __init__(
         self,
@@ -76,16 +76,14 @@ class SglangModel:
         if self._refusal is not None:
             raise ModelError(self._refusal)
         loader = _own_loader(self._config, self._model_config)
-        if not isinstance(loader, own.DefaultModelLoader) or getattr(
-            self._model_config, "modelopt_quant", None
-        ):
+        if not isinstance(loader, own.DefaultModelLoader) or getattr(self._model_config, "modelopt_quant", None):
             raise ModelError(f"models of {type(loader).__name__} cannot be made without their weights")
-        _forget()
+        _clear_shared_caches()
         quantization = own._get_quantization_config(self._model_config, self._config)
         with own.set_default_torch_dtype(self._model_config.dtype):
             with self._device:
                 model = own._initialize_model(self._model_config, self._config, quantization)
-            if why := refusing.in_model(model):
+            if why := unsupported.unsupported_model(model):
                 raise ModelError(why)
             if quantization is not None:
                 initialize_dummy_weights(model)  # quantisation looks at the numbers: they must be finite
@@ -95,16 +93,14 @@ class SglangModel:
                 if not _quantized_before(module):
                     with own.device_loading_context(module, self._device):
                         method.process_weights_after_loading(module)
-        return self._whole(model.eval())
+        return self._is_complete(model.eval())
 
     def load(self) -> nn.Module:
         """A model by SGLang's own loader. Raises CheckpointError where it has no files to load."""
         self.check()
-        _forget()
+        _clear_shared_caches()
         loader = _own_loader(self._config, self._model_config)
-        return self._whole(
-            loader.load_model(model_config=self._model_config, device_config=self._device_config)
-        )
+        return self._is_complete(loader.load_model(model_config=self._model_config, device_config=self._device_config))
 
     def check(self) -> None:
         """Raises CheckpointError for a folder in which nothing is that SGLang could load."""
@@ -112,7 +108,7 @@ class SglangModel:
         if folder.is_dir() and not any(file for pattern in WEIGHT_FILES for file in folder.glob(pattern)):
             raise CheckpointError(f"{folder} holds no weights", hint="start a seed, or add the weight files")
 
-    def _whole(self, model: nn.Module) -> nn.Module:
+    def _is_complete(self, model: nn.Module) -> nn.Module:
         """With rotary tables as long as SGLang wants them: it would put others in their place later."""
         from sglang.srt.utils.common import reserve_rope_cache_for_long_sequences
 
@@ -141,7 +137,7 @@ def _quantized_before(module: nn.Module) -> bool:
     return bool(quantized and quantized())
 
 
-def _forget() -> None:
+def _clear_shared_caches() -> None:
     """Rotary tables are shared by all models of a process: one that is filled must not be another's."""
     from sglang.srt.layers.rotary_embedding.factory import _ROPE_DICT
 

@@ -11,8 +11,8 @@ import logging
 from functools import cache
 from typing import TYPE_CHECKING
 
-from rfork.commands import LOAD_FORMAT
-from rfork.engines.sglang import points
+from rfork.engine_command import LOAD_FORMAT
+from rfork.engines.sglang import hook_targets
 
 if TYPE_CHECKING:
     import argparse
@@ -31,19 +31,19 @@ def register() -> None:
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    moved = points.moved(points.EARLY)
+    moved = hook_targets.find_incompatible(hook_targets.EARLY)
     if moved:
-        log.error("rfork is off: %s", points.told(moved))
-        if not any(point.path == points.ADD_CLI_ARGS for point, _ in moved):
-            HookRegistry.register(points.ADD_CLI_ARGS, _refuse_flags, HookType.AFTER)
+        log.error("rfork is off: %s", hook_targets.format_incompatibility(moved))
+        if not any(point.path == hook_targets.ADD_CLI_ARGS for point, _ in moved):
+            HookRegistry.register(hook_targets.ADD_CLI_ARGS, _refuse_flags, HookType.AFTER)
         return
     from sglang.srt.arg_groups.choices import LOAD_FORMAT_CHOICES, add_load_format_choices
 
     if LOAD_FORMAT not in LOAD_FORMAT_CHOICES:
         add_load_format_choices([LOAD_FORMAT])
-    HookRegistry.register(points.ADD_CLI_ARGS, _add_flags, HookType.AFTER)
-    HookRegistry.register(points.FROM_CLI_ARGS, _take_flags, HookType.BEFORE)
-    HookRegistry.register(points.VERIFY_LOAD_FORMAT, _make_loader, HookType.BEFORE)
+    HookRegistry.register(hook_targets.ADD_CLI_ARGS, _add_flags, HookType.AFTER)
+    HookRegistry.register(hook_targets.FROM_CLI_ARGS, _apply_flags, HookType.BEFORE)
+    HookRegistry.register(hook_targets.VERIFY_LOAD_FORMAT, _make_loader, HookType.BEFORE)
 
 
 def _add_flags(_: None, parser: argparse.ArgumentParser) -> None:
@@ -55,13 +55,16 @@ def _add_flags(_: None, parser: argparse.ArgumentParser) -> None:
 def _refuse_flags(_: None, parser: argparse.ArgumentParser) -> None:
     from rfork.engines.sglang import flags
 
-    flags.add(parser, why_not=points.told(points.moved(points.EARLY)))
+    flags.add(
+        parser,
+        why_not=hook_targets.format_incompatibility(hook_targets.find_incompatible(hook_targets.EARLY)),
+    )
 
 
-def _take_flags(_: type, given: argparse.Namespace) -> None:
+def _apply_flags(_: type, arguments: argparse.Namespace) -> None:
     from rfork.engines.sglang import flags
 
-    flags.take(given)
+    flags.apply_flags(arguments)
 
 
 def _make_loader(config: LoadConfig) -> None:

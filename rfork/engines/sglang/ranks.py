@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rfork.engines.bring_up import Subject
-from rfork.engines.naming import meeting_name
-from rfork.engines.sglang import configuration, refusing
+from rfork.engines.load_or_fork import ModelIdentity
+from rfork.engines.model_name import canonical_model_name
+from rfork.engines.sglang import compat, unsupported
 from rfork.logs import logger
-from rfork.settings import Settings
-from rfork.wire import Rank
+from rfork.schema import Rank
+from rfork.settings import InstanceSettings
 
 if TYPE_CHECKING:
     from sglang.srt.configs.device_config import DeviceConfig
@@ -25,8 +25,11 @@ PACKAGES = ("sglang",)
 
 
 def subject_of(
-    model_config: ModelConfig, load_config: LoadConfig, device_config: DeviceConfig, settings: Settings
-) -> Subject:
+    model_config: ModelConfig,
+    load_config: LoadConfig,
+    device_config: DeviceConfig,
+    settings: InstanceSettings,
+) -> ModelIdentity:
     """What this process's model is called, its rank, and what must be equal on both sides of a fork."""
     from sglang.srt.runtime_context import get_model, get_serving
 
@@ -34,36 +37,36 @@ def subject_of(
     served = None if model_config.is_draft_model else get_serving().served_model_name
     if served == get_model().model_path:
         served = None
-    name = settings.model or served or meeting_name(path)
-    if (place := load_config.draft_model_idx) is not None:
-        name = f"{name}#{place}"  # several drafts in one process, each of another layer
-    return Subject(
+    name = settings.model or served or canonical_model_name(path)
+    if (draft_index := load_config.draft_model_idx) is not None:
+        name = f"{name}#{draft_index}"  # several drafts in one process, each of another layer
+    return ModelIdentity(
         name,
         _rank(draft=model_config.is_draft_model),
         _facts(model_config, device_config),
         PACKAGES,
-        refusing.SCRATCH,
+        unsupported.SCRATCH,
         path,
         revision,
     )
 
 
-def capped(settings: Settings) -> Settings:
+def cap_deadline(settings: InstanceSettings) -> InstanceSettings:
     """With a deadline well before the other ranks of the server give up on one that is loading.
 
     Half of what they wait: where a fork fails at its deadline, SGLang's own loader needs time as well.
     """
     from sglang.srt.model_executor.model_runner_components import load_model_utils
 
-    most_s = load_model_utils.UNBALANCED_MODEL_LOADING_TIMEOUT_S / 2
-    if settings.deadline_s <= most_s:
+    max_deadline_s = load_model_utils.UNBALANCED_MODEL_LOADING_TIMEOUT_S / 2
+    if settings.deadline_s <= max_deadline_s:
         return settings
     log.info(
         "the deadline is shorter than was set: ranks wait for one another",
-        deadline_s=most_s,
+        deadline_s=max_deadline_s,
         set_s=settings.deadline_s,
     )
-    return settings.model_copy(update={"deadline_s": most_s})
+    return settings.model_copy(update={"deadline_s": max_deadline_s})
 
 
 def _rank(*, draft: bool) -> Rank:
@@ -92,12 +95,11 @@ def _facts(model_config: ModelConfig, device_config: DeviceConfig) -> tuple[str,
         f"device {_device(torch.device(device_config.device))}",
         f"dtype {str(model_config.dtype).removeprefix('torch.')}",
         f"quantization {model_config.quantization or 'none'}",
-        f"parallel attention tp {parallel.attn_tp_size} cp {parallel.attn_cp_size}, "
-        f"experts dp {parallel.moe_dp_size}",
+        f"parallel attention tp {parallel.attn_tp_size} cp {parallel.attn_cp_size}, experts dp {parallel.moe_dp_size}",
         f"experts {exec_.moe.init_expert_location}, {exec_.moe.ep_num_redundant_experts} redundant, "
         f"by {exec_.moe.moe_runner_backend}",
         f"attention {exec_.kernel.attention_backend}",
-        *configuration.facts(model_config),
+        *compat.facts(model_config),
     )
 
 

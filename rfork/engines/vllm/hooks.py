@@ -13,10 +13,10 @@ from typing import Any, Final, Protocol
 
 from torch import nn
 
-from rfork.engines.own_version import version_of_reload
-from rfork.engines.vllm.care import Care, care_of
-from rfork.engines.vllm.facts import loads_from
-from rfork.engines.wrapping import wrap
+from rfork.engines.monkeypatch import patch_method
+from rfork.engines.version_selection import version_of_reload
+from rfork.engines.vllm.compat import loads_from
+from rfork.engines.vllm.weight_lifecycle import WeightLifecycle, lifecycle_of
 
 TARGET: Final = "rfork_target"
 """Of a worker: the care of its model, once it has worked."""
@@ -43,17 +43,17 @@ Method = Callable[..., object]
 def install(worker_class: type) -> None:
     """Wrap the methods of vLLM's worker class. Again is harmless."""
     for name, wrapper in WRAPPERS.items():
-        wrap(worker_class, name, wrapper)
+        patch_method(worker_class, name, wrapper)
 
 
-def _cares(worker: Worker) -> list[Care]:
+def _lifecycles(worker: Worker) -> list[WeightLifecycle]:
     """Of the model and its draft; none before they are loaded."""
     if getattr(worker, "model_runner", None) is None:
         return []
-    found: list[Care] = []
+    found: list[WeightLifecycle] = []
     for get in (worker.get_model, worker.get_draft_model):
         with contextlib.suppress(AttributeError):  # of a runner that has no model, or never has a draft
-            if (care := care_of(get())) is not None:
+            if (care := lifecycle_of(get())) is not None:
                 found.append(care)
     return found
 
@@ -63,7 +63,7 @@ def _execute_model(method: Method, worker: Worker, *args: object, **named: objec
     try:
         care = state[TARGET]
     except KeyError:
-        care = state[TARGET] = care_of(worker.get_model())
+        care = state[TARGET] = lifecycle_of(worker.get_model())
     if care is None:
         return method(worker, *args, **named)
     with care.instance.serving():
@@ -77,7 +77,7 @@ def _sleep(method: Method, worker: Worker, level: int = 1) -> object:
 
 def _wake_up(method: Method, worker: Worker, tags: list[str] | None = None) -> object:
     with contextlib.ExitStack() as stack:
-        for care in _cares(worker) if tags is None or "weights" in tags else []:
+        for care in _lifecycles(worker) if tags is None or "weights" in tags else []:
             stack.enter_context(care.waking())
         return method(worker, tags)
 
@@ -90,20 +90,20 @@ def _discard(method: Method, worker: Worker, tags: tuple[str, ...]) -> object:
 @contextlib.contextmanager
 def _sleeping(worker: Worker, kept: bool) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
-        for care in _cares(worker):
+        for care in _lifecycles(worker):
             stack.enter_context(care.sleeping(kept))
         yield
 
 
 def _reset(method: Method, worker: Worker) -> object:
-    if (care := _of_target(worker)) is not None:
-        care.lose()
+    if (care := _main_lifecycle(worker)) is not None:
+        care.mark_lost()
     return method(worker)
 
 
 def _reload(method: Method, worker: Worker, *args: Any, **named: Any) -> object:
     """Update the model (not its draft) from files, or from tensors that the caller has."""
-    care = _of_target(worker)
+    care = _main_lifecycle(worker)
     if care is None:
         return method(worker, *args, **named)
     with care.updating(_version_of_reload(worker, *args, **named)):
@@ -126,14 +126,14 @@ def _version_of_reload(
 
 
 def _start(method: Method, worker: Worker) -> object:
-    return _begin(method, worker, _of_target(worker))
+    return _begin(method, worker, _main_lifecycle(worker))
 
 
 def _start_draft(method: Method, worker: Worker) -> object:
-    return _begin(method, worker, care_of(worker.get_draft_model()))
+    return _begin(method, worker, lifecycle_of(worker.get_draft_model()))
 
 
-def _begin(method: Method, worker: Worker, care: Care | None) -> object:
+def _begin(method: Method, worker: Worker, care: WeightLifecycle | None) -> object:
     if care is None:
         return method(worker)
     if getattr(worker, "_weight_update_active", False):
@@ -171,20 +171,20 @@ def _finish(method: Method, worker: Worker) -> object:
 
 
 def _shutdown(method: Method, worker: Worker) -> object:
-    for care in _cares(worker):
+    for care in _lifecycles(worker):
         care.close()
     return method(worker)
 
 
-def _of_target(worker: Worker) -> Care | None:
-    return care_of(worker.get_model())
+def _main_lifecycle(worker: Worker) -> WeightLifecycle | None:
+    return lifecycle_of(worker.get_model())
 
 
-def _updated(worker: Worker) -> Care | None:
+def _updated(worker: Worker) -> WeightLifecycle | None:
     """The care of the model that the update under way is of."""
     if getattr(worker, "_weight_update_is_draft", False):
-        return care_of(worker.get_draft_model())
-    return _of_target(worker)
+        return lifecycle_of(worker.get_draft_model())
+    return _main_lifecycle(worker)
 
 
 WRAPPERS: Final[dict[str, Method]] = {

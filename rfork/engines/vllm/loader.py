@@ -14,56 +14,58 @@ from vllm import __version__, envs
 from vllm.config import LoadConfig, ModelConfig, VllmConfig
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-from rfork.engines.vllm import points
+from rfork.engines.vllm import hook_targets
 from rfork.errors import ForkFailed
 
 if TYPE_CHECKING:
-    from rfork.settings import Settings
+    from rfork.settings import InstanceSettings
 
 
 class RforkModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM has no types
     """See the module. Raises EngineMismatch where this vLLM is another, SettingsError for bad options."""
 
     def __init__(self, load_config: LoadConfig) -> None:
-        from rfork.engines.vllm.options import in_time, log_as_vllm, settings_of  # registering costs less
+        from rfork.engines.vllm.options import (  # registering costs less
+            attach_log_handler,
+            cap_deadline,
+            settings_of,
+        )
 
         super().__init__(load_config)
-        points.check(__version__)
-        self.settings: Settings = in_time(settings_of(load_config), envs.VLLM_ENGINE_READY_TIMEOUT_S)
-        log_as_vllm(self.settings.log_level)
+        hook_targets.check(__version__)
+        self.settings: InstanceSettings = cap_deadline(settings_of(load_config), envs.VLLM_ENGINE_READY_TIMEOUT_S)
+        attach_log_handler(self.settings.log_level)
 
     def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> nn.Module:
         """The model with its weights, ready to serve; vLLM calls it once for each model in the process."""
         # Only here, in a process that loads: the plug-in is imported in all of vLLM's.
-        from rfork.engines.bring_up import bring_up
-        from rfork.engines.instance import instance_of
-        from rfork.engines.vllm import refusing
-        from rfork.engines.vllm.building import VllmEngine, keep_weights_on_cpu
-        from rfork.engines.vllm.care import look_after
+        from rfork.engines.load_or_fork import load_or_fork
+        from rfork.engines.served_model import served_model
+        from rfork.engines.vllm import unsupported
         from rfork.engines.vllm.hooks import install
+        from rfork.engines.vllm.model_builder import VllmEngine, keep_weights_on_cpu
         from rfork.engines.vllm.ranks import subject_of
+        from rfork.engines.vllm.weight_lifecycle import attach_lifecycle
         from rfork.logs import logger
 
         engine = VllmEngine(self.load_config, vllm_config, model_config, prefix)
-        if why := refusing.reason(vllm_config, model_config):
-            if self.settings.required:
+        if why := unsupported.unsupported_config(vllm_config, model_config):
+            if self.settings.fail_if_not_forked:
                 raise ForkFailed(f"this server cannot be forked: {why}", hint="unset RFORK_REQUIRED")
-            logger(__name__).warning(
-                "not forked, and not a seed: vLLM loads its weights by itself", because=why
-            )
+            logger(__name__).warning("not forked, and not a seed: vLLM loads its weights by itself", because=why)
             return engine.load()
         install(worker_class())
         forks = self.settings.planner is not None or self.settings.snapshot is not None
         if forks and torch.device(vllm_config.device_config.device).type == "cpu":
             keep_weights_on_cpu()
-        module = bring_up(
+        module = load_or_fork(
             engine,
             lambda: subject_of(vllm_config, model_config, self.settings),
             self.settings,
             engine.rebuild,
         )
-        if (instance := instance_of(module)) is not None:
-            look_after(module, instance)
+        if (instance := served_model(module)) is not None:
+            attach_lifecycle(module, instance)
         return module
 
     def download_model(self, model_config: ModelConfig) -> None:
@@ -74,14 +76,12 @@ class RforkModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM has no ty
         """From the checkpoint, into a model that was not processed yet."""
         self._default().load_weights(model, model_config)
 
-    def get_all_weights(
-        self, model_config: ModelConfig, model: nn.Module
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    def get_all_weights(self, model_config: ModelConfig, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """The checkpoint's tensors: what vLLM reloads weights in place from."""
         yield from self._default().get_all_weights(model_config, model)
 
     def _default(self) -> BaseModelLoader:
-        from rfork.engines.vllm.building import default_loader
+        from rfork.engines.vllm.model_builder import default_loader
 
         return default_loader(self.load_config)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rfork import settings as options
 from rfork.errors import SettingsError
 from rfork.logs import logger
-from rfork.settings import Settings
+from rfork.settings import InstanceSettings
 
 if TYPE_CHECKING:
     from vllm.config import LoadConfig
@@ -17,34 +17,34 @@ if TYPE_CHECKING:
 log = logger(__name__)
 
 
-def settings_of(load_config: LoadConfig) -> Settings:
+def settings_of(load_config: LoadConfig) -> InstanceSettings:
     """The environment's settings under those of the load configuration. Raises SettingsError, one line."""
     extra = load_config.model_loader_extra_config or {}
     if not isinstance(extra, dict):
         raise SettingsError("--model-loader-extra-config is not a JSON object of rfork's settings")
-    if unknown := sorted(extra.keys() - Settings.model_fields.keys()):
-        near = get_close_matches(unknown[0], Settings.model_fields, 1)
+    if unknown := sorted(extra.keys() - InstanceSettings.model_fields.keys()):
+        near = get_close_matches(unknown[0], InstanceSettings.model_fields, 1)
         raise SettingsError(
             f"--model-loader-extra-config: rfork has no setting {', '.join(map(repr, unknown))}",
             hint=f"did you mean {near[0]!r}?" if near else "its names are those of RFORK_*, in lower case",
         )
-    return options.load(Settings, **extra)
+    return options.load(InstanceSettings, **extra)
 
 
-def in_time(settings: Settings, ready_s: float) -> Settings:
+def cap_deadline(settings: InstanceSettings, ready_s: float) -> InstanceSettings:
     """A fork's deadline is half of vLLM's for its engines, at most: one that waited can still load."""
-    most_s = ready_s / 2
-    if settings.deadline_s <= most_s:
+    max_deadline_s = ready_s / 2
+    if settings.deadline_s <= max_deadline_s:
         return settings
     log.info(
         "a fork may take half of the time that vLLM gives its engines",
-        deadline_s=most_s,
+        deadline_s=max_deadline_s,
         hint="VLLM_ENGINE_READY_TIMEOUT_S is vLLM's",
     )
-    return settings.model_copy(update={"deadline_s": most_s})
+    return settings.model_copy(update={"deadline_s": max_deadline_s})
 
 
-def log_as_vllm(level: str) -> None:
+def attach_log_handler(level: str) -> None:
     """Show rfork's lines where vLLM's are, unless somebody says where they go."""
     own, vllm = logging.getLogger("rfork"), logging.getLogger("vllm")
     if not own.hasHandlers() and vllm.handlers:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import multiprocessing
 import sys
 
-from rfork.commands import LOAD_FORMAT
-from rfork.engines.vllm.front import watch_over_servers
+from rfork.engine_command import LOAD_FORMAT
+from rfork.engines.vllm.engine_manager import hook_engine_manager
 
 
 def register() -> None:
@@ -18,8 +18,8 @@ def register() -> None:
     again is harmless.
     """
     try:
-        watch_over_servers()
-        if not _only_serves():
+        hook_engine_manager()
+        if not _is_api_server():
             _register_loader()
     except Exception as error:  # vLLM has to start without rfork, whatever a new version of it moved
         from rfork.logs import logger  # of what registering takes, structlog would be most
@@ -40,7 +40,7 @@ def _register_loader() -> None:
         register_model_loader(LOAD_FORMAT)(RforkModelLoader)
 
 
-def _only_serves() -> bool:
+def _is_api_server() -> bool:
     """Whether this is the process of ``vllm serve`` itself, which has others load: it is spared seconds."""
     return (
         multiprocessing.parent_process() is None

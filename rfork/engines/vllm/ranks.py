@@ -14,25 +14,25 @@ from vllm import __version__, envs
 from vllm.config import ModelConfig, VllmConfig
 from vllm.distributed import parallel_state
 
-from rfork.engines.bring_up import Subject
-from rfork.engines.vllm.facts import NO_WEIGHTS, configuration, kernels, loads_from
-from rfork.engines.vllm.naming import model_name
-from rfork.settings import Settings
-from rfork.wire import Rank
+from rfork.engines.load_or_fork import ModelIdentity
+from rfork.engines.vllm.compat import NON_WEIGHT_PATTERNS, configuration, kernels, loads_from
+from rfork.engines.vllm.model_name import model_name
+from rfork.schema import Rank
+from rfork.settings import InstanceSettings
 
 PACKAGES: Final = ("vllm",)
 
 
-def subject_of(vllm_config: VllmConfig, model_config: ModelConfig, settings: Settings) -> Subject:
+def subject_of(vllm_config: VllmConfig, model_config: ModelConfig, settings: InstanceSettings) -> ModelIdentity:
     """What this worker brings up with these two configurations."""
     draft = is_draft(vllm_config, model_config)
     files, revision = loads_from(model_config)
-    return Subject(
+    return ModelIdentity(
         model=model_name(model_config.model, settings.model, draft),
         rank=rank_of(vllm_config, model_config, draft),
         facts=facts_of(vllm_config, model_config),
         packages=PACKAGES,
-        exclude=NO_WEIGHTS,
+        exclude=NON_WEIGHT_PATTERNS,
         files=files,
         revision=revision,
     )
@@ -65,11 +65,11 @@ def rank_of(vllm_config: VllmConfig, model_config: ModelConfig, draft: bool) -> 
 
 
 def facts_of(vllm_config: VllmConfig, model_config: ModelConfig) -> tuple[str, ...]:
-    """What gives the bytes of a model their meaning beside its shapes; see `rfork.image.marks`."""
+    """What gives the bytes of a model their meaning beside its shapes; see `rfork.image.compat_tags`."""
     parallel = vllm_config.parallel_config
     facts = [
         f"engine vllm {__version__.partition('+')[0]}",
-        f"device {device_kind(vllm_config)}",
+        f"device {device_type(vllm_config)}",
         f"dtype {str(model_config.dtype).removeprefix('torch.')}",
         f"quantisation {quantisation(model_config)}",
         f"kv_cache {vllm_config.cache_config.cache_dtype}",
@@ -83,7 +83,7 @@ def facts_of(vllm_config: VllmConfig, model_config: ModelConfig) -> tuple[str, .
     return tuple(facts)
 
 
-def device_kind(vllm_config: VllmConfig) -> str:
+def device_type(vllm_config: VllmConfig) -> str:
     """``cpu``, or the kind of GPU: ``sm_90``."""
     device = torch.device(vllm_config.device_config.device)
     if device.type != "cuda":
@@ -96,9 +96,9 @@ def quantisation(model_config: ModelConfig) -> str:
     """The method, and a digest of how it is configured."""
     if model_config.quantization is None:
         return "none"
-    told: list[Any] = [
+    facts: list[Any] = [
         getattr(model_config.hf_config, "quantization_config", None),
         getattr(model_config, "quantization_config", None),
     ]
-    digest = sha256(json.dumps(told, sort_keys=True, default=repr).encode()).hexdigest()[:12]
+    digest = sha256(json.dumps(facts, sort_keys=True, default=repr).encode()).hexdigest()[:12]
     return f"{model_config.quantization} {digest}"

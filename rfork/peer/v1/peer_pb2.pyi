@@ -309,7 +309,7 @@ class WatchProgressResponse(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     DIGESTS_FIELD_NUMBER: _builtins.int
-    DRAFT_FIELD_NUMBER: _builtins.int
+    PROVISIONAL_ID_FIELD_NUMBER: _builtins.int
     WEIGHTS_ID_FIELD_NUMBER: _builtins.int
     STORAGE_IDLE_MS_FIELD_NUMBER: _builtins.int
     STORAGE_RELAYED_FIELD_NUMBER: _builtins.int
@@ -322,7 +322,7 @@ class WatchProgressResponse(_message.Message):
     """While the source does not know its manifest: the 16-byte digest of each chunk of `chunks`, in
     their order, concatenated.
     """
-    draft: _builtins.str
+    provisional_id: _builtins.str
     """With digests: the draft that these chunks belong to. Chunks of one draft may be mixed, those of
     two may not. The part before the "-" is the origin, the id of the files that are being read.
     """
@@ -350,7 +350,7 @@ class WatchProgressResponse(_message.Message):
         generation: _builtins.int = ...,
         draining: _builtins.bool = ...,
         digests: _builtins.bytes = ...,
-        draft: _builtins.str = ...,
+        provisional_id: _builtins.str = ...,
         weights_id: _builtins.str = ...,
         storage_idle_ms: _builtins.int | None = ...,
         storage_relayed: _builtins.bool = ...,
@@ -358,7 +358,7 @@ class WatchProgressResponse(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_rate", b"_rate", "_storage_idle_ms", b"_storage_idle_ms", "rate", b"rate", "storage_idle_ms", b"storage_idle_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_rate", b"_rate", "_storage_idle_ms", b"_storage_idle_ms", "chunks", b"chunks", "digests", b"digests", "draft", b"draft", "draining", b"draining", "generation", b"generation", "rate", b"rate", "storage_idle_ms", b"storage_idle_ms", "storage_relayed", b"storage_relayed", "weights_id", b"weights_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_rate", b"_rate", "_storage_idle_ms", b"_storage_idle_ms", "chunks", b"chunks", "digests", b"digests", "draining", b"draining", "generation", b"generation", "provisional_id", b"provisional_id", "rate", b"rate", "storage_idle_ms", b"storage_idle_ms", "storage_relayed", b"storage_relayed", "weights_id", b"weights_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__rate: _TypeAlias = _typing.Literal["rate"]  # noqa: Y015
     _WhichOneofArgType__rate: _TypeAlias = _typing.Literal["_rate", b"_rate"]  # noqa: Y015
@@ -372,7 +372,7 @@ class WatchProgressResponse(_message.Message):
 Global___WatchProgressResponse: _TypeAlias = WatchProgressResponse  # noqa: Y015
 
 @_typing.final
-class ConverseRequest(_message.Message):
+class ControlStreamRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CHANNEL_ID_FIELD_NUMBER: _builtins.int
@@ -393,10 +393,10 @@ class ConverseRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ConverseRequest: _TypeAlias = ConverseRequest  # noqa: Y015
+Global___ControlStreamRequest: _TypeAlias = ControlStreamRequest  # noqa: Y015
 
 @_typing.final
-class ConverseResponse(_message.Message):
+class ControlStreamResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CONTENT_FIELD_NUMBER: _builtins.int
@@ -413,7 +413,7 @@ class ConverseResponse(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ConverseResponse: _TypeAlias = ConverseResponse  # noqa: Y015
+Global___ControlStreamResponse: _TypeAlias = ControlStreamResponse  # noqa: Y015
 
 @_typing.final
 class CloseChannelRequest(_message.Message):

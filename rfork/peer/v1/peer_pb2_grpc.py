@@ -55,10 +55,10 @@ class PeerStub:
                 request_serializer=rfork_dot_peer_dot_v1_dot_peer__pb2.WatchProgressRequest.SerializeToString,
                 response_deserializer=rfork_dot_peer_dot_v1_dot_peer__pb2.WatchProgressResponse.FromString,
                 _registered_method=True)
-        self.Converse = channel.stream_stream(
-                '/rfork.v1.Peer/Converse',
-                request_serializer=rfork_dot_peer_dot_v1_dot_peer__pb2.ConverseRequest.SerializeToString,
-                response_deserializer=rfork_dot_peer_dot_v1_dot_peer__pb2.ConverseResponse.FromString,
+        self.ControlStream = channel.stream_stream(
+                '/rfork.v1.Peer/ControlStream',
+                request_serializer=rfork_dot_peer_dot_v1_dot_peer__pb2.ControlStreamRequest.SerializeToString,
+                response_deserializer=rfork_dot_peer_dot_v1_dot_peer__pb2.ControlStreamResponse.FromString,
                 _registered_method=True)
         self.CloseChannel = channel.unary_unary(
                 '/rfork.v1.Peer/CloseChannel',
@@ -101,7 +101,7 @@ class PeerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Converse(self, request_iterator, context):
+    def ControlStream(self, request_iterator, context):
         """Messages between a channel's reader and what gives it the bytes, both ways and in order: what the two
         have to agree on while bytes move, by a transport that needs that. The first message names the channel.
         Ends with the channel, or when either side has said all.
@@ -135,10 +135,10 @@ def add_PeerServicer_to_server(servicer, server):
                     request_deserializer=rfork_dot_peer_dot_v1_dot_peer__pb2.WatchProgressRequest.FromString,
                     response_serializer=rfork_dot_peer_dot_v1_dot_peer__pb2.WatchProgressResponse.SerializeToString,
             ),
-            'Converse': grpc.stream_stream_rpc_method_handler(
-                    servicer.Converse,
-                    request_deserializer=rfork_dot_peer_dot_v1_dot_peer__pb2.ConverseRequest.FromString,
-                    response_serializer=rfork_dot_peer_dot_v1_dot_peer__pb2.ConverseResponse.SerializeToString,
+            'ControlStream': grpc.stream_stream_rpc_method_handler(
+                    servicer.ControlStream,
+                    request_deserializer=rfork_dot_peer_dot_v1_dot_peer__pb2.ControlStreamRequest.FromString,
+                    response_serializer=rfork_dot_peer_dot_v1_dot_peer__pb2.ControlStreamResponse.SerializeToString,
             ),
             'CloseChannel': grpc.unary_unary_rpc_method_handler(
                     servicer.CloseChannel,
@@ -244,7 +244,7 @@ class Peer:
             _registered_method=True)
 
     @staticmethod
-    def Converse(request_iterator,
+    def ControlStream(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -257,9 +257,9 @@ class Peer:
         return grpc.experimental.stream_stream(
             request_iterator,
             target,
-            '/rfork.v1.Peer/Converse',
-            rfork_dot_peer_dot_v1_dot_peer__pb2.ConverseRequest.SerializeToString,
-            rfork_dot_peer_dot_v1_dot_peer__pb2.ConverseResponse.FromString,
+            '/rfork.v1.Peer/ControlStream',
+            rfork_dot_peer_dot_v1_dot_peer__pb2.ControlStreamRequest.SerializeToString,
+            rfork_dot_peer_dot_v1_dot_peer__pb2.ControlStreamResponse.FromString,
             options,
             channel_credentials,
             insecure,

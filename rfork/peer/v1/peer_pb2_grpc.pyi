@@ -53,7 +53,7 @@ class PeerStub:
     every keep_alive_ms. The stream ends when the channel is closed, with ABORTED when chunks that
     it named can no longer be read.
     """
-    Converse: _grpc.StreamStreamMultiCallable[_peer_pb2.ConverseRequest, _peer_pb2.ConverseResponse]
+    ControlStream: _grpc.StreamStreamMultiCallable[_peer_pb2.ControlStreamRequest, _peer_pb2.ControlStreamResponse]
     """Messages between a channel's reader and what gives it the bytes, both ways and in order: what the two
     have to agree on while bytes move, by a transport that needs that. The first message names the channel.
     Ends with the channel, or when either side has said all.
@@ -84,7 +84,7 @@ class PeerAsyncStub(PeerStub):
     every keep_alive_ms. The stream ends when the channel is closed, with ABORTED when chunks that
     it named can no longer be read.
     """
-    Converse: _aio.StreamStreamMultiCallable[_peer_pb2.ConverseRequest, _peer_pb2.ConverseResponse]  # type: ignore[assignment]
+    ControlStream: _aio.StreamStreamMultiCallable[_peer_pb2.ControlStreamRequest, _peer_pb2.ControlStreamResponse]  # type: ignore[assignment]
     """Messages between a channel's reader and what gives it the bytes, both ways and in order: what the two
     have to agree on while bytes move, by a transport that needs that. The first message names the channel.
     Ends with the channel, or when either side has said all.
@@ -132,11 +132,11 @@ class PeerServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
-    def Converse(
+    def ControlStream(
         self,
-        request_iterator: _MaybeAsyncIterator[_peer_pb2.ConverseRequest],
+        request_iterator: _MaybeAsyncIterator[_peer_pb2.ControlStreamRequest],
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_peer_pb2.ConverseResponse], _abc.AsyncIterator[_peer_pb2.ConverseResponse]]:
+    ) -> _typing.Union[_abc.Iterator[_peer_pb2.ControlStreamResponse], _abc.AsyncIterator[_peer_pb2.ControlStreamResponse]]:
         """Messages between a channel's reader and what gives it the bytes, both ways and in order: what the two
         have to agree on while bytes move, by a transport that needs that. The first message names the channel.
         Ends with the channel, or when either side has said all.

@@ -1,7 +1,7 @@
 """A checkpoint of safetensors files in any store, loaded into a module that exists.
 
 The last source but the caller's own loader: it needs no peer and no planner. Most checkpoints can also
-be read chunk by chunk; see `rfork.storage.checkpoints.pieces`.
+be read chunk by chunk; see `rfork.storage.checkpoints.chunked`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch import nn
 from rfork import settings as options
 from rfork.errors import CheckpointError
 from rfork.settings import StorageSettings
-from rfork.storage.formats.choice import open_checkpoint
+from rfork.storage.formats.detect import open_checkpoint
 from rfork.storage.formats.safetensors_source import SafetensorsSource
 from rfork.storage.location import Location
-from rfork.storage.modules.assignment import assign
+from rfork.storage.module_io.assignment import assign
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Checkpoint:
     uri: str
     names: frozenset[str]
     settings: StorageSettings
-    _asked: str = field(repr=False)  # with a presigned URL's query, which is a secret
+    _requested_uri: str = field(repr=False)  # with a presigned URL's query, which is a secret
 
     @classmethod
     def open(cls, uri: str | Path, settings: StorageSettings | None = None) -> Checkpoint:
@@ -41,11 +41,11 @@ class Checkpoint:
         """
         chosen = settings or options.load(StorageSettings)
         with closing(_opened(uri, chosen)) as source:
-            return cls(Location.parse(uri).uri, frozenset(source.places), chosen, str(uri))
+            return cls(Location.parse(uri).uri, frozenset(source.locations), chosen, str(uri))
 
     def source(self) -> SafetensorsSource:
         """Open it again, for the caller to close. Raises as `open` does."""
-        return _opened(self._asked, self.settings)
+        return _opened(self._requested_uri, self.settings)
 
     def load_into(self, module: nn.Module, progress: Callable[[int], None] | None = None) -> None:
         """Load the module's parameters and persistent buffers, as torch's strict `load_state_dict` does.

@@ -14,25 +14,25 @@ import torch
 
 from rfork import settings as options
 from rfork.errors import CheckpointError, SettingsError
-from rfork.image.capture import image_of
+from rfork.image.capture import image_from_tensors
+from rfork.schema import Rank
 from rfork.settings import StorageSettings
-from rfork.storage import stores
-from rfork.storage.blob import Store
-from rfork.storage.convert.source import numbered, opened, verify
-from rfork.storage.convert.target import check_apart, check_free, format_of
-from rfork.storage.formats.choice import INDEX, SINGLE
+from rfork.storage import registry
+from rfork.storage.blob import BlobStore
+from rfork.storage.convert.input import open_input, rank_from_number, verify
+from rfork.storage.convert.output import check_not_existing, check_not_same, format_of
+from rfork.storage.formats.detect import INDEX, SINGLE
 from rfork.storage.formats.safetensors_writer import header_of, in_file_order, write_safetensors
+from rfork.storage.io.prefetch import group_by_size, read_ahead, start_thread
 from rfork.storage.location import Location
-from rfork.storage.modules.saved import Saved
-from rfork.storage.reading.ahead import begun, groups_of, read_ahead
+from rfork.storage.module_io.save_report import SaveReport
+from rfork.storage.snapshots.chunk_refs import best_effort_remove
 from rfork.storage.snapshots.files import manifest_name
-from rfork.storage.snapshots.shared_chunks import clear_away
 from rfork.storage.snapshots.writer import write_snapshot
-from rfork.storage.tensorizer.crypt import Secret
-from rfork.storage.tensorizer.names import SUFFIX, is_template, of_rank
-from rfork.storage.tensorizer.writer import Outline, write_stream
+from rfork.storage.tensorizer.encryption import Secret
+from rfork.storage.tensorizer.file_set import SUFFIX, is_template, of_rank
+from rfork.storage.tensorizer.writer import TensorOutline, write_stream
 from rfork.storage.tensors import StoredTensor, TensorSource
-from rfork.wire import Rank
 
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
@@ -50,7 +50,7 @@ def convert(
     force: bool = False,
     settings: StorageSettings | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> Saved:
+) -> SaveReport:
     """Write what `source` holds (all, or the names that match a pattern of `only`) to `destination`.
 
     The name of `destination` says what is written: `format_of`. `dtype` converts floating-point tensors.
@@ -69,65 +69,65 @@ def convert(
     """
     began = time.monotonic()
     chosen = settings or options.load(StorageSettings)
-    asked = numbered(rank) if rank is not None else None
+    requested_rank = rank_from_number(rank) if rank is not None else None
     for uri in (source, destination):
-        if asked is None and is_template(uri):
+        if requested_rank is None and is_template(uri):
             raise SettingsError(f"{uri} names a file of each rank", hint="say which (--rank)")
-    if asked is not None:
-        destination = of_rank(destination, asked)
+    if requested_rank is not None:
+        destination = of_rank(destination, requested_rank)
     target = Location.parse(destination)
-    kind = format_of(target, max_shard_bytes)
-    if lock is not None and kind != "tensors":
+    output_format = format_of(target, max_shard_bytes)
+    if lock is not None and output_format != "tensors":
         raise SettingsError(f"{target.uri}: only {SUFFIX} files are encrypted")
-    check_apart(Location.parse(of_rank(source, asked or Rank())), target, kind)
-    check_free(target, kind, chosen, asked, force=force)
-    with opened(source, chosen, asked, unlock) as (held, own):
-        outlines = _outlines(held, dtype, only)
-        verify(source, held, chosen)
+    check_not_same(Location.parse(of_rank(source, requested_rank or Rank())), target, output_format)
+    check_not_existing(target, output_format, chosen, requested_rank, force=force)
+    with open_input(source, chosen, requested_rank, unlock) as (input_source, own):
+        outlines = _output_specs(input_source, dtype, only)
+        verify(source, input_source, chosen)
         total, done = sum(outline.spec.nbytes for outline in outlines), 0
 
-        def tell(count: int) -> None:
+        def on_bytes(count: int) -> None:
             nonlocal done
             done += count
             if progress is not None:
                 progress(done, total)
 
-        match kind:
+        match output_format:
             case "tensors":
-                with _drawn(held, outlines, chosen) as tensors:
+                with _prefetched(input_source, outlines, chosen) as tensors:
                     write_stream(
                         outlines, tensors, destination, chosen, lock,
-                        max_file_bytes=max_shard_bytes, progress=tell,
+                        max_file_bytes=max_shard_bytes, progress=on_bytes,
                     )  # fmt: skip
             case "snapshot":
-                _write_snapshot(held, outlines, destination, own or Rank(), chosen, tell)
+                _write_snapshot(input_source, outlines, destination, own or Rank(), chosen, on_bytes)
             case "safetensors":
-                _write_file(held, outlines, target, chosen, tell)
+                _write_file(input_source, outlines, target, chosen, on_bytes)
             case _:
-                _write_checkpoint(held, outlines, target, max_shard_bytes or 0, force, chosen, tell)
-    return Saved(target.uri, len(outlines), total, time.monotonic() - began)
+                _write_checkpoint(input_source, outlines, target, max_shard_bytes or 0, force, chosen, on_bytes)
+    return SaveReport(target.uri, len(outlines), total, time.monotonic() - began)
 
 
-def _outlines(source: TensorSource, dtype: torch.dtype | None, only: Sequence[str]) -> list[Outline]:
+def _output_specs(source: TensorSource, dtype: torch.dtype | None, only: Sequence[str]) -> list[TensorOutline]:
     """What is going to be written. Raises CheckpointError for a pattern that no name matches."""
     specs = source.specs
     for pattern in only:
         if not any(fnmatchcase(name, pattern) for name in specs):
             raise CheckpointError(f"{source.uri} holds no tensor that matches {pattern!r}")
-    outlines: list[Outline] = []
+    outlines: list[TensorOutline] = []
     for name, spec in specs.items():
         if only and not any(fnmatchcase(name, pattern) for pattern in only):
             continue
         if dtype is not None and spec.dtype.is_floating_point:
             spec = StoredTensor(dtype, spec.shape, math.prod(spec.shape) * dtype.itemsize)
-        outlines.append(Outline(name, spec))
+        outlines.append(TensorOutline(name, spec))
     if not outlines:
         raise CheckpointError(f"{source.uri} holds no tensors")
     return outlines
 
 
 def _in_order(
-    source: TensorSource, outlines: Sequence[Outline], settings: StorageSettings
+    source: TensorSource, outlines: Sequence[TensorOutline], settings: StorageSettings
 ) -> Generator[torch.Tensor, None, None]:
     """The tensors in that order, of those types; those that follow are read meanwhile."""
     specs = {outline.name: outline.spec for outline in outlines}
@@ -138,12 +138,12 @@ def _in_order(
         return [tensors[name] for name in names]
 
     sizes = [spec.nbytes for spec in specs.values()]
-    return read_ahead(groups_of(list(specs), sizes, settings.memory // 2), read)
+    return read_ahead(group_by_size(list(specs), sizes, settings.staging_bytes // 2), read)
 
 
 @contextmanager
-def _drawn(
-    source: TensorSource, outlines: Sequence[Outline], settings: StorageSettings
+def _prefetched(
+    source: TensorSource, outlines: Sequence[TensorOutline], settings: StorageSettings
 ) -> Iterator[Iterator[torch.Tensor]]:
     """As `_in_order`, once the first have come: a source that cannot be read fails here."""
     with closing(_in_order(source, outlines, settings)) as tensors:
@@ -159,64 +159,62 @@ def _drawn(
 
 def _write_snapshot(
     source: TensorSource,
-    outlines: Sequence[Outline],
+    outlines: Sequence[TensorOutline],
     destination: str,
     rank: Rank,
     settings: StorageSettings,
-    tell: Callable[[int], None],
+    on_bytes: Callable[[int], None],
 ) -> None:
-    tensors = {
-        outline.name: torch.empty(outline.spec.shape, dtype=outline.spec.dtype) for outline in outlines
-    }
+    tensors = {outline.name: torch.empty(outline.spec.shape, dtype=outline.spec.dtype) for outline in outlines}
     # On a thread that can be left behind: a read may hang when the user gives up.
-    begun(lambda: source.read_into(tensors))()
-    image = image_of(tensors)
-    write_snapshot(image, image.manifest(), destination, rank=rank, settings=settings, progress=tell)
+    start_thread(lambda: source.read_into(tensors))()
+    image = image_from_tensors(tensors)
+    write_snapshot(image, image.manifest(), destination, rank=rank, settings=settings, progress=on_bytes)
 
 
 def _write_file(
     source: TensorSource,
-    outlines: Sequence[Outline],
+    outlines: Sequence[TensorOutline],
     target: Location,
     settings: StorageSettings,
-    tell: Callable[[int], None],
+    on_bytes: Callable[[int], None],
 ) -> None:
     ordered = in_file_order(outlines)
     with (
-        closing(stores.open_store(target.parent, settings)) as store,
+        closing(registry.open_store(target.parent, settings)) as store,
         closing(_in_order(source, ordered, settings)) as tensors,
     ):
-        write_safetensors(store, target.name, ordered, tensors, tell)
+        write_safetensors(store, target.name, ordered, tensors, on_bytes)
         store.remove(manifest_name(target.name))  # of a snapshot that had this name
 
 
 def _write_checkpoint(
     source: TensorSource,
-    outlines: Sequence[Outline],
+    outlines: Sequence[TensorOutline],
     target: Location,
     max_shard_bytes: int,
     force: bool,
     settings: StorageSettings,
-    tell: Callable[[int], None],
+    on_bytes: Callable[[int], None],
 ) -> None:
     """A folder of safetensors files, the index last: without one no reader takes shards for a checkpoint."""
     by_name = {outline.name: outline for outline in outlines}
     sizes = [outline.spec.nbytes for outline in outlines]
     shards = [
         in_file_order([by_name[tensor] for tensor in shard])
-        for shard in groups_of(list(by_name), sizes, max_shard_bytes)
+        for shard in group_by_size(list(by_name), sizes, max_shard_bytes)
     ]
     count = len(shards)
     names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
     names = names if count > 1 else [SINGLE]
     for shard in shards:
         header_of(shard)  # raises for what safetensors cannot say
-    with closing(stores.open_store(target.folder, settings)) as store, _all_or_none(store) as keep:
+    with closing(registry.open_store(target.folder, settings)) as store, _rollback_on_error(store) as keep:
         for name, shard in zip(names, shards, strict=True):
-            with _drawn(source, shard, settings) as tensors:
+            with _prefetched(source, shard, settings) as tensors:
                 if force and not keep:
                     _remove_old(store)
-                write_safetensors(store, name, shard, tensors, tell)
+                write_safetensors(store, name, shard, tensors, on_bytes)
             keep.append(name)
         if count > 1:
             text = json.dumps(_index(names, shards, sum(sizes)), indent=2, sort_keys=True).encode()
@@ -224,25 +222,25 @@ def _write_checkpoint(
                 writer.write([memoryview(text)])
 
 
-def _remove_old(store: Store) -> None:
+def _remove_old(store: BlobStore) -> None:
     """Remove a checkpoint, its index first: of new shards and old ones nobody may make one."""
     old = [entry.name for entry in store.list("model-") if _SHARD.fullmatch(entry.name)]
     for name in (INDEX, SINGLE, manifest_name(SINGLE), *old):
         store.remove(name)
 
 
-def _index(names: Sequence[str], shards: Sequence[Sequence[Outline]], total: int) -> dict[str, object]:
+def _index(names: Sequence[str], shards: Sequence[Sequence[TensorOutline]], total: int) -> dict[str, object]:
     weight_map = {each.name: name for name, shard in zip(names, shards, strict=True) for each in shard}
     return {"metadata": {"total_size": total}, "weight_map": weight_map}
 
 
 @contextmanager
-def _all_or_none(store: Store) -> Iterator[list[str]]:
+def _rollback_on_error(store: BlobStore) -> Iterator[list[str]]:
     """A list of blobs that are removed again where the block ends with an exception."""
     names: list[str] = []
     try:
         yield names
     except BaseException:
         for name in names:
-            clear_away(store, name)
+            best_effort_remove(store, name)
         raise

@@ -18,12 +18,12 @@ from pydantic import JsonValue
 from pydantic_core import from_json
 
 from rfork.errors import RforkError, StorageCorrupt
-from rfork.image.arena import dtype_of
+from rfork.image.buffer_views import dtype_of
 from rfork.image.layout import Layout
 from rfork.image.safetensors_header import DTYPES, LAYOUT_KEY, header_length, layout_of
-from rfork.image.strides import contiguous_stride, span_of
-from rfork.storage.blob import Blob, part
-from rfork.storage.reading.collection import held_off
+from rfork.image.strides import byte_extent, contiguous_stride
+from rfork.storage.blob import Blob, read_range
+from rfork.storage.io.gc_pause import gc_paused
 
 FIRST_READ = 128 << 10
 """Bytes read of a file at once to have its header, mostly, in one request."""
@@ -35,13 +35,11 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "C64": torch.complex64,
     **({"F8_E8M0": torch.float8_e8m0fnu} if hasattr(torch, "float8_e8m0fnu") else {}),
 }
-PACKED: Mapping[str, torch.dtype] = (
-    {"F4": torch.float4_e2m1fn_x2} if hasattr(torch, "float4_e2m1fn_x2") else {}
-)
+SUBBYTE_DTYPES: Mapping[str, torch.dtype] = {"F4": torch.float4_e2m1fn_x2} if hasattr(torch, "float4_e2m1fn_x2") else {}
 """Types of which torch counts two in one item: the last dimension halves."""
 
 
-class Place(NamedTuple):
+class TensorLocation(NamedTuple):
     """Where one tensor lies: `nbytes` bytes of a file from `offset` on, from its first element to its last.
 
     `stride` counts elements; None: contiguous.
@@ -68,14 +66,14 @@ class Shard:
     blob: Blob
     begin: int
     head_digest: bytes
-    places: Mapping[str, Place]
+    locations: Mapping[str, TensorLocation]
     aliases: frozenset[str]
     layout: Layout | None
 
 
 def read_shard(name: str, blob: Blob) -> Shard:
     """Read and check the header of a file. Raises StorageCorrupt, in one line, or what the blob raises."""
-    head = part(blob, 0, min(blob.size, FIRST_READ))
+    head = read_range(blob, 0, min(blob.size, FIRST_READ))
     try:
         begin = header_length(head[:8])
     except RforkError as error:
@@ -83,26 +81,26 @@ def read_shard(name: str, blob: Blob) -> Shard:
     if begin > blob.size:
         raise _corrupt(blob, f"it is cut short: {blob.size} bytes, its header alone has {begin}")
     if begin > len(head):
-        head += part(blob, len(head), begin - len(head))
-    with held_off():
+        head += read_range(blob, len(head), begin - len(head))
+    with gc_paused():
         return _shard(name, blob, head[:begin])
 
 
 def _shard(name: str, blob: Blob, head: bytes) -> Shard:
-    places, metadata = _entries(blob, head)
+    locations, metadata = _entries(blob, head)
     layout = None
     if LAYOUT_KEY in metadata:
-        stored = frozenset(places)
-        layout, places = _of_layout(blob, head)
-        aliases = frozenset(places) - stored
+        stored = frozenset(locations)
+        layout, locations = _tensors_from_layout(blob, head)
+        aliases = frozenset(locations) - stored
     else:
-        aliases = _add_aliases(places, metadata)
+        aliases = _add_aliases(locations, metadata)
         if aliases:
-            places = dict(sorted(places.items(), key=lambda item: item[1].offset))
-    return Shard(name, blob, len(head), hashlib.sha256(head).digest(), places, aliases, layout)
+            locations = dict(sorted(locations.items(), key=lambda item: item[1].offset))
+    return Shard(name, blob, len(head), hashlib.sha256(head).digest(), locations, aliases, layout)
 
 
-def _entries(blob: Blob, head: bytes) -> tuple[dict[str, Place], Mapping[str, JsonValue]]:
+def _entries(blob: Blob, head: bytes) -> tuple[dict[str, TensorLocation], Mapping[str, JsonValue]]:
     begin, size = len(head), blob.size - len(head)
     if head[8:9] != b"{":
         raise _corrupt(blob, "its header is no JSON object")
@@ -113,20 +111,20 @@ def _entries(blob: Blob, head: bytes) -> tuple[dict[str, Place], Mapping[str, Js
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict):
         raise _corrupt(blob, "its header's __metadata__ is no object")
-    kinds = _Kinds(blob)
-    found: list[Place] = []
+    spec_cache = _HeaderTypeCache(blob)
+    found: list[TensorLocation] = []
     for name, entry in header.items():
         try:
-            kind = entry["dtype"], *entry["shape"]
+            dtype_and_shape = entry["dtype"], *entry["shape"]
             first, last = entry["data_offsets"]
-            dtype, shape, nbytes = kinds[kind]
+            dtype, shape, nbytes = spec_cache[dtype_and_shape]
             if type(first) is type(last) is int and first >= 0 and last - first == nbytes:
-                found.append(Place(name, blob, begin + first, nbytes, dtype, shape))
+                found.append(TensorLocation(name, blob, begin + first, nbytes, dtype, shape))
                 continue
         except (KeyError, TypeError, ValueError):
             raise _corrupt(blob, f"its header's entry of {name} cannot be read") from None
-        told = f"{list(shape)} {kind[0]}, {nbytes} bytes, but lies at {first} to {last}"
-        raise _corrupt(blob, f"{name} is {told}")
+        actual_text = f"{list(shape)} {dtype_and_shape[0]}, {nbytes} bytes, but lies at {first} to {last}"
+        raise _corrupt(blob, f"{name} is {actual_text}")
     found.sort(key=itemgetter(3))  # of those that begin at one byte, the empty ones come first
     found.sort(key=itemgetter(2))
     end = begin
@@ -140,69 +138,69 @@ def _entries(blob: Blob, head: bytes) -> tuple[dict[str, Place], Mapping[str, Js
         raise _corrupt(blob, f"it is cut short: {size} bytes of data, its header names {reached}")
     if reached < size:
         raise _corrupt(blob, f"{size - reached} bytes follow that its header does not name")
-    return {place[0]: place for place in found}, metadata
+    return {location[0]: location for location in found}, metadata
 
 
-class _Kinds(dict[tuple[str | int, ...], tuple[torch.dtype, tuple[int, ...], int]]):
+class _HeaderTypeCache(dict[tuple[str | int, ...], tuple[torch.dtype, tuple[int, ...], int]]):
     """Type, shape and bytes by the words of the header; most tensors of a model are of few kinds."""
 
     def __init__(self, blob: Blob) -> None:
         self._blob = blob
 
-    def __missing__(self, kind: tuple[str | int, ...]) -> tuple[torch.dtype, tuple[int, ...], int]:
-        word, *sizes = kind
+    def __missing__(self, dtype_and_shape: tuple[str | int, ...]) -> tuple[torch.dtype, tuple[int, ...], int]:
+        word, *sizes = dtype_and_shape
         shape = tuple(size for size in sizes if type(size) is int and size >= 0)
         if len(shape) != len(sizes):
             raise ValueError(f"{sizes} is no shape")
         dtype = TORCH_DTYPES.get(str(word))
-        if dtype is None and word in PACKED and shape and shape[-1] % 2 == 0:
-            dtype, shape = PACKED[str(word)], (*shape[:-1], shape[-1] // 2)
+        if dtype is None and word in SUBBYTE_DTYPES and shape and shape[-1] % 2 == 0:
+            dtype, shape = SUBBYTE_DTYPES[str(word)], (*shape[:-1], shape[-1] // 2)
         if dtype is None:
             raise _corrupt(self._blob, f"its header names a type unknown here, {word!r}")
-        value = self[kind] = dtype, shape, math.prod(shape) * dtype.itemsize
+        value = self[dtype_and_shape] = dtype, shape, math.prod(shape) * dtype.itemsize
         return value
 
 
-def _add_aliases(places: dict[str, Place], metadata: Mapping[str, JsonValue]) -> frozenset[str]:
+def _add_aliases(locations: dict[str, TensorLocation], metadata: Mapping[str, JsonValue]) -> frozenset[str]:
     """Add the names of tied tensors, as `safetensors.torch.save_model` writes them: alias: kept name."""
     added: set[str] = set()
     for alias, kept in metadata.items():
         # Every file says ``format: pt``, and a tensor may well have that name.
-        if alias != "format" and isinstance(kept, str) and kept in places and alias not in places:
-            places[alias] = places[kept]._replace(name=alias)
+        if alias != "format" and isinstance(kept, str) and kept in locations and alias not in locations:
+            locations[alias] = locations[kept]._replace(name=alias)
             added.add(alias)
     return frozenset(added)
 
 
-def _of_layout(blob: Blob, head: bytes) -> tuple[Layout, dict[str, Place]]:
+def _tensors_from_layout(blob: Blob, head: bytes) -> tuple[Layout, dict[str, TensorLocation]]:
     """The tensors of a snapshot, by what it says of strides, packed types and aliases."""
     try:
         layout = layout_of(head)
         if len(head) + layout.image_bytes != blob.size:
             follow = blob.size - len(head)
             raise _corrupt(blob, f"its layout is of {layout.image_bytes} bytes, {follow} follow")
-        return layout, {place.name: place for place in _layout_places(blob, len(head), layout)}
+        return layout, {location.name: location for location in _layout_locations(blob, len(head), layout)}
     except StorageCorrupt:
         raise
     except RforkError as error:
         raise _corrupt(blob, str(error)) from None
 
 
-def _layout_places(blob: Blob, begin: int, layout: Layout) -> Iterator[Place]:
+def _layout_locations(blob: Blob, begin: int, layout: Layout) -> Iterator[TensorLocation]:
     known: dict[tuple[str, tuple[int, ...], tuple[int, ...]], tuple[torch.dtype, int, bool]] = {}
     for spec in layout.tensors:
-        kind = spec[1:4]
-        if kind not in known:
+        spec_key = spec[1:4]
+        if spec_key not in known:
             dtype = dtype_of(spec)
             if len(spec.shape) != len(spec.stride) or min((*spec.shape, *spec.stride), default=0) < 0:
                 raise _corrupt(blob, f"the layout's entry of {spec.name} cannot be read")
-            nbytes = span_of(spec.shape, spec.stride, dtype.itemsize)
-            known[kind] = dtype, nbytes, spec.stride == contiguous_stride(spec.shape)
-        dtype, nbytes, plain = known[kind]
+            nbytes = byte_extent(spec.shape, spec.stride, dtype.itemsize)
+            known[spec_key] = dtype, nbytes, spec.stride == contiguous_stride(spec.shape)
+        dtype, nbytes, plain = known[spec_key]
         if not 0 <= spec.offset <= layout.image_bytes - nbytes:
             raise _corrupt(blob, f"{spec.name} is not within the snapshot's {layout.image_bytes} bytes")
         stride = None if plain else spec.stride
-        yield Place(spec.name, blob, begin + spec.offset, nbytes, dtype, spec.shape, stride)
+        yield TensorLocation(spec.name, blob, begin + spec.offset, nbytes, dtype, spec.shape, stride)
 
 
 def _corrupt(blob: Blob, why: str) -> StorageCorrupt:

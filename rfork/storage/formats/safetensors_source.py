@@ -13,12 +13,12 @@ import torch
 from rfork.errors import CheckpointError
 from rfork.image.layout import Layout
 from rfork.settings import StorageSettings
-from rfork.storage.attempt import Attempt
-from rfork.storage.formats import arrival, converting
-from rfork.storage.formats.blocks import aligned, blocks_of, bytes_of, tensors_in
-from rfork.storage.formats.safetensors_file import Place, Shard
-from rfork.storage.reading.collection import held_off
-from rfork.storage.reading.engine import Extent, fill
+from rfork.storage.abandonable_call import AbandonableCall
+from rfork.storage.formats import relayout, streaming
+from rfork.storage.formats.safetensors_file import Shard, TensorLocation
+from rfork.storage.formats.tensor_blocks import aligned, bytes_of, group_into_blocks, tensors_in
+from rfork.storage.io.gc_pause import gc_paused
+from rfork.storage.io.reader import Extent, fill
 from rfork.storage.tensors import StoredTensor
 
 GAP, REMOTE_GAP = 64 << 10, 512 << 10
@@ -26,7 +26,7 @@ GAP, REMOTE_GAP = 64 << 10, 512 << 10
 
 
 class SafetensorsSource:
-    """Named tensors in safetensors files; see `TensorSource`. Made by `rfork.storage.formats.choice`."""
+    """Named tensors in safetensors files; see `TensorSource`. Made by `rfork.storage.formats.detect`."""
 
     def __init__(
         self,
@@ -48,36 +48,36 @@ class SafetensorsSource:
         self._settings = settings
         self.remote = not uri.startswith("file:")
         self._gap = REMOTE_GAP if self.remote else GAP
-        self._turns = {id(shard.blob): turn for turn, shard in enumerate(shards)}
-        self._places: dict[str, Place] = {}
+        self._shard_order = {id(shard.blob): turn for turn, shard in enumerate(shards)}
+        self._locations: dict[str, TensorLocation] = {}
         self._aliases: set[str] = set()
         for shard in shards:
             self._add(shard, files)
         self._owned = ExitStack()
 
     def _add(self, shard: Shard, files: Mapping[str, str] | None) -> None:
-        places = shard.places
+        locations = shard.locations
         if files is not None:
             # A tied tensor counts under its second name too, which an index leaves out.
-            places = {
-                name: place
-                for name, place in places.items()
+            locations = {
+                name: location
+                for name, location in locations.items()
                 if files.get(name, shard.name if name in shard.aliases else None) == shard.name
             }
-        if twice := self._places.keys() & places.keys():
+        if twice := self._locations.keys() & locations.keys():
             raise CheckpointError(f"{self.uri}: {min(twice)} is in {shard.name} and in another file")
-        self._places |= places
+        self._locations |= locations
         self._aliases |= shard.aliases
 
-    def owning(self, opened: ExitStack) -> Self:
+    def take_ownership(self, opened: ExitStack) -> Self:
         """This source, which from now on closes what is open."""
         self._owned = opened.pop_all()
         return self
 
     @property
-    def places(self) -> Mapping[str, Place]:
+    def locations(self) -> Mapping[str, TensorLocation]:
         """Where each tensor lies, file by file, in the order of offsets."""
-        return self._places
+        return self._locations
 
     @property
     def aliases(self) -> Set[str]:
@@ -94,32 +94,30 @@ class SafetensorsSource:
         """See `TensorSource.specs`."""
         return {
             name: StoredTensor(
-                place.dtype,
-                place.shape,
-                place.nbytes if place.stride is None else math.prod(place.shape) * place.dtype.itemsize,
+                location.dtype,
+                location.shape,
+                location.nbytes if location.stride is None else math.prod(location.shape) * location.dtype.itemsize,
             )
-            for name, place in self._places.items()
+            for name, location in self._locations.items()
         }
 
-    def read_into(
-        self, tensors: Mapping[str, torch.Tensor], progress: Callable[[int], None] | None = None
-    ) -> None:
+    def read_into(self, tensors: Mapping[str, torch.Tensor], progress: Callable[[int], None] | None = None) -> None:
         """See `TensorSource.read_into`.
 
         What lies in memory as in storage is read straight into it; the rest by way of at most half of
         `settings.memory`.
         """
         extents: list[Extent] = []
-        convert: list[tuple[Place, torch.Tensor]] = []
-        with held_off(), torch.no_grad():
-            for place, tensor in self._matched(tensors):
-                if converting.as_stored(place, tensor.dtype, tensor):
+        convert: list[tuple[TensorLocation, torch.Tensor]] = []
+        with gc_paused(), torch.no_grad():
+            for location, tensor in self._matched(tensors):
+                if relayout.is_bytewise(location, tensor.dtype, tensor):
                     into = tensor if tensor.is_cpu else bytes_of(tensor)
-                    extents.append(Extent(place.blob, place.offset, into))
+                    extents.append(Extent(location.blob, location.offset, into))
                 else:
-                    convert.append((place, tensor))
+                    convert.append((location, tensor))
         fill(extents, self._settings, progress=progress)
-        converting.fill(convert, self._gap, self._settings, progress)
+        relayout.fill_converted(convert, self._gap, self._settings, progress)
 
     def load(
         self,
@@ -131,19 +129,19 @@ class SafetensorsSource:
 
         Whoever keeps one keeps the memory of its neighbours. Raises as `read_into` does.
         """
-        plain, odd = self._parted(names, device)
-        blocks = list(blocks_of(plain, self._gap if names is not None else 0))
+        plain, odd = self._split_matched(names, device)
+        blocks = list(group_into_blocks(plain, self._gap if names is not None else 0))
         extents = [block.extent(device) for block in blocks]
 
         def views() -> dict[str, torch.Tensor]:
             found: dict[str, torch.Tensor] = {}
-            with held_off(), torch.no_grad():
+            with gc_paused(), torch.no_grad():
                 for block, extent in zip(blocks, extents, strict=True):
                     found.update(tensors_in(block, extent.into))
             return found
 
         # Made while they are read: views of many small tensors take as long as a good part of their bytes.
-        making = Attempt(self.uri, views, lambda _: None)
+        making = AbandonableCall(self.uri, views, lambda _: None)
         fill(extents, self._settings, progress=progress)
         if odd:
             self.read_into(odd, progress)
@@ -156,10 +154,10 @@ class SafetensorsSource:
 
         A caller who stops early ends the reads. Raises CheckpointError, at once, where a name is not stored.
         """
-        plain, odd = self._parted(names, device)
-        most = self._settings.memory // arrival.AHEAD
-        blocks = blocks_of(plain, self._gap if names is not None else 0, most)
-        return self._arriving(arrival.arrive(blocks, device, self._settings), odd)
+        plain, odd = self._split_matched(names, device)
+        max_block_bytes = self._settings.staging_bytes // streaming.PREFETCH_BLOCKS
+        blocks = group_into_blocks(plain, self._gap if names is not None else 0, max_block_bytes)
+        return self._arriving(streaming.stream_tensors(blocks, device, self._settings), odd)
 
     def _arriving(
         self, arriving: Iterator[tuple[str, torch.Tensor]], odd: Mapping[str, torch.Tensor]
@@ -171,8 +169,8 @@ class SafetensorsSource:
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """See `TensorSource.__getitem__`."""
-        place = self._places[name]
-        tensor = _fresh(place, "cpu")
+        location = self._locations[name]
+        tensor = _fresh(location, "cpu")
         self.read_into({name: tensor})
         return tensor
 
@@ -180,37 +178,37 @@ class SafetensorsSource:
         """See `TensorSource.close`."""
         self._owned.close()
 
-    def _chosen(self, names: Collection[str] | None) -> Iterator[Place]:
+    def _chosen(self, names: Collection[str] | None) -> Iterator[TensorLocation]:
         """The places of names, in the order in which they are stored. Raises CheckpointError."""
         if names is None:
-            return iter(self._places.values())
+            return iter(self._locations.values())
         wanted = frozenset(names)
-        if unknown := sorted(wanted - self._places.keys()):
+        if unknown := sorted(wanted - self._locations.keys()):
             raise CheckpointError(f"{self.uri} lacks {unknown[0]} ({len(unknown)} such)")
-        return (place for name, place in self._places.items() if name in wanted)
+        return (location for name, location in self._locations.items() if name in wanted)
 
-    def _parted(
+    def _split_matched(
         self, names: Collection[str] | None, device: torch.device | str
-    ) -> tuple[list[Place], dict[str, torch.Tensor]]:
+    ) -> tuple[list[TensorLocation], dict[str, torch.Tensor]]:
         """What can be a view of its file's bytes, and fresh tensors for what lies crooked in them."""
-        plain: list[Place] = []
+        plain: list[TensorLocation] = []
         odd: dict[str, torch.Tensor] = {}
-        for place in self._chosen(names):
-            if aligned(place) and place.nbytes:
-                plain.append(place)
+        for location in self._chosen(names):
+            if aligned(location) and location.nbytes:
+                plain.append(location)
             else:
-                odd[place.name] = _fresh(place, device)
+                odd[location.name] = _fresh(location, device)
         return plain, odd
 
-    def _matched(self, tensors: Mapping[str, torch.Tensor]) -> list[tuple[Place, torch.Tensor]]:
+    def _matched(self, tensors: Mapping[str, torch.Tensor]) -> list[tuple[TensorLocation, torch.Tensor]]:
         """Places and tensors in the order of storage; of several for one memory, the last counts."""
-        found: dict[tuple[torch.device | None, int, int], tuple[Place, torch.Tensor]] = {}
-        get = self._places.get
+        found: dict[tuple[torch.device | None, int, int], tuple[TensorLocation, torch.Tensor]] = {}
+        get = self._locations.get
         for name, tensor in tensors.items():
-            place = get(name)
-            if place is None:
+            location = get(name)
+            if location is None:
                 raise CheckpointError(f"{self.uri} lacks {name}")
-            _, _, _, nbytes, dtype, shape, stride = place
+            _, _, _, nbytes, dtype, shape, stride = location
             if shape != tensor.shape:
                 raise CheckpointError(
                     f"{self.uri}: {name} has shape {list(shape)}, the model's is {list(tensor.shape)}"
@@ -225,15 +223,15 @@ class SafetensorsSource:
                 continue
             same = dtype is own and stride is None
             memory = device, tensor.data_ptr(), nbytes if same else tensor.nbytes
-            pair = place, tensor
-            held = found.setdefault(memory, pair)
-            if held is not pair and self._turn(held[0]) < self._turn(place):
+            pair = location, tensor
+            first_pair = found.setdefault(memory, pair)
+            if first_pair is not pair and self._read_order(first_pair[0]) < self._read_order(location):
                 found[memory] = pair
-        return sorted(found.values(), key=lambda pair: self._turn(pair[0]))
+        return sorted(found.values(), key=lambda pair: self._read_order(pair[0]))
 
-    def _turn(self, place: Place) -> tuple[int, int]:
-        return self._turns[id(place.blob)], place.offset
+    def _read_order(self, location: TensorLocation) -> tuple[int, int]:
+        return self._shard_order[id(location.blob)], location.offset
 
 
-def _fresh(place: Place, device: torch.device | str) -> torch.Tensor:
-    return torch.empty(place.shape, dtype=place.dtype, device=device)
+def _fresh(location: TensorLocation, device: torch.device | str) -> torch.Tensor:
+    return torch.empty(location.shape, dtype=location.dtype, device=device)

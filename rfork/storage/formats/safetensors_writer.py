@@ -10,23 +10,23 @@ import torch
 
 from rfork.errors import CheckpointError
 from rfork.image.host_memory import host_view
-from rfork.image.safetensors_header import DTYPES, LONGEST_HEADER
-from rfork.storage.blob import Store
-from rfork.storage.tensorizer.writer import Outline
+from rfork.image.safetensors_header import DTYPES, MAX_HEADER_BYTES
+from rfork.storage.blob import BlobStore
+from rfork.storage.tensorizer.writer import TensorOutline
 
 ALIGNMENT = 8
 """Of the data section, as safetensors' own writer has it."""
 
 
-def in_file_order(outlines: Sequence[Outline]) -> list[Outline]:
+def in_file_order(outlines: Sequence[TensorOutline]) -> list[TensorOutline]:
     """Widest types first, then by name, as safetensors' own writer has it: so that all are aligned."""
     return sorted(outlines, key=lambda outline: (-outline.spec.dtype.itemsize, outline.name))
 
 
 def write_safetensors(
-    store: Store,
+    store: BlobStore,
     name: str,
-    outlines: Sequence[Outline],
+    outlines: Sequence[TensorOutline],
     tensors: Iterator[torch.Tensor],
     progress: Callable[[int], None] | None = None,
 ) -> None:
@@ -46,7 +46,7 @@ def write_safetensors(
                 progress(tensor.nbytes)
 
 
-def header_of(outlines: Sequence[Outline]) -> bytes:
+def header_of(outlines: Sequence[TensorOutline]) -> bytes:
     """What the file begins with; raises CheckpointError for what safetensors cannot say."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
@@ -62,9 +62,9 @@ def header_of(outlines: Sequence[Outline]) -> bytes:
         at = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     padded = -(-len(text) // ALIGNMENT) * ALIGNMENT
-    if padded > LONGEST_HEADER:
+    if padded > MAX_HEADER_BYTES:
         raise CheckpointError(
-            f"a safetensors header of {padded} bytes; readers take {LONGEST_HEADER} at most",
+            f"a safetensors header of {padded} bytes; readers take {MAX_HEADER_BYTES} at most",
             hint="write several files: give a folder and a shard size",
         )
     return struct.pack("<Q", padded) + text.ljust(padded)

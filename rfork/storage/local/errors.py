@@ -5,14 +5,14 @@ from __future__ import annotations
 import errno
 from pathlib import Path
 
-from rfork.errors import StorageChanged, StorageDenied, StorageError, StorageFull, StorageMissing
+from rfork.errors import StorageAccessDenied, StorageChanged, StorageError, StorageFull, StorageNotFound
 
-_KINDS = {
-    errno.ENOENT: StorageMissing,
-    errno.ENOTDIR: StorageMissing,
-    errno.EACCES: StorageDenied,
-    errno.EPERM: StorageDenied,
-    errno.EROFS: StorageDenied,
+_ERROR_TYPES = {
+    errno.ENOENT: StorageNotFound,
+    errno.ENOTDIR: StorageNotFound,
+    errno.EACCES: StorageAccessDenied,
+    errno.EPERM: StorageAccessDenied,
+    errno.EROFS: StorageAccessDenied,
     errno.ESTALE: StorageChanged,  # of NFS: it was replaced or removed on its server
     errno.ENOSPC: StorageFull,
     errno.EDQUOT: StorageFull,
@@ -22,5 +22,5 @@ _KINDS = {
 
 def storage_error(path: Path, error: OSError) -> StorageError:
     """What an error of the operating system is called here."""
-    kind = _KINDS.get(error.errno or 0, StorageError)
-    return kind(f"{path}: {error.strerror or error}")
+    error_type = _ERROR_TYPES.get(error.errno or 0, StorageError)
+    return error_type(f"{path}: {error.strerror or error}")

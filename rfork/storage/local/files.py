@@ -14,13 +14,13 @@ from pathlib import Path
 
 from rfork.errors import SettingsError, StorageChanged, StorageError
 from rfork.settings import StorageSettings
-from rfork.storage.blob import Entry
-from rfork.storage.local.direct import DirectFile, Ended
+from rfork.storage.blob import BlobEntry
+from rfork.storage.io.staging import BufferPool
+from rfork.storage.local.atomic_write import commit_file
+from rfork.storage.local.direct_io import DirectFile, EndOfFile
 from rfork.storage.local.errors import storage_error
-from rfork.storage.local.kernel import MOST_BUFFERS
-from rfork.storage.local.placing import put_in_place
+from rfork.storage.local.linux import MAX_IOVECS
 from rfork.storage.location import Location
-from rfork.storage.reading.staging import Staging
 
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}\.tmp")
 """Names of files that are still written, or whose writer was killed."""
@@ -29,7 +29,7 @@ TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}\.tmp")
 class LocalFile:
     """A file of this machine, held open so that every read is of what was there at first; see `Blob`."""
 
-    def __init__(self, path: Path, settings: StorageSettings, staging: Staging | None = None) -> None:
+    def __init__(self, path: Path, settings: StorageSettings, staging: BufferPool | None = None) -> None:
         """Files of one store share their `staging`; without, the file has `settings.memory` of its own."""
         self.path = path
         try:
@@ -41,7 +41,7 @@ class LocalFile:
         if not stat.S_ISREG(status.st_mode):
             os.close(self._descriptor)
             raise StorageError(f"{path} is no file")
-        self._reader = DirectFile(self._descriptor, settings.direct, staging or Staging(settings.memory))
+        self._reader = DirectFile(self._descriptor, settings.direct_io, staging or BufferPool(settings.staging_bytes))
         self._version = _version(status)
         self._size = status.st_size
         self._lock = threading.Lock()
@@ -68,7 +68,7 @@ class LocalFile:
         with self.reading():
             try:
                 self._reader.read(offset, into)
-            except Ended:
+            except EndOfFile:
                 self._check()
                 raise StorageError(f"{self.path} ends at byte {self._size}") from None
             except OSError as error:
@@ -85,7 +85,7 @@ class LocalFile:
             yield self._descriptor
             self._check()
         finally:
-            self._leave()
+            self._release()
 
     def cached(self, offset: int, length: int) -> bool:
         """Whether a read of this range copies it from the page cache, as far as that is known."""
@@ -103,7 +103,7 @@ class LocalFile:
             self._reader.close()
             os.close(self._descriptor)
 
-    def _leave(self) -> None:
+    def _release(self) -> None:
         with self._lock:
             self._reads -= 1
             last = self._closed and not self._reads
@@ -129,7 +129,7 @@ class LocalStore:
         self._uri = folder.folder.uri
         self._folder = Path(folder.path)
         self._settings = settings
-        self._staging = Staging(settings.memory)
+        self._staging = BufferPool(settings.staging_bytes)
 
     @property
     def uri(self) -> str:
@@ -140,7 +140,7 @@ class LocalStore:
         """See `Store.open`."""
         return LocalFile(self._path(name), self._settings, self._staging)
 
-    def list(self, prefix: str = "") -> Iterator[Entry]:
+    def list(self, prefix: str = "") -> Iterator[BlobEntry]:
         """See `Store.list`: without files that are still written; links to folders are not followed."""
         if prefix.startswith("/"):  # as no name does
             return
@@ -164,7 +164,7 @@ class LocalStore:
                 raise storage_error(path, error) from None
             try:
                 yield LocalWriter(path, descriptor)
-                put_in_place(descriptor, temporary, path, replace=replace)
+                commit_file(descriptor, temporary, path, replace=replace)
             finally:
                 os.close(descriptor)
         finally:  # also where Ctrl-C came as the file was made
@@ -191,18 +191,18 @@ class LocalStore:
 
 
 class LocalWriter:
-    """A file in the making; see `Writer`."""
+    """A file in the making; see `BlobWriter`."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self._path = path
         self._descriptor = descriptor
 
     def write(self, views: Sequence[memoryview]) -> None:
-        """See `Writer.write`. Raises StorageFull where no room is left."""
+        """See `BlobWriter.write`. Raises StorageFull where no room is left."""
         left = [view for view in views if view.nbytes][::-1]
         try:
             while left:
-                count = os.writev(self._descriptor, left[: -MOST_BUFFERS - 1 : -1])
+                count = os.writev(self._descriptor, left[: -MAX_IOVECS - 1 : -1])
                 while left and count >= left[-1].nbytes:
                     count -= left.pop().nbytes
                 if count:
@@ -215,7 +215,7 @@ def _version(status: os.stat_result) -> str:
     return f"{status.st_ino:x}-{status.st_size:x}-{status.st_mtime_ns:x}"
 
 
-def _listed(folder: Path, within: str, begins: str) -> Iterator[Entry]:
+def _listed(folder: Path, within: str, begins: str) -> Iterator[BlobEntry]:
     try:
         with os.scandir(folder) as found:
             entries = [entry for entry in found if entry.name.startswith(begins)]
@@ -235,4 +235,4 @@ def _listed(folder: Path, within: str, begins: str) -> Iterator[Entry]:
                     continue
                 raise storage_error(folder / entry.name, error) from None
             if stat.S_ISREG(status.st_mode):
-                yield Entry(name, status.st_size)
+                yield BlobEntry(name, status.st_size)

@@ -25,7 +25,7 @@ import rfork
 from rfork.errors import StorageError
 from rfork.settings import StorageSettings
 from rfork.storage.s3.errors import MISSING, code_of, failure
-from rfork.storage.s3.parts import Body, Head, Part
+from rfork.storage.s3.parts import ObjectHead, Part, PartBody
 
 URL_S: Final = 900
 """Seconds that a presigned URL opens its object; each is used for a small part of them."""
@@ -42,7 +42,7 @@ class S3Bucket:
         self._lock = threading.Lock()
         self._made: tuple[_Client, Path | None] | None = None
 
-    def put(self, key: str, body: Body, *, only_new: bool) -> None:
+    def put(self, key: str, body: PartBody, *, only_new: bool) -> None:
         """See `Bucket`."""
         condition = {"IfNoneMatch": "*"} if only_new else {}
         with self._failing(key):
@@ -51,33 +51,33 @@ class S3Bucket:
     def begin(self, key: str) -> str:
         """See `Bucket`."""
         with self._failing(key):
-            answer = self._client.create_multipart_upload(Bucket=self.name, Key=key)
-        return _told(answer, "UploadId", key)
+            response = self._client.create_multipart_upload(Bucket=self.name, Key=key)
+        return _object_head(response, "UploadId", key)
 
-    def put_part(self, key: str, upload: str, number: int, body: Body) -> Part:
+    def put_part(self, key: str, upload: str, number: int, body: PartBody) -> Part:
         """See `Bucket`."""
         with self._failing(key):
-            answer = self._client.upload_part(
+            response = self._client.upload_part(
                 Bucket=self.name, Key=key, UploadId=upload, PartNumber=number, Body=body
             )
         checksums = {
             name: str(value)
-            for name, value in answer.items()
+            for name, value in response.items()
             if name.startswith("Checksum") and name != "ChecksumType"
         }
-        return Part(number, _told(answer, "ETag", key), checksums)
+        return Part(number, _object_head(response, "ETag", key), checksums)
 
     def complete(self, key: str, upload: str, parts: Sequence[Part], *, only_new: bool) -> str:
         """See `Bucket`."""
-        told: list[dict[str, str | int]] = [
+        part_list: list[dict[str, str | int]] = [
             {"PartNumber": part.number, "ETag": part.etag, **part.checksums} for part in parts
         ]
         condition = {"IfNoneMatch": "*"} if only_new else {}
         with self._failing(key):
-            answer = self._client.complete_multipart_upload(
-                Bucket=self.name, Key=key, UploadId=upload, MultipartUpload={"Parts": told}, **condition
+            response = self._client.complete_multipart_upload(
+                Bucket=self.name, Key=key, UploadId=upload, MultipartUpload={"Parts": part_list}, **condition
             )
-        return _told(answer, "ETag", key)
+        return _object_head(response, "ETag", key)
 
     def abort(self, key: str, upload: str) -> None:
         """See `Bucket`."""
@@ -88,16 +88,16 @@ class S3Bucket:
                 if code_of(error) != "NoSuchUpload":
                     raise
 
-    def head(self, key: str) -> Head | None:
+    def head(self, key: str) -> ObjectHead | None:
         """See `Bucket`."""
         with self._failing(key):
             try:
-                answer = self._client.head_object(Bucket=self.name, Key=key)
+                response = self._client.head_object(Bucket=self.name, Key=key)
             except ClientError as error:
                 if code_of(error) in MISSING:
                     return None
                 raise
-        return Head(int(answer["ContentLength"]), str(answer["ETag"]))
+        return ObjectHead(int(response["ContentLength"]), str(response["ETag"]))
 
     def delete(self, key: str) -> None:
         """Remove an object; nothing happens where there is none."""
@@ -111,9 +111,7 @@ class S3Bucket:
     def objects(self, prefix: str) -> Iterator[tuple[str, int]]:
         """Key and size of every object whose key begins with `prefix`, as the service orders them."""
         with self._failing(prefix):
-            for page in self._client.get_paginator("list_objects_v2").paginate(
-                Bucket=self.name, Prefix=prefix
-            ):
+            for page in self._client.get_paginator("list_objects_v2").paginate(Bucket=self.name, Prefix=prefix):
                 for entry in page.get("Contents", ()):
                     yield entry["Key"], int(entry["Size"])
 
@@ -128,10 +126,10 @@ class S3Bucket:
         """Ask where the bucket is, and ask there from now on; nothing changes where that is not told."""
         with self._failing(""):
             try:
-                answer = self._client.head_bucket(Bucket=self.name)
+                response = self._client.head_bucket(Bucket=self.name)
             except ClientError as error:
-                answer = error.response  # a refusal tells the region too
-            region = answer["ResponseMetadata"]["HTTPHeaders"].get("x-amz-bucket-region")
+                response = error.response  # a refusal tells the region too
+            region = response["ResponseMetadata"]["HTTPHeaders"].get("x-amz-bucket-region")
             if region:
                 found = _connect(self._settings.model_copy(update={"s3_region": region}))
                 with self._lock:
@@ -170,11 +168,11 @@ class S3Bucket:
             return self._made
 
 
-def _told(answer: Mapping[str, str], name: str, key: str) -> str:
+def _object_head(response: Mapping[str, str], name: str, key: str) -> str:
     # To botocore, the end of a connection before any text is an answer without fields.
-    if name not in answer:
+    if name not in response:
         raise StorageError(f"{key}: the service's answer broke off")
-    return str(answer[name])
+    return str(response[name])
 
 
 class _Client(Protocol):
@@ -182,9 +180,9 @@ class _Client(Protocol):
 
     @property
     def meta(self) -> _Meta: ...
-    def put_object(self, **parameters: str | Body) -> Mapping[str, str]: ...
+    def put_object(self, **parameters: str | PartBody) -> Mapping[str, str]: ...
     def create_multipart_upload(self, **parameters: str) -> Mapping[str, str]: ...
-    def upload_part(self, **parameters: str | int | Body) -> Mapping[str, str]: ...
+    def upload_part(self, **parameters: str | int | PartBody) -> Mapping[str, str]: ...
     def complete_multipart_upload(
         self, *, MultipartUpload: Mapping[str, Sequence[Mapping[str, str | int]]], **parameters: str
     ) -> Mapping[str, str]: ...
@@ -216,7 +214,7 @@ class _Paginator(Protocol):
 def _connect(settings: StorageSettings) -> tuple[_Client, Path | None]:
     """A client as the settings, then AWS's environment and files, have it. Raises what botocore raises."""
     session = Session(profile=settings.s3_profile)
-    session.register_component("data_loader", _models(session.get_config_variable("data_path")))
+    session.register_component("data_loader", _service_models(session.get_config_variable("data_path")))
     bundle = settings.ca or session.get_config_variable("ca_bundle")
 
     def client(style: str) -> _Client:
@@ -230,9 +228,9 @@ def _connect(settings: StorageSettings) -> tuple[_Client, Path | None]:
                 signature_version=botocore.UNSIGNED if settings.s3_anonymous else "s3v4",
                 connect_timeout=settings.timeout_s,
                 read_timeout=settings.timeout_s,
-                retries={"mode": "standard", "total_max_attempts": settings.attempts},
+                retries={"mode": "standard", "total_max_attempts": settings.max_attempts},
                 # Uploads of several blobs at once share this client.
-                max_pool_connections=max(32, 2 * settings.streams),
+                max_pool_connections=max(32, 2 * settings.concurrency),
                 user_agent_extra=f"rfork/{rfork.__version__}",
                 s3={} if style == "auto" else {"addressing_style": style},
             ),
@@ -248,6 +246,6 @@ def _connect(settings: StorageSettings) -> tuple[_Client, Path | None]:
 
 
 @cache
-def _models(data_path: str | None) -> Loader:
+def _service_models(data_path: str | None) -> Loader:
     """What botocore knows of services, parsed once for all clients: it takes 0.1 to 0.3 s."""
     return create_loader(data_path)

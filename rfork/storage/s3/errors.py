@@ -14,11 +14,11 @@ from botocore.exceptions import BotoCoreError, ClientError
 from rfork.errors import (
     RforkError,
     SettingsError,
+    StorageAccessDenied,
     StorageCorrupt,
-    StorageDenied,
     StorageError,
     StorageFull,
-    StorageMissing,
+    StorageNotFound,
 )
 
 MISSING: Final = frozenset({"NoSuchBucket", "NoSuchKey", "NoSuchVersion", "404", "NotFound"})
@@ -82,14 +82,14 @@ CREDENTIALS_HINT: Final = (
     "RFORK_STORAGE_S3_ANONYMOUS=1 for public buckets"
 )
 
-_NO_ROOM = re.compile(
+_STORAGE_FULL_PATTERN = re.compile(
     r"no space left|not enough space|disk full|quota|no (?:free|writable) volumes", re.IGNORECASE
 )
 _CODE = re.compile(rb"<Code>\s*([A-Za-z0-9.]{1,80})\s*</Code>")
 _MESSAGE = re.compile(rb"<Message>([^<]{1,1000})</Message>")
 
 
-class Told(StorageError):
+class S3ServiceError(StorageError):
     """A refusal that storage itself acts upon; to all others it is a StorageError."""
 
     @property
@@ -98,28 +98,28 @@ class Told(StorageError):
         return StorageError.__name__
 
 
-class Elsewhere(Told):
+class WrongRegion(S3ServiceError):
     """The bucket is in another region than the one asked."""
 
 
-class ConditionFailed(Told):
+class ConditionFailed(S3ServiceError):
     """An object is there that was not to be replaced."""
 
 
-class Conflict(Told):
+class ConcurrentWriteConflict(S3ServiceError):
     """Another writer is just about to make or remove the object."""
 
 
-class Unsupported(Told):
+class Unsupported(S3ServiceError):
     """The service does not know what was asked of it."""
 
 
-ACTED_UPON: Final[Mapping[str, type[Told]]] = {
+HANDLED_ERRORS: Final[Mapping[str, type[S3ServiceError]]] = {
     "412": ConditionFailed,
     "PreconditionFailed": ConditionFailed,
-    "409": Conflict,
-    "ConditionalRequestConflict": Conflict,
-    "OperationAborted": Conflict,
+    "409": ConcurrentWriteConflict,
+    "ConditionalRequestConflict": ConcurrentWriteConflict,
+    "OperationAborted": ConcurrentWriteConflict,
     "501": Unsupported,
     "NotImplemented": Unsupported,
     "UnsupportedOperation": Unsupported,
@@ -131,27 +131,27 @@ def explain(uri: str, status: int, text: bytes) -> StorageError | None:
     code, message = _CODE.search(text), _MESSAGE.search(text)
     if code is None:
         return None
-    said = html.unescape(message.group(1).decode(errors="replace")) if message else ""
-    return refusal(uri, code.group(1).decode(), said, status)
+    detail = html.unescape(message.group(1).decode(errors="replace")) if message else ""
+    return refusal(uri, code.group(1).decode(), detail, status)
 
 
 def refusal(uri: str, code: str, message: str, status: int) -> StorageError:
     """The error that a code of S3's means."""
     # Of a service's own words only these: a signature may stand in others.
-    said = _said(message)
-    words = f"{said} ({code})" if said and said != code else code
+    detail = _clean_message(message)
+    words = f"{detail} ({code})" if detail and detail != code else code
     hint = HINTS.get(code, "")
     if code in MISSING:
         what = "there is no such bucket" if code == "NoSuchBucket" else "there is no such object"
-        return StorageMissing(f"{uri}: {what}")
+        return StorageNotFound(f"{uri}: {what}")
     if code in ELSEWHERE or status == 301:
-        return Elsewhere(f"{uri}: the bucket is in another region: {words}", hint=hint)
-    if code in ACTED_UPON:
-        return ACTED_UPON[code](f"{uri}: the service refuses: {words}")
-    if code in FULL or status == 507 or (status >= 500 and _NO_ROOM.search(said)):
+        return WrongRegion(f"{uri}: the bucket is in another region: {words}", hint=hint)
+    if code in HANDLED_ERRORS:
+        return HANDLED_ERRORS[code](f"{uri}: the service refuses: {words}")
+    if code in FULL or status == 507 or (status >= 500 and _STORAGE_FULL_PATTERN.search(detail)):
         return StorageFull(f"{uri}: no room is left: {words}")
     if code in DENIED or status in (401, 403):
-        return StorageDenied(f"{uri}: access denied: {words}", hint=hint)
+        return StorageAccessDenied(f"{uri}: access denied: {words}", hint=hint)
     return StorageError(f"{uri}: the service refuses: {words}", hint=hint)
 
 
@@ -172,10 +172,12 @@ def failure(uri: str, error: ClientError | BotoCoreError | ValueError) -> RforkE
             message = str(error.response.get("Error", {}).get("Message", ""))
             meant = refusal(uri, code_of(error), message, status_of(error))
             if error.operation_name.startswith("AssumeRole"):
-                return StorageDenied(f"{uri}: AWS gives no credentials: {_said(message)} ({code_of(error)})")
+                return StorageAccessDenied(
+                    f"{uri}: AWS gives no credentials: {_clean_message(message)} ({code_of(error)})"
+                )
             return meant
         case aws.NoCredentialsError() | aws.NoAuthTokenError():
-            return StorageDenied(f"{uri}: no credentials were found", hint=CREDENTIALS_HINT)
+            return StorageAccessDenied(f"{uri}: no credentials were found", hint=CREDENTIALS_HINT)
         case (
             aws.PartialCredentialsError()
             | aws.CredentialRetrievalError()
@@ -184,7 +186,7 @@ def failure(uri: str, error: ClientError | BotoCoreError | ValueError) -> RforkE
             | aws.RefreshWithMFAUnsupportedError()
             | aws.UnauthorizedSSOTokenError()
         ):
-            return StorageDenied(f"{uri}: {_line(error)}", hint=CREDENTIALS_HINT)
+            return StorageAccessDenied(f"{uri}: {_line(error)}", hint=CREDENTIALS_HINT)
         case aws.SSLError():
             return StorageError(
                 f"{uri}: the service's certificate is not trusted, or TLS failed",
@@ -197,7 +199,7 @@ def failure(uri: str, error: ClientError | BotoCoreError | ValueError) -> RforkE
         case aws.ConnectionError() | aws.HTTPClientError():
             return StorageError(f"{uri}: {_service(error)} cannot be reached")
         case aws.MetadataRetrievalError():
-            return StorageDenied(f"{uri}: no credentials were given: {_line(error)}", hint=CREDENTIALS_HINT)
+            return StorageAccessDenied(f"{uri}: no credentials were given: {_line(error)}", hint=CREDENTIALS_HINT)
         case aws.FlexibleChecksumError() | aws.ChecksumError():
             return StorageCorrupt(f"{uri}: what the service sent does not match its checksum")
         case aws.PaginationError():
@@ -217,7 +219,7 @@ def _service(error: BotoCoreError) -> str:
     return f"the service at {parts.scheme}://{parts.netloc}" if parts.netloc else "the service"
 
 
-def _said(message: str) -> str:
+def _clean_message(message: str) -> str:
     return " ".join(message.split())[:200].rstrip(".")
 
 

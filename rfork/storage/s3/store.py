@@ -13,14 +13,14 @@ from typing import Final
 
 from rfork.errors import MissingExtra, StorageError
 from rfork.settings import StorageSettings
-from rfork.storage.blob import Blob, Entry, Writer
+from rfork.storage.blob import Blob, BlobEntry, BlobWriter
+from rfork.storage.http.blob import HttpConnectionPool, HttpRequest, RangedBlob
 from rfork.storage.location import Location
-from rfork.storage.web.blob import Pool, RangedBlob, Request
 
 try:
     from rfork.storage.s3.bucket import S3Bucket
-    from rfork.storage.s3.errors import Elsewhere, explain
-    from rfork.storage.s3.upload import writing
+    from rfork.storage.s3.errors import WrongRegion, explain
+    from rfork.storage.s3.upload import open_upload
 except ImportError as error:
     raise MissingExtra("boto3, for s3://,", extra="s3", why=str(error)) from None
 
@@ -36,7 +36,7 @@ class S3Store:
         self._settings = settings
         self._bucket = S3Bucket(folder.host, settings)
         self._lock = threading.Lock()
-        self._made: Pool | None = None
+        self._made: HttpConnectionPool | None = None
 
     @property
     def uri(self) -> str:
@@ -47,28 +47,28 @@ class S3Store:
         """See `Store`."""
         try:
             return self._open(name, front)
-        except Elsewhere:
+        except WrongRegion:
             # As AWS's own clients do: without a region they ask the one they know first.
             self._bucket.find_region()
         try:
             return self._open(name, front)
-        except Elsewhere as error:
+        except WrongRegion as error:
             raise StorageError(str(error), hint=error.hint) from None
 
-    def list(self, prefix: str = "") -> Iterator[Entry]:
+    def list(self, prefix: str = "") -> Iterator[BlobEntry]:
         """See `Store`."""
         begin = self._folder.path
-        found = (Entry(key.removeprefix(begin), size) for key, size in self._bucket.objects(begin + prefix))
+        found = (BlobEntry(key.removeprefix(begin), size) for key, size in self._bucket.objects(begin + prefix))
         # Not every service orders them, and the consoles of some make empty objects of folders' names.
         yield from sorted(
             (entry for entry in found if entry.name and not entry.name.endswith("/")),
             key=lambda entry: entry.name,
         )
 
-    def write(self, name: str, *, replace: bool = True) -> AbstractContextManager[Writer]:
+    def write(self, name: str, *, replace: bool = True) -> AbstractContextManager[BlobWriter]:
         """See `Store`."""
-        place = self._folder.child(name)
-        return writing(self._bucket, place.path, place.uri, self._settings, replace=replace)
+        location = self._folder.child(name)
+        return open_upload(self._bucket, location.path, location.uri, self._settings, replace=replace)
 
     def remove(self, name: str) -> None:
         """See `Store`."""
@@ -82,41 +82,41 @@ class S3Store:
         self._bucket.close()
 
     def _open(self, name: str, front: int) -> RangedBlob:
-        place = self._folder.child(name)
+        location = self._folder.child(name)
 
         def meaning(status: int, text: bytes) -> StorageError | None:
-            return explain(place.uri, status, text)
+            return explain(location.uri, status, text)
 
         return RangedBlob.open(
-            place.uri,
-            _Signed(self._bucket, place.path),
+            location.uri,
+            _Signed(self._bucket, location.path),
             self._pool(),
             self._settings,
             meaning,
             front=front,
         )
 
-    def _pool(self) -> Pool:
+    def _pool(self) -> HttpConnectionPool:
         authorities = self._bucket.authorities
         with self._lock:
             if self._made is None:
-                self._made = Pool(self._settings.model_copy(update={"ca": authorities}))
+                self._made = HttpConnectionPool(self._settings.model_copy(update={"ca": authorities}))
             return self._made
 
 
 class _Signed:
-    """Makes the requests for one object; see `rfork.storage.web.blob.Sign`. Thread-safe."""
+    """Makes the requests for one object; see `rfork.storage.http.blob.Sign`. Thread-safe."""
 
     def __init__(self, bucket: S3Bucket, key: str) -> None:
         self._bucket = bucket
         self._key = key
         self._lock = threading.Lock()
-        self._signed: tuple[Request, float] | None = None
+        self._signed: tuple[HttpRequest, float] | None = None
 
-    def __call__(self) -> Request:
+    def __call__(self) -> HttpRequest:
         """The request as it was signed last, or signed anew."""
         with self._lock:
             now = time.monotonic()
             if self._signed is None or now - self._signed[1] >= SIGNED_S:
-                self._signed = Request(self._bucket.url(self._key)), now
+                self._signed = HttpRequest(self._bucket.url(self._key)), now
             return self._signed[0]

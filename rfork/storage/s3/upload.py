@@ -11,19 +11,28 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 
-from rfork.errors import RforkError, StorageCorrupt, StorageDenied, StorageError
+from rfork.errors import RforkError, StorageAccessDenied, StorageCorrupt, StorageError
 from rfork.logs import logger
 from rfork.settings import StorageSettings
-from rfork.storage.s3.errors import ConditionFailed, Conflict, Unsupported
-from rfork.storage.s3.parts import PARTS, Block, Bucket, Head, Part, buffers, part_size, whole_tag
-from rfork.storage.web.retry import Attempts
+from rfork.storage.http.retry import RetryBudget
+from rfork.storage.s3.errors import ConcurrentWriteConflict, ConditionFailed, Unsupported
+from rfork.storage.s3.parts import (
+    MAX_PARTS,
+    MultipartBucket,
+    ObjectHead,
+    Part,
+    PartBuffer,
+    buffers,
+    multipart_etag,
+    part_size,
+)
 
 log = logger(__name__)
 
 
 @contextmanager
-def writing(
-    bucket: Bucket,
+def open_upload(
+    bucket: MultipartBucket,
     key: str,
     uri: str,
     settings: StorageSettings,
@@ -42,11 +51,11 @@ def writing(
 
 
 class Upload:
-    """See `Writer`. What fits into one part is written by one request, when it is committed."""
+    """See `BlobWriter`. What fits into one part is written by one request, when it is committed."""
 
     def __init__(
         self,
-        bucket: Bucket,
+        bucket: MultipartBucket,
         key: str,
         uri: str,
         settings: StorageSettings,
@@ -61,22 +70,22 @@ class Upload:
         self._settings = settings
         self._replace = replace
         self._written = 0
-        self._block = Block(part_size(1))
-        self._free: list[Block] = []
+        self._block = PartBuffer(part_size(1))
+        self._free: list[PartBuffer] = []
         self._id: str | None = None
         self._threads: ThreadPoolExecutor | None = None
-        self._running: dict[Future[Part], Block] = {}
+        self._running: dict[Future[Part], PartBuffer] = {}
         self._begun = 0
         self._parts: list[Part] = []
         self._there_already = False
 
     def write(self, views: Sequence[memoryview]) -> None:
-        """See `Writer`. Raises what parts before this met, too."""
+        """See `BlobWriter`. Raises what parts before this met, too."""
         for view in views:
             data = view.cast("B")
             self._written += len(data)
             while data and not self._there_already:
-                if self._block.room == 0:
+                if self._block.remaining_bytes == 0:
                     self._send()
                     self._block = self._next()
                 data = data[self._block.append(data) :]
@@ -91,15 +100,15 @@ class Upload:
         self._send()
         self._collect(wait(self._running).done)
         self._make(self._complete)
-        self._end()
+        self._abort()
 
     def abort(self) -> None:
         """Remove what there is of it. Raises nothing: it is what failed before that counts."""
         for future, block in self._running.items():
             future.cancel()
-            block.give_up()
+            block.cancel()
         # This waits for those under way: a part that arrives after the abort would be left for ever.
-        self._end()
+        self._abort()
         if self._id is None:
             return
         try:
@@ -115,16 +124,14 @@ class Upload:
                 self._there_already = True
                 return
             self._id = self._bucket.begin(self._key)
-            self._threads = ThreadPoolExecutor(self._settings.streams, "rfork-upload")
-        if self._threads is None or self._begun == PARTS:
+            self._threads = ThreadPoolExecutor(self._settings.concurrency, "rfork-upload")
+        if self._threads is None or self._begun == MAX_PARTS:
             raise StorageError(f"{self._uri}: {self._written} bytes are more than one object can have")
         self._begun += 1
-        future = self._threads.submit(
-            self._bucket.put_part, self._key, self._id, self._begun, self._block.body()
-        )
+        future = self._threads.submit(self._bucket.put_part, self._key, self._id, self._begun, self._block.body())
         self._running[future] = self._block
 
-    def _next(self) -> Block:
+    def _next(self) -> PartBuffer:
         """A block for the part after those begun; waits for one where memory has no more."""
         self._collect([future for future in self._running if future.done()])
         size = part_size(self._begun + 1)
@@ -133,7 +140,7 @@ class Upload:
             self._free.clear()
         elif not self._free and len(self._running) >= buffers(size, self._settings):
             self._collect(wait(self._running, return_when=FIRST_COMPLETED).done)
-        return self._free.pop() if self._free else Block(size)
+        return self._free.pop() if self._free else PartBuffer(size)
 
     def _collect(self, done: Iterable[Future[Part]]) -> None:
         for future in done:
@@ -147,13 +154,13 @@ class Upload:
         if self._replace:
             make(False)
             return
-        attempts = Attempts(self._settings.attempts, self._settings.timeout_s, random.random, time.monotonic)
+        attempts = RetryBudget(self._settings.max_attempts, self._settings.timeout_s, random.random, time.monotonic)
         while True:
             try:
                 make(True)
             except ConditionFailed:
                 self.abort()
-            except Conflict:
+            except ConcurrentWriteConflict:
                 # Once the other writer has made it, the next answer is that it is there.
                 delay_s = attempts.failed(0)
                 if delay_s is not None:
@@ -178,7 +185,7 @@ class Upload:
         """Whether another writer's object is there, as far as this one may look."""
         try:
             return self._bucket.head(self._key) is not None
-        except StorageDenied:
+        except StorageAccessDenied:
             return False
 
     def _put(self, only_new: bool) -> None:
@@ -191,19 +198,19 @@ class Upload:
         tag: str | None
         try:
             tag = self._bucket.complete(self._key, self._id, parts, only_new=only_new)
-        except (ConditionFailed, Conflict, Unsupported):
+        except (ConditionFailed, ConcurrentWriteConflict, Unsupported):
             raise
         except StorageError:
             # It may have been made all the same, and only the answer got lost.
-            tag = whole_tag(parts)
-            if tag is None or self._bucket.head(self._key) != Head(self._written, tag):
+            tag = multipart_etag(parts)
+            if tag is None or self._bucket.head(self._key) != ObjectHead(self._written, tag):
                 raise
         self._check(tag)
 
     def _check(self, tag: str) -> None:
         try:
             there = self._bucket.head(self._key)
-        except StorageDenied:
+        except StorageAccessDenied:
             return  # it may be written, and not read
         if there is None:
             raise StorageError(f"{self._uri} is not there after it was written")
@@ -211,7 +218,7 @@ class Upload:
         if there.etag == tag and there.size != self._written:
             raise StorageCorrupt(f"{self._uri} has {there.size} bytes where {self._written} were written")
 
-    def _end(self) -> None:
+    def _abort(self) -> None:
         if self._threads is not None:
             self._threads.shutdown()
         self._running.clear()

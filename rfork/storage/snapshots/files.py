@@ -17,24 +17,24 @@ from typing import Annotated, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from rfork.errors import CheckpointError, StorageCorrupt, StorageMissing
-from rfork.fields import HexId, ModelName, WeightsVersion
+from rfork.errors import CheckpointError, StorageCorrupt, StorageNotFound
 from rfork.image.chunks import Chunks
 from rfork.image.digest import digest_bytes
 from rfork.image.layout import Layout
 from rfork.image.manifest import Manifest
 from rfork.image.safetensors_header import weights_id_of
+from rfork.schema import Rank
+from rfork.schema.types import HexId, ModelName, WeightsVersion
 from rfork.settings import StorageSettings
-from rfork.storage import stores
-from rfork.storage.blob import FRONT, Blob, Store, part
+from rfork.storage import registry
+from rfork.storage.blob import HEAD_BYTES, Blob, BlobStore, read_range
 from rfork.storage.location import Location
-from rfork.storage.snapshots.shared_blob import SharedBlob
-from rfork.wire import Rank
+from rfork.storage.snapshots.chunked_blob import ChunkedBlob
 
 DATA_SUFFIX = ".safetensors"
 MANIFEST_SUFFIX = ".manifest.json"
-LONGEST_MANIFEST = 64 << 20
-CHUNKS_BESIDE = "../chunks/"
+MAX_MANIFEST_BYTES = 64 << 20
+SHARED_CHUNKS_PATH = "../chunks/"
 """Where shared chunks lie, seen from a revision's folder: one folder for all revisions of a model."""
 
 CHUNKS_FOLDER: Final = re.compile(r"(\.\./)*[A-Za-z0-9_][A-Za-z0-9_.-]*/")
@@ -65,7 +65,7 @@ class ManifestFile(BaseModel):
     )
 
     @model_validator(mode="after")
-    def _whole(self) -> Self:
+    def _check_consistent(self) -> Self:
         if len(self.digests) != len(Chunks.of(self.image_bytes)):
             raise ValueError(f"{len(self.digests)} digests for {self.image_bytes} bytes")
         return self
@@ -97,7 +97,7 @@ class SnapshotFiles:
     """A snapshot that is open: its manifest, its header, and its data, whole, in either form."""
 
     uri: str
-    told: ManifestFile
+    manifest_file: ManifestFile
     head: bytes
     data: Blob
 
@@ -124,7 +124,7 @@ def object_name(digest: str, length: int) -> str:
     return f"{digest[:2]}/{digest}-{length}"
 
 
-def place_of(uri: str | Path, rank: Rank | None = None) -> tuple[Location, str]:
+def snapshot_location(uri: str | Path, rank: Rank | None = None) -> tuple[Location, str]:
     """The folder and the name of the snapshot that a URI means: a ``….safetensors``, or a rank's in a folder.
 
     Raises SettingsError for what is no URI of storage.
@@ -140,7 +140,7 @@ def is_file(uri: str | Path) -> bool:
     return Location.parse(uri).name.endswith(DATA_SUFFIX)
 
 
-def chunks_at(folder: Location, relative: str) -> Location:
+def chunk_folder(folder: Location, relative: str) -> Location:
     """The folder of chunks that a manifest in `folder` means; StorageCorrupt where that is outside of all."""
     path = folder.folder.path
     while relative.startswith("../"):
@@ -152,13 +152,13 @@ def chunks_at(folder: Location, relative: str) -> Location:
     return Location(folder.scheme, folder.host, path + relative)
 
 
-def read_manifest(store: Store, name: str) -> ManifestFile:
-    """The manifest of that name. Raises StorageMissing, StorageCorrupt and other StorageErrors."""
-    blob = store.open(name, front=FRONT)
+def read_manifest(store: BlobStore, name: str) -> ManifestFile:
+    """The manifest of that name. Raises StorageNotFound, StorageCorrupt and other StorageErrors."""
+    blob = store.open(name, front=HEAD_BYTES)
     try:
-        if blob.size > LONGEST_MANIFEST:
+        if blob.size > MAX_MANIFEST_BYTES:
             raise StorageCorrupt(f"{blob.uri} is too long for a manifest")
-        text = part(blob, 0, blob.size)
+        text = read_range(blob, 0, blob.size)
     finally:
         blob.close()
     try:
@@ -171,9 +171,9 @@ def read_manifest(store: Store, name: str) -> ManifestFile:
 
 
 @contextmanager
-def stored(folder: Location, settings: StorageSettings | None) -> Iterator[Store]:
+def folder_store(folder: Location, settings: StorageSettings | None) -> Iterator[BlobStore]:
     """The store at a folder, for the length of the block."""
-    store = stores.open_store(folder, settings)
+    store = registry.open_store(folder, settings)
     try:
         yield store
     finally:
@@ -183,41 +183,45 @@ def stored(folder: Location, settings: StorageSettings | None) -> Iterator[Store
 def open_files(folder: Location, name: str, settings: StorageSettings | None = None) -> SnapshotFiles:
     """Open the snapshot of that name, whichever its form: manifest and header are read and fit one another.
 
-    Raises StorageMissing (nothing there), CheckpointError (a file without a manifest), StorageCorrupt (cut
+    Raises StorageNotFound (nothing there), CheckpointError (a file without a manifest), StorageCorrupt (cut
     short, or of other weights than its manifest) and what the store raises.
     """
-    with stored(folder, settings) as store:
+    with folder_store(folder, settings) as store:
         try:
-            told = read_manifest(store, manifest_name(name))
-        except StorageMissing as missing:
+            manifest_file = read_manifest(store, manifest_name(name))
+        except StorageNotFound as missing:
             raise _no_manifest(store, name, missing) from None
-        data = open_data(store, folder, name, told, settings)
+        data = open_data(store, folder, name, manifest_file, settings)
     try:
-        if data.size != told.header_bytes + told.image_bytes:
-            promised = told.header_bytes + told.image_bytes
+        if data.size != manifest_file.header_bytes + manifest_file.image_bytes:
+            promised = manifest_file.header_bytes + manifest_file.image_bytes
             raise StorageCorrupt(f"{data.uri} has {data.size} bytes, its manifest promises {promised}")
-        head = part(data, 0, told.header_bytes)
-        if weights_id_of(head) != told.weights_id:
+        head = read_range(data, 0, manifest_file.header_bytes)
+        if weights_id_of(head) != manifest_file.weights_id:
             raise StorageCorrupt(
                 f"{data.uri} and its manifest are of different weights",
                 hint="somebody writes it now, or died while writing: write the snapshot again",
             )
-        if digest_bytes([memoryview(head)]).hex() != told.header:
+        if digest_bytes([memoryview(head)]).hex() != manifest_file.header:
             raise StorageCorrupt(f"{data.uri}: its header does not match its digest")
     except BaseException:
         data.close()
         raise
-    return SnapshotFiles(data.uri, told, head, data)
+    return SnapshotFiles(data.uri, manifest_file, head, data)
 
 
 def open_data(
-    store: Store, folder: Location, name: str, told: ManifestFile, settings: StorageSettings | None = None
+    store: BlobStore,
+    folder: Location,
+    name: str,
+    manifest_file: ManifestFile,
+    settings: StorageSettings | None = None,
 ) -> Blob:
     """The data that a manifest in `folder` (whose store is `store`) describes, as one safetensors file."""
-    if told.chunks is None:
-        return store.open(name, front=told.header_bytes)
-    chunks = stores.open_store(chunks_at(folder, told.chunks), settings)
-    return SharedBlob(folder.child(name).uri, chunks, told.objects)
+    if manifest_file.chunks is None:
+        return store.open(name, front=manifest_file.header_bytes)
+    chunks = registry.open_store(chunk_folder(folder, manifest_file.chunks), settings)
+    return ChunkedBlob(folder.child(name).uri, chunks, manifest_file.objects)
 
 
 def open_safetensors(location: Location, settings: StorageSettings | None = None) -> Blob:
@@ -226,23 +230,23 @@ def open_safetensors(location: Location, settings: StorageSettings | None = None
     For readers of tensors: what the manifest says of the bytes is not looked at where the file is there.
     """
     folder, name = location.parent, location.name + (f"?{location.query}" if location.query else "")
-    with stored(folder, settings) as store:
+    with folder_store(folder, settings) as store:
         try:
-            return store.open(name, front=FRONT)
-        except StorageMissing:
+            return store.open(name, front=HEAD_BYTES)
+        except StorageNotFound:
             try:
-                told = read_manifest(store, manifest_name(name))
-            except StorageMissing:
-                told = None
-            if told is None or told.chunks is None:
+                manifest_file = read_manifest(store, manifest_name(name))
+            except StorageNotFound:
+                manifest_file = None
+            if manifest_file is None or manifest_file.chunks is None:
                 raise
-        return open_data(store, folder, name, told, settings)
+        return open_data(store, folder, name, manifest_file, settings)
 
 
-def _no_manifest(store: Store, name: str, missing: StorageMissing) -> StorageMissing | CheckpointError:
+def _no_manifest(store: BlobStore, name: str, missing: StorageNotFound) -> StorageNotFound | CheckpointError:
     try:
         data = store.open(name)
-    except StorageMissing:
-        return StorageMissing(f"{store.uri}{name.partition('?')[0]}: there is no snapshot", hint=missing.hint)
+    except StorageNotFound:
+        return StorageNotFound(f"{store.uri}{name.partition('?')[0]}: there is no snapshot", hint=missing.hint)
     data.close()
     return CheckpointError(f"{data.uri} has no manifest beside it, so it is no snapshot, or half of one")

@@ -15,28 +15,28 @@ from pathlib import Path
 from typing import Final
 
 from rfork import settings as options
-from rfork.errors import StorageCorrupt, StorageMissing
+from rfork.errors import StorageCorrupt, StorageNotFound
 from rfork.settings import StorageSettings
-from rfork.storage.blob import Store
+from rfork.storage.blob import BlobStore
 from rfork.storage.local.files import TEMPORARY
 from rfork.storage.location import Location
+from rfork.storage.snapshots.chunk_refs import NOTE_OF_REMOVAL, PENDING_NAME_PATTERN
+from rfork.storage.snapshots.entry import OWN_NAME, SnapshotEntry, checked, is_not_ours
 from rfork.storage.snapshots.files import (
     DATA_SUFFIX,
     MANIFEST_SUFFIX,
     ManifestFile,
-    chunks_at,
+    chunk_folder,
+    folder_store,
     manifest_name,
     read_manifest,
-    stored,
 )
-from rfork.storage.snapshots.found import OWN_NAME, Found, checked, is_foreign
-from rfork.storage.snapshots.shared_chunks import NOTE_OF_REMOVAL, PENDING
 
 OBJECT: Final = re.compile(r"(.*/)?(?P<two>[0-9a-f]{2})/(?P=two)[0-9a-f]{30}-[0-9]+")
 
 
 @dataclass(frozen=True, slots=True)
-class Leftover:
+class OrphanedObject:
     """What no snapshot needs: of a writer that died, or is at work now. `name`: as seen from there."""
 
     name: str
@@ -45,11 +45,11 @@ class Leftover:
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
+class Listing:
     """What lies in a repository. `pending` are the objects that writers at work count on."""
 
-    snapshots: tuple[Found, ...]
-    leftovers: tuple[Leftover, ...]
+    snapshots: tuple[SnapshotEntry, ...]
+    leftovers: tuple[OrphanedObject, ...]
     pending: frozenset[str]
 
 
@@ -64,12 +64,12 @@ class Repository:
         self.settings = settings or options.load(StorageSettings)
 
     @contextmanager
-    def store(self) -> Iterator[Store]:
+    def store(self) -> Iterator[BlobStore]:
         """The store at the folder."""
-        with stored(self.folder, self.settings) as store:
+        with folder_store(self.folder, self.settings) as store:
             yield store
 
-    def contents(self, *, strict: bool = False) -> Contents:
+    def contents(self, *, strict: bool = False) -> Listing:
         """All snapshots and leftovers, by name.
 
         `strict` is for who removes chunks: a manifest that cannot be read raises StorageCorrupt, and a
@@ -77,42 +77,43 @@ class Repository:
         """
         with self.store() as store:
             sizes = {entry.name: entry.size for entry in store.list()}
-            notes = self._read(store, [name for name in sizes if PENDING.fullmatch(name)], strict)
+            notes = self._read(store, [name for name in sizes if PENDING_NAME_PATTERN.fullmatch(name)], strict)
             if strict:
                 # A note that vanished since was of a snapshot that is there by now.
                 sizes = {entry.name: entry.size for entry in store.list()}
             named = [name for name in sizes if name.endswith(DATA_SUFFIX + MANIFEST_SUFFIX)]
             manifests = self._read(store, named, strict)
         found = [
-            self._found(name.removesuffix(MANIFEST_SUFFIX), told, strict) for name, told in manifests.items()
+            self._found(name.removesuffix(MANIFEST_SUFFIX), manifest_file, strict)
+            for name, manifest_file in manifests.items()
         ]
-        noted = [self._found(name, told, strict) for name, told in notes.items()]
+        noted = [self._found(name, manifest_file, strict) for name, manifest_file in notes.items()]
         pending = frozenset(path for each in noted for path in each.objects)
         there = self._with_objects(found, sizes)
         users = Counter(path for each in found for path in each.objects)
         snapshots = tuple(checked(each, there, users) for each in found)
         leftovers = (*self._leftovers(sizes, manifests, users, pending), *_unfinished(self.folder))
-        return Contents(snapshots, leftovers, pending)
+        return Listing(snapshots, leftovers, pending)
 
-    def inside(self, contents: Contents) -> list[Found]:
+    def entries_in(self, contents: Listing) -> list[SnapshotEntry]:
         """The snapshots that lie in the folder itself."""
         return [each for each in contents.snapshots if each.folder == self.folder]
 
-    def _found(self, name: str, told: ManifestFile | str, strict: bool) -> Found:
+    def _found(self, name: str, manifest_file: ManifestFile | str, strict: bool) -> SnapshotEntry:
         head, slash, last = name.rpartition("/")
         folder = self.folder.child(head + slash) if slash else self.folder
-        if isinstance(told, str):
-            return Found(folder, last, None, told)
-        if told.chunks is not None:
+        if isinstance(manifest_file, str):
+            return SnapshotEntry(folder, last, None, manifest_file)
+        if manifest_file.chunks is not None:
             try:
-                chunks_at(folder, told.chunks)
+                chunk_folder(folder, manifest_file.chunks)
             except StorageCorrupt as error:
                 if strict:
                     raise
-                return Found(folder, last, None, str(error))
-        return Found(folder, last, told)
+                return SnapshotEntry(folder, last, None, str(error))
+        return SnapshotEntry(folder, last, manifest_file)
 
-    def _read(self, store: Store, names: Sequence[str], strict: bool) -> dict[str, ManifestFile | str]:
+    def _read(self, store: BlobStore, names: Sequence[str], strict: bool) -> dict[str, ManifestFile | str]:
         """The manifests of these names that are still there; of a broken one what is wrong with it.
 
         Other programs may call their files so: what does not say that it is one of ours is left out.
@@ -121,33 +122,33 @@ class Repository:
         def read(name: str) -> ManifestFile | str | None:
             try:
                 return read_manifest(store, name)
-            except StorageMissing:
+            except StorageNotFound:
                 return None
             except StorageCorrupt as error:
-                if is_foreign(store, name, strict=strict):
+                if is_not_ours(store, name, strict=strict):
                     return None
                 if strict:
                     raise
                 return str(error)
 
-        with ThreadPoolExecutor(self.settings.streams, thread_name_prefix="rfork-list") as pool:
-            told = list(pool.map(read, names))
-        return {name: each for name, each in zip(names, told, strict=True) if each is not None}
+        with ThreadPoolExecutor(self.settings.concurrency, thread_name_prefix="rfork-list") as pool:
+            results = list(pool.map(read, names))
+        return {name: each for name, each in zip(names, results, strict=True) if each is not None}
 
-    def _with_objects(self, found: Sequence[Found], sizes: Mapping[str, int]) -> dict[str, int]:
+    def _with_objects(self, found: Sequence[SnapshotEntry], sizes: Mapping[str, int]) -> dict[str, int]:
         """Bytes by path of all that was listed, and of the folders of chunks that lie elsewhere."""
         there = {self.folder.path + name: size for name, size in sizes.items()}
         elsewhere = {
-            chunks_at(each.folder, each.told.chunks)
+            chunk_folder(each.folder, each.manifest_file.chunks)
             for each in found
-            if each.told is not None and each.told.chunks is not None
+            if each.manifest_file is not None and each.manifest_file.chunks is not None
         }
         for chunks in elsewhere:
             if not chunks.path.startswith(self.folder.path):
-                with stored(chunks, self.settings) as store:
+                with folder_store(chunks, self.settings) as store:
                     try:
                         there |= {chunks.path + entry.name: entry.size for entry in store.list()}
-                    except StorageMissing:  # each of its objects is missing, then
+                    except StorageNotFound:  # each of its objects is missing, then
                         continue
         return there
 
@@ -157,22 +158,22 @@ class Repository:
         manifests: Mapping[str, ManifestFile | str],
         users: Mapping[str, int],
         pending: frozenset[str],
-    ) -> Iterator[Leftover]:
+    ) -> Iterator[OrphanedObject]:
         for name, size in sizes.items():
             path = self.folder.path + name
             chunk = OBJECT.fullmatch(name)
-            if PENDING.fullmatch(name):
-                yield Leftover(name, size, "note of a snapshot that is written now, or whose writer died")
+            if PENDING_NAME_PATTERN.fullmatch(name):
+                yield OrphanedObject(name, size, "note of a snapshot that is written now, or whose writer died")
             elif NOTE_OF_REMOVAL.fullmatch(name):
-                yield Leftover(name, size, "note of somebody who removes chunks now, or died at it")
+                yield OrphanedObject(name, size, "note of somebody who removes chunks now, or died at it")
             elif OWN_NAME.fullmatch(name) and manifest_name(name) not in manifests:
-                yield Leftover(name, size, "data without a manifest")
+                yield OrphanedObject(name, size, "data without a manifest")
             # Who uses chunks lies below the folder that theirs lies in: only seen from there.
             elif chunk and chunk[1] and path not in users and path not in pending:
-                yield Leftover(name, size, "chunk that no snapshot names")
+                yield OrphanedObject(name, size, "chunk that no snapshot names")
 
 
-def _unfinished(folder: Location) -> Iterator[Leftover]:
+def _unfinished(folder: Location) -> Iterator[OrphanedObject]:
     """Files that are still written, which no listing shows, or whose writer was killed."""
     if folder.scheme != "file":
         return
@@ -183,6 +184,4 @@ def _unfinished(folder: Location) -> Iterator[Leftover]:
                 size = path.stat().st_size
             except FileNotFoundError:  # whole by now
                 continue
-            yield Leftover(
-                path.relative_to(top).as_posix(), size, "file that is written now, or half-written"
-            )
+            yield OrphanedObject(path.relative_to(top).as_posix(), size, "file that is written now, or half-written")

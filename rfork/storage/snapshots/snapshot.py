@@ -16,30 +16,30 @@ from typing import Self
 
 from rfork import settings as options
 from rfork.errors import CheckpointError, StorageCorrupt
-from rfork.fields import StorageKind
 from rfork.image.layout import Layout
 from rfork.image.memory import Image
 from rfork.image.safetensors_header import layout_of
+from rfork.schema import Rank
+from rfork.schema.types import StorageKind
 from rfork.settings import StorageSettings
-from rfork.storage.reading.engine import Extent, fill
-from rfork.storage.snapshots.files import SnapshotFiles, open_files, place_of
-from rfork.storage.snapshots.shared_blob import MOST_OPEN, SharedBlob
-from rfork.wire import Rank
+from rfork.storage.io.reader import Extent, fill
+from rfork.storage.snapshots.chunked_blob import MAX_OPEN, ChunkedBlob
+from rfork.storage.snapshots.files import SnapshotFiles, open_files, snapshot_location
 
 
 class Snapshot:
-    """A snapshot of a layout, in either form; see `rfork.storage.base.Storage`."""
+    """A snapshot of a layout, in either form; see `rfork.storage.base.ImageStorage`."""
 
-    kind: StorageKind = "snapshot"
+    storage_kind: StorageKind = "snapshot"
 
     def __init__(self, files: SnapshotFiles, layout: Layout, settings: StorageSettings) -> None:
         """Takes over `files`; raises StorageCorrupt where their manifest does not fit itself."""
         self.uri = files.uri
-        self.told = files.told
-        self.manifest = files.told.manifest(layout)
+        self.manifest_file = files.manifest_file
+        self.manifest = files.manifest_file.manifest(layout)
         self.origin = self.manifest.weights_id
         self._data = files.data
-        self._begin = files.told.header_bytes
+        self._begin = files.manifest_file.header_bytes
         self._settings = settings
 
     @classmethod
@@ -49,24 +49,24 @@ class Snapshot:
         """Open the snapshot for images of `layout`: the file that `uri` names, or the rank's in that folder.
 
         Raises SettingsError (no such kind of URI), CheckpointError (a snapshot of something else, or a file
-        without a manifest), StorageMissing, StorageCorrupt (cut short, damaged, half replaced) and other
+        without a manifest), StorageNotFound, StorageCorrupt (cut short, damaged, half replaced) and other
         StorageErrors.
         """
         chosen = settings or options.load(StorageSettings)
-        folder, name = place_of(uri, rank)
+        folder, name = snapshot_location(uri, rank)
         files = open_files(folder, name, chosen)
         try:
-            if files.told.layout_id != layout.layout_id:
+            if files.manifest_file.layout_id != layout.layout_id:
                 difference = layout.first_difference(layout_of(files.head))
-                told = f"first difference: {difference}" if difference else "its manifest is of another still"
-                raise CheckpointError(f"{files.uri} is of another layout; {told}")
+                problem_text = f"first difference: {difference}" if difference else "its manifest is of another still"
+                raise CheckpointError(f"{files.uri} is of another layout; {problem_text}")
             return cls(files, layout, chosen)
         except BaseException:
             files.data.close()
             raise
 
     def read(self, begin: int, end: int, into: Sequence[memoryview]) -> None:
-        """See `Storage.read`."""
+        """See `ImageStorage.read`."""
         self._data.read(self._begin + begin, into)
 
     def fill(
@@ -87,12 +87,12 @@ class Snapshot:
             raise ValueError("the image is of another layout than the snapshot")
         chunks = len(image.layout.chunks)
         # As many at once as may be open: all of them but for a shared snapshot of a very large image.
-        step = MOST_OPEN if isinstance(self._data, SharedBlob) else max(1, chunks)
+        step = MAX_OPEN if isinstance(self._data, ChunkedBlob) else max(1, chunks)
         for first in range(0, chunks, step):
             self._fill(image, range(first, min(first + step, chunks)), progress, on_chunk)
 
     def close(self) -> None:
-        """See `Storage.close`."""
+        """See `ImageStorage.close`."""
         self._data.close()
 
     def _fill(
@@ -102,8 +102,8 @@ class Snapshot:
         progress: Callable[[int], None] | None,
         on_chunk: Callable[[int], None] | None,
     ) -> None:
-        with self._extents(image, chunks) as placed:
-            owners = [chunk for chunk, _ in placed]
+        with self._extents(image, chunks) as chunk_extents:
+            owners = [chunk for chunk, _ in chunk_extents]
             missing = Counter(owners)
             lock = threading.Lock()
 
@@ -117,26 +117,26 @@ class Snapshot:
                 if on_chunk is not None:
                     on_chunk(chunk)
 
-            extents = [extent for _, extent in placed]
+            extents = [extent for _, extent in chunk_extents]
             fill(extents, self._settings, on_filled=filled, progress=progress)
 
     @contextmanager
     def _extents(self, image: Image, chunks: range) -> Iterator[list[tuple[int, Extent]]]:
         """The extents of these chunks, each with its chunk. In the shared form each chunk is a blob of its
         own, so that the engine sees files and objects as they are."""
-        with ExitStack() as held:
-            placed: list[tuple[int, Extent]] = []
-            if not isinstance(self._data, SharedBlob):
+        with ExitStack() as open_parts:
+            chunk_extents: list[tuple[int, Extent]] = []
+            if not isinstance(self._data, ChunkedBlob):
                 blobs = [(self._data, self._begin + image.layout.chunks[chunk][0]) for chunk in chunks]
             else:
-                places = [chunk + 1 for chunk in chunks]  # the first is the header
-                self._data.prepare(places, self._settings.streams)
-                blobs = [(held.enter_context(self._data.part(place)), 0) for place in places]
+                part_numbers = [chunk + 1 for chunk in chunks]  # the first is the header
+                self._data.prepare(part_numbers, self._settings.concurrency)
+                blobs = [(open_parts.enter_context(self._data.part(part_number)), 0) for part_number in part_numbers]
             for chunk, (blob, at) in zip(chunks, blobs, strict=True):
-                for into in image.parts(*image.layout.chunks[chunk]):
-                    placed.append((chunk, Extent(blob, at, into)))
+                for into in image.tensor_slices(*image.layout.chunks[chunk]):
+                    chunk_extents.append((chunk, Extent(blob, at, into)))
                     at += into.numel()
-            yield placed
+            yield chunk_extents
 
     def _verify(self, image: Image, chunk: int) -> None:
         expected = self.manifest.digests[chunk]

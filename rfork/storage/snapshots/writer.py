@@ -16,63 +16,63 @@ from pathlib import Path
 from typing import Protocol
 
 from rfork import settings as options
-from rfork.errors import SettingsError, SourceChanged, StorageCorrupt, StorageMissing
+from rfork.errors import SettingsError, SourceWeightsChanged, StorageCorrupt, StorageNotFound
 from rfork.image.digest import RunningDigest, digest_bytes
 from rfork.image.layout import Layout
 from rfork.image.manifest import Manifest
 from rfork.image.safetensors_header import header
+from rfork.schema import Rank
 from rfork.settings import StorageSettings
-from rfork.storage.blob import Store, Writer
+from rfork.storage.blob import BlobStore, BlobWriter
 from rfork.storage.location import Location
+from rfork.storage.snapshots.chunk_refs import best_effort_remove, pending_write, put
+from rfork.storage.snapshots.destination import validate_destination
 from rfork.storage.snapshots.files import (
-    CHUNKS_BESIDE,
     CHUNKS_FOLDER,
+    SHARED_CHUNKS_PATH,
     ManifestFile,
-    chunks_at,
+    chunk_folder,
+    folder_store,
     manifest_name,
-    place_of,
-    stored,
+    snapshot_location,
 )
-from rfork.storage.snapshots.shared_chunks import announced, clear_away, put
-from rfork.storage.snapshots.target import check_target
 from rfork.storage.versions.version import checked_version
-from rfork.wire import Rank
 
 PIECE_BYTES = 16 << 20
 """What is handed to a store at once; of a GPU's memory, what is brought to the host at once."""
-DIGESTS_BEHIND = 2
+MAX_PENDING_DIGESTS = 2
 """Chunks that may be written before the digest of an earlier one is known."""
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """What writing a snapshot did, in bytes; `already` were there, from other ranks and revisions."""
+class WriteReport:
+    """What writing a snapshot did, in bytes; `reused_bytes` were there, from other ranks and revisions."""
 
     uri: str
     weights_id: str
     written: int
-    already: int
+    reused_bytes: int
 
 
-class Readable(Protocol):
-    """What is written: an `Image`, or what reads one in its place; see there for what these do."""
+class ImageReader(Protocol):
+    """What is written: an `EngineImage`, or what reads one in its place; see there for what these do."""
 
     @property
     def layout(self) -> Layout:
-        """See `Image`."""
+        """See `EngineImage`."""
         ...
 
     def readable(self, begin: int, end: int) -> AbstractContextManager[Sequence[memoryview]]:
-        """See `Image.readable`."""
+        """See `EngineImage.readable`."""
         ...
 
     def digest(self, chunk: int) -> bytes:
-        """See `Image.digest`."""
+        """See `EngineImage.digest`."""
         ...
 
 
 def write_snapshot(
-    image: Readable,
+    image: ImageReader,
     manifest: Manifest,
     uri: str | Path,
     *,
@@ -80,28 +80,28 @@ def write_snapshot(
     model: str | None = None,
     version: str | None = None,
     shared: bool = False,
-    chunks: str = CHUNKS_BESIDE,
+    chunks: str = SHARED_CHUNKS_PATH,
     check: bool = False,
     progress: Callable[[int], None] | None = None,
     settings: StorageSettings | None = None,
-) -> Written:
+) -> WriteReport:
     """Write an image and its manifest to the file that `uri` names, or as the rank's in that folder.
 
     `version` is recorded in the manifest: that of the weights, the same for all ranks.
     With `shared` the header and each chunk become objects in the folder `chunks` (seen from the
     snapshot's own), so that equal ones are stored once; with `check` those that are there already are read,
     and written again where they do not match. What was there under this name is replaced.
-    `progress` is told bytes, one call at a time. Raises SourceChanged where the bytes are not those of the
+    `progress` is told bytes, one call at a time. Raises SourceWeightsChanged where the bytes are not those of the
     manifest any more, SettingsError for a place that cannot be written to, and StorageErrors: what lies there
     is then the snapshot before, or nothing that passes for one.
     """
-    folder, name = place_of(uri, rank)
-    check_target(uri, settings)
+    folder, name = snapshot_location(uri, rank)
+    validate_destination(uri, settings)
     if version is not None:
         checked_version(version)
-    job = _Job(image, manifest, check, progress, settings or options.load(StorageSettings))
+    job = _WriteJob(image, manifest, check, progress, settings or options.load(StorageSettings))
     head = header(image.layout, manifest.weights_id)
-    told = ManifestFile(
+    manifest_file = ManifestFile(
         model=model,
         version=version,
         rank=rank or Rank(),
@@ -113,67 +113,68 @@ def write_snapshot(
         digests=tuple(digest.hex() for digest in manifest.digests),
         chunks=_within(folder, chunks) if shared else None,
     )
-    with stored(folder, job.settings) as store:
-        if told.chunks is not None:
-            with stored(chunks_at(folder, told.chunks), job.settings) as objects:
-                job.share(store, name, objects, told, head)
+    with folder_store(folder, job.settings) as store:
+        if manifest_file.chunks is not None:
+            with folder_store(chunk_folder(folder, manifest_file.chunks), job.settings) as objects:
+                job.share(store, name, objects, manifest_file, head)
         else:
             with store.write(name) as writer:
                 writer.write([memoryview(head)])
                 job.stream(writer)
             job.written += len(head) + image.layout.image_bytes
             try:
-                _commit(store, name, told)
+                _commit(store, name, manifest_file)
             except BaseException:
-                clear_away(store, name)
+                best_effort_remove(store, name)
                 raise
-    return Written(folder.child(name).uri, manifest.weights_id, job.written, job.already)
+    return WriteReport(folder.child(name).uri, manifest.weights_id, job.written, job.reused_bytes)
 
 
 @dataclass(slots=True)
-class _Job:
+class _WriteJob:
     """One image on its way into storage."""
 
-    image: Readable
+    image: ImageReader
     manifest: Manifest
     check: bool
     progress: Callable[[int], None] | None
     settings: StorageSettings
     written: int = 0
-    already: int = 0
+    reused_bytes: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def stream(self, writer: Writer) -> None:
+    def stream(self, writer: BlobWriter) -> None:
         """Write all chunks, and find each right after it was written: what changes meanwhile is an error."""
-        behind: deque[Future[None]] = deque()
-        with ThreadPoolExecutor(DIGESTS_BEHIND, thread_name_prefix="rfork-digest") as pool:
+        pending_digests: deque[Future[None]] = deque()
+        with ThreadPoolExecutor(MAX_PENDING_DIGESTS, thread_name_prefix="rfork-digest") as pool:
             for chunk in range(len(self.image.layout.chunks)):
                 self._write(writer, chunk)
-                behind.append(pool.submit(self._check, chunk))
-                if len(behind) > DIGESTS_BEHIND:
-                    behind.popleft().result()
-            for check in behind:
+                pending_digests.append(pool.submit(self._check, chunk))
+                if len(pending_digests) > MAX_PENDING_DIGESTS:
+                    pending_digests.popleft().result()
+            for check in pending_digests:
                 check.result()
 
-    def share(self, store: Store, name: str, chunks: Store, told: ManifestFile, head: bytes) -> None:
+    def share(self, store: BlobStore, name: str, chunks: BlobStore, manifest_file: ManifestFile, head: bytes) -> None:
         """Write what is not there yet of header and chunks, then the manifest."""
-        (first, _), *others = told.objects
-        with announced(store, name, told, chunks) as confirm:
-            self._share(chunks, first, head)
-            places: dict[str, int] = {}
+        (first, _), *others = manifest_file.objects
+        with pending_write(store, name, manifest_file, chunks) as confirm:
+            self._write_shared(chunks, first, head)
+            chunk_by_object: dict[str, int] = {}
             for index, (object_, length) in enumerate(others):
-                if places.setdefault(object_, index) != index:  # of equal chunks one is enough
-                    self._tell(length)
-                    self._account(length, written=False)
+                if chunk_by_object.setdefault(object_, index) != index:  # of equal chunks one is enough
+                    self._report_progress(length)
+                    self._count_bytes(length, written=False)
             # Each may keep its chunk in memory; one that is larger than all of it goes out in parts.
-            size, most = self.image.layout.chunks.chunk_size, self.settings
-            writers = max(1, min(most.streams, most.memory // size))
+            size, storage_settings = self.image.layout.chunks.chunk_size, self.settings
+            writers = max(1, min(storage_settings.concurrency, storage_settings.staging_bytes // size))
             with ThreadPoolExecutor(writers, thread_name_prefix="rfork-write") as pool:
-                given = [
-                    pool.submit(self._share, chunks, object_, index) for object_, index in places.items()
+                futures = [
+                    pool.submit(self._write_shared, chunks, object_, index)
+                    for object_, index in chunk_by_object.items()
                 ]
                 try:
-                    for done in given:
+                    for done in futures:
                         done.result()
                 except BaseException:
                     pool.shutdown(wait=True, cancel_futures=True)
@@ -181,15 +182,13 @@ class _Job:
             # Gone before the manifest says that it does not count: it may be of other weights.
             store.remove(name)
             confirm()
-            _commit(store, name, told)
+            _commit(store, name, manifest_file)
 
-    def _share(self, chunks: Store, name: str, what: int | bytes) -> None:
+    def _write_shared(self, chunks: BlobStore, name: str, what: int | bytes) -> None:
         """One object, a chunk or the header, unless it is there; where asked for, unless it is right."""
         length = len(what) if isinstance(what, bytes) else _length(self.image, what)
         size = _size(chunks, name)
-        new = size != length or (
-            self.check and _digest(chunks, name) != name.rpartition("/")[2].partition("-")[0]
-        )
+        new = size != length or (self.check and _digest(chunks, name) != name.rpartition("/")[2].partition("-")[0])
         if new:
             with chunks.write(name, replace=size is not None) as writer:
                 if isinstance(what, bytes):
@@ -198,37 +197,37 @@ class _Job:
                     self._write(writer, what)
                     self._check(what)
         elif not isinstance(what, bytes):
-            self._tell(length)
-        self._account(length, written=new)
+            self._report_progress(length)
+        self._count_bytes(length, written=new)
 
-    def _write(self, writer: Writer, chunk: int) -> None:
+    def _write(self, writer: BlobWriter, chunk: int) -> None:
         begin, end = self.image.layout.chunks[chunk]
         for low in range(begin, end, PIECE_BYTES):
             high = min(low + PIECE_BYTES, end)
             with self.image.readable(low, high) as views:
                 writer.write(views)
-            self._tell(high - low)
+            self._report_progress(high - low)
 
     def _check(self, chunk: int) -> None:
         if self.image.digest(chunk) != self.manifest.digests[chunk]:
-            raise SourceChanged(
+            raise SourceWeightsChanged(
                 f"the weights changed while their snapshot was written: chunk {chunk} is not what it was",
                 hint="write it again once they are at rest",
             )
 
-    def _tell(self, count: int) -> None:
+    def _report_progress(self, count: int) -> None:
         if self.progress is not None:
             with self._lock:
                 self.progress(count)
 
-    def _account(self, length: int, *, written: bool) -> None:
+    def _count_bytes(self, length: int, *, written: bool) -> None:
         with self._lock:
             self.written += length if written else 0
-            self.already += 0 if written else length
+            self.reused_bytes += 0 if written else length
 
 
-def _commit(store: Store, name: str, told: ManifestFile) -> None:
-    put(store, manifest_name(name), told.model_dump_json(exclude_none=True).encode())
+def _commit(store: BlobStore, name: str, manifest_file: ManifestFile) -> None:
+    put(store, manifest_name(name), manifest_file.model_dump_json(exclude_none=True).encode())
 
 
 def _within(folder: Location, chunks: str) -> str:
@@ -236,26 +235,26 @@ def _within(folder: Location, chunks: str) -> str:
     if not CHUNKS_FOLDER.fullmatch(chunks):
         raise SettingsError(
             f"{chunks!r} is no folder for shared chunks",
-            hint=f"one name, beside the snapshot's folder or one above it, e.g. {CHUNKS_BESIDE}",
+            hint=f"one name, beside the snapshot's folder or one above it, e.g. {SHARED_CHUNKS_PATH}",
         )
     within = chunks if folder.path.strip("/") else chunks.removeprefix("../")
     try:
-        chunks_at(folder, within)
+        chunk_folder(folder, within)
     except StorageCorrupt as error:
         raise SettingsError(str(error)) from None
     return within
 
 
-def _length(image: Readable, chunk: int) -> int:
+def _length(image: ImageReader, chunk: int) -> int:
     begin, end = image.layout.chunks[chunk]
     return end - begin
 
 
-def _size(store: Store, name: str) -> int | None:
+def _size(store: BlobStore, name: str) -> int | None:
     """The bytes of a blob, or None where there is none."""
     try:
         blob = store.open(name)
-    except StorageMissing:
+    except StorageNotFound:
         return None
     try:
         return blob.size
@@ -263,7 +262,7 @@ def _size(store: Store, name: str) -> int | None:
         blob.close()
 
 
-def _digest(store: Store, name: str) -> str | None:
+def _digest(store: BlobStore, name: str) -> str | None:
     """What the bytes of a blob hash to, or None where they cannot be read whole."""
     state = RunningDigest()
     with closing(store.open(name)) as blob:

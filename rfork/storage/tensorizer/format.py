@@ -28,9 +28,9 @@ END = bytes(8)
 LONG_DIMENSION = 1 << 32
 """Shapes with such a dimension are written with 8 bytes a dimension, in data version 5."""
 
-Kind = Literal["parameter", "buffer", "entry"]
+EntryType = Literal["parameter", "buffer", "entry"]
 """What tensorizer's own loader makes of a tensor: a module's parameter or buffer, or a state dict's entry."""
-KINDS: tuple[Kind, ...] = ("parameter", "buffer", "entry")
+ENTRY_TYPES: tuple[EntryType, ...] = ("parameter", "buffer", "entry")
 
 _TYPES: Mapping[torch.dtype, str] = {
     torch.float64: "<f8", torch.float32: "<f4", torch.float16: "<f2",
@@ -48,7 +48,7 @@ class TensorEntry:
 
     name: str
     stored_name: bytes
-    kind: Kind
+    entry_type: EntryType
     type_name: bytes
     spec: StoredTensor
     header: int
@@ -79,7 +79,7 @@ def dtype_named(name: bytes) -> torch.dtype:
     return dtype
 
 
-class Cursor:
+class ByteCursor:
     """Fields of a buffer, from `at` on, none of them past `end`."""
 
     def __init__(self, buffer: bytes, at: int, end: int) -> None:
@@ -87,7 +87,7 @@ class Cursor:
         self.at = at
         self._end = min(end, len(buffer))
 
-    def take(self, length: int) -> bytes:
+    def next_bytes(self, length: int) -> bytes:
         """The next bytes. Raises ValueError at the end."""
         if length < 0 or self.at + length > self._end:
             raise ValueError(f"it ends at byte {self._end}")
@@ -96,7 +96,7 @@ class Cursor:
 
     def unpack(self, form: str) -> tuple[int, ...]:
         """The next numbers."""
-        return struct.unpack(form, self.take(struct.calcsize(form)))
+        return struct.unpack(form, self.next_bytes(struct.calcsize(form)))
 
 
 def type_and_shape(entry: TensorEntry) -> bytes:

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from rfork.errors import CheckpointError, StorageCorrupt
 from rfork.storage.tensorizer.format import (
     END,
+    ENTRY_TYPES,
     HEAD,
-    KINDS,
     MAGIC,
-    Cursor,
-    Kind,
+    ByteCursor,
+    EntryType,
     TensorEntry,
     dtype_named,
     type_and_shape,
@@ -23,7 +23,7 @@ from rfork.storage.tensorizer.format import (
 from rfork.storage.tensors import StoredTensor
 
 ENCRYPTED, VERSIONED = 1, 2
-LONGEST_HEADER = 64 << 20
+MAX_HEADER_BYTES = 64 << 20
 """A tensor's own header: longer ones are not read."""
 
 
@@ -55,7 +55,7 @@ def read_index(uri: str, front: bytes, size: int) -> Index:
         raise CheckpointError(f"{uri}: data version {version} of .tensors files is not known here")
     flag = int.from_bytes(flags, "little") if version >= 4 else 0
     encrypted = version == 3 or bool(flag & ENCRYPTED)
-    cursor = Cursor(front, HEAD.size, HEAD.size + length)
+    cursor = ByteCursor(front, HEAD.size, HEAD.size + length)
     entries: list[TensorEntry] = []
     try:
         for _ in range(count):
@@ -66,13 +66,11 @@ def read_index(uri: str, front: bytes, size: int) -> Index:
         raise StorageCorrupt(f"{uri}: its index cannot be read: {error}") from None
     begin = HEAD.size + length
     for entry in entries:
-        if not begin <= entry.header <= entry.data - 8 or entry.data - entry.header > LONGEST_HEADER:
+        if not begin <= entry.header <= entry.data - 8 or entry.data - entry.header > MAX_HEADER_BYTES:
             raise StorageCorrupt(f"{uri}: its index has a wrong place for {entry.name}")
         needed = entry.data + entry.length + len(END)
         if needed > size:
-            raise StorageCorrupt(
-                f"{uri} is cut short: it has {size} bytes, {entry.name} ends at {needed - 8}"
-            )
+            raise StorageCorrupt(f"{uri} is cut short: it has {size} bytes, {entry.name} ends at {needed - 8}")
         if entry.length not in (0, entry.spec.nbytes):
             raise StorageCorrupt(f"{uri}: {entry.name} has {entry.length} bytes, not {entry.spec.nbytes}")
     if len({entry.name for entry in entries}) != len(entries):
@@ -102,35 +100,35 @@ def write_index(entries: Sequence[TensorEntry], *, encrypted: bool) -> bytes:
         if long:
             parts.append(struct.pack("<I", 5 if entry.long else 1))
         parts.append(struct.pack("<H", len(entry.stored_name)) + entry.stored_name)
-        parts.append(struct.pack("<B", KINDS.index(entry.kind)) + type_and_shape(entry))
+        parts.append(struct.pack("<B", ENTRY_TYPES.index(entry.entry_type)) + type_and_shape(entry))
         parts.append(struct.pack("<QQQ", begin + entry.header, begin + entry.data, entry.length))
     return b"".join(parts)
 
 
-def _entry(cursor: Cursor, *, versioned: bool) -> TensorEntry:
+def _entry(cursor: ByteCursor, *, versioned: bool) -> TensorEntry:
     long = versioned and cursor.unpack("<I")[0] >= 5
-    stored_name = cursor.take(cursor.unpack("<H")[0])
-    kind = KINDS[cursor.unpack("<B")[0]]
-    type_bytes = cursor.take(cursor.unpack("<B")[0])
+    stored_name = cursor.next_bytes(cursor.unpack("<H")[0])
+    entry_type = ENTRY_TYPES[cursor.unpack("<B")[0]]
+    type_bytes = cursor.next_bytes(cursor.unpack("<B")[0])
     dimensions = cursor.unpack("<B")[0]
     shape = cursor.unpack(f"<{dimensions}{'Q' if long else 'I'}")
     header, data, length = cursor.unpack("<QQQ")
-    name = _name_of(stored_name, kind)
+    name = _name_of(stored_name, entry_type)
     try:
         dtype = dtype_named(type_bytes)
     except CheckpointError as error:
         raise CheckpointError(f"{name}: {error}") from None
     spec = StoredTensor(dtype, shape, math.prod(shape) * dtype.itemsize)
-    return TensorEntry(name, stored_name, kind, type_bytes, spec, header, data, length, long)
+    return TensorEntry(name, stored_name, entry_type, type_bytes, spec, header, data, length, long)
 
 
-def _name_of(stored: bytes, kind: Kind) -> str:
+def _name_of(stored: bytes, entry_type: EntryType) -> str:
     """The name as a state dict has it: parts of nested ones are joined by dots."""
     if stored.startswith(b"\x1e"):
         return ".".join(str(part) for part in json.loads(stored[1:]))
     name = stored.decode()
     # What hangs on a module itself, and not on one below it, is stored with an empty module's name.
-    return name.removeprefix(".") if kind != "entry" else name
+    return name.removeprefix(".") if entry_type != "entry" else name
 
 
 def _entry_size(entry: TensorEntry) -> int:

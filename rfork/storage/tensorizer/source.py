@@ -14,19 +14,19 @@ from typing import Self
 import torch
 
 from rfork import settings as options
-from rfork.errors import CheckpointError, StorageCorrupt, StorageDenied
+from rfork.errors import CheckpointError, StorageAccessDenied, StorageCorrupt
+from rfork.schema import Rank
 from rfork.settings import StorageSettings
-from rfork.storage.blob import Blob, part
-from rfork.storage.formats.blocks import bytes_of
+from rfork.storage.blob import Blob, read_range
+from rfork.storage.formats.tensor_blocks import bytes_of
+from rfork.storage.io.prefetch import group_by_size, read_ahead
 from rfork.storage.location import Location
-from rfork.storage.reading.ahead import groups_of, read_ahead
-from rfork.storage.tensorizer.crypt import Opener, Secret
+from rfork.storage.tensorizer.encryption import Decryptor, Secret
+from rfork.storage.tensorizer.file_set import of_rank, opened_files
 from rfork.storage.tensorizer.format import FRONT
 from rfork.storage.tensorizer.index import index_length, read_index
-from rfork.storage.tensorizer.names import of_rank, opened_files
-from rfork.storage.tensorizer.reading import Read, Stored, read_checked
+from rfork.storage.tensorizer.reader import StoredTensorRef, TensorRead, read_checked
 from rfork.storage.tensors import StoredTensor
-from rfork.wire import Rank
 
 ALIGNMENT = 64
 """Of tensors that share an allocation."""
@@ -46,11 +46,11 @@ class TensorizerSource:
         self.uri = uri
         self._settings = settings
         self._blobs = tuple(blobs)
-        self._tensors: dict[str, Stored] = {}
+        self._tensors: dict[str, StoredTensorRef] = {}
         for blob in blobs:
             self._add(blob, secret)
         self._specs = {name: stored.entry.spec for name, stored in self._tensors.items()}
-        self._opener = Opener(secret) if secret is not None else None
+        self._opener = Decryptor(secret) if secret is not None else None
         self._owned = ExitStack()
         for blob in blobs:
             self._owned.callback(blob.close)
@@ -69,16 +69,16 @@ class TensorizerSource:
 
         In a name as ``model-rank-%03d.tensors`` the number is that of `rank`.
 
-        Reads the index, and no tensor. Raises StorageCorrupt (no such file, or cut short), StorageDenied
-        (it is encrypted, and neither `key`, 32 bytes, nor `password` is given), StorageMissing and others.
+        Reads the index, and no tensor. Raises StorageCorrupt (no such file, or cut short), StorageAccessDenied
+        (it is encrypted, and neither `key`, 32 bytes, nor `password` is given), StorageNotFound and others.
         """
         chosen = settings or options.load(StorageSettings)
         secret = Secret.of(key, password)
-        with ExitStack() as held:
-            blobs = opened_files(of_rank(uri, rank or Rank()), chosen, held)
-            told = blobs[0].uri if len(blobs) == 1 else Location.parse(uri).uri
-            source = cls(told, blobs, chosen, secret)
-            source._owned = held.pop_all()
+        with ExitStack() as resources:
+            blobs = opened_files(of_rank(uri, rank or Rank()), chosen, resources)
+            display_uri = blobs[0].uri if len(blobs) == 1 else Location.parse(uri).uri
+            source = cls(display_uri, blobs, chosen, secret)
+            source._owned = resources.pop_all()
         return source
 
     @property
@@ -86,9 +86,7 @@ class TensorizerSource:
         """See `TensorSource.specs`."""
         return self._specs
 
-    def read_into(
-        self, tensors: Mapping[str, torch.Tensor], progress: Callable[[int], None] | None = None
-    ) -> None:
+    def read_into(self, tensors: Mapping[str, torch.Tensor], progress: Callable[[int], None] | None = None) -> None:
         """See `TensorSource.read_into`; StorageCorrupt names the tensor whose hash does not match.
 
         What has another type, lies on a GPU or has gaps is read through staging memory: at most
@@ -97,8 +95,8 @@ class TensorizerSource:
         self._check(tensors)
         direct, staged = self._split(tensors)
         self._fill(direct, progress)
-        for group in groups_of(staged, [self._specs[name].nbytes for name in staged], self._settings.memory):
-            reads = self._room(group)
+        for group in group_by_size(staged, [self._specs[name].nbytes for name in staged], self._settings.staging_bytes):
+            reads = self._allocate(group)
             self._fill(reads, progress)
             # Parameters are written in place, and those that were made for inference too.
             with torch.inference_mode():
@@ -111,10 +109,10 @@ class TensorizerSource:
         """See `TensorSource.stream`. Two groups, of half of `settings.memory` each, are under way at once."""
         wanted = self._named(names)
         sizes = [self._specs[name].nbytes for name in wanted]
-        groups = groups_of(wanted, sizes, self._settings.memory // 2)
+        groups = group_by_size(wanted, sizes, self._settings.staging_bytes // 2)
 
         def read(group: Sequence[str]) -> list[tuple[str, torch.Tensor]]:
-            reads, arrived = self._room(group), list[int]()
+            reads, arrived = self._allocate(group), list[int]()
             self._fill(reads, None, arrived.append)
             return [(group[index], self._seen(reads[index]).to(device)) for index in arrived]
 
@@ -124,7 +122,7 @@ class TensorizerSource:
         """See `TensorSource.__getitem__`."""
         if name not in self._tensors:
             raise KeyError(name)
-        reads = self._room([name])
+        reads = self._allocate([name])
         self._fill(reads, None)
         return self._seen(reads[0])
 
@@ -139,22 +137,20 @@ class TensorizerSource:
         self.close()
 
     def _add(self, blob: Blob, secret: Secret | None) -> None:
-        front = part(blob, 0, min(blob.size, FRONT))
+        front = read_range(blob, 0, min(blob.size, FRONT))
         length = index_length(blob.uri, front)
         if length > blob.size:
-            raise StorageCorrupt(
-                f"{blob.uri} is cut short: its index has {length} bytes, the file {blob.size}"
-            )
-        front += part(blob, len(front), max(0, length - len(front)))
+            raise StorageCorrupt(f"{blob.uri} is cut short: its index has {length} bytes, the file {blob.size}")
+        front += read_range(blob, len(front), max(0, length - len(front)))
         index = read_index(blob.uri, front, blob.size)
         if index.encrypted and secret is None:
-            raise StorageDenied(f"{blob.uri} is encrypted", hint="give its key or its password")
+            raise StorageAccessDenied(f"{blob.uri} is encrypted", hint="give its key or its password")
         if secret is not None and not index.encrypted:
             raise CheckpointError(f"{blob.uri} is not encrypted, and a key or password was given")
         for entry in index.entries:
             if entry.name in self._tensors:
                 raise CheckpointError(f"{blob.uri} holds {entry.name}, which another file of the set has too")
-            self._tensors[entry.name] = Stored(blob, index.encrypted, entry)
+            self._tensors[entry.name] = StoredTensorRef(blob, index.encrypted, entry)
 
     def _named(self, names: Collection[str] | None) -> list[str]:
         """All names, or those given, in the order in which they are stored."""
@@ -170,45 +166,43 @@ class TensorizerSource:
         for name in self._named(tensors.keys()):
             shape, wanted = self._specs[name].shape, tuple(tensors[name].shape)
             if shape != wanted:
-                raise CheckpointError(
-                    f"{self.uri}: {name} has shape {list(shape)}, the model's is {list(wanted)}"
-                )
+                raise CheckpointError(f"{self.uri}: {name} has shape {list(shape)}, the model's is {list(wanted)}")
             if tensors[name].is_meta:
                 raise CheckpointError(f"{name} has no memory to be loaded into")
             stored, wished = self._specs[name].dtype, tensors[name].dtype
             if not torch.can_cast(stored, wished):
                 raise CheckpointError(f"{self.uri}: {name} is {stored}, and the model's {wished}")
 
-    def _split(self, tensors: Mapping[str, torch.Tensor]) -> tuple[list[Read], list[str]]:
+    def _split(self, tensors: Mapping[str, torch.Tensor]) -> tuple[list[TensorRead], list[str]]:
         """What is read where it belongs, and the names of what goes through staging memory."""
         ordered = self._named(tensors.keys())
-        places = {name: tensors[name].data_ptr() for name in ordered}
-        direct: list[Read] = []
+        addresses = {name: tensors[name].data_ptr() for name in ordered}
+        direct: list[TensorRead] = []
         staged: set[str] = set()
         end = 0
-        for name in sorted(ordered, key=places.__getitem__):
+        for name in sorted(ordered, key=addresses.__getitem__):
             tensor, spec = tensors[name], self._specs[name]
             # Of tensors that share memory one alone is read there: two at once would mix their bytes.
-            fits = places[name] >= end and tensor.device.type == "cpu" and tensor.dtype == spec.dtype
+            fits = addresses[name] >= end and tensor.device.type == "cpu" and tensor.dtype == spec.dtype
             if fits and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-                direct.append(Read(self._tensors[name], bytes_of(tensor)))
-                end = max(end, places[name] + spec.nbytes)
+                direct.append(TensorRead(self._tensors[name], bytes_of(tensor)))
+                end = max(end, addresses[name] + spec.nbytes)
             else:
                 staged.add(name)
         return direct, [name for name in ordered if name in staged]
 
-    def _room(self, names: Sequence[str]) -> list[Read]:
+    def _allocate(self, names: Sequence[str]) -> list[TensorRead]:
         """New memory for these tensors, in one allocation."""
         sizes = [self._specs[name].nbytes for name in names]
-        room = torch.empty(sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), dtype=torch.uint8)
-        reads: list[Read] = []
+        buffer = torch.empty(sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), dtype=torch.uint8)
+        reads: list[TensorRead] = []
         at = 0
         for name, size in zip(names, sizes, strict=True):
-            reads.append(Read(self._tensors[name], room[at : at + size]))
+            reads.append(TensorRead(self._tensors[name], buffer[at : at + size]))
             at += -(-size // ALIGNMENT) * ALIGNMENT
         return reads
 
-    def _seen(self, read: Read) -> torch.Tensor:
+    def _seen(self, read: TensorRead) -> torch.Tensor:
         """The memory of a read as the tensor it holds."""
         spec = read.stored.entry.spec
         if not spec.nbytes:
@@ -217,8 +211,8 @@ class TensorizerSource:
 
     def _fill(
         self,
-        reads: Sequence[Read],
+        reads: Sequence[TensorRead],
         progress: Callable[[int], None] | None,
-        on_whole: Callable[[int], None] | None = None,
+        on_complete: Callable[[int], None] | None = None,
     ) -> None:
-        read_checked(reads, self._opener, self._settings, progress, on_whole)
+        read_checked(reads, self._opener, self._settings, progress, on_complete)

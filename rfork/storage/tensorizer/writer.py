@@ -19,36 +19,36 @@ import torch
 from torch import nn
 
 from rfork import settings as options
-from rfork.errors import CheckpointError, StorageDenied, UnsupportedTensor
-from rfork.image.capture import image_of
+from rfork.errors import CheckpointError, StorageAccessDenied, UnsupportedTensor
+from rfork.image.capture import image_from_tensors
 from rfork.image.host_memory import host_view
 from rfork.settings import StorageSettings
-from rfork.storage import stores
-from rfork.storage.blob import Store
+from rfork.storage import registry
+from rfork.storage.blob import BlobStore
 from rfork.storage.location import Location
-from rfork.storage.modules.saved import Saved
-from rfork.storage.snapshots.shared_chunks import clear_away
-from rfork.storage.tensorizer.crypt import Secret, SecretLock
-from rfork.storage.tensorizer.format import END, LONG_DIMENSION, Kind, TensorEntry, type_name
-from rfork.storage.tensorizer.header import Lock, header_size, write_header
+from rfork.storage.module_io.save_report import SaveReport
+from rfork.storage.snapshots.chunk_refs import best_effort_remove
+from rfork.storage.tensorizer.encryption import Encryptor, Secret
+from rfork.storage.tensorizer.file_set import existing_files, set_names
+from rfork.storage.tensorizer.format import END, LONG_DIMENSION, EntryType, TensorEntry, type_name
+from rfork.storage.tensorizer.header import EncryptorProtocol, header_size, write_header
 from rfork.storage.tensorizer.index import write_index
-from rfork.storage.tensorizer.names import same_name, set_names
 from rfork.storage.tensors import StoredTensor
 
-LONGEST_NAME = 65535
-MOST_THREADS = 8
+MAX_NAME_BYTES = 65535
+MAX_THREADS = 8
 """That hash and encrypt; each takes 1.2 GB/s."""
 GROUP_BYTES = 4 << 20
 """Of small tensors that are hashed by one thread in one go, and written by one call."""
 
 
 @dataclass(frozen=True, slots=True)
-class Outline:
+class TensorOutline:
     """A tensor that is going to be written."""
 
     name: str
     spec: StoredTensor
-    kind: Kind = "entry"
+    entry_type: EntryType = "entry"
 
 
 def write_tensors(
@@ -60,7 +60,7 @@ def write_tensors(
     max_file_bytes: int | None = None,
     settings: StorageSettings | None = None,
     progress: Callable[[int], None] | None = None,
-) -> Saved:
+) -> SaveReport:
     """Write named tensors, or a module's parameters and persistent buffers, on any device, as they are now.
 
     Tied tensors are written under each of their names, those with gaps without the gaps. They must not change
@@ -73,16 +73,17 @@ def write_tensors(
     chosen = settings or options.load(StorageSettings)
     if isinstance(tensors, nn.Module):
         named: Mapping[str, torch.Tensor] = module_tensors(tensors)
-        kinds: Mapping[str, Kind] = {
-            name: "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
-            for name, tensor in named.items()
+        entry_types: Mapping[str, EntryType] = {
+            name: "parameter" if isinstance(tensor, nn.Parameter) else "buffer" for name, tensor in named.items()
         }
     else:
-        named, kinds = tensors, {}
-    image_of(named)  # raises for what has no plain bytes
+        named, entry_types = tensors, {}
+    image_from_tensors(named)  # raises for what has no plain bytes
     outlines = [
-        Outline(
-            name, StoredTensor(tensor.dtype, tuple(tensor.shape), tensor.nbytes), kinds.get(name, "entry")
+        TensorOutline(
+            name,
+            StoredTensor(tensor.dtype, tuple(tensor.shape), tensor.nbytes),
+            entry_types.get(name, "entry"),
         )
         for name, tensor in named.items()
     ]
@@ -103,7 +104,7 @@ def module_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def write_stream(
-    outlines: Sequence[Outline],
+    outlines: Sequence[TensorOutline],
     tensors: Iterator[torch.Tensor],
     uri: str,
     settings: StorageSettings,
@@ -111,7 +112,7 @@ def write_stream(
     *,
     max_file_bytes: int | None = None,
     progress: Callable[[int], None] | None = None,
-) -> Saved:
+) -> SaveReport:
     """As `write_tensors`, of tensors that come one after the other, in the order of `outlines`.
 
     At most `settings.memory` bytes of them are held at once, or two tensors.
@@ -119,14 +120,14 @@ def write_stream(
     if not outlines:
         raise CheckpointError(f"{uri}: there is no tensor to write")
     began = time.monotonic()
-    lock = SecretLock(secret) if secret is not None else None
+    lock = Encryptor(secret) if secret is not None else None
     location = Location.parse(uri)
     files = _files(outlines, max_file_bytes)
     names = [location.name] if len(files) == 1 else set_names(location.name, len(files))
     entries = [_entries(file, lock) for file in files]
-    with closing(stores.open_store(location.parent, settings)) as store:
+    with closing(registry.open_store(location.parent, settings)) as store:
         # Looked at before hours of writing; who may not list knows nothing of other names.
-        old = _before(store, location.name)
+        old = _previous_files(store, location.name)
         if len(names) > 1:
             # Of a set of as many files: new ones and old ones would read as one.
             for name in names:
@@ -139,48 +140,48 @@ def write_stream(
         except BaseException:
             # A set that lacks a file is none; the file under way is not there anyhow.
             for name in kept[:-1]:
-                clear_away(store, name)
+                best_effort_remove(store, name)
             raise
         # What stood for this name before: the file would hide the set, or one set the other.
         for name in old:
             if name not in names:
                 store.remove(name)
     nbytes = sum(outline.spec.nbytes for outline in outlines)
-    return Saved(location.uri, len(outlines), nbytes, time.monotonic() - began)
+    return SaveReport(location.uri, len(outlines), nbytes, time.monotonic() - began)
 
 
-def _before(store: Store, name: str) -> list[str]:
+def _previous_files(store: BlobStore, name: str) -> list[str]:
     try:
-        return same_name(store, name)
-    except StorageDenied:
+        return existing_files(store, name)
+    except StorageAccessDenied:
         return []
 
 
-def _files(outlines: Sequence[Outline], most: int | None) -> list[list[Outline]]:
-    """Which tensors go into which file: in order, none larger than `most` bytes unless one tensor is."""
-    files: list[list[Outline]] = []
-    held = 0
+def _files(outlines: Sequence[TensorOutline], max_bytes: int | None) -> list[list[TensorOutline]]:
+    """Which tensors go into which file: in order, none larger than `max_bytes` bytes unless one tensor is."""
+    files: list[list[TensorOutline]] = []
+    pending_bytes = 0
     for outline in outlines:
-        if not files or (most is not None and held + outline.spec.nbytes > most):
+        if not files or (max_bytes is not None and pending_bytes + outline.spec.nbytes > max_bytes):
             files.append([])
-            held = 0
+            pending_bytes = 0
         files[-1].append(outline)
-        held += outline.spec.nbytes
+        pending_bytes += outline.spec.nbytes
     return files
 
 
 def _write(
-    store: Store,
+    store: BlobStore,
     name: str,
     entries: Sequence[TensorEntry],
     tensors: Iterator[torch.Tensor],
-    lock: Lock | None,
+    lock: EncryptorProtocol | None,
     settings: StorageSettings,
     progress: Callable[[int], None] | None,
 ) -> None:
     with store.write(name) as writer:
         writer.write([memoryview(write_index(entries, encrypted=lock is not None))])
-        for group in _prepared(entries, tensors, lock, settings.memory):
+        for group in _prepared(entries, tensors, lock, settings.staging_bytes):
             views = [_view(memory) for _, memory in group]
             headers = (memoryview(header) for header, _ in group)
             writer.write([view for pair in zip(headers, views, strict=True) for view in pair])
@@ -190,23 +191,26 @@ def _write(
 
 
 def _prepared(
-    entries: Iterable[TensorEntry], tensors: Iterator[torch.Tensor], lock: Lock | None, most: int
+    entries: Iterable[TensorEntry],
+    tensors: Iterator[torch.Tensor],
+    lock: EncryptorProtocol | None,
+    max_bytes: int,
 ) -> Iterator[list[tuple[bytes, torch.Tensor]]]:
     """Headers and bytes, in order; those of the next tensors are made while others are written."""
     waiting: deque[tuple[int, Future[list[tuple[bytes, torch.Tensor]]]]] = deque()
-    held = 0
-    threads = min(MOST_THREADS, os.cpu_count() or 1)
+    pending_bytes = 0
+    threads = min(MAX_THREADS, os.cpu_count() or 1)
     with ThreadPoolExecutor(threads, thread_name_prefix="rfork-hash") as pool:
         for group in _groups(entries):
-            came = [_promised(entry, next(tensors, None)) for entry in group]
+            checked = [_check_spec(entry, next(tensors, None)) for entry in group]
             nbytes = sum(entry.length for entry in group)
-            while waiting and held + nbytes > most:
+            while waiting and pending_bytes + nbytes > max_bytes:
                 length, future = waiting.popleft()
-                held -= length
+                pending_bytes -= length
                 yield future.result()
-            held += nbytes
-            waiting.append((nbytes, pool.submit(_prepare_all, group, came, lock)))
-            del came
+            pending_bytes += nbytes
+            waiting.append((nbytes, pool.submit(_prepare_all, group, checked, lock)))
+            del checked
         for _, future in waiting:
             yield future.result()
 
@@ -214,30 +218,30 @@ def _prepared(
 def _groups(entries: Iterable[TensorEntry]) -> Iterator[list[TensorEntry]]:
     """Small tensors that follow one another together; a large one by itself."""
     group: list[TensorEntry] = []
-    held = 0
+    pending_bytes = 0
     for entry in entries:
-        if group and held + entry.length > GROUP_BYTES:
+        if group and pending_bytes + entry.length > GROUP_BYTES:
             yield group
-            group, held = [], 0
+            group, pending_bytes = [], 0
         group.append(entry)
-        held += entry.length
+        pending_bytes += entry.length
     if group:
         yield group
 
 
-def _promised(entry: TensorEntry, tensor: torch.Tensor | None) -> torch.Tensor:
+def _check_spec(entry: TensorEntry, tensor: torch.Tensor | None) -> torch.Tensor:
     if tensor is None or (tuple(tensor.shape), tensor.dtype) != (entry.spec.shape, entry.spec.dtype):
         raise ValueError(f"what came for {entry.name} is not what was promised")
     return tensor
 
 
 def _prepare_all(
-    entries: Sequence[TensorEntry], tensors: Sequence[torch.Tensor], lock: Lock | None
+    entries: Sequence[TensorEntry], tensors: Sequence[torch.Tensor], lock: EncryptorProtocol | None
 ) -> list[tuple[bytes, torch.Tensor]]:
     return [_prepare(entry, tensor, lock) for entry, tensor in zip(entries, tensors, strict=True)]
 
 
-def _prepare(entry: TensorEntry, tensor: torch.Tensor, lock: Lock | None) -> tuple[bytes, torch.Tensor]:
+def _prepare(entry: TensorEntry, tensor: torch.Tensor, lock: EncryptorProtocol | None) -> tuple[bytes, torch.Tensor]:
     """The header of a tensor and its bytes, which are a copy where they are going to be encrypted."""
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         host = tensor.detach().to("cpu").contiguous()
@@ -250,20 +254,20 @@ def _view(host: torch.Tensor) -> memoryview:
     return host_view(host.data_ptr(), host.nbytes) if host.nbytes else memoryview(b"")
 
 
-def _entries(outlines: Sequence[Outline], lock: Lock | None) -> list[TensorEntry]:
+def _entries(outlines: Sequence[TensorOutline], lock: EncryptorProtocol | None) -> list[TensorEntry]:
     """Where each tensor lies behind the index."""
     entries: list[TensorEntry] = []
     at = 0
     for outline in outlines:
         # tensorizer's loader takes the part up to the last dot for the module, which may have no name.
-        stored = outline.name if outline.kind == "entry" or "." in outline.name else f".{outline.name}"
+        stored = outline.name if outline.entry_type == "entry" or "." in outline.name else f".{outline.name}"
         raw = stored.encode()
-        if not raw or raw.startswith(b"\x1e") or len(raw) > LONGEST_NAME:
+        if not raw or raw.startswith(b"\x1e") or len(raw) > MAX_NAME_BYTES:
             raise UnsupportedTensor(outline.name, "a .tensors file cannot have this name")
         spec = outline.spec
         long = any(size >= LONG_DIMENSION for size in spec.shape)
         entry = TensorEntry(
-            outline.name, raw, outline.kind, type_name(spec.dtype), spec, at, 0, spec.nbytes, long
+            outline.name, raw, outline.entry_type, type_name(spec.dtype), spec, at, 0, spec.nbytes, long
         )
         entry = replace(entry, data=at + header_size(entry, lock))
         entries.append(entry)

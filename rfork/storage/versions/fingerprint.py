@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from rfork import settings as options
-from rfork.errors import StorageChanged, StorageCorrupt, StorageMissing
+from rfork.errors import StorageChanged, StorageCorrupt, StorageNotFound
 from rfork.settings import StorageSettings
 from rfork.storage.location import Location
 from rfork.storage.versions.local_files import LocalFiles
@@ -69,7 +69,7 @@ def fingerprint_of(uri: str | Path, settings: StorageSettings | None = None) -> 
     A snapshot, or a folder of snapshots, has the version that its manifests record; where none is recorded,
     ``weights:`` and its weights_id, or a hash of all ranks' weights_ids.
 
-    Raises StorageMissing (nothing there, a broken link, a missing shard of the index), StorageDenied,
+    Raises StorageNotFound (nothing there, a broken link, a missing shard of the index), StorageAccessDenied,
     StorageCorrupt (no safetensors file, no index, snapshots of several versions), StorageChanged (files keep
     changing) and other StorageErrors; SettingsError for what is no URI of storage.
     """
@@ -97,7 +97,7 @@ def _version_of_files(files: Files, settings: StorageSettings) -> str | None:
     texts = {name: files.text(name) for name in (*files.found.indexes, *files.found.manifests)}
     weights = _with_shards(files, texts)
     if not weights and files.is_partial:
-        raise StorageMissing(
+        raise StorageNotFound(
             f"{files.folder.uri} cannot be listed, and has no weight file of a well-known name",
             hint="name the file, or state the version",
         )

@@ -12,14 +12,10 @@ from rfork.storage.versions.weight_files import FORMATS, PICKLES
 
 COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_IN_CACHE: Final = re.compile(
-    r".*/models--[^/]+/snapshots/(?P<commit>[0-9a-f]{40})(?P<below>/.+)?", re.DOTALL
-)
+_IN_CACHE: Final = re.compile(r".*/models--[^/]+/snapshots/(?P<commit>[0-9a-f]{40})(?P<below>/.+)?", re.DOTALL)
 
 
-def hub_commit(
-    source: str | Path, revision: str | None = None, *, cache: str | Path | None = None
-) -> str | None:
+def hub_commit(source: str | Path, revision: str | None = None, *, cache: str | Path | None = None) -> str | None:
     """Return the resolved commit (40 hex digits) of a model, or None where it is not known here.
 
     `source` is a path in a Hugging Face cache (``models--ORG--NAME/snapshots/COMMIT``, or below; links are

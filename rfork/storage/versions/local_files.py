@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
-from rfork.errors import StorageChanged, StorageCorrupt, StorageMissing
+from rfork.errors import StorageChanged, StorageCorrupt, StorageNotFound
+from rfork.storage.io.parallel_map import parallel_map
 from rfork.storage.local.errors import storage_error
 from rfork.storage.location import Location
-from rfork.storage.reading.side_by_side import side_by_side
 from rfork.storage.versions.samples import FileState, digest_of_file, read_unchanged, state_of
 from rfork.storage.versions.weight_files import (
     MAX_INDEX_BYTES,
@@ -29,14 +29,14 @@ class LocalFiles:
     is_partial = False
 
     def __init__(self, path: Path) -> None:
-        """Raises StorageMissing where nothing is there, and other StorageErrors."""
+        """Raises StorageNotFound where nothing is there, and other StorageErrors."""
         self._path = path
         try:
             self._name = None if path.is_dir() else path.name
         except OSError as error:
             raise storage_error(path, error) from None
         if "\0" in str(path):
-            raise StorageMissing(f"{str(path)!r}: no such file or folder")
+            raise StorageNotFound(f"{str(path)!r}: no such file or folder")
         self._folder = path if self._name is None else path.parent
         self.found = self._find()
         self._states = self._find_states(self.found.all)
@@ -65,7 +65,7 @@ class LocalFiles:
         def digest(name: str) -> bytes:
             return digest_of_file(self._folder / name, self._states[name])
 
-        return side_by_side(str(self._folder), digest, names, THREADS)
+        return parallel_map(str(self._folder), digest, names, THREADS)
 
     def check_unchanged(self) -> None:
         """Raise StorageChanged where files were added, removed, replaced or written to since the creation."""
@@ -73,7 +73,7 @@ class LocalFiles:
             raise changed(self._folder)
 
     def _find(self) -> WeightFiles:
-        missing = StorageMissing(f"{self._path}: no such file or folder")
+        missing = StorageNotFound(f"{self._path}: no such file or folder")
         try:
             names = frozenset(entry.name for entry in self._folder.iterdir())
         except FileNotFoundError:
@@ -94,7 +94,7 @@ class LocalFiles:
         path = self._folder / name
         try:
             return state_of(path)
-        except StorageMissing:
+        except StorageNotFound:
             if path.is_symlink():
                 raise
             if name not in self.found.all:

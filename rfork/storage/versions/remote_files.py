@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
-from rfork.errors import SettingsError, StorageCorrupt, StorageDenied, StorageError, StorageMissing
+from rfork.errors import SettingsError, StorageAccessDenied, StorageCorrupt, StorageError, StorageNotFound
 from rfork.settings import StorageSettings
-from rfork.storage import stores
-from rfork.storage.blob import Blob, Store, part
+from rfork.storage import registry
+from rfork.storage.blob import Blob, BlobStore, read_range
+from rfork.storage.io.parallel_map import parallel_map
 from rfork.storage.location import Location
-from rfork.storage.reading.side_by_side import side_by_side
 from rfork.storage.versions.samples import sampled_digest
 from rfork.storage.versions.weight_files import (
     MAX_INDEX_BYTES,
@@ -43,7 +43,7 @@ KNOWN_NAMES: Final = (
 class RemoteFiles:
     """Files in a store's folder; see `Files`. `query` is that of a presigned URL, which names one file."""
 
-    store: Store
+    store: BlobStore
     folder: Location
     found: WeightFiles
     is_listed: bool
@@ -56,7 +56,7 @@ class RemoteFiles:
         with closing(self.store.open(name + self.query)) as blob:
             if blob.size > MAX_INDEX_BYTES:
                 raise StorageCorrupt(f"{blob.uri} is too long for an index: {blob.size} bytes")
-            return part(blob, 0, blob.size)
+            return read_range(blob, 0, blob.size)
 
     def digests(self, names: Sequence[str]) -> Sequence[bytes]:
         """See `Files`."""
@@ -64,14 +64,14 @@ class RemoteFiles:
         def digest(name: str) -> bytes:
             try:
                 blob = self.store.open(name + self.query)
-            except StorageMissing:
+            except StorageNotFound:
                 if name in self.found.weights:
                     raise
                 raise missing_shard(self.folder.uri, name) from None
             with closing(blob):
                 return _digest(blob)
 
-        return side_by_side(self.folder.uri, digest, names, self.streams)
+        return parallel_map(self.folder.uri, digest, names, self.streams)
 
     def close(self) -> None:
         """Close the store."""
@@ -79,10 +79,10 @@ class RemoteFiles:
 
 
 def open_remote_files(location: Location, settings: StorageSettings) -> RemoteFiles:
-    """Find the files that a URI means. Raises StorageMissing where it means none, and other StorageErrors."""
+    """Find the files that a URI means. Raises StorageNotFound where it means none, and other StorageErrors."""
     is_folder = not location.query and not has_weight_suffix(location.name)
     folder = (location if is_folder else location.parent).folder
-    store = stores.open_store(folder, settings)
+    store = registry.open_store(folder, settings)
     try:
         if is_folder:
             names, is_listed = _names(store)
@@ -91,7 +91,7 @@ def open_remote_files(location: Location, settings: StorageSettings) -> RemoteFi
             names, is_listed = _names_of_file(store, location), False
             found = select_named(location.name, names)
         if not names:
-            raise StorageMissing(f"{location.uri} has no files", hint="is its name right?")
+            raise StorageNotFound(f"{location.uri} has no files", hint="is its name right?")
     except BaseException:
         store.close()
         raise
@@ -101,50 +101,48 @@ def open_remote_files(location: Location, settings: StorageSettings) -> RemoteFi
         found,
         is_listed=is_listed,
         is_partial=is_folder and not is_listed,
-        streams=settings.streams,
+        streams=settings.concurrency,
         query=f"?{location.query}" if location.query else "",
     )
 
 
-def _names(store: Store) -> tuple[Sequence[str], bool]:
+def _names(store: BlobStore) -> tuple[Sequence[str], bool]:
     """Names in a folder, and whether they are all."""
     try:
         return _listed(store, ""), True
-    except (SettingsError, StorageDenied):  # a web server, or no permission to list
+    except (SettingsError, StorageAccessDenied):  # a web server, or no permission to list
         return _existing(store, KNOWN_NAMES), False
 
 
-def _names_of_file(store: Store, location: Location) -> Sequence[str]:
+def _names_of_file(store: BlobStore, location: Location) -> Sequence[str]:
     name = location.name
     if location.query:
         return (name,)
     if is_set(name):
         try:
             return _listed(store, name.partition("%")[0].partition(".")[0])
-        except (SettingsError, StorageDenied):
+        except (SettingsError, StorageAccessDenied):
             pass
     return _existing(store, (name, f"{name}.manifest.json"))
 
 
-def _listed(store: Store, prefix: str) -> Sequence[str]:
+def _listed(store: BlobStore, prefix: str) -> Sequence[str]:
     names = [entry.name for entry in islice(store.list(prefix), MAX_LISTED + 1)]
     if len(names) > MAX_LISTED:
-        raise StorageError(
-            f"{store.uri} holds more than {MAX_LISTED} files", hint="name the folder of one checkpoint"
-        )
+        raise StorageError(f"{store.uri} holds more than {MAX_LISTED} files", hint="name the folder of one checkpoint")
     return names
 
 
-def _existing(store: Store, names: Sequence[str]) -> Sequence[str]:
-    """Those of these names that exist. Raises StorageDenied where access to all of them is denied."""
+def _existing(store: BlobStore, names: Sequence[str]) -> Sequence[str]:
+    """Those of these names that exist. Raises StorageAccessDenied where access to all of them is denied."""
     found: list[str] = []
-    denied: list[StorageDenied] = []
+    denied: list[StorageAccessDenied] = []
     for name in names:
         try:
             store.open(name).close()
-        except StorageMissing:
+        except StorageNotFound:
             continue
-        except StorageDenied as error:  # S3's response for missing names to clients that may not list
+        except StorageAccessDenied as error:  # S3's response for missing names to clients that may not list
             denied.append(error)
         else:
             found.append(name)
@@ -157,5 +155,5 @@ def _digest(blob: Blob) -> bytes:
     if blob.version is not None:
         return hashlib.sha256(f"{blob.size}\n{blob.version}".encode()).digest()
     return sampled_digest(
-        blob.uri, blob.size, lambda offset, length: part(blob, offset, length), UNTAGGED_SAMPLES
+        blob.uri, blob.size, lambda offset, length: read_range(blob, offset, length), UNTAGGED_SAMPLES
     )

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from rfork.errors import StorageChanged, StorageCorrupt, StorageError, StorageMissing
+from rfork.errors import StorageChanged, StorageCorrupt, StorageError, StorageNotFound
 from rfork.storage.local.errors import storage_error
 from rfork.storage.versions.weight_files import SAFETENSORS
 
@@ -54,7 +54,7 @@ def state_of(path: Path) -> FileState:
         return _checked_state(path, path.stat())
     except FileNotFoundError as error:
         if path.is_symlink():
-            raise StorageMissing(
+            raise StorageNotFound(
                 f"{path} is a broken link: {os.readlink(path)} does not exist",
                 hint="download the checkpoint again",
             ) from None
@@ -150,9 +150,7 @@ def _header_bytes(uri: str, size: int, read: Read) -> int:
         if end <= min(size, 8 + MAX_HEADER_BYTES):
             return end
         if end <= 8 + MAX_HEADER_BYTES:
-            raise StorageCorrupt(
-                f"{uri} is truncated: {size} bytes, and its header has {end}", hint=_again(b"")
-            )
+            raise StorageCorrupt(f"{uri} is truncated: {size} bytes, and its header has {end}", hint=_again(b""))
     raise StorageCorrupt(f"{uri} is not a safetensors file", hint=_again(front))
 
 

@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 WEIGHTS_PREFIX: Final = "weights:"
 
 
-def read_snapshots(
-    folder: Location, found: WeightFiles, settings: StorageSettings
-) -> dict[str, ManifestFile] | None:
+def read_snapshots(folder: Location, found: WeightFiles, settings: StorageSettings) -> dict[str, ManifestFile] | None:
     """Return the manifest of each snapshot in a folder, by name; None unless all weight files are snapshots.
 
     Each snapshot's header is read too, since its data may have been replaced without its manifest: raises
@@ -30,20 +28,20 @@ def read_snapshots(
     if not described or not described.issuperset(found.weights):
         return None
     # These import torch.
-    from rfork.storage.snapshots.files import manifest_name, open_files, stored
-    from rfork.storage.snapshots.found import is_foreign
+    from rfork.storage.snapshots.entry import is_not_ours
+    from rfork.storage.snapshots.files import folder_store, manifest_name, open_files
 
     manifests: dict[str, ManifestFile] = {}
-    with stored(folder, settings) as store:
+    with folder_store(folder, settings) as store:
         for name in sorted(described):
             try:
                 files = open_files(folder, name, settings)
             except StorageCorrupt:
-                if is_foreign(store, manifest_name(name), strict=False):
+                if is_not_ours(store, manifest_name(name), strict=False):
                     continue
                 raise
             with closing(files.data):
-                manifests[name] = files.told
+                manifests[name] = files.manifest_file
     return manifests if manifests and manifests.keys() >= set(found.weights) else None
 
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from rfork.errors import StorageMissing
+from rfork.errors import StorageNotFound
 
 SAFETENSORS: Final = ".safetensors"
 TENSORIZER: Final = ".tensors"
@@ -58,9 +58,7 @@ def select_weight_files(names: Collection[str]) -> WeightFiles:
     is_checkpoint = not DEFAULT_INDEXES.isdisjoint(visible) or (
         SINGLE in visible and SINGLE + MANIFEST_SUFFIX not in visible
     )
-    if is_checkpoint and any(
-        name.endswith(FORMATS) and not _RANK_SNAPSHOT.fullmatch(name) for name in visible
-    ):
+    if is_checkpoint and any(name.endswith(FORMATS) and not _RANK_SNAPSHOT.fullmatch(name) for name in visible):
         visible = [name for name in visible if not _RANK_SNAPSHOT.fullmatch(name)]
     suffixes: tuple[str, ...] = FORMATS
     weights = _ending(visible, suffixes)
@@ -104,11 +102,7 @@ def has_weight_suffix(name: str) -> bool:
 
 def is_set(name: str) -> bool:
     """Tell if the name of one file may mean several; see `select_named`."""
-    return (
-        name.endswith(TENSORIZER)
-        or _GGUF_PART.fullmatch(name) is not None
-        or _TEMPLATE.search(name) is not None
-    )
+    return name.endswith(TENSORIZER) or _GGUF_PART.fullmatch(name) is not None or _TEMPLATE.search(name) is not None
 
 
 def shards_of_index(text: bytes) -> frozenset[str]:
@@ -123,9 +117,9 @@ def shards_of_index(text: bytes) -> frozenset[str]:
     return shards
 
 
-def missing_shard(folder: str, name: str) -> StorageMissing:
+def missing_shard(folder: str, name: str) -> StorageNotFound:
     """The error for a shard that an index names and that does not exist."""
-    return StorageMissing(
+    return StorageNotFound(
         f"{folder} lacks the shard {name}, which its index names", hint="download the checkpoint again"
     )
 

@@ -9,16 +9,25 @@ from itertools import count
 from rfork.errors import RforkError, SourceBusy, SourceCorrupt
 from rfork.image.memory import Image
 from rfork.logs import logger
-from rfork.transport.base import Endpoint, Gate, Line
-from rfork.transport.collective.at_exit import AtExit
+from rfork.transport.base import AccessGate, ControlStream, Endpoint
+from rfork.transport.collective.exit_hook import ExitHook
 from rfork.transport.collective.group import Backend
-from rfork.transport.collective.member import Member
-from rfork.transport.collective.messages import Ask, Drop, Have, Join, Over, Put, Want, hear_reader
-from rfork.transport.collective.sending import SendingGroup
+from rfork.transport.collective.group_member import GroupMember
+from rfork.transport.collective.group_sender import GroupSender
+from rfork.transport.collective.messages import (
+    CancelBlock,
+    GroupClosed,
+    JoinGroup,
+    RequestBlock,
+    StoreGet,
+    StorePut,
+    StoreValues,
+    receive_from_reader,
+)
 
 LISTEN_S = 3600.0
 """A reader may say nothing for long: its line ends with its channel, and that with its lease."""
-MOST_KNOWN = 4096
+MAX_READERS = 4096
 LEAVE_S = 8.0
 """A process that ends waits so long for its groups; one that forms now needs most of that."""
 
@@ -28,19 +37,19 @@ log = logger(__name__)
 class CollectiveExporter:
     """Gives `image` through groups of `backend`. Every block passes the gate, with the reader's newest token.
 
-    `stall_s`: so long a block may take before its group is broken up. `nice`: see `stand_back`.
+    `source_idle_timeout_s`: so long a block may take before its group is broken up. `nice`: see `lower_thread_priority`.
     """
 
-    def __init__(self, image: Image, gate: Gate, backend: Backend, *, stall_s: float, nice: int) -> None:
+    def __init__(self, image: Image, gate: AccessGate, backend: Backend, *, stall_s: float, nice: int) -> None:
         self._image, self._gate, self._backend = image, gate, backend
         self._stall_s, self._nice = stall_s, nice
         self._lock = threading.Lock()
         self._numbers = count(1)
         self._addresses: dict[str, str] = {}  # by channel
-        self._members: set[Member] = set()
-        self._groups: set[SendingGroup] = set()
+        self._members: set[GroupMember] = set()
+        self._groups: set[GroupSender] = set()
         self._closed = False
-        self._at_exit = AtExit(self._leave_process)
+        self._at_exit = ExitHook(self._leave_process)
         self.broadcasts = 0
         """Pieces that went to several readers at once, of groups that are over."""
         self.sends = 0
@@ -55,44 +64,44 @@ class CollectiveExporter:
         return Endpoint(self._backend.name, {"version": version, "block": block})
 
     def ready(self, deadline: float) -> bool:
-        """See `Exporter.ready`: nothing is done before a reader comes."""
+        """See `FakeSpanExporter.ready`: nothing is done before a reader comes."""
         return True
 
-    def let_in(self, channel_id: str, address: str) -> None:
-        """Readers of one address share groups; see `Exporter.let_in`."""
+    def authorize_peer(self, channel_id: str, address: str) -> None:
+        """Readers of one address share groups; see `FakeSpanExporter.authorize_peer`."""
         with self._lock:
-            if len(self._addresses) >= MOST_KNOWN:
-                raise SourceBusy(f"{MOST_KNOWN} channels are open")
+            if len(self._addresses) >= MAX_READERS:
+                raise SourceBusy(f"{MAX_READERS} channels are open")
             self._addresses[channel_id] = address
 
-    def let_out(self, channel_id: str) -> None:
-        """End its line and the group that it is in; see `Exporter.let_out`."""
+    def revoke_peer(self, channel_id: str) -> None:
+        """End its line and the group that it is in; see `FakeSpanExporter.revoke_peer`."""
         with self._lock:
             self._addresses.pop(channel_id, None)
             leaving = [member for member in self._members if member.channel_id == channel_id]
         for member in leaving:
             member.line.close()
-            self._leave(member, "a reader's channel was closed")
+            self._remove_reader(member, "a reader's channel was closed")
 
-    def converse(self, channel_id: str, line: Line) -> None:
-        """Hear what one reader says until its line ends; see `Exporter.converse`."""
+    def run_control_stream(self, channel_id: str, line: ControlStream) -> None:
+        """Hear what one reader says until its line ends; see `FakeSpanExporter.converse`."""
         with self._lock:
             address = self._addresses.get(channel_id)
             if address is None or self._closed:
                 line.close()
                 return
-            member = Member(channel_id, address, line)
+            member = GroupMember(channel_id, address, line)
             self._members.add(member)
         try:
             while not member.left:
-                self._heed(member, hear_reader(line, time.monotonic() + LISTEN_S))
+                self._handle(member, receive_from_reader(line, time.monotonic() + LISTEN_S))
         except RforkError as error:
             log.debug("a reader is gone", transport=self._backend.name, because=str(error))
         finally:
             line.close()
             with self._lock:
                 self._members.discard(member)
-            self._leave(member, "a reader of the group is gone")
+            self._remove_reader(member, "a reader of the group is gone")
 
     def close(self) -> None:
         """End all lines and groups; returns once none touches the image. Safe to call twice."""
@@ -109,50 +118,50 @@ class CollectiveExporter:
         for member in members:
             member.line.close()
         for group in groups:
-            group.break_up("the source stops giving")
+            group.disband("the source stops giving")
         for group in groups:
             group.join(deadline)
 
-    def _heed(self, member: Member, message: Join | Want | Drop | Put | Ask) -> None:
-        if isinstance(message, Join):
-            self._leave(member, "a reader of the group left it")
-            self._place(member)
+    def _handle(
+        self, member: GroupMember, message: JoinGroup | RequestBlock | CancelBlock | StorePut | StoreGet
+    ) -> None:
+        if isinstance(message, JoinGroup):
+            self._remove_reader(member, "a reader of the group left it")
+            self._assign_group(member)
             return
         group = self._group_of(member)
         if group is None:
-            if isinstance(message, Put | Ask):
-                member.tell(Over(group=message.group, text="the group is over"))
+            if isinstance(message, StorePut | StoreGet):
+                member.send(GroupClosed(group=message.group, text="the group is over"))
             return
         match message:
-            case Want():
-                group.want(member, message)
-            case Drop():
+            case RequestBlock():
+                group.request(member, message)
+            case CancelBlock():
                 group.drop(member, message.number)
             case _ if message.group != group.number:
-                member.tell(Over(group=message.group, text="the group is over"))
-            case Put():
-                admitted = self._backend.admits(
-                    message.key, message.value, member.rank, group.size, member.address
-                )
+                member.send(GroupClosed(group=message.group, text="the group is over"))
+            case StorePut():
+                admitted = self._backend.admits(message.key, message.value, member.rank, group.size, member.address)
                 if not admitted:
                     raise SourceCorrupt(f"the reader at {member.address} does not say where it listens")
                 group.rendezvous.put(message.key, message.value)
-            case Ask():
+            case StoreGet():
                 call = message.call
-                group.rendezvous.answer(
+                group.rendezvous.get_values_async(
                     message.keys,
-                    lambda values: member.tell(Have(call=call, values=values)),
+                    lambda values: member.send(StoreValues(call=call, values=values)),
                     wait=message.wait,
                 )
 
-    def _place(self, member: Member) -> None:
+    def _assign_group(self, member: GroupMember) -> None:
         """Into the group of its host that still gathers, or a new one."""
         with self._lock:
             if self._closed:
                 return
-            if any(group.take(member) for group in self._groups if group.address == member.address):
+            if any(group.add(member) for group in self._groups if group.address == member.address):
                 return
-            group = SendingGroup(
+            group = GroupSender(
                 next(self._numbers),
                 member.address,
                 self._image,
@@ -160,25 +169,25 @@ class CollectiveExporter:
                 self._backend,
                 stall_s=self._stall_s,
                 nice=self._nice,
-                ended=self._over,
+                ended=self._on_group_closed,
             )
-            group.take(member)
+            group.add(member)
             try:
                 group.start()
             except RuntimeError as error:  # no thread to be had
                 raise SourceBusy(f"no thread is left for a group: {error}") from None
             self._groups.add(group)
 
-    def _group_of(self, member: Member) -> SendingGroup | None:
+    def _group_of(self, member: GroupMember) -> GroupSender | None:
         with self._lock:
-            return next((group for group in self._groups if group.has(member)), None)
+            return next((group for group in self._groups if group.contains(member)), None)
 
-    def _leave(self, member: Member, why: str) -> None:
+    def _remove_reader(self, member: GroupMember, why: str) -> None:
         group = self._group_of(member)
         if group is not None:
-            group.break_up(why)
+            group.disband(why)
 
-    def _over(self, group: SendingGroup) -> None:
+    def _on_group_closed(self, group: GroupSender) -> None:
         with self._lock:
             self._groups.discard(group)
             self.broadcasts += group.broadcasts

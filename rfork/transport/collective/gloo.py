@@ -2,7 +2,7 @@
 
 A group's sockets listen on this instance's own address and on a port that the system picks; gloo asks
 nobody who connects for anything, and one malformed message from a rank ends the process. So a packet
-filter lets nobody to that port but the hosts of the group (`ShutKeys`). What a reader tells of where it
+filter lets nobody to that port but the hosts of the group (`FirewalledStore`). What a reader tells of where it
 listens is checked before it is believed.
 """
 
@@ -19,12 +19,12 @@ from typing import cast
 import torch
 from torch.distributed import BroadcastOptions, ProcessGroupGloo, Work
 
-from rfork.errors import SourceGone, SourceStalled, TransportUnusable
+from rfork.errors import SourceTimeout, SourceUnavailable, TransportUnavailable
 from rfork.image.memory import Image
-from rfork.transport.collective.group import Process, broken
-from rfork.transport.collective.rendezvous import Keys, KeyStore
-from rfork.transport.collective.shut import ShutKeys, listens_at
-from rfork.transport.packet_filter import PacketFilter
+from rfork.transport.bpf_filter import PacketFilter
+from rfork.transport.collective.firewalled_store import FirewalledStore, parse_listen_address
+from rfork.transport.collective.group import TorchProcessGroup, group_error
+from rfork.transport.collective.rendezvous import KeyStore, KeyValueStore
 
 BLOCK_BYTES = 16 << 20
 POISON_S = 0.001
@@ -53,7 +53,7 @@ class GlooBackend:
     def device(self, image: Image) -> torch.device:
         """The CPU; see `Backend.device`."""
         if any(device.type != "cpu" for device in image.devices):
-            raise TransportUnusable(
+            raise TransportUnavailable(
                 f"gloo gives host memory alone, and the image lies on {image.device}",
                 hint="use nccl or http for weights on a GPU",
             )
@@ -64,23 +64,23 @@ class GlooBackend:
         return nullcontext()
 
     def form(
-        self, keys: Keys, rank: int, size: int, readers: str, device: torch.device, deadline: float
+        self, keys: KeyValueStore, rank: int, size: int, readers: str, device: torch.device, deadline: float
     ) -> GlooGroup:
         """See `Backend.form`."""
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = _left(deadline)
         options._threads = 1
-        shut = ShutKeys(keys, rank, size, readers, deadline)
+        shut = FirewalledStore(keys, rank, size, readers, deadline)
         try:
             options._devices = [ProcessGroupGloo.create_device(hostname=self._address)]
             group = ProcessGroupGloo(KeyStore(shut, deadline), rank, size, options)
         except RuntimeError as error:
             shut.port.close()
-            raise broken(error, "no gloo group could be formed") from None
+            raise group_error(error, "no gloo group could be formed") from None
         except BaseException:  # what the keys raised, as it is
             shut.port.close()
             raise
-        return GlooGroup(cast(Process, group), rank, shut.port)
+        return GlooGroup(cast(TorchProcessGroup, group), rank, shut.port)
 
     def sent_by_source(self, readers: int) -> int:
         """gloo broadcasts along a binomial tree: the source sends to every power of two."""
@@ -88,15 +88,15 @@ class GlooBackend:
 
     def admits(self, key: str, value: bytes, rank: int, size: int, address: str) -> bool:
         """A reader tells where it itself listens, on the host that its channel was opened from."""
-        at = listens_at(value, size)
+        at = parse_listen_address(value, size)
         return key == f"0/{rank}" and at is not None and at.host == ipaddress.ip_address(address)
 
 
 class GlooGroup:
     """See `Group`."""
 
-    def __init__(self, group: Process, rank: int, port: PacketFilter) -> None:
-        self._group: Process | None = group
+    def __init__(self, group: TorchProcessGroup, rank: int, port: PacketFilter) -> None:
+        self._group: TorchProcessGroup | None = group
         self._port = port
         self._peer = 0 if rank else 1
         self._lock = threading.Lock()
@@ -116,16 +116,16 @@ class GlooGroup:
         options.rootRank, options.rootTensor, options.timeout = 0, 0, _left(deadline)
         self._move(lambda group: group.broadcast([block], options), deadline, GRACE_S)
 
-    def _move(self, begin: Callable[[Process], Work], deadline: float, grace_s: float = 0.0) -> None:
+    def _move(self, begin: Callable[[TorchProcessGroup], Work], deadline: float, grace_s: float = 0.0) -> None:
         with self._lock:
             if self._aborted or self._group is None:
-                raise SourceGone("the gloo group is over")
+                raise SourceUnavailable("the gloo group is over")
             if time.monotonic() >= deadline:
-                raise SourceStalled("no time is left for the next block")
+                raise SourceTimeout("no time is left for the next block")
             try:
                 work = begin(self._group)
             except RuntimeError as error:
-                raise broken(error, "gloo") from None
+                raise group_error(error, "gloo") from None
         try:
             work.wait(_left(deadline) + timedelta(seconds=grace_s))
         except RuntimeError as error:
@@ -133,7 +133,7 @@ class GlooGroup:
             # A broadcast runs on a thread of gloo's: it has ended once this returns or raises.
             with suppress(RuntimeError):
                 work.wait(timedelta(seconds=GRACE_S))
-            raise broken(error, "gloo") from None
+            raise group_error(error, "gloo") from None
 
     def abort(self) -> None:
         """See `Group.abort`.

@@ -8,12 +8,12 @@ from typing import Protocol
 import torch
 from torch.distributed import BroadcastOptions, Work
 
-from rfork.errors import RforkError, SourceGone, SourceStalled
+from rfork.errors import RforkError, SourceTimeout, SourceUnavailable
 from rfork.image.memory import Image
-from rfork.transport.collective.rendezvous import Keys
+from rfork.transport.collective.rendezvous import KeyValueStore
 
 
-class Process(Protocol):
+class TorchProcessGroup(Protocol):
     """What torch's process groups have, and its annotations lack."""
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Work:
@@ -33,11 +33,11 @@ class Process(Protocol):
     def _end_coalescing(self) -> Work: ...
 
 
-class Group(Protocol):
+class CollectiveGroup(Protocol):
     """One rank's view of a process group: rank 0 is the source, the others are readers.
 
     One thread moves bytes, any may abort. `deadline`s are `time.monotonic()` values. All that move bytes
-    raise SourceStalled at the deadline, and SourceGone when a rank is gone or the group was aborted; the
+    raise SourceTimeout at the deadline, and SourceUnavailable when a rank is gone or the group was aborted; the
     group is then of no use any more, and no byte of that tensor is read or written once they have raised.
     """
 
@@ -80,7 +80,7 @@ class Backend(Protocol):
         ...
 
     def device(self, image: Image) -> torch.device:
-        """Where blocks of this image have to lie; raises TransportUnusable for an image on the wrong one."""
+        """Where blocks of this image have to lie; raises TransportUnavailable for an image on the wrong one."""
         ...
 
     def working(self, device: torch.device) -> AbstractContextManager[None]:
@@ -88,9 +88,9 @@ class Backend(Protocol):
         ...
 
     def form(
-        self, keys: Keys, rank: int, size: int, readers: str, device: torch.device, deadline: float
-    ) -> Group:
-        """Join a group as `rank`; returns once all have. Raises SourceGone or SourceStalled.
+        self, keys: KeyValueStore, rank: int, size: int, readers: str, device: torch.device, deadline: float
+    ) -> CollectiveGroup:
+        """Join a group as `rank`; returns once all have. Raises SourceUnavailable or SourceTimeout.
 
         `readers`: on the source, the IP address of the host that the readers are on; on a reader, empty.
         """
@@ -105,9 +105,9 @@ class Backend(Protocol):
         ...
 
 
-def broken(error: Exception, name: str) -> RforkError:
+def group_error(error: Exception, name: str) -> RforkError:
     """What a failure within a group means to whoever reads."""
     text = " ".join(str(error).split())
     if "imed out" in text or "imeout" in text or "deadline" in text:
-        return SourceStalled(f"{name}: {text}")
-    return SourceGone(f"{name}: {text}")
+        return SourceTimeout(f"{name}: {text}")
+    return SourceUnavailable(f"{name}: {text}")

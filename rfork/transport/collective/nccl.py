@@ -18,19 +18,19 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch.distributed import BroadcastOptions, Work
 
-from rfork.errors import SourceGone, SourceStalled, TransportUnusable
+from rfork.errors import SourceTimeout, SourceUnavailable, TransportUnavailable
 from rfork.image.memory import Image
-from rfork.transport.collective.group import Process, broken
-from rfork.transport.collective.rendezvous import Keys, KeyStore
+from rfork.transport.collective.group import TorchProcessGroup, group_error
+from rfork.transport.collective.rendezvous import KeyStore, KeyValueStore
 
 if TYPE_CHECKING:  # a torch without NCCL has none
     from torch.distributed import ProcessGroupNCCL
 
 BLOCK_BYTES = 64 << 20
-NEVER = timedelta(days=365)
+NO_TIMEOUT = timedelta(days=365)
 POLL_S = 0.0002
 GRACE_S = 2.0
-LEAVE_IT_TO_US = {
+NO_WATCHDOG_ENV = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_BLOCKING_WAIT": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
@@ -57,10 +57,10 @@ class NcclBackend:
         return version.split(".")[:2] == self.version().split(".")[:2]
 
     def device(self, image: Image) -> torch.device:
-        """The image's GPU; raises TransportUnusable for an image in host memory, or on several GPUs."""
+        """The image's GPU; raises TransportUnavailable for an image in host memory, or on several GPUs."""
         gpus = [device for device in image.devices if device.type != "cpu"]
         if image.device.type != "cuda" or len(gpus) != 1:
-            raise TransportUnusable(
+            raise TransportUnavailable(
                 f"nccl gives the memory of one GPU, and the image lies on {sorted(map(str, image.devices))}",
                 hint="use http or gloo for weights in host memory",
             )
@@ -73,20 +73,20 @@ class NcclBackend:
             yield
 
     def form(
-        self, keys: Keys, rank: int, size: int, readers: str, device: torch.device, deadline: float
+        self, keys: KeyValueStore, rank: int, size: int, readers: str, device: torch.device, deadline: float
     ) -> NcclGroup:
         """See `Backend.form`; returns once the communicator is there."""
         from torch.distributed import ProcessGroupNCCL
 
         options = ProcessGroupNCCL.Options()
-        options._timeout = NEVER
+        options._timeout = NO_TIMEOUT
         options.config.blocking = 0
-        with _unwatched():
+        with _without_watchdog():
             made = ProcessGroupNCCL(KeyStore(keys, deadline), rank, size, options)
         group = NcclGroup(made, device)
         try:
-            group.meet(deadline)
-        except (SourceGone, SourceStalled):
+            group.warm_up(deadline)
+        except (SourceUnavailable, SourceTimeout):
             group.close()
             raise
         return group
@@ -109,33 +109,33 @@ class NcclGroup:
         self._lock = threading.Lock()
         self._aborted = threading.Event()
 
-    def meet(self, deadline: float) -> None:
+    def warm_up(self, deadline: float) -> None:
         """Make the communicator: one byte to all. On a thread of its own: NCCL may not come back from it."""
         errors: list[Exception] = []
 
-        def meet() -> None:
+        def warm_up() -> None:
             try:
                 with torch.cuda.device(self._device):
                     self.broadcast(torch.zeros(1, dtype=torch.uint8, device=self._device), deadline)
-            except (SourceGone, SourceStalled) as error:
+            except (SourceUnavailable, SourceTimeout) as error:
                 errors.append(error)
 
-        meeting = threading.Thread(target=meet, name="rfork-nccl-meet", daemon=True)
+        meeting = threading.Thread(target=warm_up, name="rfork-nccl-meet", daemon=True)
         meeting.start()
         meeting.join(max(0.0, deadline - time.monotonic()) + GRACE_S)
         if meeting.is_alive():
             self.abort()
-            raise SourceStalled("nccl: the ranks of the group did not meet before the deadline")
+            raise SourceTimeout("nccl: the ranks of the group did not meet before the deadline")
         if errors:
             raise errors[0]
 
     def send(self, block: torch.Tensor, rank: int, deadline: float) -> None:
         """See `Group.send`."""
-        self._move(lambda group: _in_one(group, lambda: group.send([block], rank, 0)), deadline)
+        self._move(lambda group: _coalesced(group, lambda: group.send([block], rank, 0)), deadline)
 
     def receive(self, block: torch.Tensor, deadline: float) -> None:
         """See `Group.receive`."""
-        self._move(lambda group: _in_one(group, lambda: group.recv([block], 0, 0)), deadline)
+        self._move(lambda group: _coalesced(group, lambda: group.recv([block], 0, 0)), deadline)
 
     def broadcast(self, block: torch.Tensor, deadline: float) -> None:
         """See `Group.broadcast`."""
@@ -143,29 +143,29 @@ class NcclGroup:
         options.rootRank, options.rootTensor = 0, 0
         self._move(lambda group: group.broadcast([block], options), deadline)
 
-    def _move(self, begin: Callable[[Process], Work], deadline: float) -> None:
+    def _move(self, begin: Callable[[TorchProcessGroup], Work], deadline: float) -> None:
         with self._lock:
             group = self._group
         if group is None or self._aborted.is_set():
-            raise SourceGone("the nccl group is over")
+            raise SourceUnavailable("the nccl group is over")
         if time.monotonic() >= deadline:
-            raise SourceStalled("no time is left for the next block")
+            raise SourceTimeout("no time is left for the next block")
         try:
-            work = begin(cast(Process, group))
+            work = begin(cast(TorchProcessGroup, group))
             while not work.is_completed():
                 if time.monotonic() >= deadline:
-                    self._give_up()
-                    raise SourceStalled("nccl: the block was not there at the deadline")
+                    self._abort_and_wait()
+                    raise SourceTimeout("nccl: the block was not there at the deadline")
                 if self._aborted.wait(POLL_S):
                     break
         except RuntimeError as error:
-            self._give_up()
-            raise broken(error, "nccl") from None
+            self._abort_and_wait()
+            raise group_error(error, "nccl") from None
         if self._aborted.is_set():
-            self._give_up()
-            raise SourceGone("the nccl group was aborted")
+            self._abort_and_wait()
+            raise SourceUnavailable("the nccl group was aborted")
 
-    def _give_up(self) -> None:
+    def _abort_and_wait(self) -> None:
         """Abort, and wait until no kernel of ours reads or writes the block: another may abort just now."""
         self.abort()
         with suppress(RuntimeError):
@@ -189,7 +189,7 @@ class NcclGroup:
             self._group = None
 
 
-def _in_one(group: Process, begin: Callable[[], Work]) -> Work:
+def _coalesced(group: TorchProcessGroup, begin: Callable[[], Work]) -> Work:
     """As part of a batch a send uses the group's own communicator; alone, it would make one for each pair."""
     group._start_coalescing()
     begin()
@@ -197,11 +197,11 @@ def _in_one(group: Process, begin: Callable[[], Work]) -> Work:
 
 
 @contextmanager
-def _unwatched() -> Iterator[None]:
+def _without_watchdog() -> Iterator[None]:
     """Make a group whose failures are ours to handle: torch takes this from the environment alone."""
     with _making:
-        before = {name: os.environ.get(name) for name in LEAVE_IT_TO_US}
-        os.environ.update(LEAVE_IT_TO_US)
+        before = {name: os.environ.get(name) for name in NO_WATCHDOG_ENV}
+        os.environ.update(NO_WATCHDOG_ENV)
         try:
             yield
         finally:

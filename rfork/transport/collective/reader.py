@@ -9,43 +9,43 @@ from collections import deque
 import torch
 
 from rfork.errors import (
-    LeaseRefused,
+    LeaseRejected,
     RforkError,
     SourceBusy,
-    SourceChanged,
     SourceCorrupt,
-    SourceGone,
-    SourceStalled,
+    SourceTimeout,
+    SourceUnavailable,
+    SourceWeightsChanged,
 )
 from rfork.image.memory import Image
-from rfork.transport.base import Line, TokenSource
-from rfork.transport.collective.at_exit import AtExit
-from rfork.transport.collective.blocks import Blocks
-from rfork.transport.collective.far_keys import FarKeys
-from rfork.transport.collective.group import Backend, Group
+from rfork.transport.base import ControlStream, TokenSource
+from rfork.transport.collective.block_requests import BlockRequests
+from rfork.transport.collective.block_tensors import BlockTensors
+from rfork.transport.collective.exit_hook import ExitHook
+from rfork.transport.collective.group import Backend, CollectiveGroup
 from rfork.transport.collective.messages import (
-    Formed,
     FromSource,
-    Have,
-    Join,
-    Over,
-    Refused,
-    Sending,
+    GroupClosed,
+    GroupFormed,
+    JoinGroup,
+    Rejected,
+    SendingBlock,
+    StoreValues,
     error_of,
-    hear_source,
-    say,
+    receive_from_source,
+    send_message,
 )
-from rfork.transport.collective.wants import Wants
+from rfork.transport.collective.remote_store import RemoteKeyStore
 
-MOST_TRIES = 3
+MAX_ATTEMPTS = 3
 """Groups that may break one after another, without a byte from any, before the source counts as gone."""
 LISTEN_S = 3600.0
 FORM_S = 5.0
 GRACE_S = 2.0
-REFUSALS = (LeaseRefused, SourceBusy, SourceChanged, SourceStalled, SourceGone)
+REJECTION_ERRORS = (LeaseRejected, SourceBusy, SourceWeightsChanged, SourceTimeout, SourceUnavailable)
 
 
-class CollectiveReader(Wants):
+class CollectiveReader(BlockRequests):
     """Fills `image` from the source at the other end of `line`; see `rfork.transport.base.Reader`.
 
     A group that breaks (a reader of this host died, say) is joined anew, and reads go on where they were.
@@ -57,41 +57,41 @@ class CollectiveReader(Wants):
         backend: Backend,
         device: torch.device,
         token: TokenSource,
-        line: Line,
+        line: ControlStream,
         *,
         block_bytes: int,
         stall_s: float,
     ) -> None:
         super().__init__(image.layout.image_bytes, block_bytes, token, line)
         self._backend, self._device, self._stall_s = backend, device, stall_s
-        self._blocks = Blocks(image, block_bytes, device)
-        self._said: deque[Formed | Sending | Over] = deque()
-        self._group: Group | None = None
-        self._keys: FarKeys | None = None
-        self._tries = 0
-        self._at_exit = AtExit(self.close)
+        self._blocks = BlockTensors(image, block_bytes, device)
+        self._messages: deque[GroupFormed | SendingBlock | GroupClosed] = deque()
+        self._group: CollectiveGroup | None = None
+        self._keys: RemoteKeyStore | None = None
+        self._attempts = 0
+        self._at_exit = ExitHook(self.close)
         self._threads = [
             threading.Thread(target=target, name=f"rfork-{backend.name}", daemon=True)
-            for target in (self._hear, self._take)
+            for target in (self._receive_loop, self._transfer_loop)
         ]
 
     def open(self, deadline: float) -> None:
         """Join a group; returns once there is one. Raises as `Reader.read`."""
-        say(self._line, Join())
+        send_message(self._line, JoinGroup())
         for thread in self._threads:
             thread.start()
         with self._changed:
             while not self._formed:
                 self._raise_error()
                 if not self._changed.wait(max(0.0, deadline - time.monotonic())):
-                    raise SourceStalled("the source formed no group before the deadline")
+                    raise SourceTimeout("the source formed no group before the deadline")
 
-    def hold_to(self, rate: int | None) -> None:
+    def set_rate_limit(self, rate: int | None) -> None:
         """Nothing to do: the source holds its readers back."""
 
     def close(self) -> None:
         """See `Reader.close`."""
-        self._fail(SourceGone("the reader was closed"))
+        self._fail(SourceUnavailable("the reader was closed"))
         self._line.close()
         for thread in self._threads:
             if thread.ident is not None and thread is not threading.current_thread():
@@ -110,73 +110,73 @@ class CollectiveReader(Wants):
 
     # -- what the source says: on one thread -----------------------------------------------------------
 
-    def _hear(self) -> None:
+    def _receive_loop(self) -> None:
         try:
             while self._error is None:
-                self._heed(hear_source(self._line, time.monotonic() + LISTEN_S))
-        except SourceStalled:
-            self._fail(SourceGone("the source said nothing for an hour"))
+                self._handle(receive_from_source(self._line, time.monotonic() + LISTEN_S))
+        except SourceTimeout:
+            self._fail(SourceUnavailable("the source said nothing for an hour"))
         except RforkError as error:
             self._fail(error)
 
-    def _heed(self, message: FromSource) -> None:
-        cut: Group | None = None
+    def _handle(self, message: FromSource) -> None:
+        cut: CollectiveGroup | None = None
         with self._changed:
             match message:
-                case Have():
+                case StoreValues():
                     if self._keys is not None:
-                        self._keys.heard(message)
-                case Refused():
+                        self._keys.on_reply(message)
+                case Rejected():
                     wanted = self._wanted.get(message.number)
                     if wanted is not None:
-                        wanted.error = error_of(message, REFUSALS)
-                case Over():
+                        wanted.error = error_of(message, REJECTION_ERRORS)
+                case GroupClosed():
                     if message.group == self._group_number:
                         cut = self._group
                         if self._keys is not None:
                             self._keys.close(message.text)
-                    self._said.append(message)
-                case Formed():
-                    self._keys = FarKeys(self._line, message.group, self._changed)
+                    self._messages.append(message)
+                case GroupFormed():
+                    self._keys = RemoteKeyStore(self._line, message.group, self._changed)
                     self._group_number = message.group
-                    self._said.append(message)
-                case Sending():
-                    self._said.append(message)
+                    self._messages.append(message)
+                case SendingBlock():
+                    self._messages.append(message)
             self._changed.notify_all()
         if cut is not None:
             cut.abort()
 
     # -- the group: on another thread ------------------------------------------------------------------
 
-    def _take(self) -> None:
+    def _transfer_loop(self) -> None:
         try:
             with self._backend.working(self._device):
                 while True:
                     with self._changed:
-                        self._changed.wait_for(lambda: bool(self._said) or self._error is not None)
+                        self._changed.wait_for(lambda: bool(self._messages) or self._error is not None)
                         self._raise_error()
-                        message = self._said.popleft()
+                        message = self._messages.popleft()
                     self._follow(message)
         except RforkError as error:
             self._fail(error)
         except Exception as error:  # a bug must end the reads, not leave them waiting
-            self._fail(SourceGone(f"{type(error).__name__}: {error}"))
+            self._fail(SourceUnavailable(f"{type(error).__name__}: {error}"))
         finally:
             self._drop_group()
 
-    def _follow(self, message: Formed | Sending | Over) -> None:
+    def _follow(self, message: GroupFormed | SendingBlock | GroupClosed) -> None:
         try:
             match message:
-                case Formed():
+                case GroupFormed():
                     self._form(message)
-                case Sending() if message.group == self._group_number and self._group is not None:
+                case SendingBlock() if message.group == self._group_number and self._group is not None:
                     self._receive(message, self._group)
-                case Over() if message.group == self._group_number and self._formed:
-                    raise SourceGone(f"the group is over: {message.text}")
-        except (SourceGone, SourceStalled) as error:
-            self._join_anew(error, over=isinstance(message, Over))
+                case GroupClosed() if message.group == self._group_number and self._formed:
+                    raise SourceUnavailable(f"the group is over: {message.text}")
+        except (SourceUnavailable, SourceTimeout) as error:
+            self._rejoin(error, group_is_closed=isinstance(message, GroupClosed))
 
-    def _form(self, formed: Formed) -> None:
+    def _form(self, formed: GroupFormed) -> None:
         keys = self._keys
         if keys is None or not 0 < formed.rank < formed.size <= 64:
             raise SourceCorrupt(f"the source names rank {formed.rank} of {formed.size}")
@@ -184,12 +184,14 @@ class CollectiveReader(Wants):
         group = self._backend.form(keys, formed.rank, formed.size, "", self._device, deadline)
         with self._changed:
             self._group, self._formed = group, True
-            asking = [(wanted, self._ask(wanted)) for wanted in self._wanted.values() if wanted.error is None]
+            pending = [
+                (wanted, self._group_to_request(wanted)) for wanted in self._wanted.values() if wanted.error is None
+            ]
             self._changed.notify_all()
-        for wanted, number in asking:
-            self._say_want(wanted, number)
+        for wanted, number in pending:
+            self._send_request(wanted, number)
 
-    def _receive(self, sending: Sending, group: Group) -> None:
+    def _receive(self, sending: SendingBlock, group: CollectiveGroup) -> None:
         begin, end = sending.begin, sending.end
         if not begin < end <= begin + self._block_bytes:
             raise SourceCorrupt(f"the source sends [{begin}, {end}), which is no block")
@@ -198,37 +200,39 @@ class CollectiveReader(Wants):
             if wanted is not None:
                 if begin != wanted.at or end > wanted.end:
                     raise SourceCorrupt(f"the source sends [{begin}, {end}), which was not asked for")
-                wanted.taking = True
+                wanted.is_receiving = True
         deadline = time.monotonic() + self._stall_s
         try:
             if wanted is None:
                 block = self._blocks.scratch(end - begin)
             else:
-                block, deadline = self._blocks.place(begin, end), min(deadline, wanted.deadline)
+                block, deadline = self._blocks.destination(begin, end), min(deadline, wanted.deadline)
             if sending.together:
                 group.broadcast(block, deadline)
             else:
                 group.receive(block, deadline)
             if wanted is not None:
-                self._blocks.put(block, begin, end)
+                self._blocks.scatter(block, begin, end)
                 wanted.at = end
-            self._tries = 0
+            self._attempts = 0
         finally:
             with self._changed:
                 if wanted is not None:
-                    wanted.taking = False
+                    wanted.is_receiving = False
                 self._changed.notify_all()
 
-    def _join_anew(self, error: RforkError, *, over: bool) -> None:
+    def _rejoin(self, error: RforkError, *, group_is_closed: bool) -> None:
         """The group broke: into another one, unless that happened too often."""
         self._drop_group()
         with self._changed:
-            told = any(isinstance(each, Over) and each.group == self._group_number for each in self._said)
+            group_closed = any(
+                isinstance(each, GroupClosed) and each.group == self._group_number for each in self._messages
+            )
         # A source that says so itself may do so whenever a reader of this host comes or goes.
-        self._tries += 0 if told or over else 1
-        if self._tries >= MOST_TRIES:
+        self._attempts += 0 if group_closed or group_is_closed else 1
+        if self._attempts >= MAX_ATTEMPTS:
             raise error
-        say(self._line, Join())
+        send_message(self._line, JoinGroup())
 
     def _drop_group(self) -> None:
         with self._changed:

@@ -9,10 +9,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rfork.errors import SourceCorrupt, SourceStalled, TransportUnusable, VersionMismatch
+from rfork.errors import SourceCorrupt, SourceTimeout, TransportUnavailable, VersionMismatch
 from rfork.image.memory import Image
-from rfork.settings import Settings, own_address
-from rfork.transport.base import Availability, Endpoint, Exporter, Gate, Reader, Talk, TokenSource, silent
+from rfork.settings import InstanceSettings, own_address
+from rfork.transport.base import (
+    AccessGate,
+    Availability,
+    Endpoint,
+    Exporter,
+    OpenControlStream,
+    Reader,
+    TokenSource,
+    no_control_stream,
+)
 
 if TYPE_CHECKING:  # torch.distributed, which not every torch has, is imported when a group is wanted
     from rfork.transport.collective.group import Backend
@@ -29,7 +38,7 @@ class GlooTransport:
     name = "gloo"
     one_sided = False
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: InstanceSettings) -> None:
         self._settings = settings
 
     def availability(self) -> Availability:
@@ -40,12 +49,17 @@ class GlooTransport:
             return Availability(False, "needs Linux: its ports are shut by a packet filter")
         return Availability(True, "host memory, over TCP that every process on a reader's host may join")
 
-    def export(self, image: Image, gate: Gate) -> Exporter:
-        """Source side; see `Transport.export`. Raises TransportUnusable for an image on a GPU."""
+    def export(self, image: Image, gate: AccessGate) -> Exporter:
+        """Source side; see `Transport.export`. Raises TransportUnavailable for an image on a GPU."""
         return _export(self._settings, self._backend(), image, gate)
 
     def connect(
-        self, endpoint: Endpoint, image: Image, token: TokenSource, deadline: float, talk: Talk = silent
+        self,
+        endpoint: Endpoint,
+        image: Image,
+        token: TokenSource,
+        deadline: float,
+        talk: OpenControlStream = no_control_stream,
     ) -> Reader:
         """Target side; see `Transport.connect`. Raises VersionMismatch where the two torches differ."""
         return _connect(self._settings, self._backend(), endpoint, image, token, deadline, talk)
@@ -71,7 +85,7 @@ class NcclTransport:
     name = "nccl"
     one_sided = False
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: InstanceSettings) -> None:
         self._settings = settings
 
     def availability(self) -> Availability:
@@ -82,12 +96,17 @@ class NcclTransport:
             return Availability(False, "no CUDA device", "use http or gloo for weights in host memory")
         return Availability(True, "by kernels on both GPUs; whoever reaches its ports may join")
 
-    def export(self, image: Image, gate: Gate) -> Exporter:
-        """Source side; see `Transport.export`. Raises TransportUnusable for an image in host memory."""
+    def export(self, image: Image, gate: AccessGate) -> Exporter:
+        """Source side; see `Transport.export`. Raises TransportUnavailable for an image in host memory."""
         return _export(self._settings, self._backend(), image, gate)
 
     def connect(
-        self, endpoint: Endpoint, image: Image, token: TokenSource, deadline: float, talk: Talk = silent
+        self,
+        endpoint: Endpoint,
+        image: Image,
+        token: TokenSource,
+        deadline: float,
+        talk: OpenControlStream = no_control_stream,
     ) -> Reader:
         """Target side; see `Transport.connect`. Raises VersionMismatch where NCCL's majors differ."""
         return _connect(self._settings, self._backend(), endpoint, image, token, deadline, talk)
@@ -106,24 +125,26 @@ def _has_distributed() -> bool:
 def _require(name: str, availability: Callable[[], Availability]) -> None:
     available = availability()
     if not available.usable:
-        raise TransportUnusable(f"{name}: {available.reason}", hint=available.hint)
+        raise TransportUnavailable(f"{name}: {available.reason}", hint=available.hint)
 
 
-def _export(settings: Settings, backend: Backend, image: Image, gate: Gate) -> Exporter:
+def _export(settings: InstanceSettings, backend: Backend, image: Image, gate: AccessGate) -> Exporter:
     from rfork.transport.collective.exporter import CollectiveExporter
 
     backend.device(image)
-    return CollectiveExporter(image, gate, backend, stall_s=settings.stall_s, nice=settings.giving_nice)
+    return CollectiveExporter(
+        image, gate, backend, stall_s=settings.source_idle_timeout_s, nice=settings.serving_thread_nice
+    )
 
 
 def _connect(
-    settings: Settings,
+    settings: InstanceSettings,
     backend: Backend,
     endpoint: Endpoint,
     image: Image,
     token: TokenSource,
     deadline: float,
-    talk: Talk,
+    talk: OpenControlStream,
 ) -> Reader:
     from rfork.transport.collective.reader import CollectiveReader
 
@@ -137,9 +158,9 @@ def _connect(
     if not block.isdecimal() or not 0 < int(block) <= backend.block_bytes:
         raise SourceCorrupt(f"{backend.name}: the source says its blocks have {block[:40]!r} bytes")
     if time.monotonic() >= deadline:
-        raise SourceStalled(f"no time is left to connect over {backend.name}")
+        raise SourceTimeout(f"no time is left to connect over {backend.name}")
     reader = CollectiveReader(
-        image, backend, device, token, talk(), block_bytes=int(block), stall_s=settings.stall_s
+        image, backend, device, token, talk(), block_bytes=int(block), stall_s=settings.source_idle_timeout_s
     )
     try:
         reader.open(deadline)

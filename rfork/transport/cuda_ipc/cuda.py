@@ -16,8 +16,15 @@ from ctypes import byref, c_int, c_size_t, c_uint64, c_void_p
 import torch
 
 from rfork.transport.cuda_ipc import libcuda
-from rfork.transport.cuda_ipc.driver import Allocation, Copy, DriverError, Handle, Kind, Opened
-from rfork.transport.cuda_ipc.libcuda import Library
+from rfork.transport.cuda_ipc.driver import (
+    Allocation,
+    CopyOp,
+    DriverError,
+    HandleType,
+    ImportedAllocation,
+    IpcHandle,
+)
+from rfork.transport.cuda_ipc.libcuda import CudaDriverLibrary
 
 _FABRIC, _DESCRIPTOR = libcuda.MEM_HANDLE_TYPE_FABRIC, libcuda.MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
@@ -25,18 +32,18 @@ _FABRIC, _DESCRIPTOR = libcuda.MEM_HANDLE_TYPE_FABRIC, libcuda.MEM_HANDLE_TYPE_P
 class CudaDriver:
     """`Driver` for the GPUs that this process sees.
 
-    Raises TransportUnusable kinds without a fitting driver.
+    Raises TransportUnavailable kinds without a fitting driver.
     """
 
-    def __init__(self, library: Library | None = None) -> None:
-        self._library = library or Library()
+    def __init__(self, library: CudaDriverLibrary | None = None) -> None:
+        self._library = library or CudaDriverLibrary()
         self._library.call("cuInit", 0)
         self._lock = threading.Lock()
         # Never released: torch holds them, too, until the process ends.
         self._contexts: dict[int, int] = {}
 
-    def place(self, storage: torch.UntypedStorage) -> int | None:
-        """See `Driver.place`."""
+    def device_of(self, storage: torch.UntypedStorage) -> int | None:
+        """See `Driver.device_of`."""
         return storage.device.index if storage.device.type == "cuda" else None
 
     def uuid(self, device: int) -> str:
@@ -45,14 +52,14 @@ class CudaDriver:
         self._library.call("cuDeviceGetUuid_v2", byref(found), self._ordinal(device))
         return bytes(found.data).hex()
 
-    def find(self, uuid: str) -> int | None:
-        """See `Driver.find`."""
+    def device_index(self, uuid: str) -> int | None:
+        """See `Driver.device_index`."""
         count = c_int()
         self._library.call("cuDeviceGetCount", byref(count))
         return next((device for device in range(count.value) if self.uuid(device) == uuid), None)
 
-    def reaches(self, device: int, peer: int) -> bool:
-        """See `Driver.reaches`."""
+    def can_access_peer(self, device: int, peer: int) -> bool:
+        """See `Driver.can_access_peer`."""
         if device == peer:
             return True
         can = c_int()
@@ -70,55 +77,55 @@ class CudaDriver:
             self._library.call("cuMemGetAddressRange_v2", byref(base), byref(size), address)
             legacy = self._attribute(libcuda.POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE, address)
             allowed = self._attribute(libcuda.POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES, address)
-        kind: Kind = "none"
+        handle_type: HandleType = "none"
         if legacy:
-            kind = "legacy"
+            handle_type = "legacy"
         elif allowed & _DESCRIPTOR:
-            kind = "descriptor"
+            handle_type = "descriptor"
         elif allowed & _FABRIC:
-            kind = "fabric"
-        return Allocation(base.value, size.value, device, kind)
+            handle_type = "fabric"
+        return Allocation(base.value, size.value, device, handle_type)
 
-    def export(self, allocation: Allocation) -> Handle:
+    def export(self, allocation: Allocation) -> IpcHandle:
         """See `Driver.export`."""
         call = self._library.call
         with self.current(allocation.device):
-            if allocation.kind == "legacy":
+            if allocation.handle_type == "legacy":
                 named = libcuda.IpcMemHandle()
                 call("cuIpcGetMemHandle", byref(named), allocation.base)
-                return Handle(bytes(named.reserved))
+                return IpcHandle(bytes(named.reserved))
             memory = c_uint64()
             call("cuMemRetainAllocationHandle", byref(memory), allocation.base)
             try:
-                if allocation.kind == "fabric":
+                if allocation.handle_type == "fabric":
                     fabric = libcuda.FabricHandle()
                     call("cuMemExportToShareableHandle", byref(fabric), memory.value, _FABRIC, 0)
-                    return Handle(bytes(fabric.data))
+                    return IpcHandle(bytes(fabric.data))
                 descriptor = c_int(-1)
                 call("cuMemExportToShareableHandle", byref(descriptor), memory.value, _DESCRIPTOR, 0)
-                return Handle(descriptor=descriptor.value)
+                return IpcHandle(descriptor=descriptor.value)
             finally:
                 call("cuMemRelease", memory.value)
 
-    def open(self, device: int, kind: Kind, handle: Handle, size: int) -> Opened:
+    def open(self, device: int, handle_type: HandleType, handle: IpcHandle, size: int) -> ImportedAllocation:
         """See `Driver.open`."""
         with self.current(device):
-            if kind == "legacy":
-                return Opened(self._open_legacy(handle, size), size, device, kind)
-            return Opened(self._map(device, kind, handle, size), size, device, kind)
+            if handle_type == "legacy":
+                return ImportedAllocation(self._open_legacy(handle, size), size, device, handle_type)
+            return ImportedAllocation(self._map(device, handle_type, handle, size), size, device, handle_type)
 
-    def close(self, opened: Opened) -> None:
+    def close(self, opened: ImportedAllocation) -> None:
         """See `Driver.close`."""
         with self.current(opened.device):
-            if opened.kind == "legacy":
+            if opened.handle_type == "legacy":
                 self._library.call("cuIpcCloseMemHandle", opened.address)
             else:
                 self._library.call("cuMemUnmap", opened.address, opened.size)
                 self._library.call("cuMemAddressFree", opened.address, opened.size)
 
-    def copies(self, device: int) -> CudaCopies:
+    def copies(self, device: int) -> CudaCopyStream:
         """See `Driver.copies`."""
-        return CudaCopies(self, self._library, device)
+        return CudaCopyStream(self, self._library, device)
 
     @contextlib.contextmanager
     def current(self, device: int) -> Iterator[None]:
@@ -154,7 +161,7 @@ class CudaDriver:
         self._library.call("cuPointerGetAttribute", byref(value), attribute, address)
         return value.value
 
-    def _open_legacy(self, handle: Handle, size: int) -> int:
+    def _open_legacy(self, handle: IpcHandle, size: int) -> int:
         named = libcuda.IpcMemHandle.from_buffer_copy(handle.data)
         address = c_uint64()
         flags = libcuda.IPC_MEM_LAZY_ENABLE_PEER_ACCESS
@@ -170,10 +177,10 @@ class CudaDriver:
             raise DriverError("cuIpcOpenMemHandle_v2", libcuda.INVALID_VALUE, text)
         return address.value
 
-    def _map(self, device: int, kind: Kind, handle: Handle, size: int) -> int:
+    def _map(self, device: int, handle_type: HandleType, handle: IpcHandle, size: int) -> int:
         """Map memory of cuMemCreate into this process; the driver refuses more bytes than it has."""
         call, address, memory = self._library.call, c_uint64(), c_uint64()
-        if kind == "fabric":
+        if handle_type == "fabric":
             fabric = libcuda.FabricHandle.from_buffer_copy(handle.data)
             call("cuMemImportFromShareableHandle", byref(memory), byref(fabric), _FABRIC)
         else:
@@ -184,7 +191,7 @@ class CudaDriver:
             try:
                 call("cuMemMap", address.value, size, 0, memory.value, 0)
                 try:
-                    self._let_read(device, address.value, size)
+                    self._map_read_only(device, address.value, size)
                 except DriverError:
                     call("cuMemUnmap", address.value, size)
                     raise
@@ -195,7 +202,7 @@ class CudaDriver:
             call("cuMemRelease", memory.value)  # the mapping holds it from now on
         return address.value
 
-    def _let_read(self, device: int, address: int, size: int) -> None:
+    def _map_read_only(self, device: int, address: int, size: int) -> None:
         """Read only, where the driver can: this side has nothing to write there."""
         location = libcuda.MemLocation(libcuda.MEM_LOCATION_TYPE_DEVICE, device)
         for flags in (libcuda.MEM_ACCESS_FLAGS_PROT_READ, libcuda.MEM_ACCESS_FLAGS_PROT_READWRITE):
@@ -208,10 +215,10 @@ class CudaDriver:
         raise refused
 
 
-class CudaCopies:
+class CudaCopyStream:
     """`Copies` on a non-blocking stream; on two GPUs of one host by NVLink or PCIe, whatever joins them."""
 
-    def __init__(self, driver: CudaDriver, library: Library, device: int) -> None:
+    def __init__(self, driver: CudaDriver, library: CudaDriverLibrary, device: int) -> None:
         self._driver = driver
         self._library = library
         self._device = device
@@ -220,7 +227,7 @@ class CudaCopies:
             library.call("cuStreamCreate", byref(stream), libcuda.STREAM_NON_BLOCKING)
         self._stream = stream.value or 0
 
-    def queue(self, copies: Sequence[Copy]) -> None:
+    def queue(self, copies: Sequence[CopyOp]) -> None:
         """See `Copies.queue`: one call of a few µs for each, so 20,000 cost about a tenth of a second."""
         copy, stream = self._library.function("cuMemcpyAsync"), self._stream
         with self._driver.current(self._device):

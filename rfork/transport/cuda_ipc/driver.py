@@ -12,13 +12,13 @@ from typing import Final, Literal, Protocol
 
 import torch
 
-Kind = Literal["legacy", "descriptor", "fabric", "none"]
+HandleType = Literal["legacy", "descriptor", "fabric", "none"]
 """How an allocation can be shown to another process.
 
 `legacy`: by 64 bytes that name it (memory of cudaMalloc); `descriptor`: by a file descriptor, and `fabric`:
 by 64 bytes (memory of cuMemCreate, such as torch's expandable segments); `none`: not at all.
 """
-KINDS: Final[tuple[Kind, ...]] = ("legacy", "descriptor", "fabric", "none")
+HANDLE_TYPES: Final[tuple[HandleType, ...]] = ("legacy", "descriptor", "fabric", "none")
 
 HANDLE_BYTES: Final = 64
 
@@ -41,7 +41,7 @@ class Allocation:
     base: int
     size: int
     device: int
-    kind: Kind
+    handle_type: HandleType
 
     @property
     def end(self) -> int:
@@ -50,7 +50,7 @@ class Allocation:
 
 
 @dataclass(frozen=True, slots=True)
-class Handle:
+class IpcHandle:
     """What lets another process open an allocation.
 
     The `descriptor` is whoever's has the handle, to close.
@@ -61,17 +61,17 @@ class Handle:
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class ImportedAllocation:
     """An allocation of another process, at `address` of this one, for use by one device of this one."""
 
     address: int
     size: int
     device: int
-    kind: Kind
+    handle_type: HandleType
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class CopyOp:
     """`length` bytes from one address to another; either may be a device's."""
 
     source: int
@@ -79,10 +79,10 @@ class Copy:
     length: int
 
 
-class Copies(Protocol):
+class CopyStream(Protocol):
     """Copies on a stream of its own, which waits for no kernel and which no kernel waits for. One thread."""
 
-    def queue(self, copies: Sequence[Copy]) -> None:
+    def queue(self, copies: Sequence[CopyOp]) -> None:
         """Start copies. Raises DriverError, some of them then being under way."""
         ...
 
@@ -99,9 +99,9 @@ class Copies(Protocol):
 
 
 class Driver(Protocol):
-    """Thread-safe. Every method but `place` raises DriverError."""
+    """Thread-safe. Every method but `device_of` raises DriverError."""
 
-    def place(self, storage: torch.UntypedStorage) -> int | None:
+    def device_of(self, storage: torch.UntypedStorage) -> int | None:
         """The device that a storage lies on; None: in host memory."""
         ...
 
@@ -109,11 +109,11 @@ class Driver(Protocol):
         """What the device is called in every process."""
         ...
 
-    def find(self, uuid: str) -> int | None:
+    def device_index(self, uuid: str) -> int | None:
         """The device of that name; None: this process does not see it."""
         ...
 
-    def reaches(self, device: int, peer: int) -> bool:
+    def can_access_peer(self, device: int, peer: int) -> bool:
         """Whether a device can address another one's memory, or is that one."""
         ...
 
@@ -121,11 +121,11 @@ class Driver(Protocol):
         """The allocation of this process that an address on a device lies in. Runs on both sides."""
         ...
 
-    def export(self, allocation: Allocation) -> Handle:
+    def export(self, allocation: Allocation) -> IpcHandle:
         """Make a handle of an allocation of this process, whose kind is not `none`. Runs on the source."""
         ...
 
-    def open(self, device: int, kind: Kind, handle: Handle, size: int) -> Opened:
+    def open(self, device: int, handle_type: HandleType, handle: IpcHandle, size: int) -> ImportedAllocation:
         """Make an allocation of another process readable by a device of this one. Runs on the target.
 
         The handle's descriptor may be closed afterwards. Raises DriverError, also where the allocation has
@@ -133,10 +133,10 @@ class Driver(Protocol):
         """
         ...
 
-    def close(self, opened: Opened) -> None:
+    def close(self, opened: ImportedAllocation) -> None:
         """Undo `open`; after all copies out of it have ended."""
         ...
 
-    def copies(self, device: int) -> Copies:
+    def copies(self, device: int) -> CopyStream:
         """A new stream of copies to, or for, this device."""
         ...

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from ctypes import POINTER, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_ulonglong, c_void_p
 from typing import Final, TypeAlias
 
-from rfork.errors import TransportUnusable, VersionMismatch
+from rfork.errors import TransportUnavailable, VersionMismatch
 from rfork.transport.cuda_ipc.driver import HANDLE_BYTES, DriverError
 
-LEAST_VERSION: Final = 11040
+MIN_VERSION: Final = 11040
 """CUDA 11.4, driver R470: the first with all that is called here."""
 
 SUCCESS: Final = 0
@@ -110,10 +110,10 @@ Argument: TypeAlias = "int | ctypes.Structure | ctypes._CArgObject | None"
 Function = Callable[..., int]
 
 
-class Library:
+class CudaDriverLibrary:
     """The driver's functions. `path` names the library.
 
-    Raises TransportUnusable where there is no driver, and VersionMismatch where it is too old.
+    Raises TransportUnavailable where there is no driver, and VersionMismatch where it is too old.
     """
 
     def __init__(self, path: str = "libcuda.so.1") -> None:
@@ -121,7 +121,7 @@ class Library:
             # Calls let go of Python's lock: some wait for the driver.
             library = ctypes.CDLL(path)
         except OSError as error:
-            raise TransportUnusable(
+            raise TransportUnavailable(
                 f"the NVIDIA driver's library cannot be loaded: {error}", hint="give the container its GPUs"
             ) from None
         self._functions: dict[str, Function] = {}

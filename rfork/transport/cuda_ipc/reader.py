@@ -8,21 +8,21 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from rfork.errors import RforkError, SourceCorrupt, SourceGone, SourceStalled, TransportUnusable
+from rfork.errors import RforkError, SourceCorrupt, SourceTimeout, SourceUnavailable, TransportUnavailable
 from rfork.image.memory import Image
 from rfork.logs import logger
 from rfork.transport.base import TokenSource
-from rfork.transport.cuda_ipc import words
-from rfork.transport.cuda_ipc.areas import Areas
-from rfork.transport.cuda_ipc.copying import Copier
+from rfork.transport.cuda_ipc import protocol
+from rfork.transport.cuda_ipc.allocations import AllocationTable
+from rfork.transport.cuda_ipc.copy_plan import CopyPlan, plan_copies
 from rfork.transport.cuda_ipc.driver import Driver
-from rfork.transport.cuda_ipc.holding import Hold
-from rfork.transport.cuda_ipc.mapping import SourceMemory
-from rfork.transport.cuda_ipc.steps import Steps, steps
-from rfork.transport.same_host.connection import close_all
-from rfork.transport.same_host.dialling import Connections
-from rfork.transport.same_host.messages import Message, number_in, raise_problem
-from rfork.transport.transfer_engine.plan import AddressMap, common_pieces
+from rfork.transport.cuda_ipc.source_memory import SourceMemory
+from rfork.transport.cuda_ipc.source_pin import SourcePin
+from rfork.transport.cuda_ipc.stream_copier import StreamCopier
+from rfork.transport.mooncake.read_plan import AddressMap, common_pieces
+from rfork.transport.unix_socket.client import ConnectionPool
+from rfork.transport.unix_socket.connection import close_all
+from rfork.transport.unix_socket.messages import Message, get_int, raise_error
 
 log = logger(__name__)
 
@@ -30,7 +30,7 @@ log = logger(__name__)
 class CudaIpcReader:
     """One source's image. Runs on the target; thread-safe: each read under way has a stream of its own.
 
-    `remote` are the source's addresses, `target` this side's allocations, `stall_s` the seconds that the
+    `remote` are the source's addresses, `target` this side's allocations, `source_idle_timeout_s` the seconds that the
     source may take for an answer. A copy that was begun cannot be broken off, so every way out of a read
     waits for those under way: 64 MiB at most.
     """
@@ -38,13 +38,13 @@ class CudaIpcReader:
     def __init__(
         self,
         driver: Driver,
-        connections: Connections,
+        connections: ConnectionPool,
         memory: SourceMemory,
         image: Image,
         token: TokenSource,
         *,
         remote: AddressMap,
-        target: Areas,
+        target: AllocationTable,
         stall_s: float,
     ) -> None:
         self._connections = connections
@@ -55,23 +55,23 @@ class CudaIpcReader:
         self._target = target
         self._stall_s = stall_s
         self._attaching = threading.Lock()
-        self._hold: Hold | None = None
+        self._source_pin: SourcePin | None = None
         self._changed = threading.Condition()
         self._inside = 0
         self._error: RforkError | None = None
         self._broken = threading.Event()
         self._down = threading.Event()
-        self._copier = Copier(driver, memory, self._broken, self._check)
+        self._copier = StreamCopier(driver, memory, self._broken, self._check)
 
     def open(self, deadline: float) -> None:
         """Hold on to the source, and open an allocation of each kind on each GPU, to see whether it works.
 
-        Raises as `read` does, and TransportUnusable kinds.
+        Raises as `read` does, and TransportUnavailable kinds.
         """
         with self._use():
             areas = self._areas(deadline)
             rising = list(enumerate(areas.table))
-            firsts = {(area.device, area.kind): index for index, area in reversed(rising)}
+            firsts = {(area.device, area.handle_type): index for index, area in reversed(rising)}
             for device in self._target.devices:
                 self._memory.open(list(firsts.values()), device, deadline)
 
@@ -84,14 +84,14 @@ class CudaIpcReader:
         with self._use():
             at = begin
             while at < end:
-                at += self._slice(at, min(end, at + words.SLICE_BYTES), deadline)
+                at += self._slice(at, min(end, at + protocol.SLICE_BYTES), deadline)
 
-    def hold_to(self, rate: int | None) -> None:
-        """Nothing to do: the source lends as slowly as it likes. See `Reader.hold_to`."""
+    def set_rate_limit(self, rate: int | None) -> None:
+        """Nothing to do: the source lends as slowly as it likes. See `Reader.set_rate_limit`."""
 
     def close(self) -> None:
-        """Let go of the source's memory; reads under way raise SourceGone. Safe to call twice."""
-        self._end(SourceGone("this reader was closed"))
+        """Let go of the source's memory; reads under way raise SourceUnavailable. Safe to call twice."""
+        self._end(SourceUnavailable("this reader was closed"))
         self._down.wait()
 
     def _slice(self, begin: int, end: int, deadline: float) -> int:
@@ -101,49 +101,49 @@ class CudaIpcReader:
         again.
         """
         wanted = self._steps(begin, end, deadline)
-        for device, areas in wanted.needed.items():
+        for device, areas in wanted.allocations_needed.items():
             self._open(areas, device, deadline)
         try:
-            return self._borrow(begin, end, wanted, deadline)
-        except SourceGone as first:
+            return self._request_range(begin, end, wanted, deadline)
+        except SourceUnavailable as first:
             self._check()
             log.info("connection replaced", because=str(first), missing=end - begin)
-            return self._borrow(begin, end, wanted, deadline)
+            return self._request_range(begin, end, wanted, deadline)
 
     def _open(self, areas: Sequence[int], device: int, deadline: float) -> None:
         """What did not show when this transport was chosen counts as the source's failure now."""
         try:
             self._memory.open(areas, device, deadline)
-        except TransportUnusable as error:
-            raise SourceGone(f"the rest of the source cannot be had: {error}", hint=error.hint) from error
+        except TransportUnavailable as error:
+            raise SourceUnavailable(f"the rest of the source cannot be had: {error}", hint=error.hint) from error
 
-    def _borrow(self, begin: int, end: int, wanted: Steps, deadline: float) -> int:
-        with self._connections.borrowed(self._soon(deadline)) as connection:
+    def _request_range(self, begin: int, end: int, wanted: CopyPlan, deadline: float) -> int:
+        with self._connections.lease(self._remaining(deadline)) as connection:
             question: Message = {"ask": "borrow", "token": self._token(), "begin": begin, "end": end}
-            connection.send(question, deadline=self._soon(deadline))
-            answer, descriptors = connection.receive(self._soon(deadline))
+            connection.send(question, deadline=self._remaining(deadline))
+            reply, descriptors = connection.receive(self._remaining(deadline))
             try:
-                raise_problem(answer)
-                lent = number_in(answer, "lent")
+                raise_error(reply)
+                lent = get_int(reply, "lent")
                 if not 0 < lent <= end - begin:
                     raise SourceCorrupt(f"the source lent {lent} of {end - begin} bytes")
                 if lent < end - begin:
                     wanted = self._steps(begin, begin + lent, deadline)
-                self._fill(wanted, descriptors, deadline)
+                self._copy_range(wanted, descriptors, deadline)
             except SourceCorrupt:
-                if not connection.quiet:
-                    raise SourceGone("the source took back what it lent") from None
+                if not connection.is_idle:
+                    raise SourceUnavailable("the source took back what it lent") from None
                 raise
             finally:
                 close_all(descriptors)
-            connection.send({"ask": "return"}, deadline=self._soon(deadline))
-            answer, descriptors = connection.receive(self._soon(deadline))
+            connection.send({"ask": "return"}, deadline=self._remaining(deadline))
+            reply, descriptors = connection.receive(self._remaining(deadline))
             close_all(descriptors)
-            raise_problem(answer)
-            number_in(answer, "returned")
+            raise_error(reply)
+            get_int(reply, "returned")
         return lent
 
-    def _fill(self, wanted: Steps, descriptors: Sequence[int], deadline: float) -> None:
+    def _copy_range(self, wanted: CopyPlan, descriptors: Sequence[int], deadline: float) -> None:
         """Do the copies, then take what came in a file, while the bytes are lent."""
         if wanted.copies:
             self._copier.copy(wanted, deadline)
@@ -158,22 +158,22 @@ class CudaIpcReader:
                     _fill_from(descriptors[0], offset, view)
                     offset += view.nbytes
 
-    def _steps(self, begin: int, end: int, deadline: float) -> Steps:
+    def _steps(self, begin: int, end: int, deadline: float) -> CopyPlan:
         pieces = common_pieces(self._remote.segments(begin, end), self._image.segments(begin, end))
-        return steps(pieces, begin, self._areas(deadline), self._target)
+        return plan_copies(pieces, begin, self._areas(deadline), self._target)
 
-    def _areas(self, deadline: float) -> Areas:
+    def _areas(self, deadline: float) -> AllocationTable:
         """The source's allocations; it is held on to from the first question on."""
         if not self._attaching.acquire(timeout=max(deadline - time.monotonic(), 0)):
-            raise SourceStalled("the source did not let this side hold on to it in time")
+            raise SourceTimeout("the source did not let this side hold on to it in time")
         try:
-            if self._hold is None:
-                self._hold = Hold(self._connections, self._token, self._soon(deadline), self._end)
+            if self._source_pin is None:
+                self._source_pin = SourcePin(self._connections, self._token, self._remaining(deadline), self._end)
         finally:
             self._attaching.release()
-        return self._memory.areas(self._soon(deadline))
+        return self._memory.areas(self._remaining(deadline))
 
-    def _soon(self, deadline: float) -> float:
+    def _remaining(self, deadline: float) -> float:
         return min(deadline, time.monotonic() + self._stall_s)
 
     @contextmanager
@@ -184,7 +184,7 @@ class CudaIpcReader:
             self._inside += 1
         try:
             yield
-        except SourceGone:
+        except SourceUnavailable:
             self._check()  # closed by this side, or by the source: that is the reason
             raise
         finally:
@@ -212,8 +212,8 @@ class CudaIpcReader:
                 self._changed.wait_for(lambda: self._inside == 0)
             self._copier.close()
             self._memory.close()
-            if self._hold is not None:
-                self._hold.let_go()
+            if self._source_pin is not None:
+                self._source_pin.release()
         finally:
             self._down.set()
 
@@ -225,9 +225,7 @@ def _fill_from(descriptor: int, offset: int, view: memoryview) -> None:
         try:
             count = os.preadv(descriptor, [view[done:]], offset + done)
         except OSError as error:
-            raise SourceCorrupt(
-                f"the source's bytes in host memory cannot be read: {error.strerror}"
-            ) from None
+            raise SourceCorrupt(f"the source's bytes in host memory cannot be read: {error.strerror}") from None
         if not count:
             raise SourceCorrupt("the source sent fewer bytes of host memory than it lent")
         done += count

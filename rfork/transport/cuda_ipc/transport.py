@@ -11,27 +11,34 @@ from collections.abc import Callable, Mapping
 import torch
 
 from rfork.errors import (
-    LeaseRefused,
+    LeaseRejected,
     RforkError,
     SourceBusy,
-    SourceChanged,
-    TransportUnusable,
+    SourceWeightsChanged,
+    TransportUnavailable,
 )
 from rfork.image.memory import Image
 from rfork.logs import logger
-from rfork.settings import Settings
-from rfork.transport.base import Availability, Endpoint, Gate, Talk, TokenSource, silent
-from rfork.transport.cuda_ipc import libcuda, words
-from rfork.transport.cuda_ipc.areas import areas_of
+from rfork.settings import InstanceSettings
+from rfork.transport.base import (
+    AccessGate,
+    Availability,
+    Endpoint,
+    OpenControlStream,
+    TokenSource,
+    no_control_stream,
+)
+from rfork.transport.cuda_ipc import libcuda, protocol
+from rfork.transport.cuda_ipc.allocations import allocations_of
 from rfork.transport.cuda_ipc.cuda import CudaDriver
+from rfork.transport.cuda_ipc.diagnostics import require_peer_access
 from rfork.transport.cuda_ipc.driver import Driver, DriverError
 from rfork.transport.cuda_ipc.exporter import CudaIpcExporter
-from rfork.transport.cuda_ipc.mapping import SourceMemory
 from rfork.transport.cuda_ipc.reader import CudaIpcReader
-from rfork.transport.cuda_ipc.refusals import check_peers
-from rfork.transport.same_host.dialling import Connections
-from rfork.transport.same_host.host import same_host_availability
-from rfork.transport.transfer_engine.plan import AddressMap
+from rfork.transport.cuda_ipc.source_memory import SourceMemory
+from rfork.transport.mooncake.read_plan import AddressMap
+from rfork.transport.unix_socket.client import ConnectionPool
+from rfork.transport.unix_socket.host_identity import same_host_availability
 
 log = logger(__name__)
 
@@ -45,7 +52,7 @@ class CudaIpcTransport:
     name = "cuda_ipc"
     one_sided = False
 
-    def __init__(self, settings: Settings, driver: Callable[[], Driver] = CudaDriver) -> None:
+    def __init__(self, settings: InstanceSettings, driver: Callable[[], Driver] = CudaDriver) -> None:
         self._settings = settings
         self._driver = driver
 
@@ -57,48 +64,53 @@ class CudaIpcTransport:
         if torch.version.cuda is None or not torch.cuda.is_available():
             return Availability(False, "torch finds no CUDA device")
         try:
-            version = libcuda.Library().version()
+            version = libcuda.CudaDriverLibrary().version()
         except (RforkError, DriverError) as error:
             return Availability(False, str(error), error.hint if isinstance(error, RforkError) else "")
-        if version < libcuda.LEAST_VERSION:
+        if version < libcuda.MIN_VERSION:
             text = f"the NVIDIA driver is of CUDA {version // 1000}.{version % 1000 // 10}"
             return Availability(False, text, "CUDA 11.4 (driver R470) or newer is needed")
         return Availability(True, "from GPU to GPU of this host")
 
-    def export(self, image: Image, gate: Gate) -> CudaIpcExporter:
+    def export(self, image: Image, gate: AccessGate) -> CudaIpcExporter:
         """Source side: show the image's GPU memory to whoever `gate` admits.
 
-        Raises TransportUnusable kinds for an image of host memory, or of memory that no other process can
+        Raises TransportUnavailable kinds for an image of host memory, or of memory that no other process can
         open; SettingsError when the folder of sockets cannot be used.
         """
         try:
             return CudaIpcExporter(image, gate, self._driver(), self._settings)
         except DriverError as error:
-            raise TransportUnusable(f"the GPU's driver refuses: {error}") from error
+            raise TransportUnavailable(f"the GPU's driver refuses: {error}") from error
 
     def connect(
-        self, endpoint: Endpoint, image: Image, token: TokenSource, deadline: float, talk: Talk = silent
+        self,
+        endpoint: Endpoint,
+        image: Image,
+        token: TokenSource,
+        deadline: float,
+        talk: OpenControlStream = no_control_stream,
     ) -> CudaIpcReader:
         """Target side: hold on to the source, and open some of its memory to learn whether that works.
 
         A lease that is refused by then is said by the first read. Raises as `CudaIpcReader.read` does, and
-        NotOneHost, NoPeerAccess, VersionMismatch or TransportUnusable.
+        NotSameHost, PeerAccessUnavailable, VersionMismatch or TransportUnavailable.
         """
         settings, parameters = self._settings, endpoint.parameters
         remote = AddressMap(endpoint.segments, image.layout.image_bytes)
-        connections = Connections(parameters, settings.stall_s, folder=settings.local_sockets)
+        connections = ConnectionPool(parameters, settings.source_idle_timeout_s, folder=settings.unix_socket_dir)
         connections.open(deadline)
         try:
             reader = self._reader(connections, parameters, image, token, remote)
         except DriverError as error:
             connections.close()
-            raise TransportUnusable(f"the GPU's driver refuses: {error}") from error
+            raise TransportUnavailable(f"the GPU's driver refuses: {error}") from error
         except BaseException:
             connections.close()
             raise
         try:
             reader.open(deadline)
-        except (LeaseRefused, SourceBusy, SourceChanged) as error:
+        except (LeaseRejected, SourceBusy, SourceWeightsChanged) as error:
             log.debug("the source refuses for now", because=str(error))
         except BaseException:
             reader.close()
@@ -107,19 +119,17 @@ class CudaIpcTransport:
 
     def _reader(
         self,
-        connections: Connections,
+        connections: ConnectionPool,
         parameters: Mapping[str, str],
         image: Image,
         token: TokenSource,
         remote: AddressMap,
     ) -> CudaIpcReader:
         driver = self._driver()
-        target = areas_of(driver, image)
+        target = allocations_of(driver, image)
         if not target.table:
-            raise TransportUnusable("no byte of this instance's image lies on a GPU")
-        check_peers(driver, parameters.get(words.DEVICES, "").split(","), target.devices)
-        stall_s = self._settings.stall_s
+            raise TransportUnavailable("no byte of this instance's image lies on a GPU")
+        require_peer_access(driver, parameters.get(protocol.DEVICES, "").split(","), target.devices)
+        stall_s = self._settings.source_idle_timeout_s
         memory = SourceMemory(driver, connections, token, parameters, stall_s)
-        return CudaIpcReader(
-            driver, connections, memory, image, token, remote=remote, target=target, stall_s=stall_s
-        )
+        return CudaIpcReader(driver, connections, memory, image, token, remote=remote, target=target, stall_s=stall_s)

@@ -9,12 +9,19 @@ from __future__ import annotations
 from rfork.errors import SettingsError, SourceCorrupt
 from rfork.image.memory import Image
 from rfork.image.safetensors_header import live_header
-from rfork.settings import Settings
+from rfork.settings import InstanceSettings
 from rfork.tls_files import client_context, server_context
-from rfork.transport.base import Availability, Endpoint, Gate, Talk, TokenSource, silent
-from rfork.transport.http.answer import ImageFile
+from rfork.transport.base import (
+    AccessGate,
+    Availability,
+    Endpoint,
+    OpenControlStream,
+    TokenSource,
+    no_control_stream,
+)
 from rfork.transport.http.client import HttpReader
-from rfork.transport.http.exchange import Place
+from rfork.transport.http.range_request import HttpTarget
+from rfork.transport.http.responses import ImageResource
 from rfork.transport.http.server import HttpExporter
 
 
@@ -25,7 +32,7 @@ class HttpTransport:
     strong entity tag that every answer must have (default: that of the first answer).
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: InstanceSettings) -> None:
         self._settings = settings
 
     @property
@@ -49,36 +56,41 @@ class HttpTransport:
             return Availability(False, str(error), "mend or unset RFORK_TLS_*")
         return Availability(True, f"needs nothing but TCP; serves {'https' if serves else 'http'}")
 
-    def export(self, image: Image, gate: Gate) -> HttpExporter:
+    def export(self, image: Image, gate: AccessGate) -> HttpExporter:
         """Source side: serve `image` until the exporter is closed. Raises PortInUse or SettingsError."""
         settings = self._settings
         return HttpExporter(
-            ImageFile(image, live_header(image.layout), gate),
+            ImageResource(image, live_header(image.layout), gate),
             bind=settings.bind,
             ports=settings.ports_from(settings.http_port),
-            advertise=settings.reachable_at,
+            advertise=settings.advertised_host,
             tls=server_context(settings.tls),
-            stall_s=settings.stall_s,
-            nice=settings.giving_nice,
+            stall_s=settings.source_idle_timeout_s,
+            nice=settings.serving_thread_nice,
         )
 
     def connect(
-        self, endpoint: Endpoint, image: Image, token: TokenSource, deadline: float, talk: Talk = silent
+        self,
+        endpoint: Endpoint,
+        image: Image,
+        token: TokenSource,
+        deadline: float,
+        talk: OpenControlStream = no_control_stream,
     ) -> HttpReader:
         """Target side: connect to the endpoint's URL; a token of "" is not sent. Raises as `read` does."""
         parameters = endpoint.parameters
-        place = Place.of(parameters.get("url", ""))
+        http_target = HttpTarget.of(parameters.get("url", ""))
         offset = parameters.get("data_offset", "0")
         if not offset.isdecimal():
-            raise SourceCorrupt(f"{place} says its image begins at {offset!r}, which is no byte offset")
+            raise SourceCorrupt(f"{http_target} says its image begins at {offset!r}, which is no byte offset")
         reader = HttpReader(
-            place,
+            http_target,
             image,
             token,
             data_offset=int(offset),
             etag=parameters.get("etag", ""),
-            context=client_context(self._settings.tls) if place.secure else None,
-            stall_s=self._settings.stall_s,
+            context=client_context(self._settings.tls) if http_target.secure else None,
+            stall_s=self._settings.source_idle_timeout_s,
         )
         reader.open(deadline)
         return reader

@@ -16,26 +16,26 @@ import ssl
 import threading
 from collections.abc import Sequence
 
-from rfork.errors import LeaseRefused, PortInUse, SettingsError, SourceBusy, SourceChanged
-from rfork.niceness import stand_back
-from rfork.transport.base import Endpoint, Plain
-from rfork.transport.http.answer import PATH, ImageFile
-from rfork.transport.http.conversation import Conversation
+from rfork.errors import LeaseRejected, PortInUse, SettingsError, SourceBusy, SourceWeightsChanged
+from rfork.thread_priority import lower_thread_priority
+from rfork.transport.base import Endpoint, StatelessExporter
+from rfork.transport.http.connection import ServerConnection
+from rfork.transport.http.responses import PATH, ImageResource
 from rfork.transport.http.stream import PlainStream, Stream, TlsStream
 
 log = logging.getLogger(__name__)
 
-LOBBY = 128
+MAX_UNAUTHENTICATED = 128
 """Most connections that have shown no valid token yet."""
-MOST_CONNECTIONS = 256
+MAX_CONNECTIONS = 256
 """Most connections that have."""
-MOST_OF_A_FORK = 64
+MAX_CONNECTIONS_PER_FORK = 64
 """Most of one fork: as many as it may have chunks in flight."""
 BACKLOG = 1024
-ACCEPT_AGAIN_S = 0.05
+ACCEPT_RETRY_S = 0.05
 
 
-class HttpExporter(Plain):
+class HttpExporter(StatelessExporter):
     """Serves one image file from construction until `close`.
 
     It listens on the first of `ports` that is free. `tls` None: plain TCP. `advertise` is the host that
@@ -45,7 +45,7 @@ class HttpExporter(Plain):
 
     def __init__(
         self,
-        file: ImageFile,
+        file: ImageResource,
         *,
         bind: str,
         ports: Sequence[int],
@@ -53,21 +53,21 @@ class HttpExporter(Plain):
         tls: ssl.SSLContext | None,
         stall_s: float,
         nice: int = 0,
-        most_connections: int = MOST_CONNECTIONS,
+        max_connections: int = MAX_CONNECTIONS,
     ) -> None:
         self._file = file
         self._tls = tls
         self._stall_s = stall_s
         self._nice = nice
-        self._most_connections = most_connections
+        self._max_connections = max_connections
         self._listener = _listen(bind, ports)
         host = f"[{advertise}]" if ":" in advertise else advertise
         scheme = "http" if tls is None else "https"
         self._url = f"{scheme}://{host}:{self._listener.getsockname()[1]}{PATH}"
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        self._lobby: dict[Conversation, None] = {}  # oldest first
-        self._slots: dict[Conversation, str] = {}  # with its fork
+        self._unauthenticated: dict[ServerConnection, None] = {}  # oldest first
+        self._slots: dict[ServerConnection, str] = {}  # with its fork
         self._threads: set[threading.Thread] = set()
         self._acceptor = threading.Thread(target=self._accept, name="rfork-http-accept", daemon=True)
         self._acceptor.start()
@@ -81,7 +81,7 @@ class HttpExporter(Plain):
         """Stop listening, cut every reader, and return once no thread touches the image."""
         with self._lock:
             self._closing.set()
-            conversations = [*self._lobby, *self._slots]
+            conversations = [*self._unauthenticated, *self._slots]
             threads = list(self._threads)
         try:
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept()
@@ -89,7 +89,7 @@ class HttpExporter(Plain):
             if error.errno not in (errno.ENOTCONN, errno.EBADF):  # closed before
                 raise
         for conversation in conversations:
-            conversation.stream.cut()
+            conversation.stream.abort()
         self._acceptor.join()
         for thread in threads:
             thread.join()
@@ -104,8 +104,8 @@ class HttpExporter(Plain):
                     return
                 # Out of descriptors or memory: make room and go on.
                 log.warning("cannot accept a connection: %s", error)
-                self._evict_to(0)
-                self._closing.wait(ACCEPT_AGAIN_S)
+                self._evict_oldest(0)
+                self._closing.wait(ACCEPT_RETRY_S)
                 continue
             try:
                 stream = self._stream(connected)
@@ -113,8 +113,8 @@ class HttpExporter(Plain):
                 log.debug("a client went before it was served: %s", error)
                 connected.close()
                 continue
-            self._evict_to(LOBBY - 1)
-            self._admit(stream)
+            self._evict_oldest(MAX_UNAUTHENTICATED - 1)
+            self._start_thread(stream)
 
     def _stream(self, connected: socket.socket) -> Stream:
         if self._tls is None:
@@ -122,10 +122,10 @@ class HttpExporter(Plain):
         # The handshake waits for the client, so it is left to the connection's own thread.
         return TlsStream(self._tls.wrap_socket(connected, server_side=True, do_handshake_on_connect=False))
 
-    def _admit(self, stream: Stream) -> None:
+    def _start_thread(self, stream: Stream) -> None:
         """Start a connection's thread; all under the lock, so that `close` sees all of it or nothing."""
-        conversation = Conversation(stream, self._file, self._stall_s, self._take_slot)
-        thread = threading.Thread(target=self._host, args=(conversation,), name="rfork-http", daemon=True)
+        conversation = ServerConnection(stream, self._file, self._stall_s, self._acquire_slot)
+        thread = threading.Thread(target=self._run_connection, args=(conversation,), name="rfork-http", daemon=True)
         with self._lock:
             if self._closing.is_set():
                 stream.close()
@@ -136,12 +136,12 @@ class HttpExporter(Plain):
                 log.warning("cannot serve a connection: %s", error)
                 stream.close()
                 return
-            self._lobby[conversation] = None
+            self._unauthenticated[conversation] = None
             self._threads.add(thread)
 
-    def _host(self, conversation: Conversation) -> None:
+    def _run_connection(self, conversation: ServerConnection) -> None:
         try:
-            stand_back(self._nice)
+            lower_thread_priority(self._nice)
             conversation.run()
         except TimeoutError as error:
             # Silent strangers are no news; who was let in and stands still is.
@@ -149,36 +149,36 @@ class HttpExporter(Plain):
             log.log(logging.INFO if known else logging.DEBUG, "connection given up: %s", error)
         except OSError as error:
             log.debug("connection ended: %s", error)
-        except (LeaseRefused, SourceBusy, SourceChanged) as error:
+        except (LeaseRejected, SourceBusy, SourceWeightsChanged) as error:
             log.info("reader cut in mid-body: %s", error)
         finally:
             conversation.stream.close()
             with self._lock:
-                self._lobby.pop(conversation, None)
+                self._unauthenticated.pop(conversation, None)
                 self._slots.pop(conversation, None)
                 self._threads.discard(threading.current_thread())
 
-    def _take_slot(self, conversation: Conversation, fork_id: str) -> bool:
+    def _acquire_slot(self, conversation: ServerConnection, fork_id: str) -> bool:
         """Give a connection of the lobby a slot, as one of this fork; whether it has one now."""
         with self._lock:
             if conversation in self._slots:
                 return True
-            if conversation not in self._lobby or len(self._slots) >= self._most_connections:
+            if conversation not in self._unauthenticated or len(self._slots) >= self._max_connections:
                 return False
-            if list(self._slots.values()).count(fork_id) >= MOST_OF_A_FORK:
+            if list(self._slots.values()).count(fork_id) >= MAX_CONNECTIONS_PER_FORK:
                 return False
-            del self._lobby[conversation]
+            del self._unauthenticated[conversation]
             self._slots[conversation] = fork_id
             return True
 
-    def _evict_to(self, most: int) -> None:
-        """Cut the oldest connections of the lobby until it has at most `most`."""
+    def _evict_oldest(self, max_unauthenticated: int) -> None:
+        """Cut the oldest connections of the lobby until it has at most `max_unauthenticated`."""
         with self._lock:
-            evicted = list(self._lobby)[: max(0, len(self._lobby) - most)]
+            evicted = list(self._unauthenticated)[: max(0, len(self._unauthenticated) - max_unauthenticated)]
             for conversation in evicted:
-                del self._lobby[conversation]
+                del self._unauthenticated[conversation]
         for conversation in evicted:
-            conversation.stream.cut()
+            conversation.stream.abort()
 
 
 def _listen(bind: str, ports: Sequence[int]) -> socket.socket:

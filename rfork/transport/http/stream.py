@@ -22,7 +22,7 @@ from typing import Protocol
 
 Bytes = bytes | memoryview
 
-MOST_VIEWS = 1024
+MAX_VIEWS = 1024
 """IOV_MAX on Linux: most views in one sendmsg or recvmsg."""
 SEND_S = 1.0
 """Most seconds of one system call that sends: no more is lost where the kernel fails to wake it."""
@@ -30,7 +30,7 @@ TLS_PIECE = 256 << 10
 """Bytes handed to one TLS write: enough to amortise the call, small enough to stay in the cache."""
 
 
-class Cursor:
+class ScatterCursor:
     """A place in a line of views that are filled or sent in order.
 
     `more` gives the views behind these, step by step, and is asked for a step once all before it is done.
@@ -44,12 +44,12 @@ class Cursor:
         self.done = self.left = self._index = 0
         self._next()
 
-    def window(self, most_bytes: int, most_views: int = MOST_VIEWS) -> list[memoryview]:
+    def window(self, max_bytes: int, max_views: int = MAX_VIEWS) -> list[memoryview]:
         """The next views, at most this many bytes and views."""
-        if not self.left or most_bytes <= 0:
+        if not self.left or max_bytes <= 0:
             return []
-        first, until = self._index, self.done + most_bytes
-        stop = min(bisect_left(self._ends, until, first) + 1, first + most_views, len(self._views))
+        first, until = self._index, self.done + max_bytes
+        stop = min(bisect_left(self._ends, until, first) + 1, first + max_views, len(self._views))
         window = self._views[first:stop]
         if (excess := self._ends[stop - 1] - until) > 0:
             window[-1] = window[-1][:-excess]
@@ -65,7 +65,7 @@ class Cursor:
         if not self.left:
             self._next()
 
-    def put(self, data: bytes) -> None:
+    def write_bytes(self, data: bytes) -> None:
         """Copy `data` in at this place; for the few bytes that came along with a message head."""
         source = memoryview(data)
         while source:
@@ -85,18 +85,18 @@ class Cursor:
 
 
 class Stream(Protocol):
-    """One connection. One thread uses it at a time; any thread may `cut` it."""
+    """One connection. One thread uses it at a time; any thread may `abort` it."""
 
     def handshake(self, timeout: float) -> None:
         """What comes before the first byte. Raises TimeoutError or another OSError."""
         ...
 
-    def receive(self, most: int, timeout: float) -> bytes:
-        """Up to `most` bytes; none at the end of the stream. Raises TimeoutError or another OSError."""
+    def receive(self, max_bytes: int, timeout: float) -> bytes:
+        """Up to `max_bytes` bytes; none at the end of the stream. Raises TimeoutError or another OSError."""
         ...
 
-    def receive_into(self, cursor: Cursor, most: int, timeout: float) -> int:
-        """Fill from the cursor on and advance it: how many bytes, up to `most`, came within `timeout`.
+    def receive_into(self, cursor: ScatterCursor, max_bytes: int, timeout: float) -> int:
+        """Fill from the cursor on and advance it: how many bytes, up to `max_bytes`, came within `timeout`.
 
         Returns 0 at the end of the stream. Raises TimeoutError when none came, or another OSError.
         """
@@ -106,11 +106,11 @@ class Stream(Protocol):
         """Send all of it. Raises TimeoutError (the stream is of no use after) or another OSError."""
         ...
 
-    def end_sending(self) -> None:
+    def shutdown_write(self) -> None:
         """Tell the other side that nothing more comes; receiving goes on."""
         ...
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         """End the connection; a thread blocked on it wakes. Safe from any thread."""
         ...
 
@@ -127,18 +127,18 @@ class _SocketStream:
         self._connected = connected
         self._ending = threading.Lock()
 
-    def end_sending(self) -> None:
+    def shutdown_write(self) -> None:
         """See `Stream`."""
         _shut_down(self._connected, socket.SHUT_WR)
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         """See `Stream`."""
         with self._ending:
             _shut_down(self._connected, socket.SHUT_RDWR)
 
     def close(self) -> None:
         """See `Stream`."""
-        # Under the lock: a `cut` on its way must not hit the next socket that gets this descriptor.
+        # Under the lock: a `abort` on its way must not hit the next socket that gets this descriptor.
         with self._ending:
             self._connected.close()
 
@@ -155,19 +155,19 @@ class PlainStream(_SocketStream):
     def handshake(self, timeout: float) -> None:
         """Plain TCP needs none."""
 
-    def receive(self, most: int, timeout: float) -> bytes:
+    def receive(self, max_bytes: int, timeout: float) -> bytes:
         """See `Stream`."""
-        self._limit(socket.SO_RCVTIMEO, timeout)
+        self._set_timeout(socket.SO_RCVTIMEO, timeout)
         try:
-            return self._socket.recv(most)
+            return self._socket.recv(max_bytes)
         except BlockingIOError:
             raise TimeoutError("nothing came in time") from None
 
-    def receive_into(self, cursor: Cursor, most: int, timeout: float) -> int:
+    def receive_into(self, cursor: ScatterCursor, max_bytes: int, timeout: float) -> int:
         """See `Stream`."""
-        self._limit(socket.SO_RCVTIMEO, timeout)
+        self._set_timeout(socket.SO_RCVTIMEO, timeout)
         try:
-            count = self._socket.recvmsg_into(cursor.window(most), 0, socket.MSG_WAITALL)[0]
+            count = self._socket.recvmsg_into(cursor.window(max_bytes), 0, socket.MSG_WAITALL)[0]
         except BlockingIOError:
             raise TimeoutError("nothing came in time") from None
         cursor.advance(count)
@@ -175,25 +175,25 @@ class PlainStream(_SocketStream):
 
     def send(self, views: Sequence[Bytes], timeout: float) -> None:
         """See `Stream`."""
-        cursor = Cursor(views)
+        cursor = ScatterCursor(views)
         until = time.monotonic() + timeout
         while cursor.left:
             left_s = until - time.monotonic()
             if left_s <= 0:
                 raise TimeoutError(f"the other side does not read: {cursor.left} bytes to send")
-            self._limit(socket.SO_SNDTIMEO, min(left_s, SEND_S))
+            self._set_timeout(socket.SO_SNDTIMEO, min(left_s, SEND_S))
             try:
                 cursor.advance(self._socket.sendmsg(cursor.window(cursor.left)))
             except BlockingIOError:
                 continue
 
-    def _limit(self, option: int, seconds: float) -> None:
+    def _set_timeout(self, option: int, seconds: float) -> None:
         if seconds <= 0:
             raise TimeoutError("out of time")
         if self._limits.get(option) != seconds:
             # A zero timeval would mean "for ever".
-            whole, micro = divmod(max(1000, math.ceil(seconds * 1e6)), 1_000_000)
-            self._socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", whole, micro))
+            whole_seconds, micro = divmod(max(1000, math.ceil(seconds * 1e6)), 1_000_000)
+            self._socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", whole_seconds, micro))
             self._limits[option] = seconds
 
 
@@ -210,29 +210,29 @@ class TlsStream(_SocketStream):
 
     def handshake(self, timeout: float) -> None:
         """See `Stream`."""
-        self._limit(timeout)
+        self._set_timeout(timeout)
         self._socket.do_handshake()
 
-    def receive(self, most: int, timeout: float) -> bytes:
+    def receive(self, max_bytes: int, timeout: float) -> bytes:
         """See `Stream`."""
-        self._limit(timeout)
-        return self._socket.recv(most)
+        self._set_timeout(timeout)
+        return self._socket.recv(max_bytes)
 
-    def receive_into(self, cursor: Cursor, most: int, timeout: float) -> int:
+    def receive_into(self, cursor: ScatterCursor, max_bytes: int, timeout: float) -> int:
         """See `Stream`."""
-        self._limit(timeout)
-        count = self._socket.recv_into(cursor.window(most, 1)[0])
+        self._set_timeout(timeout)
+        count = self._socket.recv_into(cursor.window(max_bytes, 1)[0])
         cursor.advance(count)
         return count
 
     def send(self, views: Sequence[Bytes], timeout: float) -> None:
         """See `Stream`."""
         until = time.monotonic() + timeout
-        for piece in _pieces(views, TLS_PIECE):
-            self._limit(until - time.monotonic())
+        for piece in _chunked(views, TLS_PIECE):
+            self._set_timeout(until - time.monotonic())
             self._socket.sendall(piece)
 
-    def _limit(self, seconds: float) -> None:
+    def _set_timeout(self, seconds: float) -> None:
         if seconds <= 0:
             raise TimeoutError("out of time")
         self._socket.settimeout(seconds)
@@ -246,9 +246,9 @@ def _shut_down(connected: socket.socket, how: int) -> None:
         return
 
 
-def _pieces(views: Sequence[Bytes], size: int) -> Iterator[Bytes]:
+def _chunked(views: Sequence[Bytes], size: int) -> Iterator[Bytes]:
     """The same bytes in pieces of at most `size`; small views are joined, large ones cut."""
-    cursor = Cursor(views)
+    cursor = ScatterCursor(views)
     while cursor.left:
         window = cursor.window(size)
         piece = window[0] if len(window) == 1 else b"".join(window)

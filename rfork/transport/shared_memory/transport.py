@@ -6,16 +6,23 @@ import os
 import threading
 from weakref import WeakKeyDictionary
 
-from rfork.errors import TransportUnusable
+from rfork.errors import TransportUnavailable
 from rfork.image.memory import Image
-from rfork.settings import Settings
-from rfork.transport.base import Availability, Endpoint, Gate, Talk, TokenSource, silent
-from rfork.transport.same_host.dialling import Connections
-from rfork.transport.same_host.host import same_host_availability
+from rfork.settings import InstanceSettings
+from rfork.transport.base import (
+    AccessGate,
+    Availability,
+    Endpoint,
+    OpenControlStream,
+    TokenSource,
+    no_control_stream,
+)
+from rfork.transport.shared_memory.chunk_cache import SealedChunkCache
 from rfork.transport.shared_memory.exporter import NAME, SharedMemoryExporter
+from rfork.transport.shared_memory.memfd import memory_file
 from rfork.transport.shared_memory.reader import SharedMemoryReader
-from rfork.transport.shared_memory.sealed import memory_file
-from rfork.transport.shared_memory.shelf import Shelf
+from rfork.transport.unix_socket.client import ConnectionPool
+from rfork.transport.unix_socket.host_identity import same_host_availability
 
 
 class SharedMemoryTransport:
@@ -25,10 +32,10 @@ class SharedMemoryTransport:
     exports, by this object, the very image that it reads into.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: InstanceSettings) -> None:
         self._settings = settings
         self._lock = threading.Lock()
-        self._shelves: WeakKeyDictionary[Image, Shelf] = WeakKeyDictionary()
+        self._chunk_caches: WeakKeyDictionary[Image, SealedChunkCache] = WeakKeyDictionary()
 
     @property
     def name(self) -> str:
@@ -51,35 +58,47 @@ class SharedMemoryTransport:
             memory_file()
         except OSError as error:
             return Availability(False, f"memory files cannot be made here: {error.strerror}")
-        way = "mapped, copy on write" if self._settings.shared_memory == "map" else "copied"
-        return Availability(True, f"memory of processes of this host, {way}")
+        mode_text = "mapped, copy on write" if self._settings.shm_mode == "map" else "copied"
+        return Availability(True, f"memory of processes of this host, {mode_text}")
 
-    def export(self, image: Image, gate: Gate) -> SharedMemoryExporter:
+    def export(self, image: Image, gate: AccessGate) -> SharedMemoryExporter:
         """Source side: serve `image` until the exporter is closed.
 
-        Raises TransportUnusable for an image that is not in host memory alone, and SettingsError.
+        Raises TransportUnavailable for an image that is not in host memory alone, and SettingsError.
         """
         _check(image)
-        return SharedMemoryExporter(image, gate, self._shelf_of(image), self._settings)
+        return SharedMemoryExporter(image, gate, self._chunk_cache_of(image), self._settings)
 
     def connect(
-        self, endpoint: Endpoint, image: Image, token: TokenSource, deadline: float, talk: Talk = silent
+        self,
+        endpoint: Endpoint,
+        image: Image,
+        token: TokenSource,
+        deadline: float,
+        talk: OpenControlStream = no_control_stream,
     ) -> SharedMemoryReader:
-        """Target side. Raises NotOneHost where the two share too little, TransportUnusable, or as `read`."""
+        """Target side. Raises NotSameHost where the two share too little, TransportUnavailable, or as `read`."""
         _check(image)
         settings = self._settings
-        connections = Connections(endpoint.parameters, settings.stall_s, folder=settings.local_sockets)
+        connections = ConnectionPool(
+            endpoint.parameters, settings.source_idle_timeout_s, folder=settings.unix_socket_dir
+        )
         connections.open(deadline)
-        maps = settings.shared_memory == "map"
+        maps = settings.shm_mode == "map"
         return SharedMemoryReader(
-            connections, image, token, self._shelf_of(image), maps=maps, stall_s=settings.stall_s
+            connections,
+            image,
+            token,
+            self._chunk_cache_of(image),
+            maps=maps,
+            stall_s=settings.source_idle_timeout_s,
         )
 
-    def _shelf_of(self, image: Image) -> Shelf:
+    def _chunk_cache_of(self, image: Image) -> SealedChunkCache:
         with self._lock:
-            return self._shelves.setdefault(image, Shelf())
+            return self._chunk_caches.setdefault(image, SealedChunkCache())
 
 
 def _check(image: Image) -> None:
     if devices := sorted({device.type for device in image.devices} - {"cpu"}):
-        raise TransportUnusable(f"shared_memory is for weights in host memory, not on {', '.join(devices)}")
+        raise TransportUnavailable(f"shared_memory is for weights in host memory, not on {', '.join(devices)}")

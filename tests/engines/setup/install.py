@@ -56,19 +56,19 @@ class Venv:
     def install_torch(self) -> None:
         """Install torch before all that would choose its build; SetupError if pip chose one for CUDA."""
         self.install(TORCH)
-        if self.ask("import torch; print(torch.version.cuda)") != "None":
+        if self.run_python("import torch; print(torch.version.cuda)") != "None":
             raise SetupError(
                 f"pip installed {TORCH} for CUDA: name an index with PyTorch's CPU builds in PIP_INDEX_URL"
             )
 
-    def ask(self, code: str) -> str:
+    def run_python(self, code: str) -> str:
         """What Python code prints in this venv."""
         return run(self.python, "-c", code)
 
     @property
     def packages(self) -> Path:
         """Its site-packages."""
-        return Path(self.ask("import sysconfig; print(sysconfig.get_path('purelib'))"))
+        return Path(self.run_python("import sysconfig; print(sysconfig.get_path('purelib'))"))
 
 
 def run(*command: str | Path) -> str:
@@ -76,8 +76,8 @@ def run(*command: str | Path) -> str:
     words = [str(word) for word in command]
     done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode != 0:
-        said = "\n".join((done.stdout, done.stderr)).strip()
-        raise SetupError(f"{' '.join(words)} ended with {done.returncode}:\n{said}")
+        output = "\n".join((done.stdout, done.stderr)).strip()
+        raise SetupError(f"{' '.join(words)} ended with {done.returncode}:\n{output}")
     return done.stdout.strip()
 
 
@@ -103,10 +103,10 @@ def install_sglang(venv: Venv) -> None:
     registrations = venv.packages / "torchvision" / "_meta_registrations.py"
     text = registrations.read_text()
     registrations.write_text(re.sub(r"^(?=@torch\.library\.register_fake)", "# ", text, flags=re.MULTILINE))
-    put_stand_in(venv)
+    install_kernel_stub(venv)
 
 
-def put_stand_in(venv: Venv) -> None:
+def install_kernel_stub(venv: Venv) -> None:
     """Put `sgl_kernel` into the venv: our stand-in, and `scalar_type` of the wheel that SGLang asks for."""
     target = venv.packages / "sgl_kernel"
     shutil.copytree(HERE / "sgl_kernel_stand_in" / "sgl_kernel", target)
@@ -155,19 +155,19 @@ def set_up(engine: str, folder: Path) -> None:
     install, proof = ENGINES[engine]
     venv = Venv(folder, engine)
     engine_stamp, rfork_stamp = folder / ".engine", folder / ".rfork"
-    if not stamped(engine_stamp, wanted := recipe(engine)):
+    if not is_up_to_date(engine_stamp, wanted := recipe(engine)):
         print(f"installing {engine} into {folder}: some minutes, 4 GB", flush=True)
         venv.create()
         install(venv)
         engine_stamp.write_text(wanted)
     # What an editable install copies out of the checkout: its place, its dependencies, its entry points.
-    if not stamped(rfork_stamp, wanted := f"{ROOT}\n{(ROOT / 'pyproject.toml').read_text()}"):
+    if not is_up_to_date(rfork_stamp, wanted := f"{ROOT}\n{(ROOT / 'pyproject.toml').read_text()}"):
         venv.install("-e", f"{ROOT}[mooncake]")
-        print(f"{venv.ask(proof).splitlines()[-1]} is ready in {folder}", flush=True)
+        print(f"{venv.run_python(proof).splitlines()[-1]} is ready in {folder}", flush=True)
         rfork_stamp.write_text(wanted)
 
 
-def stamped(stamp: Path, wanted: str) -> bool:
+def is_up_to_date(stamp: Path, wanted: str) -> bool:
     """Whether what a stamp stands for was done, and as it is wanted now."""
     return stamp.is_file() and stamp.read_text() == wanted
 

@@ -10,26 +10,34 @@ from collections import Counter
 
 import pytest
 
-from rfork.transport.http.server import MOST_OF_A_FORK
-from tests.integration.bad_peer.garbage import BEGUN, GARBAGE, MANY
-from tests.integration.bad_peer.scene import FORKED, SIZE, STALL_S, Scene, connected, everything, http_get
+from rfork.transport.http.server import MAX_CONNECTIONS_PER_FORK
+from tests.integration.bad_peer.attacked_seed import (
+    FORKED,
+    SIZE,
+    STALL_S,
+    AttackedSeed,
+    http_get,
+    open_connection,
+    receive_all,
+)
+from tests.integration.bad_peer.garbage_input import CONNECTIONS, GARBAGE, PARTIAL_REQUESTS
 
 
-@pytest.mark.parametrize("begun", BEGUN)
-def test_silent_connections(scene: Scene, begun: str) -> None:
+@pytest.mark.parametrize("begun", PARTIAL_REQUESTS)
+def test_silent_connections(attacked_seed: AttackedSeed, begun: str) -> None:
     """Hundreds that connect to each port and say nothing, or begin and stop, keep nobody out."""
-    with scene.unharmed(), contextlib.ExitStack() as held:
-        for port in scene.ports:
-            for _ in range(MANY):
-                held.enter_context(connected(port)).sendall(BEGUN[begun])
-        assert FORKED == scene.fork()
+    with attacked_seed.assert_unharmed(), contextlib.ExitStack() as stack:
+        for port in attacked_seed.ports:
+            for _ in range(CONNECTIONS):
+                stack.enter_context(open_connection(port)).sendall(PARTIAL_REQUESTS[begun])
+        assert FORKED == attacked_seed.fork()
 
 
-def test_slow_readers_are_cut(scene: Scene) -> None:
+def test_slow_readers_are_cut(attacked_seed: AttackedSeed) -> None:
     """A fork that takes less than a kilobyte a second loses its connections; others read meanwhile."""
-    token = scene.lease.token
-    with scene.unharmed(), contextlib.ExitStack() as held:
-        slow = {held.enter_context(connected(scene.http, buffer=4096)): 0 for _ in range(16)}
+    token = attacked_seed.lease.token
+    with attacked_seed.assert_unharmed(), contextlib.ExitStack() as stack:
+        slow = {stack.enter_context(open_connection(attacked_seed.http_port, buffer=4096)): 0 for _ in range(16)}
         for connection in slow:
             connection.sendall(http_get(token))
         began, pause = time.monotonic(), threading.Event()
@@ -38,23 +46,23 @@ def test_slow_readers_are_cut(scene: Scene) -> None:
                 with contextlib.suppress(ConnectionResetError):
                     slow[connection] += len(connection.recv(256))
             pause.wait(0.5)
-        assert FORKED == scene.fork()
+        assert FORKED == attacked_seed.fork()
         # Whoever was not cut gets all of it now.
-        got = [taken + len(everything(connection)) for connection, taken in slow.items()]
-        assert [True] * 16 == [0 < taken < SIZE for taken in got]
+        byte_counts = [bytes_received + len(receive_all(connection)) for connection, bytes_received in slow.items()]
+        assert [True] * 16 == [0 < bytes_received < SIZE for bytes_received in byte_counts]
 
 
 @pytest.mark.parametrize("garbage", GARBAGE)
-def test_garbage(scene: Scene, garbage: str) -> None:
+def test_garbage(attacked_seed: AttackedSeed, garbage: str) -> None:
     """What is no request, and what is one too many, on each port, ends with its connection."""
-    with scene.unharmed():
-        for port in scene.ports:
+    with attacked_seed.assert_unharmed():
+        for port in attacked_seed.ports:
             for _ in range(3):
-                with connected(port) as connection, contextlib.suppress(OSError):
+                with open_connection(port) as connection, contextlib.suppress(OSError):
                     connection.settimeout(1.0)
                     connection.sendall(GARBAGE[garbage])
                     connection.shutdown(socket.SHUT_WR)
-                    everything(connection)
+                    receive_all(connection)
 
 
 RANGES = {
@@ -68,25 +76,29 @@ RANGES = {
 }
 
 
-@pytest.mark.parametrize("asked", RANGES)
-def test_ranges_of_no_sense(scene: Scene, asked: str) -> None:
+@pytest.mark.parametrize("range_header", RANGES)
+def test_ranges_of_no_sense(attacked_seed: AttackedSeed, range_header: str) -> None:
     """A fork with a good lease asks for ranges that cannot be: it is refused, or gets the image itself."""
-    with scene.unharmed(), connected(scene.http) as connection:
-        connection.sendall(http_get(scene.lease.token, f"Range: {RANGES[asked]}\r\nConnection: close\r\n"))
-        answer = everything(connection)
-    status = int(answer[9:12])
-    body = answer.partition(b"\r\n\r\n")[2]
+    with attacked_seed.assert_unharmed(), open_connection(attacked_seed.http_port) as connection:
+        connection.sendall(
+            http_get(attacked_seed.lease.token, f"Range: {RANGES[range_header]}\r\nConnection: close\r\n")
+        )
+        response = receive_all(connection)
+    status = int(response[9:12])
+    body = response.partition(b"\r\n\r\n")[2]
     assert status in (200, 416, 431)
     assert (status == 200) == (len(body) > SIZE)
 
 
-def test_a_fork_does_not_take_all_connections(scene: Scene) -> None:
+def test_a_fork_does_not_take_all_connections(attacked_seed: AttackedSeed) -> None:
     """One lease has no more than its share of the image server's places; the others are for others."""
-    token = scene.lease.token
-    with scene.unharmed(), contextlib.ExitStack() as held:
-        said = Counter(first_status(held.enter_context(connected(scene.http)), token) for _ in range(300))
-        assert scene.fork() == FORKED
-    assert Counter({b"206": MOST_OF_A_FORK, b"503": 300 - MOST_OF_A_FORK}) == said
+    token = attacked_seed.lease.token
+    with attacked_seed.assert_unharmed(), contextlib.ExitStack() as stack:
+        status_counts = Counter(
+            first_status(stack.enter_context(open_connection(attacked_seed.http_port)), token) for _ in range(300)
+        )
+        assert attacked_seed.fork() == FORKED
+    assert Counter({b"206": MAX_CONNECTIONS_PER_FORK, b"503": 300 - MAX_CONNECTIONS_PER_FORK}) == status_counts
 
 
 def first_status(connection: socket.socket, token: str) -> bytes:

@@ -11,10 +11,16 @@ from dataclasses import replace
 import grpc
 import pytest
 
-from rfork.control.lease import derive_key
 from rfork.peer.v1 import peer_pb2
-from tests.integration.bad_peer.scene import Scene, bearer, connected, everything, http_get
-from tests.integration.bad_peer_node import SEED_ID, Lease
+from rfork.planner_client.lease import derive_key
+from tests.integration.bad_peer.attacked_seed import (
+    AttackedSeed,
+    bearer,
+    http_get,
+    open_connection,
+    receive_all,
+)
+from tests.integration.bad_peer_node import SEED_ID, ForgedLease
 
 
 def jwt(header: str, payload: str) -> str:
@@ -23,7 +29,7 @@ def jwt(header: str, payload: str) -> str:
     return ".".join([*parts, ""])
 
 
-def edited(token: str) -> str:
+def with_other_fork(token: str) -> str:
     """The token with another fork in it, under the old signature."""
     header, payload, signature = token.split(".")
     claims = json.loads(base64.urlsafe_b64decode(payload + "=="))
@@ -31,22 +37,22 @@ def edited(token: str) -> str:
     return ".".join([header, changed, signature])
 
 
-def claims_of(lease: Lease) -> str:
+def claims_of(lease: ForgedLease) -> str:
     payload = lease.token.split(".")[1]
     return base64.urlsafe_b64decode(payload + "==").decode()
 
 
-TOKENS: dict[str, Callable[[Lease], str]] = {
+TOKENS: dict[str, Callable[[ForgedLease], str]] = {
     "none": lambda lease: "",
-    "expired": lambda lease: replace(lease, lives_s=-1.0).token,
+    "expired": lambda lease: replace(lease, lifetime_s=-1.0).token,
     "for another source": lambda lease: replace(lease, source_id="seed-2").token,
     "of another layout": lambda lease: replace(lease, layout_id="f" * 32).token,
-    "for longer than a day": lambda lease: replace(lease, lives_s=10 * 365 * 86_400.0).token,
+    "for longer than a day": lambda lease: replace(lease, lifetime_s=10 * 365 * 86_400.0).token,
     "for other weights": lambda lease: replace(lease, weights_id="f" * 32).token,
     "of another generation": lambda lease: replace(lease, generation=7).token,
     "signed by another key": lambda lease: replace(lease, key=derive_key(b"x" * 32, SEED_ID)).token,
     "signed for another source's key": lambda lease: replace(lease, key=derive_key(b"s" * 32, "x")).token,
-    "edited": lambda lease: edited(lease.token),
+    "edited": lambda lease: with_other_fork(lease.token),
     "cut": lambda lease: lease.token[:-1],
     "without a signature": lambda lease: jwt('{"alg":"none","typ":"JWT"}', claims_of(lease)),
     "with a signature of nothing": lambda lease: jwt('{"alg":"HS256","typ":"JWT"}', claims_of(lease)),
@@ -58,31 +64,31 @@ TOKENS: dict[str, Callable[[Lease], str]] = {
 
 
 @pytest.mark.parametrize("token", TOKENS)
-def test_tokens_of_no_worth(scene: Scene, token: str) -> None:
+def test_tokens_of_no_worth(attacked_seed: AttackedSeed, token: str) -> None:
     """No byte, no manifest and no channel for a token that is not good, by either way."""
-    shown = TOKENS[token](scene.lease)
-    with contextlib.ExitStack() as stack, connected(scene.http) as connection:
-        connection.sendall(http_get(shown, "Connection: close\r\n"))
-        status = everything(connection)[9:12]
-        request = peer_pb2.OpenChannelRequest(layout_id=scene.layout_id, transports=["http"])
+    token_text = TOKENS[token](attacked_seed.lease)
+    with contextlib.ExitStack() as stack, open_connection(attacked_seed.http_port) as connection:
+        connection.sendall(http_get(token_text, "Connection: close\r\n"))
+        status = receive_all(connection)[9:12]
+        request = peer_pb2.OpenChannelRequest(layout_id=attacked_seed.layout_id, transports=["http"])
         with pytest.raises(grpc.RpcError) as refused:
-            scene.stub(stack).OpenChannel(request, metadata=bearer(shown), timeout=30)
+            attacked_seed.stub(stack).OpenChannel(request, metadata=bearer(token_text), timeout=30)
     changed = token in ("of another generation", "for other weights")
     expected = (b"410", grpc.StatusCode.ABORTED) if changed else None
-    expected = expected or (b"401" if not shown else b"403", grpc.StatusCode.PERMISSION_DENIED)
+    expected = expected or (b"401" if not token_text else b"403", grpc.StatusCode.PERMISSION_DENIED)
     assert expected == (status, refused.value.code())
 
 
-def test_a_token_is_of_no_use_once_it_expired(scene: Scene) -> None:
+def test_a_token_is_of_no_use_once_it_expired(attacked_seed: AttackedSeed) -> None:
     """A token that was good is refused when it is shown again later, and its channel is gone."""
-    lease = replace(scene.lease, fork_id="brief", lives_s=6.0)
-    shown = lease.token
-    request = peer_pb2.OpenChannelRequest(layout_id=scene.layout_id, transports=["http"])
+    lease = replace(attacked_seed.lease, fork_id="brief", lifetime_s=6.0)
+    token_text = lease.token
+    request = peer_pb2.OpenChannelRequest(layout_id=attacked_seed.layout_id, transports=["http"])
     with contextlib.ExitStack() as stack:
-        stub = scene.stub(stack)
-        channel = stub.OpenChannel(request, metadata=bearer(shown), timeout=30).channel_id
+        stub = attacked_seed.stub(stack)
+        channel = stub.OpenChannel(request, metadata=bearer(token_text), timeout=30).channel_id
         watch = peer_pb2.WatchProgressRequest(channel_id=channel, keep_alive_ms=60_000)
-        news = list(stub.WatchProgress(watch, metadata=bearer(shown), timeout=60))
+        progress = list(stub.WatchProgress(watch, metadata=bearer(token_text), timeout=60))
         with pytest.raises(grpc.RpcError) as refused:
-            stub.OpenChannel(request, metadata=bearer(shown), timeout=30)
-    assert (1, grpc.StatusCode.PERMISSION_DENIED) == (len(news), refused.value.code())
+            stub.OpenChannel(request, metadata=bearer(token_text), timeout=30)
+    assert (1, grpc.StatusCode.PERMISSION_DENIED) == (len(progress), refused.value.code())

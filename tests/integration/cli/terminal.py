@@ -14,29 +14,29 @@ from typing import cast
 DEADLINE_S = 60.0
 
 
-class Terminal:
+class PseudoTerminal:
     """A pseudo-terminal with one `rfork` in it."""
 
     def __init__(self, *, rows: int, columns: int) -> None:
-        self._ours, self._theirs = pty.openpty()
-        termios.tcsetwinsize(self._theirs, (rows, columns))
+        self._controller_fd, self._terminal_fd = pty.openpty()
+        termios.tcsetwinsize(self._terminal_fd, (rows, columns))
         self.before = self.modes()
         self.text = ""
         self._process: subprocess.Popen[bytes] | None = None
 
     def modes(self) -> list[object]:
         """How it is set."""
-        return cast(list[object], termios.tcgetattr(self._theirs))
+        return cast(list[object], termios.tcgetattr(self._terminal_fd))
 
     def start(self, *arguments: str, **environment: str) -> None:
         """Run the command with this as its terminal."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", "rfork", *arguments],
-            stdin=self._theirs,
-            stdout=self._theirs,
-            stderr=self._theirs,
+            stdin=self._terminal_fd,
+            stdout=self._terminal_fd,
+            stderr=self._terminal_fd,
             env={**os.environ, "TERM": "xterm-256color", **environment},
-            preexec_fn=_own_terminal,
+            preexec_fn=_set_controlling_terminal,
         )
 
     def wait_for(self, text: str) -> None:
@@ -48,7 +48,7 @@ class Terminal:
 
     def type(self, text: str) -> None:
         """Press keys."""
-        os.write(self._ours, text.encode())
+        os.write(self._controller_fd, text.encode())
 
     def end(self) -> int:
         """Its exit code, once it has ended."""
@@ -66,16 +66,16 @@ class Terminal:
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
             self._process.wait()
-        for descriptor in (self._ours, self._theirs):
+        for descriptor in (self._controller_fd, self._terminal_fd):
             os.close(descriptor)
 
     def _read(self) -> bool:
-        ready, _, _ = select.select([self._ours], [], [], 0.1)
+        ready, _, _ = select.select([self._controller_fd], [], [], 0.1)
         if ready:
-            self.text += os.read(self._ours, 65536).decode(errors="replace")
+            self.text += os.read(self._controller_fd, 65536).decode(errors="replace")
         return bool(ready)
 
 
-def _own_terminal() -> None:
+def _set_controlling_terminal() -> None:
     os.setsid()
     os.close(os.open(os.ttyname(0), os.O_RDWR))

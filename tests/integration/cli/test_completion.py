@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import at_start
+from tests.processes import startup_patch
 from tests.unit.planner.builders import VERSION
 
-PATIENT = "import rfork.cli.completion as completion\ncompletion.MOST_S = 60.0\n"
+LONG_TIMEOUT_PATCH = "import rfork.cli.completion as completion\ncompletion.MOST_S = 60.0\n"
 """The planner is waited for as long as that takes on a busy machine."""
 
 
@@ -56,19 +56,19 @@ def test_names_are_completed(
     shell: str, variables: dict[str, str], expected: set[str], fleet: str, tmp_path: Path
 ) -> None:
     """Each shell is offered what the planner knows."""
-    told = completed(shell, {**variables, **at_start(tmp_path / "patch", PATIENT)}, fleet)
-    assert [] == [word for word in expected if word not in told], told
+    completions = run_completion(shell, {**variables, **startup_patch(tmp_path / "patch", LONG_TIMEOUT_PATCH)}, fleet)
+    assert [] == [word for word in expected if word not in completions], completions
 
 
 def test_completion_is_silent_without_a_planner() -> None:
     """A planner that says nothing costs little time and no word."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        told = completed("bash", {"COMP_WORDS": "rfork explain x", "COMP_CWORD": "2"}, url)
-    assert "" == told.strip()
+        completions = run_completion("bash", {"COMP_WORDS": "rfork explain x", "COMP_CWORD": "2"}, url)
+    assert "" == completions.strip()
 
 
-def completed(shell: str, variables: dict[str, str], planner: str) -> str:
+def run_completion(shell: str, variables: dict[str, str], planner: str) -> str:
     """What the shell is offered, and anything on stderr."""
     environment = {
         **os.environ,

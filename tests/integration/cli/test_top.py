@@ -7,19 +7,19 @@ import subprocess
 import sys
 from pathlib import Path
 
-from planner.service import running
-from rfork.control.client import PlannerClient
+from planner.server import run_in_thread
+from rfork.planner_client.client import PlannerClient
 from rfork.settings import PlannerSettings
-from tests.integration.cli.ended import Rfork
-from tests.integration.cli.terminal import Terminal
-from tests.processes import at_start
-from tests.unit.planner.builders import whole
+from tests.integration.cli.command_result import Rfork
+from tests.integration.cli.terminal import PseudoTerminal
+from tests.processes import startup_patch
+from tests.unit.planner.builders import seed_report
 
 
 def test_top_without_a_terminal_looks_once(rfork: Rfork, fleet: str) -> None:
     """Into a pipe it prints one picture and ends; with --json and --once one line."""
-    told = rfork("top", "--planner", fleet).out
-    assert ("forks under way (1)" in told, "fallbacks because of" in told, "\x1b" in told) == (
+    output = rfork("top", "--planner", fleet).out
+    assert ("forks under way (1)" in output, "fallbacks because of" in output, "\x1b" in output) == (
         True,
         True,
         False,
@@ -28,21 +28,21 @@ def test_top_without_a_terminal_looks_once(rfork: Rfork, fleet: str) -> None:
     assert (4, {"NoSource": 1}) == (line["instances"], line["fallbacks"])
 
 
-def test_top_on_a_terminal(terminal: Terminal, free_port: int) -> None:
+def test_top_on_a_terminal(terminal: PseudoTerminal, free_port: int) -> None:
     """It says when the planner is gone, goes on when it is back, and leaves the terminal as it was."""
-    with running(PlannerSettings(port=free_port)) as url:
+    with run_in_thread(PlannerSettings(port=free_port)) as url:
         terminal.start("top", "--planner", url, "--interval", "0.1")
         terminal.wait_for("no instance is registered")
     terminal.wait_for("gone since")
-    with running(PlannerSettings(port=free_port)) as url, PlannerClient(url) as client:
-        client.report(whole("s"))
+    with run_in_thread(PlannerSettings(port=free_port)) as url, PlannerClient(url) as client:
+        client.report(seed_report("s"))
         terminal.wait_for("givers (1)")
         terminal.type("q")
         assert 0 == terminal.end()
     assert (terminal.before, True) == (terminal.modes(), terminal.text.rstrip().endswith("\x1b[?1049l"))
 
 
-def test_top_is_interrupted(terminal: Terminal, fleet: str) -> None:
+def test_top_is_interrupted(terminal: PseudoTerminal, fleet: str) -> None:
     """Ctrl-C ends it as q does."""
     terminal.start("top", "--planner", fleet)
     terminal.wait_for("forks under way")
@@ -50,15 +50,15 @@ def test_top_is_interrupted(terminal: Terminal, fleet: str) -> None:
     assert (0, terminal.before) == (terminal.end(), terminal.modes())
 
 
-def test_top_is_interrupted_in_its_first_picture(terminal: Terminal, fleet: str, tmp_path: Path) -> None:
+def test_top_is_interrupted_in_its_first_picture(terminal: PseudoTerminal, fleet: str, tmp_path: Path) -> None:
     """The terminal's other screen is left then too."""
     first = "import rich.live\ndef refresh(self): raise KeyboardInterrupt\nrich.live.Live.refresh = refresh\n"
-    terminal.start("top", "--planner", fleet, **at_start(tmp_path / "patch", first))
+    terminal.start("top", "--planner", fleet, **startup_patch(tmp_path / "patch", first))
     assert (0, terminal.before) == (terminal.end(), terminal.modes())
     assert terminal.text.count("\x1b[?1049h") == terminal.text.count("\x1b[?1049l") == 1
 
 
-def test_top_is_suspended(terminal: Terminal, fleet: str) -> None:
+def test_top_is_suspended(terminal: PseudoTerminal, fleet: str) -> None:
     """Ctrl-Z leaves the alternate screen, and it is back when the command goes on.
 
     Here it goes on at once: no shell is there that could continue it, so the system does not let it stop.

@@ -9,21 +9,21 @@ import pytest
 
 from rfork.transport.base import Endpoint
 from rfork.transport.cuda_ipc import CudaIpcTransport
-from tests.fake_cuda import FakeDriver, FakeMemory, image_in
-from tests.integration.cuda_ipc.sides import SETTINGS, SIZES, Elsewhere, Node
-from tests.integration.cuda_ipc_node import FencedGate, endpoint_in
+from tests.fake_cuda import FakeDriver, FakeMemory, fake_device_image
+from tests.integration.cuda_ipc.harness import SETTINGS, SIZES, CudaIpcProcess, MakeRemoteSource
+from tests.integration.cuda_ipc_node import FencedGate, endpoint_from_json
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Node]:
+def source_process() -> Iterator[CudaIpcProcess]:
     """A process of sources, for all tests that neither stop nor kill it."""
-    node = Node({"side": "sources"})
+    node = CudaIpcProcess({"side": "sources"})
     yield node
     node.end()
 
 
 @pytest.fixture
-def elsewhere(server: Node) -> Iterator[Elsewhere]:
+def remote_source(source_process: CudaIpcProcess) -> Iterator[MakeRemoteSource]:
     """Makes sources in another process, which are closed after the test."""
     count = 0
 
@@ -31,13 +31,13 @@ def elsewhere(server: Node) -> Iterator[Elsewhere]:
         nonlocal count
         count += 1
         wanted = {"sizes": list(sizes), "on_host": [], "kind": "legacy", "align": 512, **more}
-        server.tell(json.dumps(wanted))
-        return endpoint_in(server.hear())
+        source_process.send_line(json.dumps(wanted))
+        return endpoint_from_json(source_process.read_message())
 
     yield make
     for _ in range(count):
-        server.tell("close")
-        assert {"closed": 1} == server.hear()
+        source_process.send_line("close")
+        assert {"closed": 1} == source_process.read_message()
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def seed() -> Iterator[tuple[FencedGate, Endpoint, FakeDriver]]:
     """A source in this process, with a gate that tests turn."""
     memory, gate = FakeMemory(), FencedGate()
     driver = FakeDriver(memory)
-    image = image_in(memory, SIZES, filled=True)
+    image = fake_device_image(memory, SIZES, filled=True)
     exported = CudaIpcTransport(SETTINGS, lambda: driver).export(image, gate)
     yield gate, exported.endpoint(), driver
     exported.close()

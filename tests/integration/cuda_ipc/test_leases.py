@@ -7,16 +7,16 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from rfork.errors import LeaseRefused, RforkError, SourceGone
+from rfork.errors import LeaseRejected, RforkError, SourceUnavailable
 from rfork.transport.base import Endpoint
 from rfork.transport.cuda_ipc import exporter
-from rfork.transport.cuda_ipc import holding as holding_module
-from rfork.transport.same_host.connection import Connection, close_all
-from rfork.transport.same_host.dialling import Connections
-from rfork.transport.same_host.messages import Message
-from rfork.transport.same_host.server import MOST_OF_A_FORK
+from rfork.transport.cuda_ipc import source_pin as holding_module
+from rfork.transport.unix_socket.client import ConnectionPool
+from rfork.transport.unix_socket.connection import UnixSocketConnection, close_all
+from rfork.transport.unix_socket.messages import Message
+from rfork.transport.unix_socket.server import MAX_CONNECTIONS_PER_FORK
 from tests.fake_cuda import FakeDriver
-from tests.integration.cuda_ipc.sides import SIZES, Side, expected, raised_by
+from tests.integration.cuda_ipc.harness import SIZES, CudaIpcTarget, expected, raised_by
 from tests.integration.cuda_ipc_node import FencedGate
 from tests.transport_contract import TOKEN, content, soon
 
@@ -24,32 +24,32 @@ from tests.transport_contract import TOKEN, content, soon
 def test_no_handle_without_a_lease(seed: tuple[FencedGate, Endpoint, FakeDriver]) -> None:
     """A forged token brings no handle of any allocation, and no byte."""
     _, endpoint, driver = seed
-    side = Side(SIZES)
+    side = CudaIpcTarget(SIZES)
     reader = side.connect(endpoint, token="forged")
-    with pytest.raises(LeaseRefused):
-        reader.read(0, side.whole, soon())
+    with pytest.raises(LeaseRejected):
+        reader.read(0, side.image_bytes, soon())
     reader.close()
-    assert ([], bytes(side.whole)) == (driver.exports, content(side.image))
+    assert ([], bytes(side.image_bytes)) == (driver.exports, content(side.image))
 
 
 def test_every_byte_is_metered(seed: tuple[FencedGate, Endpoint, FakeDriver]) -> None:
     """A source that gives little at a time lends little at a time, and counts it all."""
     gate, endpoint, _ = seed
-    gate.most = 100_000
-    side = Side(SIZES)
+    gate.max_bytes = 100_000
+    side = CudaIpcTarget(SIZES)
     reader = side.connect(endpoint)
-    reader.read(0, side.whole, soon())
+    reader.read(0, side.image_bytes, soon())
     reader.close()
-    assert (expected(SIZES), side.whole) == (content(side.image), gate.granted)
+    assert (expected(SIZES), side.image_bytes) == (content(side.image), gate.granted)
 
 
 def test_names_of_allocations_are_made_once(seed: tuple[FencedGate, Endpoint, FakeDriver]) -> None:
     """Two readers that read everything cost one handle for each allocation."""
     _, endpoint, driver = seed
     for _ in range(2):
-        side = Side(SIZES)
+        side = CudaIpcTarget(SIZES)
         reader = side.connect(endpoint)
-        reader.read(0, side.whole, soon())
+        reader.read(0, side.image_bytes, soon())
         reader.close()
     assert len(driver.memory.blocks) == len(driver.exports)
 
@@ -74,15 +74,15 @@ BAD_QUESTIONS: Sequence[Message] = (
 def test_bad_questions_harm_nobody(seed: tuple[FencedGate, Endpoint, FakeDriver], question: Message) -> None:
     """A reader that asks nonsense loses its connection; the next one is served."""
     _, endpoint, _ = seed
-    connections = Connections(endpoint.parameters, 10.0)
-    with connections.borrowed(soon()) as connection:
+    connections = ConnectionPool(endpoint.parameters, 10.0)
+    with connections.lease(soon()) as connection:
         connection.send(question, deadline=soon())
-        with pytest.raises(SourceGone):
+        with pytest.raises(SourceUnavailable):
             connection.receive(soon())
     connections.close()
-    side = Side(SIZES)
+    side = CudaIpcTarget(SIZES)
     reader = side.connect(endpoint)
-    reader.read(0, side.whole, soon())
+    reader.read(0, side.image_bytes, soon())
     reader.close()
     assert expected(SIZES) == content(side.image)
 
@@ -90,9 +90,9 @@ def test_bad_questions_harm_nobody(seed: tuple[FencedGate, Endpoint, FakeDriver]
 def test_a_negative_start_is_the_first_page(seed: tuple[FencedGate, Endpoint, FakeDriver]) -> None:
     """Pages of the table begin where they are asked for, and nowhere before it."""
     _, endpoint, _ = seed
-    connections = Connections(endpoint.parameters, 10.0)
+    connections = ConnectionPool(endpoint.parameters, 10.0)
     pages: list[Message] = []
-    with connections.borrowed(soon()) as connection:
+    with connections.lease(soon()) as connection:
         for first in (-5, 0):
             connection.send({"ask": "areas", "token": TOKEN, "from": first}, deadline=soon())
             pages.append(connection.receive(soon())[0])
@@ -100,15 +100,15 @@ def test_a_negative_start_is_the_first_page(seed: tuple[FencedGate, Endpoint, Fa
     assert pages[0] == pages[1]
 
 
-def holding(endpoint: Endpoint, count: int) -> Iterator[tuple[Connections, Connection]]:
+def open_pins(endpoint: Endpoint, count: int) -> Iterator[tuple[ConnectionPool, UnixSocketConnection]]:
     """Connections that hold on to a source by themselves."""
     for _ in range(count):
-        connections = Connections(endpoint.parameters, 10.0)
-        with connections.borrowed(soon()) as connection:
+        connections = ConnectionPool(endpoint.parameters, 10.0)
+        with connections.lease(soon()) as connection:
             connection.send({"ask": "hold", "token": TOKEN}, deadline=soon())
-            answer, descriptors = connection.receive(soon())
+            reply, descriptors = connection.receive(soon())
             close_all(descriptors)
-            if "held" in answer:
+            if "held" in reply:
                 yield connections, connection
         connections.close()
 
@@ -116,52 +116,52 @@ def holding(endpoint: Endpoint, count: int) -> Iterator[tuple[Connections, Conne
 def test_as_many_reads_as_places(seed: tuple[FencedGate, Endpoint, FakeDriver]) -> None:
     """A fork's hold takes none of its places: 64 reads at once all go on."""
     _, endpoint, _ = seed
-    side = Side(SIZES)
+    side = CudaIpcTarget(SIZES)
     reader = side.connect(endpoint)
     side.driver.running.clear()
-    step = side.whole // MOST_OF_A_FORK
+    step = side.image_bytes // MAX_CONNECTIONS_PER_FORK
     raised: list[RforkError | None] = []
 
     def read(index: int) -> None:
         raised.append(raised_by(lambda: reader.read(index * step, (index + 1) * step, soon())))
 
-    threads = [threading.Thread(target=read, args=(index,), daemon=True) for index in range(MOST_OF_A_FORK)]
+    threads = [threading.Thread(target=read, args=(index,), daemon=True) for index in range(MAX_CONNECTIONS_PER_FORK)]
     for thread in threads:
         thread.start()
     # All of them copy at once.
-    assert all(side.driver.streams.acquire(timeout=30) for _ in range(MOST_OF_A_FORK))
+    assert all(side.driver.streams.acquire(timeout=30) for _ in range(MAX_CONNECTIONS_PER_FORK))
     side.driver.running.set()
     for thread in threads:
         thread.join()
     reader.close()
-    assert [None] * MOST_OF_A_FORK == raised
+    assert [None] * MAX_CONNECTIONS_PER_FORK == raised
 
 
 def test_a_hold_ends_with_its_lease(
     seed: tuple[FencedGate, Endpoint, FakeDriver], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reader shows its newest token again and again, and lets go once that is refused."""
-    monkeypatch.setattr(holding_module, "SHOW_S", 0.02)
+    monkeypatch.setattr(holding_module, "TOKEN_REFRESH_S", 0.02)
     gate, endpoint, _ = seed
-    side, shown = Side(SIZES), threading.Semaphore(0)
-    admit = gate.admit
+    side, token_checks = CudaIpcTarget(SIZES), threading.Semaphore(0)
+    admit = gate.authorize
 
     def note(token: str, begin: int, end: int) -> str:
-        shown.release()
+        token_checks.release()
         return admit(token, begin, end)
 
     reader = side.connect(endpoint)
-    gate.admit = note  # type: ignore[method-assign]
-    assert all(shown.acquire(timeout=30) for _ in range(3))
-    reader.read(0, side.whole, soon())
+    gate.authorize = note  # type: ignore[method-assign]
+    assert all(token_checks.acquire(timeout=30) for _ in range(3))
+    reader.read(0, side.image_bytes, soon())
 
     def refuse(token: str, begin: int, end: int) -> str:
-        raise LeaseRefused("the lease is over")
+        raise LeaseRejected("the lease is over")
 
-    gate.admit = refuse  # type: ignore[method-assign]
+    gate.authorize = refuse  # type: ignore[method-assign]
     assert reader._down.wait(30)  # type: ignore[attr-defined]
-    with pytest.raises(LeaseRefused):
-        reader.read(0, side.whole, soon())
+    with pytest.raises(LeaseRejected):
+        reader.read(0, side.image_bytes, soon())
     assert [] == side.driver.opened
 
 
@@ -171,9 +171,9 @@ def test_holds_of_the_silent_end(
     """Who shows no token any more is put out; and a fork has a few holds, whatever it asks for."""
     monkeypatch.setattr(exporter, "IDLE_S", 0.3)
     _, endpoint, _ = seed
-    held = []
-    for connections, connection in holding(endpoint, 1):
-        with pytest.raises(SourceGone):
+    pins = []
+    for connections, connection in open_pins(endpoint, 1):
+        with pytest.raises(SourceUnavailable):
             connection.receive(soon())
-        held.append(connections)
-    assert 1 == len(held)
+        pins.append(connections)
+    assert 1 == len(pins)

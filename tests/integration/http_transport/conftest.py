@@ -12,9 +12,9 @@ import trustme
 def authority(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> trustme.CA:
     """Settings under which servers show a certificate and clients trust its authority; mTLS by that."""
     made = trustme.CA()
-    shown = made.issue_cert("127.0.0.1")
-    shown.private_key_pem.write_to_path(tmp_path / "key.pem")
-    for part in shown.cert_chain_pems:
+    server_certificate = made.issue_cert("127.0.0.1")
+    server_certificate.private_key_pem.write_to_path(tmp_path / "key.pem")
+    for part in server_certificate.cert_chain_pems:
         part.write_to_path(tmp_path / "certificate.pem", append=True)
     made.cert_pem.write_to_path(tmp_path / "ca.pem")
     for name in ("certificate", "key", "ca"):

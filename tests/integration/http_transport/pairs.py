@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from urllib.parse import urlsplit
 
 from rfork.image.chunks import MIB
-from rfork.settings import Settings
+from rfork.settings import InstanceSettings
 from rfork.transport.base import Endpoint
 from rfork.transport.http import HttpTransport
-from tests.transport_contract import TOKEN, Pair
+from tests.transport_contract import TOKEN, TransportPair
 
 AUTHORIZATION = {"Authorization": f"Bearer {TOKEN}"}
 SIZES = (3 * MIB, 1000, 77)
@@ -20,8 +20,8 @@ LARGE = (40 * MIB,)
 
 
 @contextmanager
-def pair(sizes: tuple[int, ...] = SIZES, **settings: float) -> Iterator[Pair]:
-    made = Pair.over(HttpTransport(Settings.model_validate(settings)), sizes)
+def pair(sizes: tuple[int, ...] = SIZES, **settings: float) -> Iterator[TransportPair]:
+    made = TransportPair.create(HttpTransport(InstanceSettings.model_validate(settings)), sizes)
     try:
         yield made
     finally:
@@ -32,9 +32,9 @@ def url_of(endpoint: Endpoint) -> str:
     return endpoint.parameters["url"]
 
 
-def connected_to(endpoint: Endpoint) -> socket.socket:
-    place = urlsplit(url_of(endpoint))
-    return socket.create_connection((place.hostname, place.port), timeout=30)
+def open_connection(endpoint: Endpoint) -> socket.socket:
+    location = urlsplit(url_of(endpoint))
+    return socket.create_connection((location.hostname, location.port), timeout=30)
 
 
 def request(**fields: str) -> bytes:
@@ -42,6 +42,6 @@ def request(**fields: str) -> bytes:
     return "\r\n".join([*lines, "", ""]).encode()
 
 
-def conversations() -> list[threading.Thread]:
+def connection_threads() -> list[threading.Thread]:
     threads = [thread for thread in threading.enumerate() if thread.name.startswith("rfork-http")]
     return [thread for thread in threads if thread.is_alive()]  # one that has just ended may be listed yet

@@ -14,16 +14,16 @@ import pytest
 
 from rfork.errors import SourceBusy
 from rfork.image.safetensors_header import header
-from rfork.settings import Settings
+from rfork.settings import InstanceSettings
 from rfork.transport.http import HttpTransport, stream
-from rfork.transport.http.answer import ImageFile
-from rfork.transport.http.server import LOBBY, HttpExporter
+from rfork.transport.http.responses import ImageResource
+from rfork.transport.http.server import MAX_UNAUTHENTICATED, HttpExporter
 from tests.integration.http_transport.pairs import (
     AUTHORIZATION,
     LARGE,
     SIZES,
-    connected_to,
-    conversations,
+    connection_threads,
+    open_connection,
     pair,
     request,
 )
@@ -58,45 +58,51 @@ def received_from(connection: socket.socket) -> bytes:
 def test_garbage_is_answered_and_closed(sent: bytes, status: bytes) -> None:
     """What is no request has its status and ends the connection; the next reader is served."""
     with pair() as made:
-        with connected_to(made.exporter.endpoint()) as stranger:
-            stranger.sendall(sent)
-            assert b"HTTP/1.1 " + status == received_from(stranger)[:12]
+        with open_connection(made.exporter.endpoint()) as connection:
+            connection.sendall(sent)
+            assert b"HTTP/1.1 " + status == received_from(connection)[:12]
         made.connect().read(0, 1000, soon())
         assert content(made.source, 0, 1000) == content(made.target, 0, 1000)
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /v1/im", request(**AUTHORIZATION)[:-2]])
 def test_a_request_that_does_not_end_is_cut(sent: bytes) -> None:
-    """A connection that says nothing, or half a head, is closed without a word after `stall_s`."""
-    with pair(stall_s=0.2) as made, connected_to(made.exporter.endpoint()) as stranger:
-        stranger.sendall(sent)
-        assert b"" == received_from(stranger)
+    """A connection that says nothing, or half a head, is closed without a word after `source_idle_timeout_s`."""
+    with pair(source_idle_timeout_s=0.2) as made, open_connection(made.exporter.endpoint()) as connection:
+        connection.sendall(sent)
+        assert b"" == received_from(connection)
 
 
 def test_a_client_that_does_not_read_is_cut() -> None:
-    """A reader that takes no byte for `stall_s` loses its connection, and its thread ends."""
-    with pair(sizes=LARGE, stall_s=STALL_S) as made, connected_to(made.exporter.endpoint()) as stranger:
-        stranger.sendall(request(**AUTHORIZATION))
-        assert b"HTTP/1.1 200 OK" == stranger.recv(15)
-        for thread in conversations():
+    """A reader that takes no byte for `source_idle_timeout_s` loses its connection, and its thread ends."""
+    with (
+        pair(sizes=LARGE, source_idle_timeout_s=STALL_S) as made,
+        open_connection(made.exporter.endpoint()) as connection,
+    ):
+        connection.sendall(request(**AUTHORIZATION))
+        assert b"HTTP/1.1 200 OK" == connection.recv(15)
+        for thread in connection_threads():
             if thread.name == "rfork-http":
                 thread.join(30)
-        assert ["rfork-http-accept"] == [thread.name for thread in conversations()]
-        assert len(received_from(stranger)) < sum(LARGE)
+        assert ["rfork-http-accept"] == [thread.name for thread in connection_threads()]
+        assert len(received_from(connection)) < sum(LARGE)
 
 
 def test_a_reader_that_stands_still_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
     """One that was let in; of a stranger nothing is said."""
     caplog.set_level(logging.INFO, logger="rfork.transport.http.server")
     for sent, stall_s in ((b"GET", 0.2), (request(**AUTHORIZATION), STALL_S)):
-        with pair(sizes=LARGE, stall_s=stall_s) as made, connected_to(made.exporter.endpoint()) as reader:
+        with (
+            pair(sizes=LARGE, source_idle_timeout_s=stall_s) as made,
+            open_connection(made.exporter.endpoint()) as reader,
+        ):
             reader.sendall(sent)
             reader.recv(15)
-            for thread in conversations():
+            for thread in connection_threads():
                 if thread.name == "rfork-http":
                     thread.join(30)
-    told = [record.getMessage().partition(":")[0] for record in caplog.records]
-    assert ["connection given up"] == told
+    messages = [record.getMessage().partition(":")[0] for record in caplog.records]
+    assert ["connection given up"] == messages
 
 
 def test_sending_goes_on_after_it_stood_still(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,26 +142,26 @@ def test_silent_strangers_keep_no_reader_out(secure: bool, request: pytest.Fixtu
     """With 300 silent connections open, a good reader gets the whole image."""
     if secure:
         request.getfixturevalue("authority")
-    with pair() as made, ExitStack() as strangers:
+    with pair() as made, ExitStack() as stack:
         for _ in range(300):
-            strangers.enter_context(connected_to(made.exporter.endpoint()))
+            stack.enter_context(open_connection(made.exporter.endpoint()))
         made.connect().read(0, made.source.layout.image_bytes, soon())
         assert content(made.source) == content(made.target)
-        give_up = soon()
+        deadline = soon()
         # Threads of those that were sent away may be about to end.
-        while len(conversations()) > LOBBY + 2 and time.monotonic() < give_up:
+        while len(connection_threads()) > MAX_UNAUTHENTICATED + 2 and time.monotonic() < deadline:
             threading.Event().wait(0.01)
-        assert len(conversations()) <= LOBBY + 2
+        assert len(connection_threads()) <= MAX_UNAUTHENTICATED + 2
 
 
 def test_with_all_places_taken_readers_are_told_so() -> None:
     """One more connection than there are places gets 503, which a reader calls SourceBusy."""
     source = image_of(SIZES, seed=1)
-    file = ImageFile(source, header(source.layout), FakeGate())
+    file = ImageResource(source, header(source.layout), FakeGate())
     exporter = HttpExporter(
-        file, bind="127.0.0.1", ports=[0], advertise="127.0.0.1", tls=None, stall_s=10, most_connections=1
+        file, bind="127.0.0.1", ports=[0], advertise="127.0.0.1", tls=None, stall_s=10, max_connections=1
     )
-    transport = HttpTransport(Settings())
+    transport = HttpTransport(InstanceSettings())
     first = transport.connect(exporter.endpoint(), image_of(SIZES), lambda: TOKEN, soon())
     first.read(0, 10, soon())
     second = transport.connect(exporter.endpoint(), image_of(SIZES), lambda: TOKEN, soon())

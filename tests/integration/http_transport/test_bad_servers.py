@@ -12,36 +12,36 @@ from urllib.parse import urlsplit
 import pytest
 
 from rfork.errors import (
-    LeaseRefused,
+    LeaseRejected,
     RforkError,
     SourceBusy,
-    SourceChanged,
     SourceCorrupt,
-    SourceGone,
-    SourceStalled,
+    SourceTimeout,
+    SourceUnavailable,
+    SourceWeightsChanged,
 )
-from rfork.settings import Settings
+from rfork.settings import InstanceSettings
 from rfork.transport.base import Endpoint
 from rfork.transport.http import HttpTransport
 from tests.integration.http_transport.pairs import SIZES, url_of
-from tests.transport_contract import Pair, content, image_of, soon
+from tests.transport_contract import TransportPair, content, image_of, soon
 
 
 @contextmanager
-def server(*answers: bytes | None) -> Iterator[Endpoint]:
+def server(*responses: bytes | None) -> Iterator[Endpoint]:
     """Gives each connection the next answer once a request came, then closes; None: stays silent."""
     with ExitStack() as open_sockets, socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
 
         def serve() -> None:
-            for answer in answers:
+            for response in responses:
                 try:
                     connection = open_sockets.enter_context(listener.accept()[0])
                 except OSError:
                     return
                 connection.recv(4096)
-                if answer is not None:
-                    connection.sendall(answer)
+                if response is not None:
+                    connection.sendall(response)
                     connection.shutdown(socket.SHUT_WR)
 
         thread = threading.Thread(target=serve)
@@ -61,10 +61,10 @@ CUT = partial(0, 999, b"x" * 10)
 
 
 @pytest.mark.parametrize(
-    ("answers", "error"),
+    ("responses", "error"),
     [
-        ((CUT, partial(10, 999, b"y" * 20)), SourceGone),
-        ((b"", b""), SourceGone),
+        ((CUT, partial(10, 999, b"y" * 20)), SourceUnavailable),
+        ((b"", b""), SourceUnavailable),
         ((b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n" + b"x" * 1000,), SourceCorrupt),
         ((partial(1, 1000, b"x" * 1000),), SourceCorrupt),
         ((partial(0, 998, b"x" * 999),), SourceCorrupt),
@@ -74,22 +74,22 @@ CUT = partial(0, 999, b"x" * 10)
         ((b"SSH-2.0-OpenSSH_9.2\r\n",), SourceCorrupt),
         ((b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n",), SourceCorrupt),
         ((b"HTTP/1.1 302 Found\r\nLocation: http://elsewhere/\r\n\r\n",), SourceCorrupt),
-        ((b"HTTP/1.1 401 Unauthorized\r\n\r\n",), LeaseRefused),
+        ((b"HTTP/1.1 401 Unauthorized\r\n\r\n",), LeaseRejected),
         ((b"HTTP/1.1 409 Conflict\r\n\r\n",), SourceBusy),
-        ((b"HTTP/1.1 410 Gone\r\n\r\n",), SourceChanged),
-        ((b"HTTP/1.1 412 Precondition Failed\r\n\r\n",), SourceChanged),
+        ((b"HTTP/1.1 410 Gone\r\n\r\n",), SourceWeightsChanged),
+        ((b"HTTP/1.1 412 Precondition Failed\r\n\r\n",), SourceWeightsChanged),
         ((b"HTTP/1.1 429 Too Many Requests\r\n\r\n",), SourceBusy),
-        ((b"HTTP/1.1 500 Internal Server Error\r\n\r\n",), SourceGone),
+        ((b"HTTP/1.1 500 Internal Server Error\r\n\r\n",), SourceUnavailable),
         ((b"HTTP/1.1 503 Service Unavailable\r\n\r\n",), SourceBusy),
-        ((None,), SourceStalled),
+        ((None,), SourceTimeout),
     ],
 )
-def test_a_bad_answer_has_its_error(answers: tuple[bytes | None, ...], error: type[RforkError]) -> None:
+def test_a_bad_answer_has_its_error(responses: tuple[bytes | None, ...], error: type[RforkError]) -> None:
     """Each wrong answer is blamed on the right party."""
     target = image_of((1000,))
-    with server(*answers) as endpoint:
-        patience = Settings(stall_s=0.3) if None in answers else Settings()
-        reader = HttpTransport(patience).connect(endpoint, target, lambda: "", soon())
+    with server(*responses) as endpoint:
+        settings = InstanceSettings(source_idle_timeout_s=0.3) if None in responses else InstanceSettings()
+        reader = HttpTransport(settings).connect(endpoint, target, lambda: "", soon())
         with pytest.raises(error):
             reader.read(0, 1000, soon())
         reader.close()
@@ -99,7 +99,7 @@ def test_a_read_goes_on_after_a_dropped_connection() -> None:
     """A body that is cut short once is continued from the byte it reached."""
     target = image_of((1000,))
     with server(CUT, partial(10, 999, b"y" * 990)) as endpoint:
-        reader = HttpTransport(Settings()).connect(endpoint, target, lambda: "", soon())
+        reader = HttpTransport(InstanceSettings()).connect(endpoint, target, lambda: "", soon())
         reader.read(0, 1000, soon())
         reader.close()
     assert b"x" * 10 + b"y" * 990 == content(target)
@@ -109,13 +109,13 @@ def test_a_connection_that_is_replaced_is_told_of(caplog: pytest.LogCaptureFixtu
     """With whom, why, and how much was still to come."""
     caplog.set_level(logging.INFO, logger="rfork.transport.http.client")
     with server(CUT, partial(10, 999, b"y" * 990)) as endpoint:
-        reader = HttpTransport(Settings()).connect(endpoint, image_of((1000,)), lambda: "", soon())
+        reader = HttpTransport(InstanceSettings()).connect(endpoint, image_of((1000,)), lambda: "", soon())
         reader.read(0, 1000, soon())
         reader.close()
-        place = urlsplit(url_of(endpoint)).netloc
-    told = [record.getMessage().rpartition(" seconds=")[0] for record in caplog.records]
+        location = urlsplit(url_of(endpoint)).netloc
+    messages = [record.getMessage().rpartition(" seconds=")[0] for record in caplog.records]
     because = "closed with 990 bytes to come"
-    assert [f"connection replaced source={place} because={because} missing=990"] == told
+    assert [f"connection replaced source={location} because={because} missing=990"] == messages
 
 
 def test_a_file_that_changes_between_reads_is_noticed() -> None:
@@ -123,9 +123,9 @@ def test_a_file_that_changes_between_reads_is_noticed() -> None:
     first = partial(0, 499, b"x" * 500, 'ETag: "a"')
     second = partial(500, 999, b"y" * 500, 'ETag: "b"')
     with server(first, second, second) as endpoint:
-        reader = HttpTransport(Settings()).connect(endpoint, image_of((1000,)), lambda: "", soon())
+        reader = HttpTransport(InstanceSettings()).connect(endpoint, image_of((1000,)), lambda: "", soon())
         reader.read(0, 500, soon())
-        with pytest.raises(SourceChanged):
+        with pytest.raises(SourceWeightsChanged):
             reader.read(500, 1000, soon())
         reader.close()
 
@@ -134,28 +134,28 @@ def test_a_reason_is_passed_on() -> None:
     """The server's own line of text is in the error."""
     refusal = b"HTTP/1.1 403 Forbidden\r\nContent-Type: text/plain\r\nContent-Length: 11\r\n\r\nnot for you"
     with server(refusal) as endpoint:
-        reader = HttpTransport(Settings()).connect(endpoint, image_of((1000,)), lambda: "", soon())
-        with pytest.raises(LeaseRefused, match="not for you"):
+        reader = HttpTransport(InstanceSettings()).connect(endpoint, image_of((1000,)), lambda: "", soon())
+        with pytest.raises(LeaseRejected, match="not for you"):
             reader.read(0, 1000, soon())
         reader.close()
 
 
 def test_nobody_listening_is_a_source_gone(free_port: int) -> None:
-    """A refused connection gives SourceGone at once, on connecting."""
+    """A refused connection gives SourceUnavailable at once, on connecting."""
     endpoint = Endpoint("http", {"url": f"http://127.0.0.1:{free_port}/v1/image"})
-    with pytest.raises(SourceGone):
-        HttpTransport(Settings()).connect(endpoint, image_of((10,)), lambda: "", soon())
+    with pytest.raises(SourceUnavailable):
+        HttpTransport(InstanceSettings()).connect(endpoint, image_of((10,)), lambda: "", soon())
 
 
 def test_a_source_that_took_over_the_port_is_another(free_port: int) -> None:
-    """A source that restarted on its port is SourceChanged for readers of the one before."""
-    transport = HttpTransport(Settings(http_port=free_port))
-    before = Pair.over(transport, SIZES)
+    """A source that restarted on its port is SourceWeightsChanged for readers of the one before."""
+    transport = HttpTransport(InstanceSettings(http_port=free_port))
+    before = TransportPair.create(transport, SIZES)
     reader = before.connect()
     reader.read(0, 10, soon())
     before.exporter.close()
-    after = Pair.over(transport, SIZES)
-    with pytest.raises(SourceChanged):
+    after = TransportPair.create(transport, SIZES)
+    with pytest.raises(SourceWeightsChanged):
         reader.read(10, 20, soon())
     before.close()
     after.close()

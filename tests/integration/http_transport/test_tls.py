@@ -9,13 +9,13 @@ from urllib.parse import urlsplit
 import pytest
 import trustme
 
-from rfork.errors import SourceGone
+from rfork.errors import SourceUnavailable
 from rfork.image.chunks import MIB
-from rfork.settings import Settings
+from rfork.settings import InstanceSettings
 from rfork.tls_files import client_context
 from rfork.transport.http import HttpTransport
 from tests.integration.http_transport.pairs import SIZES, pair, url_of
-from tests.transport_contract import Pair, content, soon
+from tests.transport_contract import TransportPair, content, soon
 
 
 def test_mutual_tls_gives_the_right_bytes(authority: trustme.CA) -> None:
@@ -30,7 +30,7 @@ def test_a_server_without_ca_takes_any_client(authority: trustme.CA, monkeypatch
     """With a certificate but no authority the server is plain TLS: clients need show nothing."""
     with monkeypatch.context() as server_side:
         server_side.delenv("RFORK_TLS_CA")
-        made = Pair.over(HttpTransport(Settings()), SIZES)
+        made = TransportPair.create(HttpTransport(InstanceSettings()), SIZES)
     monkeypatch.delenv("RFORK_TLS_CERTIFICATE")
     monkeypatch.delenv("RFORK_TLS_KEY")
     made.connect().read(0, 1000, soon())
@@ -38,15 +38,13 @@ def test_a_server_without_ca_takes_any_client(authority: trustme.CA, monkeypatch
     assert content(made.source, 0, 1000) == content(made.target, 0, 1000)
 
 
-def test_mutual_tls_keeps_out_who_shows_nothing(
-    authority: trustme.CA, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mutual_tls_keeps_out_who_shows_nothing(authority: trustme.CA, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client without a certificate gets no byte, and the server goes on."""
     with pair() as made:
         with monkeypatch.context() as bare:
             bare.delenv("RFORK_TLS_CERTIFICATE")
             bare.delenv("RFORK_TLS_KEY")
-            with pytest.raises(SourceGone):
+            with pytest.raises(SourceUnavailable):
                 made.connect().read(0, 1000, soon())
         made.connect().read(0, 1000, soon())
         assert content(made.source, 0, 1000) == content(made.target, 0, 1000)
@@ -59,18 +57,18 @@ def test_a_server_of_another_authority_is_not_trusted(
     with pair() as made:
         trustme.CA().cert_pem.write_to_path(tmp_path / "other.pem")
         monkeypatch.setenv("RFORK_TLS_CA", str(tmp_path / "other.pem"))
-        with pytest.raises(SourceGone, match="certificate"):
+        with pytest.raises(SourceUnavailable, match="certificate"):
             made.connect()
 
 
 def test_unusable_tls_files_make_it_unavailable(authority: trustme.CA, tmp_path: Path) -> None:
     """`availability` names the file that cannot be used."""
     (tmp_path / "key.pem").write_text("not a key")
-    availability = HttpTransport(Settings()).availability()
+    availability = HttpTransport(InstanceSettings()).availability()
     assert not availability.usable
     assert "RFORK_TLS_CERTIFICATE" in availability.reason
 
 
 def test_http_speaks_the_oldest_tls_it_should() -> None:
     """Nothing below TLS 1.2 is offered to a server."""
-    assert ssl.TLSVersion.TLSv1_2 == client_context(Settings().tls).minimum_version
+    assert ssl.TLSVersion.TLSv1_2 == client_context(InstanceSettings().tls).minimum_version

@@ -9,25 +9,33 @@ from pathlib import Path
 
 import pytest
 
-from planner.service import running
+from planner.server import run_in_thread
 from rfork.settings import PlannerSettings
-from tests.integration.keda.calling import HOSTS, OPERATOR, READER, Engines, Planner, Scaler, scaling
+from tests.integration.keda.scaler_harness import (
+    HOSTS,
+    OPERATOR,
+    READER,
+    EngineServers,
+    ReportingPlanner,
+    RunningScaler,
+    running_scaler,
+)
 from tests.ports import free_port
-from tests.unit.hooks.keda.fakes import MODEL
+from tests.unit.planner.integrations.keda.fakes import MODEL
 
 
 @pytest.fixture
-def engines() -> Iterator[Engines]:
+def engines() -> Iterator[EngineServers]:
     """Engines that tell what a test has them tell."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            known.looks += 1
-            page = known.pages.get(self.connection.getsockname()[0], 404)
+            fake_engines.request_count += 1
+            page = fake_engines.pages.get(self.connection.getsockname()[0], 404)
             body = page.encode() if isinstance(page, str) and self.path == "/metrics" else b"no\n"
             self.send_response(200 if isinstance(page, str) else page)
             if page == 302:
-                self.send_header("Location", f"http://{HOSTS[1]}:{known.port}/metrics")
+                self.send_header("Location", f"http://{HOSTS[1]}:{fake_engines.port}/metrics")
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
@@ -36,12 +44,12 @@ def engines() -> Iterator[Engines]:
             pass
 
     first = http.server.ThreadingHTTPServer((HOSTS[0], 0), Handler)
-    known = Engines(first.server_port)
-    servers = [first, http.server.ThreadingHTTPServer((HOSTS[1], known.port), Handler)]
+    fake_engines = EngineServers(first.server_port)
+    servers = [first, http.server.ThreadingHTTPServer((HOSTS[1], fake_engines.port), Handler)]
     threads = [threading.Thread(target=server.serve_forever, args=(0.05,)) for server in servers]
     for thread in threads:
         thread.start()
-    yield known
+    yield fake_engines
     for server, thread in zip(servers, threads, strict=True):
         server.shutdown()
         server.server_close()
@@ -49,11 +57,11 @@ def engines() -> Iterator[Engines]:
 
 
 @pytest.fixture
-def planner(tmp_path: Path) -> Iterator[Planner]:
+def planner(tmp_path: Path) -> Iterator[ReportingPlanner]:
     """A planner that nobody has reported to; the scaler may look, and no more."""
     (tmp_path / "tokens").write_text(f"operator {OPERATOR}\nreader {READER}\n")
-    with running(PlannerSettings(port=0, heartbeat_s=60, forget_s=600, tokens=tmp_path / "tokens")) as url:
-        yield Planner(url)
+    with run_in_thread(PlannerSettings(port=0, heartbeat_s=60, instance_ttl_s=600, tokens=tmp_path / "tokens")) as url:
+        yield ReportingPlanner(url)
 
 
 @pytest.fixture
@@ -64,10 +72,10 @@ def scaler_port() -> int:
 
 @pytest.fixture
 async def scaler(
-    planner: Planner, engines: Engines, scaler_port: int, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[Scaler]:
+    planner: ReportingPlanner, engines: EngineServers, scaler_port: int, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[RunningScaler]:
     """A scaler of `planner` and `engines`, asked for what waits, that believes the planner at once."""
-    monkeypatch.setattr("planner.hooks.keda.load.SETTLE_S", 0.0)
+    monkeypatch.setattr("planner.integrations.keda.metric_source.WARMUP_S", 0.0)
     metadata = {"model": MODEL, "metric": "waiting", "target": "10", "port": str(engines.port)}
-    async with scaling(planner.url, {**metadata, "scalerAddress": "x:9444"}, port=scaler_port) as made:
+    async with running_scaler(planner.url, {**metadata, "scalerAddress": "x:9444"}, port=scaler_port) as made:
         yield made

@@ -4,60 +4,69 @@ from __future__ import annotations
 
 import asyncio
 
-from planner.hooks.probes import Status
-from tests.integration.keda.calling import HOSTS, Engines, Planner, Scaler, state
-from tests.unit.hooks.keda.fakes import engine, instance
+from planner.integrations.health import IntegrationStatus
+from tests.integration.keda.scaler_harness import (
+    HOSTS,
+    EngineServers,
+    ReportingPlanner,
+    RunningScaler,
+    next_state,
+)
+from tests.unit.planner.integrations.keda.fakes import engine, instance
 
 
-async def test_push(planner: Planner, engines: Engines, scaler: Scaler) -> None:
+async def test_push(planner: ReportingPlanner, engines: EngineServers, scaler: RunningScaler) -> None:
     """The state at once, then each change of it and nothing else."""
     planner.report(*map(instance, HOSTS))
     engines.pages = dict.fromkeys(HOSTS, engine(1))
-    stream = scaler.stub.StreamIsActive(scaler.about(activation="2", poll="0.1"))
-    told = [await state(stream)]
+    stream = scaler.stub.StreamIsActive(scaler.scaled_object(activation="2", poll="0.1"))
+    states = [await next_state(stream)]
     for waiting in (2, 1, 5):
         engines.pages = dict.fromkeys(HOSTS, engine(waiting))
-        told.append(await state(stream))
+        states.append(await next_state(stream))
         if waiting == 1:
             stream.cancel()
-            stream = scaler.stub.StreamIsActive(scaler.about(activation="2", poll="0.1"))
-            told.append(await state(stream))
-    assert [False, True, False, False, True] == told
+            stream = scaler.stub.StreamIsActive(scaler.scaled_object(activation="2", poll="0.1"))
+            states.append(await next_state(stream))
+    assert [False, True, False, False, True] == states
 
 
-async def test_a_model_at_zero_is_woken(planner: Planner, scaler: Scaler) -> None:
+async def test_a_model_at_zero_is_woken(planner: ReportingPlanner, scaler: RunningScaler) -> None:
     """`POST /v1/scaleups` makes triggers of engines' metrics active, as it does `expected`."""
     streams = [
-        scaler.stub.StreamIsActive(scaler.about(metric=metric, poll="0.1"))
+        scaler.stub.StreamIsActive(scaler.scaled_object(metric=metric, poll="0.1"))
         for metric in ("waiting", "expected")
     ]
-    before = [await state(stream) for stream in streams]
+    before = [await next_state(stream) for stream in streams]
     planner.announce(3)
-    after = [await state(stream) for stream in streams]
+    after = [await next_state(stream) for stream in streams]
     assert ([False, False], [True, True], 0.0, 3.0) == (
         before, after, await scaler.value(), await scaler.value(metric="expected"),
     )  # fmt: skip
 
 
 async def test_hundreds_of_streams_share_their_looks(
-    planner: Planner, engines: Engines, scaler: Scaler
+    planner: ReportingPlanner, engines: EngineServers, scaler: RunningScaler
 ) -> None:
     """Each is told of the change; the engines are asked as if it were one."""
     planner.report(instance(HOSTS[0]))
     engines.pages = {HOSTS[0]: engine(0)}
-    streams = [scaler.stub.StreamIsActive(scaler.about(poll="0.2")) for _ in range(300)]
-    before = await asyncio.gather(*(state(stream) for stream in streams))
-    looks, open_streams = engines.looks, scaler.status.registry.get_sample_value("rfork_scaler_streams")
+    streams = [scaler.stub.StreamIsActive(scaler.scaled_object(poll="0.2")) for _ in range(300)]
+    before = await asyncio.gather(*(next_state(stream) for stream in streams))
+    requests_before, open_streams = (
+        engines.request_count,
+        scaler.status.registry.get_sample_value("rfork_scaler_streams"),
+    )
     engines.pages = {HOSTS[0]: engine(1)}
-    after = await asyncio.gather(*(state(stream) for stream in streams))
+    after = await asyncio.gather(*(next_state(stream) for stream in streams))
     assert ({False}, {True}, 300.0, True) == (
-        set(before), set(after), open_streams, max(looks, engines.looks - looks) < 30,
+        set(before), set(after), open_streams, max(requests_before, engines.request_count - requests_before) < 30,
     )  # fmt: skip
     for stream in streams:
         stream.cancel()
-    await scaler.until(lambda: gone(scaler.status), 0.0)
+    await scaler.until(lambda: open_stream_count(scaler.status), 0.0)
 
 
-async def gone(status: Status) -> float | None:
+async def open_stream_count(status: IntegrationStatus) -> float | None:
     """How many streams there still are."""
     return status.registry.get_sample_value("rfork_scaler_streams")

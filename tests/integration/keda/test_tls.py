@@ -12,17 +12,17 @@ import grpc.aio
 import pytest
 import trustme
 
-from planner.hooks.keda.scaler import run
-from planner.hooks.keda.v1.externalscaler_pb2_grpc import ExternalScalerStub
-from planner.hooks.probes import Status
+from planner.integrations.health import IntegrationStatus
+from planner.integrations.keda.scaler import run
+from planner.integrations.keda.v1.externalscaler_pb2_grpc import ExternalScalerStub
 from rfork.errors import SettingsError
 from rfork.grpc_credentials import server_credentials
-from rfork.settings import HookSettings, TlsSettings
-from tests.integration.keda.calling import scaling
-from tests.unit.hooks.keda.fakes import MODEL, FakeFleet
+from rfork.settings import KubernetesSettings, TlsSettings
+from tests.integration.keda.scaler_harness import running_scaler
+from tests.unit.planner.integrations.keda.fakes import MODEL, ScriptedPlannerApi
 
 
-def show(authority: trustme.CA, folder: Path) -> bytes:
+def write_certificate(authority: trustme.CA, folder: Path) -> bytes:
     """Write a new certificate of the scaler's; returns it."""
     issued = authority.issue_cert("localhost", "127.0.0.1")
     (folder / "tls.key").write_bytes(issued.private_key_pem.bytes())
@@ -37,8 +37,8 @@ async def test_tls_that_is_renewed(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     for name, file in (("CERTIFICATE", "tls.crt"), ("KEY", "tls.key"), ("CA", "ca.crt")):
         monkeypatch.setenv(f"RFORK_TLS_{name}", str(tmp_path / file))
     with pytest.raises(SettingsError, match="the TLS files"):
-        await run(HookSettings(scaler_port=0), FakeFleet(), Status("scaler"))
-    first = show(authority, tmp_path)
+        await run(KubernetesSettings(scaler_port=0), ScriptedPlannerApi(), IntegrationStatus("scaler"))
+    first = write_certificate(authority, tmp_path)
     keda = authority.issue_cert("keda")
     credentials = grpc.ssl_channel_credentials(
         authority.cert_pem.bytes(), keda.private_key_pem.bytes(), keda.cert_chain_pems[0].bytes()
@@ -46,25 +46,27 @@ async def test_tls_that_is_renewed(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     where = f"127.0.0.1:{scaler_port}"
     channel = grpc.aio.secure_channel(where, credentials)
     metadata = {"model": MODEL, "metric": "waiting", "target": "10", "port": "8000"}
-    async with scaling("http://127.0.0.1:1", metadata, port=scaler_port, channel=channel) as scaler:
-        assert 10.0 == (await scaler.stub.GetMetricSpec(scaler.about())).metricSpecs[0].targetSizeFloat
-        shown = [await shown_by(scaler_port, tmp_path, authority)]
-        second = show(authority, tmp_path)
-        shown.append(await shown_by(scaler_port, tmp_path, authority))
+    async with running_scaler("http://127.0.0.1:1", metadata, port=scaler_port, channel=channel) as scaler:
+        assert 10.0 == (await scaler.stub.GetMetricSpec(scaler.scaled_object())).metricSpecs[0].targetSizeFloat
+        served_certificates = [await served_certificate(scaler_port, tmp_path, authority)]
+        second = write_certificate(authority, tmp_path)
+        served_certificates.append(await served_certificate(scaler_port, tmp_path, authority))
         (tmp_path / "tls.crt").write_text("half a renew")
-        shown.append(await shown_by(scaler_port, tmp_path, authority))
-        assert [first, second, second] == shown
-        stranger = grpc.aio.secure_channel(where, grpc.ssl_channel_credentials(authority.cert_pem.bytes()))
+        served_certificates.append(await served_certificate(scaler_port, tmp_path, authority))
+        assert [first, second, second] == served_certificates
+        unauthenticated_channel = grpc.aio.secure_channel(
+            where, grpc.ssl_channel_credentials(authority.cert_pem.bytes())
+        )
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await ExternalScalerStub(stranger).GetMetricSpec(scaler.about())
+            await ExternalScalerStub(unauthenticated_channel).GetMetricSpec(scaler.scaled_object())
         assert grpc.StatusCode.UNAVAILABLE == refused.value.code()
-        await stranger.close(None)
+        await unauthenticated_channel.close(None)
 
 
 def test_files_that_change_while_they_are_looked_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A key and a certificate that go together are used, and not those that came right after they did."""
     authority, load_chain = trustme.CA(), ssl.SSLContext.load_cert_chain
-    show(authority, tmp_path)
+    write_certificate(authority, tmp_path)
 
     def change(context: ssl.SSLContext, certificate: Path, key: Path) -> None:
         load_chain(context, certificate, key)
@@ -75,7 +77,7 @@ def test_files_that_change_while_they_are_looked_at(monkeypatch: pytest.MonkeyPa
         server_credentials(TlsSettings(certificate=tmp_path / "tls.crt", key=tmp_path / "tls.key"))
 
 
-async def shown_by(port: int, folder: Path, authority: trustme.CA) -> bytes:
+async def served_certificate(port: int, folder: Path, authority: trustme.CA) -> bytes:
     """The certificate that the scaler shows to a new connection, as PEM."""
     context = ssl.create_default_context(cafile=folder / "ca.crt")
     authority.issue_cert("keda").configure_cert(context)

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from rfork.image.board import ChunkBoard
-from rfork.image.capture import image_of
+from rfork.image.capture import image_from_tensors
+from rfork.image.chunk_state import ChunkState
 from rfork.image.chunks import MIB
 from rfork.image.memory import Image
-from rfork.seed.holding import seal
-from rfork.seed.seed import Identity, Seed
-from rfork.settings import Settings
-from rfork.transport.memory import MemoryNetwork, MemoryTransport
+from rfork.settings import InstanceSettings
+from rfork.source.image_state import compute_manifest
+from rfork.source.seed import InstanceIdentity, Seed
+from rfork.testing.transport import InMemoryNetwork, InMemoryTransport
 from tests.integration.peer_service.seeds import KEY, StartSeed
 
 
@@ -25,22 +25,22 @@ def start_seed() -> Iterator[StartSeed]:
 
     def start(
         image: Image | None = None,
-        board: ChunkBoard | None = None,
+        board: ChunkState | None = None,
         *,
-        knows: bool = True,
+        has_manifest: bool = True,
         port: int = 0,
         readers: int = 1,
     ) -> Seed:
-        held = image or image_of({"a": torch.arange(3 * MIB, dtype=torch.uint8)})
+        served_image = image or image_from_tensors({"a": torch.arange(3 * MIB, dtype=torch.uint8)})
         seed = Seed(
-            held,
-            Identity("model", instance_id="seed-1"),
-            Settings(peer_port=port, max_readers=readers),
-            [MemoryTransport(MemoryNetwork())],
+            served_image,
+            InstanceIdentity("model", instance_id="seed-1"),
+            InstanceSettings(peer_port=port, max_readers=readers),
+            [InMemoryTransport(InMemoryNetwork())],
             board=board,
-            manifest=seal(held) if knows else None,
+            manifest=compute_manifest(served_image) if has_manifest else None,
         )
-        seed.learn_keys([KEY])
+        seed.set_lease_keys([KEY])
         started.append(seed.start())
         return seed
 

@@ -10,33 +10,38 @@ import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from rfork.control.lease import derive_key
-from rfork.errors import LayoutMismatch, LeaseRefused, PortInUse, SourceChanged, SourceGone, SourceStalled
-from rfork.image.board import ChunkBoard
-from rfork.image.capture import image_of
+from rfork.errors import (
+    LayoutMismatch,
+    LeaseRejected,
+    PortInUse,
+    SourceTimeout,
+    SourceUnavailable,
+    SourceWeightsChanged,
+)
+from rfork.image.capture import image_from_tensors
+from rfork.image.chunk_state import ChunkState
 from rfork.image.chunks import MIB
 from rfork.peer.client import PeerClient
 from rfork.peer.v1 import peer_pb2, peer_pb2_grpc
-from rfork.seed.holding import seal
-from rfork.seed.seed import Seed
+from rfork.planner_client.lease import derive_key
 from rfork.settings import TlsSettings
+from rfork.source.image_state import compute_manifest
+from rfork.source.seed import Seed
 from rfork.transport.base import Endpoint
-from tests.integration.peer_service.seeds import SOON_S, StartSeed, client, opened, soon, token
+from tests.integration.peer_service.seeds import SOON_S, StartSeed, client, request_channel, soon, token
 
 
 def test_a_manifest_of_100_000_tensors_is_streamed(start_seed: StartSeed) -> None:
     """The layout comes with all its tensors, in messages that fit gRPC's limits."""
     memory = torch.zeros(100_000)
-    seed = start_seed(image_of({f"layers.{index}.w": memory[index] for index in range(100_000)}))
+    seed = start_seed(image_from_tensors({f"layers.{index}.w": memory[index] for index in range(100_000)}))
     peer = client(seed)
     assert (seed.manifest, 100_000) == (peer.full_manifest(soon()), len(seed.image.layout.tensors))
     assert seed.manifest == peer.manifest(seed.image.layout, soon())
     peer.close()
 
 
-def test_a_channel_that_a_fence_overtook_is_none(
-    start_seed: StartSeed, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_channel_that_a_fence_overtook_is_none(start_seed: StartSeed, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lease was good when the call came; the weights changed before the channel was there."""
     seed = start_seed()
     peer = client(seed)
@@ -47,32 +52,32 @@ def test_a_channel_that_a_fence_overtook_is_none(
         return open_channel(fork_id, layout_id, transports, address)
 
     monkeypatch.setattr(seed, "open_channel", overtaken)
-    with pytest.raises(SourceChanged):
-        opened(seed, peer)
+    with pytest.raises(SourceWeightsChanged):
+        request_channel(seed, peer)
     assert () == seed.report().readers
     peer.close()
 
 
 def test_a_manifest_that_is_not_known_yet_is_waited_for(start_seed: StartSeed) -> None:
     """A relay answers once it has learnt what its image holds, and not at all until then."""
-    held = image_of({"a": torch.zeros(2 * MIB, dtype=torch.uint8)})
-    relay = start_seed(held, ChunkBoard(held.layout.chunks), knows=False)
+    image = image_from_tensors({"a": torch.zeros(2 * MIB, dtype=torch.uint8)})
+    relay = start_seed(image, ChunkState(image.layout.chunks), knows=False)
     peer = client(relay)
-    with pytest.raises(SourceStalled):
-        peer.manifest(held.layout, time.monotonic() + 0.2)
-    relay.learn(seal(held))
-    assert relay.manifest == peer.manifest(held.layout, soon())
+    with pytest.raises(SourceTimeout):
+        peer.manifest(image.layout, time.monotonic() + 0.2)
+    relay.set_manifest(compute_manifest(image))
+    assert relay.manifest == peer.manifest(image.layout, soon())
     peer.close()
 
 
 BAD_TOKENS: dict[str, Callable[[Seed], str]] = {
     "none": lambda seed: "",
     "forged": lambda seed: token(seed, key=derive_key(b"x" * 32, "seed-1")),
-    "expired": lambda seed: token(seed, lives_s=-1),
+    "expired": lambda seed: token(seed, lifetime_s=-1),
 }
 CALLS: dict[str, Callable[[Seed, PeerClient], object]] = {
     "manifest": lambda seed, peer: peer.full_manifest(soon()),
-    "open": opened,
+    "open": request_channel,
     "watch": lambda seed, peer: next(peer.watch("any", 1.0)),
     "renew": lambda seed, peer: peer.renew(soon()),
 }
@@ -84,7 +89,7 @@ def test_no_call_without_a_lease(start_seed: StartSeed, bad: str, call: str) -> 
     """Every call is refused without a good lease."""
     seed = start_seed()
     peer = client(seed, BAD_TOKENS[bad](seed))
-    with pytest.raises(LeaseRefused):
+    with pytest.raises(LeaseRejected):
         CALLS[call](seed, peer)
     peer.close()
 
@@ -101,18 +106,18 @@ def test_health_needs_no_lease(start_seed: StartSeed) -> None:
     """A probe asks the standard health service."""
     seed = start_seed()
     with grpc.insecure_channel(seed.report().address) as channel:
-        answer = health_pb2_grpc.HealthStub(channel).Check(
+        response = health_pb2_grpc.HealthStub(channel).Check(
             health_pb2.HealthCheckRequest(service="rfork.v1.Peer"), timeout=SOON_S
         )
-    assert health_pb2.HealthCheckResponse.SERVING == answer.status
+    assert health_pb2.HealthCheckResponse.SERVING == response.status
 
 
 def test_another_forks_channel_cannot_be_watched(start_seed: StartSeed) -> None:
     """A channel's id is of no use to another fork."""
     seed = start_seed()
     first, second = client(seed), client(seed, token(seed, "fork-2"))
-    channel = opened(seed, first)
-    with pytest.raises(SourceChanged):
+    channel = request_channel(seed, first)
+    with pytest.raises(SourceWeightsChanged):
         next(second.watch(channel, 1.0))
     assert ("fork-1",) == seed.report().readers
     first.close()
@@ -139,7 +144,7 @@ def test_a_port_in_use_is_named(start_seed: StartSeed) -> None:
 def test_nobody_there(free_port: int) -> None:
     """A connection that is refused is a source that is gone."""
     peer = PeerClient(f"127.0.0.1:{free_port}", lambda: "token", TlsSettings())
-    with pytest.raises(SourceGone):
+    with pytest.raises(SourceUnavailable):
         peer.full_manifest(soon())
     peer.close()
 
@@ -149,7 +154,7 @@ def test_a_closed_client_is_a_source_that_is_gone(start_seed: StartSeed) -> None
     seed = start_seed()
     peer = client(seed)
     peer.close()
-    with pytest.raises(SourceGone):
-        opened(seed, peer)
-    with pytest.raises(SourceGone):
+    with pytest.raises(SourceUnavailable):
+        request_channel(seed, peer)
+    with pytest.raises(SourceUnavailable):
         next(peer.watch("any", 1.0))

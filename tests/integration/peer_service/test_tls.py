@@ -16,11 +16,11 @@ from tests.integration.peer_service.seeds import SOON_S, StartSeed, client
 @pytest.fixture
 def pem(tmp_path: Path) -> dict[str, Path]:
     """An authority, a certificate it issued for loopback, its key, and an authority of strangers."""
-    authority, strangers = trustme.CA(), trustme.CA()
+    authority, other_authority = trustme.CA(), trustme.CA()
     issued = authority.issue_cert("127.0.0.1", "localhost")
     blobs = {
         "ca": authority.cert_pem,
-        "strangers": strangers.cert_pem,
+        "strangers": other_authority.cert_pem,
         "certificate": issued.cert_chain_pems[0],
         "key": issued.private_key_pem,
     }
@@ -40,7 +40,7 @@ def tls_of(**files: Path) -> TlsSettings:
 
 
 @pytest.mark.parametrize(
-    ("server", "shows", "trusts", "expected"),
+    ("server", "presents_certificate", "trusts", "expected"),
     [
         (("certificate", "key"), False, "ca", True),
         (("certificate", "key"), False, "strangers", False),
@@ -55,7 +55,7 @@ def test_tls(
     monkeypatch: pytest.MonkeyPatch,
     pem: dict[str, Path],
     server: tuple[str, ...],
-    shows: bool,
+    presents_certificate: bool,
     trusts: str | None,
     expected: bool,
 ) -> None:
@@ -63,7 +63,7 @@ def test_tls(
     serve_tls(monkeypatch, pem, *server)
     seed = start_seed()
     files = {"ca": pem[trusts]} if trusts else {}
-    if shows:
+    if presents_certificate:
         files |= {"certificate": pem["certificate"], "key": pem["key"]}
     peer = client(seed, tls=tls_of(**files))
     try:

@@ -21,9 +21,7 @@ async def make(redis_server: RedisServer) -> AsyncIterator[MakeStore]:
     made: list[RedisStore] = []
 
     def make(*, keep_forks: int = 10, clock: Clock | None = None, timeout_s: float = TIMEOUT_S) -> RedisStore:
-        made.append(
-            RedisStore(redis_server.url, clock or Clock(), keep_forks=keep_forks, timeout_s=timeout_s)
-        )
+        made.append(RedisStore(redis_server.url, clock or Clock(), keep_forks=keep_forks, timeout_s=timeout_s))
         return made[-1]
 
     yield make

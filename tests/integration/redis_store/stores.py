@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from redis.asyncio import Redis
 
-from planner.store import keyspace
-from planner.store.base import Change, Conflict, StoreUnavailable
+from planner.store import redis_client
+from planner.store.base import CommitConflict, StoreChange, StoreUnavailable
 from planner.store.redis import RedisStore
 from tests.processes import RedisServer
 from tests.unit.planner.records import GROUP, fork
@@ -21,13 +21,13 @@ MakeStore = Callable[..., RedisStore]
 
 def key(name: str) -> str:
     """What the store calls one of its keys, which change with the format of records."""
-    return f"{{rfork}}:{keyspace.FORMAT}:{name}"
+    return f"{{rfork}}:{redis_client.FORMAT}:{name}"
 
 
-async def until(holds: Callable[[], bool]) -> None:
+async def until(predicate: Callable[[], bool]) -> None:
     """Wait for what a replica finds out by itself; TimeoutError where it does not."""
     async with asyncio.timeout(20):
-        while not holds():
+        while not predicate():
             await asyncio.sleep(0.01)
 
 
@@ -41,7 +41,7 @@ def forks_of(store: RedisStore) -> list[str]:
     return sorted(record.fork_id for record in store.state.forks())
 
 
-async def tell(server: RedisServer, *words: str | int) -> None:
+async def send_command(server: RedisServer, *words: str | int) -> None:
     """Have Redis do what no planner asks for."""
     async with Redis.from_url(server.url, protocol=2) as admin:
         await admin.execute_command(*words)
@@ -52,6 +52,6 @@ async def plan(store: RedisStore, fork_id: str) -> int:
     while True:
         await until(lambda: store.ready)
         version = store.version(GROUP)
-        with contextlib.suppress(Conflict, StoreUnavailable):
-            await store.commit(Change(forks=(fork(fork_id),), group=GROUP, version=version))
+        with contextlib.suppress(CommitConflict, StoreUnavailable):
+            await store.commit(StoreChange(forks=(fork(fork_id),), group=GROUP, version=version))
             return version

@@ -7,15 +7,15 @@ import time
 from dataclasses import replace
 
 from planner.leases import Clock
-from planner.store.base import Change, Conflict
-from rfork.wire import ForkFinish
+from planner.store.base import CommitConflict, StoreChange
+from rfork.schema import ForkResult
 from tests.integration.redis_store.stores import (
     MakeStore,
     forks_of,
     instances_of,
     key,
     plan,
-    tell,
+    send_command,
     until,
 )
 from tests.processes import RedisServer
@@ -27,9 +27,9 @@ async def test_two_replicas_see_what_the_other_does(make: MakeStore) -> None:
     one, other = make(), make()
     await one.start()
     await other.start()
-    await one.commit(Change(instances=(instance("a"), instance("b")), forks=(fork("f"),), group=GROUP))
+    await one.commit(StoreChange(instances=(instance("a"), instance("b")), forks=(fork("f"),), group=GROUP))
     await until(lambda: other.version(GROUP) == 1)
-    await other.commit(Change(instances=(replace(instance("a"), drained=True),), gone=("b",)))
+    await other.commit(StoreChange(instances=(replace(instance("a"), drained=True),), removed=("b",)))
     await until(lambda: instances_of(one) == ["a"])
     expected = ([replace(instance("a"), drained=True)], [fork("f")], 1)
     assert [expected] * 2 == [
@@ -45,20 +45,20 @@ async def test_a_replica_knows_by_a_change_how_late_it_is(make: MakeStore) -> No
     await other.start()
     ahead_s = 5.0
     announced = replace(scaleup("up", 4), first_at=one.now())
-    await one.commit(Change(scaleups=(announced,)))
+    await one.commit(StoreChange(scaleups=(announced,)))
     await until(lambda: other.state.scaleup("up") is not None)
     assert announced.first_at <= other.now()
 
 
 async def test_what_one_commits_it_sees_at_once(make: MakeStore) -> None:
     """And once: the stream brings it again."""
-    store, heard = make(), list[str]()
+    store, notifications = make(), list[str]()
     await store.start()
-    store.state.subscribe(lambda record: heard.append(record.fork_id))
+    store.state.subscribe(lambda record: notifications.append(record.fork_id))
     await plan(store, "a")
     seen = forks_of(store)
     await plan(store, "b")
-    assert (["a"], ["a", "b"]) == (seen, heard)
+    assert (["a"], ["a", "b"]) == (seen, notifications)
 
 
 async def test_of_two_commits_on_one_version_one_wins(make: MakeStore) -> None:
@@ -66,17 +66,20 @@ async def test_of_two_commits_on_one_version_one_wins(make: MakeStore) -> None:
     one, other = make(), make()
     await one.start()
     await other.start()
-    first = Change(forks=(fork("first"),), group=GROUP, version=0)
-    second = Change(instances=(instance("late"),), forks=(fork("second"),), group=GROUP, version=0)
+    first = StoreChange(forks=(fork("first"),), group=GROUP, version=0)
+    second = StoreChange(instances=(instance("late"),), forks=(fork("second"),), group=GROUP, version=0)
     outcomes = await asyncio.gather(one.commit(first), other.commit(second), return_exceptions=True)
     refused = [type(outcome) for outcome in outcomes if outcome is not None]
     loser, expected = (other, ([], ["first"], 1)) if outcomes[0] is None else (one, (["late"], ["second"], 1))
-    assert ([Conflict], expected) == (refused, (instances_of(loser), forks_of(loser), loser.version(GROUP)))
+    assert ([CommitConflict], expected) == (
+        refused,
+        (instances_of(loser), forks_of(loser), loser.version(GROUP)),
+    )
 
 
 async def test_no_version_is_used_twice(make: MakeStore) -> None:
     """Two hundred commits on two replicas at a time: each has a version of its own, and none is lost."""
-    stores = [make(keep_forks=1000), make(keep_forks=1000)]
+    stores = [make(max_finished_forks=1000), make(max_finished_forks=1000)]
     for store in stores:
         await store.start()
     used = await asyncio.gather(*(plan(stores[index % 2], f"f{index}") for index in range(200)))
@@ -91,21 +94,17 @@ async def test_changes_of_one_record_at_one_time_are_both_kept(make: MakeStore) 
     """A drain through one replica and a heartbeat through the other, made from the same record."""
     one, other = make(), make()
     await one.start()
-    await one.commit(Change(instances=(instance("a"),), forks=(fork("f"),)))
+    await one.commit(StoreChange(instances=(instance("a"),), forks=(fork("f"),)))
     await other.start()
     await asyncio.gather(
-        one.commit(Change(instances=(replace(instance("a"), drained=True),), forks=(fork("f", lost=True),))),
-        other.commit(
-            Change(instances=(replace(instance("a"), seen_at=9.0),), forks=(fork("f", seen_at=9.0),))
-        ),
+        one.commit(StoreChange(instances=(replace(instance("a"), drained=True),), forks=(fork("f", abandoned=True),))),
+        other.commit(StoreChange(instances=(replace(instance("a"), seen_at=9.0),), forks=(fork("f", seen_at=9.0),))),
     )
     third = make()
     await third.start()
-    expected = (replace(instance("a"), seen_at=9.0, drained=True), fork("f", seen_at=9.0, lost=True))
+    expected = (replace(instance("a"), seen_at=9.0, drained=True), fork("f", seen_at=9.0, abandoned=True))
     await until(lambda: one.state.instance("a") == other.state.instance("a") == expected[0])
-    assert [expected] * 3 == [
-        (each.state.instance("a"), each.state.fork("f")) for each in (one, other, third)
-    ]
+    assert [expected] * 3 == [(each.state.instance("a"), each.state.fork("f")) for each in (one, other, third)]
 
 
 async def test_a_heartbeat_of_an_instance_that_is_gone_brings_it_whole(
@@ -114,29 +113,29 @@ async def test_a_heartbeat_of_an_instance_that_is_gone_brings_it_whole(
     """One number would be a torn record: the replica that still knew the rest sends that too."""
     one, other = make(), make()
     await one.start()
-    await one.commit(Change(instances=(instance("a"),), forks=(fork("f"),)))
+    await one.commit(StoreChange(instances=(instance("a"),), forks=(fork("f"),)))
     await other.start()
-    await tell(redis_server, "DEL", key("instances"), key("forks"))
-    heard = replace(instance("a"), seen_at=9.0)
-    await other.commit(Change(instances=(heard,), forks=(fork("f", seen_at=9.0),)))
+    await send_command(redis_server, "DEL", key("instances"), key("forks"))
+    notifications = replace(instance("a"), seen_at=9.0)
+    await other.commit(StoreChange(instances=(notifications,), forks=(fork("f", seen_at=9.0),)))
     third = make()
     await third.start()
-    await until(lambda: one.state.instances() == [heard])
-    expected = ([heard], [fork("f", seen_at=9.0)])
+    await until(lambda: one.state.instances() == [notifications])
+    expected = ([notifications], [fork("f", seen_at=9.0)])
     assert [expected] * 3 == [(store.state.instances(), store.state.forks()) for store in (one, other, third)]
 
 
 async def test_a_replica_that_starts_later_knows_everything(make: MakeStore) -> None:
     """Ended forks as many as are kept, in the order of their end; ages are those of the first replica."""
-    one = make(keep_forks=2)
+    one = make(max_finished_forks=2)
     await one.start()
     seen_at = one.now() - 5
-    await one.commit(Change(instances=(replace(instance("a"), seen_at=seen_at),), forks=(fork("live"),)))
+    await one.commit(StoreChange(instances=(replace(instance("a"), seen_at=seen_at),), forks=(fork("live"),)))
     for name in ("x", "z", "y"):
-        await one.commit(Change(forks=(fork(name),)))
-        await one.commit(Change(forks=(fork(name, ended=True),)))
+        await one.commit(StoreChange(forks=(fork(name),)))
+        await one.commit(StoreChange(forks=(fork(name, ended=True),)))
     await plan(one, "planned")
-    later = make(keep_forks=2)
+    later = make(max_finished_forks=2)
     await later.start()
     # Each look at Redis brings the time of the replica that is furthest.
     await until(lambda: abs(one.now() - later.now()) < 2)
@@ -151,17 +150,17 @@ async def test_what_forks_told_outlives_their_instances(make: MakeStore) -> None
     one, other = make(), make()
     await one.start()
     await other.start()
-    took = {"snapshot:file:///x": 9.0, "s": 2.0}
-    await one.commit(Change(instances=(instance("s"),), forks=tuple(fork(name) for name in took)))
-    for source, seconds in took.items():
-        finish = ForkFinish(outcome="forked", seconds=seconds, bytes_read=1, sources={source: 1})
-        await other.commit(Change(forks=(fork(source, finish=finish),)))
-    await one.commit(Change(gone=("s",)))
+    seconds_by_source = {"snapshot:file:///x": 9.0, "s": 2.0}
+    await one.commit(StoreChange(instances=(instance("s"),), forks=tuple(fork(name) for name in seconds_by_source)))
+    for source, seconds in seconds_by_source.items():
+        finish = ForkResult(outcome="forked", seconds=seconds, bytes_read=1, sources={source: 1})
+        await other.commit(StoreChange(forks=(fork(source, finish=finish),)))
+    await one.commit(StoreChange(removed=("s",)))
     later = make()
     await later.start()
     await until(lambda: not other.state.groups())
     assert [([], [7.0])] * 3 == [
-        (store.state.groups(), [past.saved_s for past in store.state.pasts()])
+        (store.state.groups(), [past.seconds_saved for past in store.state.histories()])
         for store in (one, other, later)
     ]
 

@@ -10,25 +10,25 @@ from pathlib import Path
 
 from rfork.image.chunks import MIB
 from rfork.image.memory import Image
-from rfork.settings import Settings
+from rfork.settings import InstanceSettings
 from rfork.transport.base import Endpoint, Reader
-from rfork.transport.same_host.connection import Connection
-from rfork.transport.same_host.dialling import Connections
-from rfork.transport.same_host.messages import Message
 from rfork.transport.shared_memory import SharedMemoryTransport
-from tests.integration.shared_memory_source import SIZES
-from tests.transport_contract import TOKEN, Pair, image_of, soon
+from rfork.transport.unix_socket.client import ConnectionPool
+from rfork.transport.unix_socket.connection import UnixSocketConnection
+from rfork.transport.unix_socket.messages import Message
+from tests.integration.shared_memory_node import SIZES
+from tests.transport_contract import TOKEN, TransportPair, image_of, soon
 
 LARGE = (32 * MIB, 1000, 30 * MIB + 5)
 
 
 def transport(**settings: str) -> SharedMemoryTransport:
-    return SharedMemoryTransport(Settings.model_validate(settings))
+    return SharedMemoryTransport(InstanceSettings.model_validate(settings))
 
 
 @contextlib.contextmanager
-def pair(sizes: tuple[int, ...] = LARGE, **settings: str) -> Iterator[Pair]:
-    made = Pair.over(transport(**settings), sizes)
+def pair(sizes: tuple[int, ...] = LARGE, **settings: str) -> Iterator[TransportPair]:
+    made = TransportPair.create(transport(**settings), sizes)
     try:
         yield made
     finally:
@@ -36,7 +36,7 @@ def pair(sizes: tuple[int, ...] = LARGE, **settings: str) -> Iterator[Pair]:
 
 
 @contextlib.contextmanager
-def reading(endpoint: Endpoint, image: Image, **settings: str) -> Iterator[Reader]:
+def open_reader(endpoint: Endpoint, image: Image, **settings: str) -> Iterator[Reader]:
     reader = transport(**settings).connect(endpoint, image, lambda: TOKEN, soon())
     with contextlib.closing(reader):
         yield reader
@@ -45,12 +45,12 @@ def reading(endpoint: Endpoint, image: Image, **settings: str) -> Iterator[Reade
 def fork_of(endpoint: Endpoint, sizes: tuple[int, ...] = SIZES) -> Image:
     """A target that has read all."""
     image = image_of(sizes)
-    with reading(endpoint, image) as reader:
+    with open_reader(endpoint, image) as reader:
         reader.read(0, image.layout.image_bytes, soon())
     return image
 
 
-def mapped(pid: int | str = "self") -> dict[str, int]:
+def mapped_chunk_bytes(pid: int | str = "self") -> dict[str, int]:
     """Bytes of a process's mappings of chunks: resident, its share of those, its own (Anonymous)."""
     gc.collect()  # what tests before have left behind is not to go in the middle of one
     sums = dict.fromkeys(("Rss", "Pss", "Anonymous"), 0)
@@ -63,15 +63,15 @@ def mapped(pid: int | str = "self") -> dict[str, int]:
     return sums
 
 
-def asked(endpoint: Endpoint, message: Message) -> tuple[Message, list[int]]:
+def send_request(endpoint: Endpoint, message: Message) -> tuple[Message, list[int]]:
     """What the source answers to a message of one's own; the descriptors are the caller's."""
-    connections = Connections(endpoint.parameters, 30)
-    with contextlib.closing(connections), connections.borrowed(soon()) as connection:
+    connections = ConnectionPool(endpoint.parameters, 30)
+    with contextlib.closing(connections), connections.lease(soon()) as connection:
         connection.send(message, deadline=soon())
-        return answer_on(connection)
+        return receive_reply(connection)
 
 
-def answer_on(connection: Connection) -> tuple[Message, list[int]]:
+def receive_reply(connection: UnixSocketConnection) -> tuple[Message, list[int]]:
     """What is answered in the end: a source that is slow asks for patience first, as often as it takes."""
     while True:
         message, descriptors = connection.receive(soon())

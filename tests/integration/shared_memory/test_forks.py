@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from rfork.control.client import PlannerClient
-from rfork.engines.fetching import ranks_of
-from rfork.fork.fetching import fetch_reported
+from rfork.engines.model_ranks import sources_by_rank
 from rfork.image.chunks import MIB
-from rfork.settings import Settings
-from rfork.transport.shared_memory.own_memory import FILE_NAME
+from rfork.planner_client.client import PlannerClient
+from rfork.receiver.fetch import fetch_with_report
+from rfork.settings import InstanceSettings
+from rfork.transport.shared_memory.memory_maps import FILE_NAME
 from tests.conftest import StartRfork
-from tests.integration.shared_memory.pairs import mapped
-from tests.integration.weights_node import MODEL, Node, sha256_of
+from tests.integration.shared_memory.pairs import mapped_chunk_bytes
+from tests.integration.weights_node import MODEL, WeightsNode, sha256_of
 
 READY = r'"event": ?"ready"'
 
@@ -32,10 +32,10 @@ def planner(rfork_process: StartRfork) -> str:
 def mapped_by_children() -> list[int]:
     """Bytes of chunks that each process has mapped which this one started."""
     tasks = Path("/proc/self/task").glob("*/children")
-    return [mapped(pid)["Rss"] for task in tasks for pid in task.read_text().split()]
+    return [mapped_chunk_bytes(pid)["Rss"] for task in tasks for pid in task.read_text().split()]
 
 
-def kept_by_children() -> list[str]:
+def chunk_files_of_children() -> list[str]:
     """Files of whole chunks that processes which this one started have open."""
     tasks = Path("/proc/self/task").glob("*/children")
     folders = [Path(f"/proc/{pid}/fd") for task in tasks for pid in task.read_text().split()]
@@ -47,11 +47,11 @@ def test_forks_of_one_host_share_the_memory(planner: str) -> None:
     """Two targets fork from a seed, or one from the other, and both have mapped the chunks."""
     options = {"RFORK_TRANSPORTS": "shared_memory,http", "RFORK_DRAIN_S": "0"}
     with contextlib.ExitStack() as stack:
-        seed, *targets = (stack.enter_context(Node(planner, options)) for _ in range(3))
-        seed.ask("seed", 1)
+        seed, *targets = (stack.enter_context(WeightsNode(planner, options)) for _ in range(3))
+        seed.request("seed", 1)
         for target in targets:
-            target.ask("fork")
-        reports = [target.ask("report") for target in targets]
+            target.request("fork")
+        reports = [target.request("report") for target in targets]
         large = [size for size in mapped_by_children() if size > 10 * MIB]
         assert [("forked", sha256_of(1), [])] * 2 == [
             (report["outcome"], report["sha256"], report["reasons"]) for report in reports
@@ -62,16 +62,16 @@ def test_forks_of_one_host_share_the_memory(planner: str) -> None:
 def test_who_only_passes_through_leaves_nothing_behind(planner: str) -> None:
     """A snapshot of a seed's weights is read from it without a file that it would keep for others."""
     options = {"RFORK_TRANSPORTS": "shared_memory,http", "RFORK_DRAIN_S": "0"}
-    with Node(planner, options) as seed:
-        seed.ask("seed", 1)
-        settings = Settings(planner=planner, transports=("shared_memory",))
+    with WeightsNode(planner, options) as seed:
+        seed.request("seed", 1)
+        settings = InstanceSettings(planner=planner, transports=("shared_memory",))
         with PlannerClient.of(settings) as client:
-            (holder,) = ranks_of(client, MODEL)
-        _, manifest, report = fetch_reported(holder, lambda: PlannerClient.of(settings), settings)
+            (holder,) = sources_by_rank(client, MODEL)
+        _, manifest, report = fetch_with_report(holder, lambda: PlannerClient.of(settings), settings)
         assert [("shared_memory", len(manifest.digests))] == [
             (share.transport, share.verified_chunks) for share in report.sources
         ]
-        assert [] == kept_by_children()
+        assert [] == chunk_files_of_children()
 
 
 def test_a_target_that_does_not_share_the_folder_goes_by_http(planner: str, tmp_path: Path) -> None:
@@ -82,13 +82,13 @@ def test_a_target_that_does_not_share_the_folder_goes_by_http(planner: str, tmp_
     options = {"RFORK_TRANSPORTS": "shared_memory,http", "RFORK_DRAIN_S": "0"}
     with contextlib.ExitStack() as stack:
         seed, target = (
-            stack.enter_context(Node(planner, {**options, "RFORK_LOCAL_SOCKETS": str(folder)}))
+            stack.enter_context(WeightsNode(planner, {**options, "RFORK_LOCAL_SOCKETS": str(folder)}))
             for folder in folders
         )
-        seed.ask("seed", 1)
+        seed.request("seed", 1)
         assert [1, 0] == [len(list(folder.iterdir())) for folder in folders]
-        target.ask("fork")
-        report = target.ask("report")
+        target.request("fork")
+        report = target.request("report")
         assert ("forked", sha256_of(1)) == (report["outcome"], report["sha256"])
         assert "NotOneHost" in str(report["reasons"])
     assert [0, 0] == [len(list(folder.iterdir())) for folder in folders]

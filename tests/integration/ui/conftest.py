@@ -8,12 +8,12 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
-from planner.service import running
-from tests.integration.ui.looking import PATIENCE_S, settings
-from tests.processes import START_S
-from tests.ui_fleet import (
+from planner.server import run_in_thread
+from tests.fleet_player import (
     FleetPlayer,
 )
+from tests.integration.ui.planner_page import TIMEOUT_S, settings
+from tests.processes import START_S
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -23,11 +23,9 @@ def browser() -> Iterator[Browser]:
     """One Chromium for all tests of a module."""
     if CHROMIUM is None:
         pytest.skip("NO chromium ON PATH: the planner's page is NOT tested")
-    expect.set_options(timeout=PATIENCE_S * 1000)
+    expect.set_options(timeout=TIMEOUT_S * 1000)
     with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox"], timeout=START_S * 1000
-        )
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"], timeout=START_S * 1000)
         yield chromium
         chromium.close()
 
@@ -45,10 +43,11 @@ def page(context: BrowserContext) -> Iterator[Page]:
     page, wrong = context.new_page(), list[str]()
     page.on("pageerror", lambda error: wrong.append(str(error)))
     page.on(
-        "console", lambda said: wrong.append(said.text) if "Content Security Policy" in said.text else None
+        "console",
+        lambda message: wrong.append(message.text) if "Content Security Policy" in message.text else None,
     )
     page.on("dialog", lambda dialog: wrong.append(dialog.message))
-    page.set_default_timeout(PATIENCE_S * 1000)
+    page.set_default_timeout(TIMEOUT_S * 1000)
     yield page
     page.close()
     assert [] == wrong
@@ -57,7 +56,7 @@ def page(context: BrowserContext) -> Iterator[Page]:
 @pytest.fixture
 def planner() -> Iterator[str]:
     """The URL of a planner that forgets nobody while a test looks."""
-    with running(settings()) as url:
+    with run_in_thread(settings()) as url:
         yield url
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from rfork.artifacts.key import ArtifactKey, key_of_here, key_of_name, name_of, prefix_of
-from rfork.artifacts.kinds import places
-from rfork.artifacts.taking import other_keys
+from rfork.artifacts.cache_types import cache_dirs
+from rfork.artifacts.client import other_keys
+from rfork.artifacts.key import ArtifactKey, local_key, name_of, parse_name, prefix_of
 from rfork.errors import SettingsError
-from rfork.fields import ModelName
+from rfork.schema.types import ModelName
 from rfork.settings import ArtifactSettings, load
 
 KEY = ArtifactKey(gpu="NVIDIA-H100", sm="9.0", driver="550.54.15", torch="2.13.0", engine="vllm-0.32.0")
@@ -31,13 +31,13 @@ def _no_folders_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_name_says_its_key() -> None:
     """Whoever lists instances sees what artifacts are for without asking for one byte of them."""
-    assert KEY == key_of_name(name_of("Qwen/Qwen3-8B", KEY))
+    assert KEY == parse_name(name_of("Qwen/Qwen3-8B", KEY))
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-8B", "a+artifacts 0123 gpu=x", "a+artifacts "])
 def test_other_names_have_no_key(name: str) -> None:
     """A model's own, or one whose hash is not that of what it says."""
-    assert None is key_of_name(name)
+    assert None is parse_name(name)
 
 
 def test_the_longest_name_is_one_that_the_planner_takes() -> None:
@@ -61,18 +61,18 @@ def test_each_value_makes_another_key(field: str) -> None:
 def test_of_other_keys_the_nearest_is_named() -> None:
     """One value that differs says more than five."""
     near, far = replace(KEY, driver="560.1"), ArtifactKey()
-    told = other_keys([name_of("m", far), name_of("m", near), "m", name_of("m", KEY)], KEY)
-    assert "only for another machine (and 1 more): driver: here 550.54.15, there 560.1" == told
+    description = other_keys([name_of("m", far), name_of("m", near), "m", name_of("m", KEY)], KEY)
+    assert "only for another machine (and 1 more): driver: here 550.54.15, there 560.1" == description
 
 
 def test_here_has_one_key() -> None:
     """It is the same each time, and says which Python and torch this is."""
-    key = key_of_here()
-    assert (key, True, True) == (key_of_here(), key.torch[0].isdigit(), key.python.startswith("CPython-3"))
+    key = local_key()
+    assert (key, True, True) == (local_key(), key.torch[0].isdigit(), key.python.startswith("CPython-3"))
 
 
 @pytest.mark.parametrize(
-    ("kind", "expected"),
+    ("type_name", "expected"),
     [
         ("triton", "/home/u/.triton/cache"),
         ("flashinfer", "/home/u/.cache/flashinfer"),
@@ -83,13 +83,15 @@ def test_here_has_one_key() -> None:
         ("tvm_ffi", "/home/u/.cache/tvm-ffi"),
     ],
 )
-def test_caches_lie_where_their_owners_put_them(kind: str, expected: str) -> None:
+def test_caches_lie_where_their_owners_put_them(type_name: str, expected: str) -> None:
     """Without any variable."""
-    assert [Path(expected)] == [place.folder for place in places(load(ArtifactSettings, kinds=(kind,)))]
+    assert [Path(expected)] == [
+        cache_dir.folder for cache_dir in cache_dirs(load(ArtifactSettings, kinds=(type_name,)))
+    ]
 
 
 @pytest.mark.parametrize(
-    ("variable", "kind", "expected"),
+    ("variable", "type_name", "expected"),
     [
         ("TRITON_CACHE_DIR", "triton", "/x"),
         ("TRITON_HOME", "triton", "/x/.triton/cache"),
@@ -105,11 +107,11 @@ def test_caches_lie_where_their_owners_put_them(kind: str, expected: str) -> Non
     ],
 )
 def test_the_variables_of_others_hold_here_too(
-    variable: str, kind: str, expected: str, monkeypatch: pytest.MonkeyPatch
+    variable: str, type_name: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever moved a cache need not say so twice."""
     monkeypatch.setenv(variable, "triton=/x" if variable.startswith("RFORK") else "/x")
-    assert [Path(expected)] == [place.folder for place in places(load(ArtifactSettings, kinds=kind))]
+    assert [Path(expected)] == [cache_dir.folder for cache_dir in cache_dirs(load(ArtifactSettings, kinds=type_name))]
 
 
 def test_a_kind_of_ones_own_is_a_name_and_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,14 +119,15 @@ def test_a_kind_of_ones_own_is_a_name_and_a_folder(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("RFORK_ARTIFACTS_KINDS", "tilelang")
     monkeypatch.setenv("RFORK_ARTIFACTS_FOLDERS", "tilelang=/x/tl")
     assert [("tilelang", Path("/x/tl"), True)] == [
-        (place.kind.name, place.folder, place.kind.bound) for place in places(load(ArtifactSettings))
+        (cache_dir.cache_type.name, cache_dir.folder, cache_dir.cache_type.path_bound)
+        for cache_dir in cache_dirs(load(ArtifactSettings))
     ]
 
 
 def test_a_kind_that_nobody_knows_is_an_error() -> None:
     """It names those there are."""
     with pytest.raises(SettingsError, match="'triten' is not known"):
-        places(load(ArtifactSettings, kinds="triten"))
+        cache_dirs(load(ArtifactSettings, kinds="triten"))
 
 
 def test_a_user_without_a_home_has_settings(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,14 +138,14 @@ def test_a_user_without_a_home_has_settings(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(Path, "home", homeless)
     monkeypatch.setattr("os.path.expanduser", lambda path: path)
-    assert [] == places(load(ArtifactSettings))
+    assert [] == cache_dirs(load(ArtifactSettings))
     monkeypatch.setenv("TRITON_CACHE_DIR", "/x")
-    assert [Path("/x")] == [place.folder for place in places(load(ArtifactSettings, kinds="triton"))]
+    assert [Path("/x")] == [cache_dir.folder for cache_dir in cache_dirs(load(ArtifactSettings, kinds="triton"))]
     with pytest.raises(SettingsError, match="deep_gemm"):
-        places(load(ArtifactSettings, kinds="deep_gemm"))
+        cache_dirs(load(ArtifactSettings, kinds="deep_gemm"))
 
 
 def test_a_folder_of_nobody_is_an_error() -> None:
     """One line that names the kind, and no RuntimeError."""
     with pytest.raises(SettingsError, match=r"triton: ~no-such-user/x"):
-        places(load(ArtifactSettings, kinds="triton", folders="triton=~no-such-user/x"))
+        cache_dirs(load(ArtifactSettings, kinds="triton", folders="triton=~no-such-user/x"))

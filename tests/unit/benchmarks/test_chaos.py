@@ -12,35 +12,58 @@ import pytest
 
 from benchmarks import chaos_disk
 from benchmarks.chaos import parse
-from benchmarks.chaos_draw import SHORT, SIZES_MIB, STRIKES, Fault, Kind, Role, Round, draw
-from benchmarks.chaos_faults import victims
-from benchmarks.chaos_judge import Census, Ending, Finding, Seen, Struck, judge, leaks
-from benchmarks.chaos_tally import Tally
-from benchmarks.chaos_wire import ANSWER, COMMAND, Answer, Command, Look
-from benchmarks.fanout_wire import line
+from benchmarks.chaos_checks import (
+    Finding,
+    ForkEnding,
+    InjectedFault,
+    ProcessResources,
+    RoundObservation,
+    check_round,
+    find_leaks,
+)
+from benchmarks.chaos_injector import fault_candidates
+from benchmarks.chaos_messages import (
+    COMMAND_ADAPTER,
+    RESPONSE_ADAPTER,
+    ChaosCommand,
+    ChaosResponse,
+    PlannerForkInfo,
+)
+from benchmarks.chaos_scenarios import (
+    FAULT_ROLES,
+    SHORT_STOP_S,
+    SIZES_MIB,
+    ChaosFault,
+    ChaosRound,
+    FaultType,
+    Role,
+    generate_round,
+)
+from benchmarks.chaos_summary import ChaosSummary
+from benchmarks.fanout_messages import encode_line
 from rfork.storage.local.files import LocalFile
 
 MIB = 1 << 20
-ROUND = Round(7, "seeds", 1, 3, 32, "memory", False, False, (Fault("kill", "relay", 0, 0.5, 0.1, None),))
-CENSUS = Census(1, ("MainThread",), {"socket": 1, "/dev/null": 1}, 200 * MIB)
-RIGHT = Ending("t0", "forked", right=True, repeated=5 * MIB, chunk_bytes=MIB, seconds=3.0)
-SEEN = Seen(
+ROUND = ChaosRound(7, "seeds", 1, 3, 32, "memory", False, False, (ChaosFault("kill", "relay", 0, 0.5, 0.1, None),))
+CENSUS = ProcessResources(1, ("MainThread",), {"socket": 1, "/dev/null": 1}, 200 * MIB)
+RIGHT = ForkEnding("t0", "forked", is_correct=True, repeated_bytes=5 * MIB, chunk_bytes=MIB, seconds=3.0)
+SEEN = RoundObservation(
     round=ROUND,
     window=4,
-    struck=(Struck("kill", "seed", "seed0"),),
-    endings=(RIGHT, Ending("t1", "killed"), Ending("t2", "failed", reasons=("NoSource: none",))),
+    injected=(InjectedFault("kill", "seed", "seed0"),),
+    endings=(RIGHT, ForkEnding("t1", "killed"), ForkEnding("t2", "failed", reasons=("NoSource: none",))),
     before={"t0": CENSUS},
     after={"t0": CENSUS},
     recovery_s=2.5,
 )
 
 
-def with_ending(**changes: object) -> Callable[[Seen], Seen]:
+def with_ending(**changes: object) -> Callable[[RoundObservation], RoundObservation]:
     """A round whose first target ended otherwise."""
     return lambda seen: replace(seen, endings=(replace(RIGHT, **changes), *seen.endings[1:]))  # type: ignore[arg-type]
 
 
-def with_after(**changes: object) -> Callable[[Seen], Seen]:
+def with_after(**changes: object) -> Callable[[RoundObservation], RoundObservation]:
     """A round after which a process has something else open."""
     return lambda seen: replace(seen, after={"t0": replace(CENSUS, **changes)})  # type: ignore[arg-type]
 
@@ -50,27 +73,27 @@ def with_after(**changes: object) -> Callable[[Seen], Seen]:
 
 def test_a_round_is_drawn_from_its_number_alone() -> None:
     """The same each time, so that one that went wrong can be run again."""
-    assert [draw(number) for number in range(50)] == [draw(number) for number in range(50)]
+    assert [generate_round(number) for number in range(50)] == [generate_round(number) for number in range(50)]
 
 
 def test_a_hundred_rounds_do_everything_to_everybody() -> None:
     """Each kind of fault, to each role that it can be done to."""
-    drawn = {(fault.kind, fault.role) for number in range(100) for fault in draw(number).faults}
-    assert set(STRIKES) == drawn
+    drawn = {(fault.fault_type, fault.role) for number in range(100) for fault in generate_round(number).faults}
+    assert set(FAULT_ROLES) == drawn
 
 
 def test_the_short_form_does_each_kind_and_meets_each_role() -> None:
     """As well as both stores, one seed and two, and both kinds of cold start."""
-    rounds = [draw(number) for number in SHORT]
+    rounds = [generate_round(number) for number in SHORT_STOP_S]
     faults = [fault for drawn in rounds for fault in drawn.faults]
     assert (
-        {kind for kind, _ in STRIKES},
-        {role for _, role in STRIKES},
+        {fault_type for fault_type, _ in FAULT_ROLES},
+        {role for _, role in FAULT_ROLES},
         {"seeds", "checkpoint", "snapshot"},
         {"memory", "redis"},
         {0, 1, 2},
     ) == (
-        {fault.kind for fault in faults},
+        {fault.fault_type for fault in faults},
         {fault.role for fault in faults},
         {drawn.start for drawn in rounds},
         {drawn.store for drawn in rounds},
@@ -80,30 +103,34 @@ def test_the_short_form_does_each_kind_and_meets_each_role() -> None:
 
 def test_every_round_can_be_run() -> None:
     """Nothing is done to whom the round does not have, and every watched target is there."""
-    for drawn in map(draw, range(500)):
+    for drawn in map(generate_round, range(500)):
         roles = {fault.role for fault in drawn.faults}
-        strikes = {(fault.kind, fault.role) for fault in drawn.faults}
+        strikes = {(fault.fault_type, fault.role) for fault in drawn.faults}
         assert (True, True, True, True, True, True) == (
             "seed" not in roles or drawn.seeds > 0,
             "redis" not in roles or drawn.store == "redis",
-            ("full", "target") not in strikes or drawn.keeps,
+            ("full", "target") not in strikes or drawn.resumes,
             ("torn", "target") not in strikes or drawn.start != "seeds",
-            all(fault.watched < drawn.targets and 0 <= fault.at < 1 for fault in drawn.faults),
+            all(fault.trigger_target < drawn.targets and 0 <= fault.trigger_fraction < 1 for fault in drawn.faults),
             drawn.size_mib in SIZES_MIB and 3 <= drawn.targets <= 5,
         )
 
 
 def test_whoever_is_stopped_goes_on() -> None:
     """A process that is stopped for ever would say nothing of the others."""
-    stopped = [fault for number in range(500) for fault in draw(number).faults if fault.kind == "stop"]
-    assert [] == [fault for fault in stopped if fault.lasts_s is None]
+    stopped = [fault for number in range(500) for fault in generate_round(number).faults if fault.fault_type == "stop"]
+    assert [] == [fault for fault in stopped if fault.duration_s is None]
 
 
-GRAPH = (Look("t0", ("seed0",)), Look("t1", ("t0", "t1")), Look("t2", ("t0",)))
+GRAPH = (
+    PlannerForkInfo("t0", ("seed0",)),
+    PlannerForkInfo("t1", ("t0", "t1")),
+    PlannerForkInfo("t2", ("t0",)),
+)
 
 
 @pytest.mark.parametrize(
-    ("kind", "role", "graph", "ended", "touched", "expected"),
+    ("fault_type", "role", "graph", "ended", "touched", "expected"),
     [
         ("kill", "seed", GRAPH, (), (), ("seed", ["seed0"])),
         ("kill", "seed", GRAPH, (), ("seed0",), ("seed", [])),
@@ -119,12 +146,12 @@ GRAPH = (Look("t0", ("seed0",)), Look("t1", ("t0", "t1")), Look("t2", ("t0",)))
     ],
 )
 def test_who_is_struck(
-    kind: Kind, role: Role, graph: tuple[Look, ...], ended: tuple[str, ...], touched: tuple[str, ...],
+    fault_type: FaultType, role: Role, graph: tuple[PlannerForkInfo, ...], ended: tuple[str, ...], touched: tuple[str, ...],
     expected: tuple[str, list[str]],
 ) -> None:  # fmt: skip
     """Those that have the role now, and nobody twice."""
-    fault = Fault(kind, role, 0, 0.5, 0.1, None)
-    assert expected == victims(ROUND, fault, graph, ended, touched)
+    fault = ChaosFault(fault_type, role, 0, 0.5, 0.1, None)
+    assert expected == fault_candidates(ROUND, fault, graph, ended, touched)
 
 
 # -- judging ------------------------------------------------------------------------------------------
@@ -132,7 +159,7 @@ def test_who_is_struck(
 
 def test_a_good_round_has_no_findings() -> None:
     """One forked, one was killed on purpose, and one said why it could not."""
-    assert () == judge(SEEN)
+    assert () == check_round(SEEN)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +191,7 @@ def test_a_good_round_has_no_findings() -> None:
         ),
         (with_after(memory=250 * MIB), Finding("leak", "t0: 250 MiB in memory, before 200")),
         (
-            lambda seen: replace(seen, struck=(Struck("full", "seed", "seed0", "written"),)),
+            lambda seen: replace(seen, struck=(InjectedFault("full", "seed", "seed0", "written"),)),
             Finding("error", "full seed0: written"),
         ),
         (lambda seen: replace(seen, died=("seed0",)), Finding("error", "seed0 ended, and nobody killed it")),
@@ -173,13 +200,13 @@ def test_a_good_round_has_no_findings() -> None:
         (lambda seen: replace(seen, held=("a fork",)), Finding("books", "a fork")),
     ],
 )
-def test_each_wrong_is_found(change: Callable[[Seen], Seen], expected: Finding) -> None:
+def test_each_wrong_is_found(change: Callable[[RoundObservation], RoundObservation], expected: Finding) -> None:
     """And nothing else is."""
-    assert (expected,) == judge(change(SEEN))
+    assert (expected,) == check_round(change(SEEN))
 
 
 COLD = replace(ROUND, start="snapshot", seeds=0)
-FAILED = Ending("t0", "failed")
+FAILED = ForkEnding("t0", "failed")
 
 
 @pytest.mark.parametrize(
@@ -195,22 +222,22 @@ FAILED = Ending("t0", "failed")
     ],
 )
 def test_who_could_be_read_from_must_not_be_missed(
-    round_: Round, struck: tuple[str, str, str], expected: list[str]
+    round_: ChaosRound, struck: tuple[str, str, str], expected: list[str]
 ) -> None:
     """A target that fails without need is a finding, which says what was left to it."""
-    seen = replace(SEEN, round=round_, struck=(Struck(*struck),), endings=(FAILED,))
-    found = [finding.text for finding in judge(seen) if finding.wrong == "lost"]
+    seen = replace(SEEN, round=round_, injected=(InjectedFault(*struck),), endings=(FAILED,))
+    found = [finding.text for finding in check_round(seen) if finding.finding_type == "lost"]
     assert [True] * len(expected) == [word in text for word, text in zip(expected, found, strict=True)]
 
 
 def test_each_fault_allows_for_a_window_and_a_chunk() -> None:
     """Two faults, twice as much; none, nothing."""
     repeated = with_ending(repeated=10 * MIB)(SEEN)
-    both = replace(repeated, struck=SEEN.struck * 2)
-    none = replace(repeated, struck=(), endings=repeated.endings[:1])
+    both = replace(repeated, injected=SEEN.injected * 2)
+    none = replace(repeated, injected=(), endings=repeated.endings[:1])
     assert ([], ["repeats"]) == (
-        [finding.wrong for finding in judge(both)],
-        [finding.wrong for finding in judge(none)],
+        [finding.finding_type for finding in check_round(both)],
+        [finding.finding_type for finding in check_round(none)],
     )
 
 
@@ -218,17 +245,17 @@ def test_a_pool_may_keep_some_sockets() -> None:
     """As many as it is told, and nothing else."""
     after = replace(CENSUS, files={"socket": 4, "/dev/null": 1})
     assert ([], ["files socket (3)"]) == (
-        list(leaks(CENSUS, after, pooled=3)),
-        list(leaks(CENSUS, after, pooled=2)),
+        list(find_leaks(CENSUS, after, pooled=3)),
+        list(find_leaks(CENSUS, after, pooled=2)),
     )
 
 
 def test_a_census_sees_what_is_open(tmp_path: Path) -> None:
     """A file that was opened since is in the next census, and only that."""
     gc.collect()  # what is garbage may close its files at any time
-    before = Census.of(os.getpid())
+    before = ProcessResources.of(os.getpid())
     with (tmp_path / "file").open("w"):
-        after = Census.of(os.getpid())
+        after = ProcessResources.of(os.getpid())
     assert {str(tmp_path / "file"): 1} == {
         name: count for name, count in after.files.items() if before.files.get(name) != count
     }
@@ -239,10 +266,10 @@ def test_a_census_sees_what_is_open(tmp_path: Path) -> None:
 
 def test_the_tally_counts_a_round_in_each_of_its_faults() -> None:
     """And once in all."""
-    tally = Tally()
-    tally.add(replace(SEEN, struck=(*SEEN.struck, Struck("cut", "relay", "t1"))), ())
+    tally = ChaosSummary()
+    tally.add(replace(SEEN, injected=(*SEEN.injected, InjectedFault("cut", "relay", "t1"))), ())
     wrong = with_ending(right=False)(SEEN)
-    tally.add(replace(wrong, recovery_s=9.0), judge(wrong))
+    tally.add(replace(wrong, recovery_s=9.0), check_round(wrong))
     columns = ("rounds", "forked", "killed", "wrong bytes")
     rows = {row["fault"]: tuple(row[column] for column in columns) for row in tally.rows}
     assert {"kill seed": (2, 2, 2, 1), "cut relay": (1, 1, 1, 0), "all": (2, 2, 2, 1)} == rows
@@ -250,9 +277,9 @@ def test_the_tally_counts_a_round_in_each_of_its_faults() -> None:
 
 def test_the_figures_are_those_of_all_rounds() -> None:
     """What was found after the last round counts too."""
-    tally = Tally()
+    tally = ChaosSummary()
     tally.add(SEEN, ())
-    tally.note([Finding("books", "a fork")])
+    tally.add_findings([Finding("books", "a fork")])
     assert {
         "chaos_rounds": 1, "chaos_forked_share": 0.5, "chaos_worst_recovery_s": 2.5, "chaos_wrong_bytes": 0,
         "chaos_hangs": 0, "chaos_leaks": 0, "chaos_repeated_over_bound": 0, "chaos_lost": 0,
@@ -265,11 +292,13 @@ def test_the_figures_are_those_of_all_rounds() -> None:
 
 def test_messages_arrive_as_they_were_sent() -> None:
     """Commands, and answers with what the planner knows."""
-    command = Command("fork", model="m", size=3, checkpoint="/c", resume="/r")
-    answer = Answer("look", forks=(Look("t0", ("seed0", "t1")),), instances=("t0",), reasons=("a", "b"))
-    assert (command, answer) == (
-        COMMAND.validate_json(line(command)),
-        ANSWER.validate_json(line(answer)),
+    command = ChaosCommand("fork", model="m", size=3, checkpoint="/c", resume="/r")
+    response = ChaosResponse(
+        "look", forks=(PlannerForkInfo("t0", ("seed0", "t1")),), instances=("t0",), reasons=("a", "b")
+    )
+    assert (command, response) == (
+        COMMAND_ADAPTER.validate_json(encode_line(command)),
+        RESPONSE_ADAPTER.validate_json(encode_line(response)),
     )
 
 
@@ -278,14 +307,14 @@ def test_a_torn_file_ends_where_it_was_whole(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"12345678")
     with path.open("rb") as file:
-        chaos_disk.tear(path)
+        chaos_disk.truncate(path)
         assert b"1234" == file.read()
 
 
 def test_a_disk_is_as_fast_again_after_a_fork(tmp_path: Path) -> None:
     """What slows the reads of a process down goes away with the fork."""
     before = LocalFile.read
-    with chaos_disk.paced(1 << 30):
+    with chaos_disk.rate_limited_reads(1 << 30):
         during = LocalFile.read
     assert (True, before) == (during is not before, LocalFile.read)
 
@@ -294,7 +323,7 @@ def test_a_disk_is_as_fast_again_after_a_fork(tmp_path: Path) -> None:
     ("arguments", "expected"),
     [
         ([], list(range(100))),
-        (["--quick"], list(SHORT[:4])),
+        (["--quick"], list(SHORT_STOP_S[:4])),
         (["--rounds", "7", "--first", "30"], list(range(30, 37))),
         (["--only", "12"], [12]),
     ],

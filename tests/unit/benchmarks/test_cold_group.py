@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from benchmarks.cold_group import LIMIT, parse
-from benchmarks.cold_group_case import STORE, Case, Outcome
+from benchmarks.cold_group_cases import STORE, ColdGroupCase, ColdGroupOutcome
 from benchmarks.cold_group_table import figures, row_of, warnings
-from benchmarks.fanout_wire import Answer
+from benchmarks.fanout_messages import FanoutResponse
 from benchmarks.netlab import Traffic
 
 SIZE = 100
 
 
-def outcome(seconds: float, *reads: int, sent: int = 0, busy: float = 0.5) -> Outcome:
+def outcome(seconds: float, *reads: int, sent: int = 0, busy: float = 0.5) -> ColdGroupOutcome:
     """A run in which each host read so much from the store, and ended a second after the one before it."""
     hosts = [f"h{number + 1}" for number in range(len(reads))]
-    answers = {
-        host: Answer(ended=10.0 + seconds - (len(reads) - 1 - place), storage_bytes=read)
-        for place, (host, read) in enumerate(zip(hosts, reads, strict=True))
+    responses = {
+        host: FanoutResponse(ended=10.0 + seconds - (len(reads) - 1 - position), storage_bytes=read)
+        for position, (host, read) in enumerate(zip(hosts, reads, strict=True))
     }
     traffic = {STORE: Traffic(sent or sum(reads), 0), **dict.fromkeys(hosts, Traffic(SIZE // 2, SIZE))}
-    return Outcome(10.0, answers, traffic, busy)
+    return ColdGroupOutcome(10.0, responses, traffic, busy)
 
 
 def test_cases_of_the_command_line() -> None:
@@ -36,17 +36,19 @@ def test_cases_of_the_command_line() -> None:
 
 def test_bounds() -> None:
     """The store's link gives each byte once to a group, and as often as there are loads to those alone."""
-    assert [1.0, 1.0, 4.0] == [case.bound for case in (Case(1), Case(4), Case(4, alone=True))]
-    assert (None, "h4") == (Case(4).victim, Case(4, killed=True).victim)
+    assert [1.0, 1.0, 4.0] == [
+        case.min_time for case in (ColdGroupCase(1), ColdGroupCase(4), ColdGroupCase(4, independent=True))
+    ]
+    assert (None, "h4") == (ColdGroupCase(4).killed_host, ColdGroupCase(4, kills_member=True).killed_host)
 
 
 def test_figures() -> None:
     """Medians, by the counter of the store's interface and by what the forks say, against those alone."""
     runs = {
         LIMIT: [outcome(2.0, 0)],
-        Case(4, alone=True): [outcome(8.0, 100, 100, 100, 100)],
-        Case(4): [outcome(seconds, 25, 25, 25, 25, sent=104) for seconds in (2.0, 3.0, 7.0)],
-        Case(4, killed=True): [outcome(5.0, 30, 40, 40, sent=120)],
+        ColdGroupCase(4, independent=True): [outcome(8.0, 100, 100, 100, 100)],
+        ColdGroupCase(4): [outcome(seconds, 25, 25, 25, 25, sent=104) for seconds in (2.0, 3.0, 7.0)],
+        ColdGroupCase(4, kills_member=True): [outcome(5.0, 30, 40, 40, sent=120)],
     }
     assert {
         "cold_group_egress": 1.04,
@@ -60,7 +62,7 @@ def test_figures() -> None:
 
 def test_rows() -> None:
     """Times in S/B; bytes in S; and the limit, which no fork reports."""
-    row = row_of(Case(2), [outcome(3.0, 50, 50, sent=110)], SIZE, 2.0)
+    row = row_of(ColdGroupCase(2), [outcome(3.0, 50, 50, sent=110)], SIZE, 2.0)
     assert ("group of 2, snapshot", 3.0, 1.5, 1.1, 1.0, 0.5) == tuple(
         row[name] for name in ("case", "seconds", "T in S/B", "store sent", "reported", "host sent")
     )
@@ -69,7 +71,8 @@ def test_rows() -> None:
 
 def test_busy_processors_are_told() -> None:
     """Where they are what limits, the figures say little of links."""
-    runs = {Case(1): [outcome(2.0, 100, busy=0.95)], Case(4): [outcome(2.0, 25, 25, 25, 25)]}
-    assert [
-        "one, snapshot: the processors were 95% busy, and limit as the links do: lower --rate"
-    ] == warnings(runs)
+    runs = {
+        ColdGroupCase(1): [outcome(2.0, 100, busy=0.95)],
+        ColdGroupCase(4): [outcome(2.0, 25, 25, 25, 25)],
+    }
+    assert ["one, snapshot: the processors were 95% busy, and limit as the links do: lower --rate"] == warnings(runs)

@@ -6,26 +6,26 @@ from collections.abc import Mapping
 
 import pytest
 
-from benchmarks import fanout_wire
+from benchmarks import fanout_messages
 from benchmarks.fanout import all_cases, parse, quick_cases
-from benchmarks.fanout_case import Case, Outcome, doubling
+from benchmarks.fanout_cases import FanoutCase, FanoutOutcome, doubling
+from benchmarks.fanout_messages import FanoutCommand, FanoutResponse
 from benchmarks.fanout_node import module_of
 from benchmarks.fanout_table import figures, limit_row, rows_of, warnings
-from benchmarks.fanout_wire import Answer, Command
 from benchmarks.netlab import Traffic
 from rfork.image.capture import capture
-from rfork.image.proof import image_sha256
+from rfork.image.checksum import image_sha256
 
 SIZE = 1000
 UNIT_S = 2.0
 GO = 50.0
 
 
-def outcome(ends: Mapping[str, tuple[float, float]], sent: int = SIZE, busy: float = 0.5) -> Outcome:
+def outcome(ends: Mapping[str, tuple[float, float]], sent: int = SIZE, busy: float = 0.5) -> FanoutOutcome:
     """A run whose targets began and ended so many seconds after the go."""
-    answers = {host: Answer(began=GO + began, ended=GO + end) for host, (began, end) in ends.items()}
+    responses = {host: FanoutResponse(began=GO + began, ended=GO + end) for host, (began, end) in ends.items()}
     traffic = {"seed0": Traffic(sent, 10), **dict.fromkeys(ends, Traffic(SIZE // 2, SIZE))}
-    return Outcome(GO, answers, traffic, busy, busy / 2)
+    return FanoutOutcome(GO, responses, traffic, busy, busy / 2)
 
 
 def test_doubling_gives_in_waves_of_one_two_and_four() -> None:
@@ -38,28 +38,28 @@ def test_doubling_gives_in_waves_of_one_two_and_four() -> None:
 def test_doubling_serves_every_target_once(targets: int) -> None:
     """Also where the last wave is not full."""
     assert list(range(1, targets + 1)) == sorted(
-        taker for takers in doubling(targets).values() for taker in takers
+        receiver for receivers in doubling(targets).values() for receiver in receivers
     )
 
 
 def test_a_case_says_who_is_late_and_who_is_slow() -> None:
     """The last ones are late, those in the middle slow."""
-    case = Case("rfork", 5, late=2, slow=1)
+    case = FanoutCase("rfork", 5, late=2, slow=1)
     assert (("t03", "t04"), ("t02",)) == (case.late_hosts, case.slow_hosts)
 
 
 @pytest.mark.parametrize(
     ("case", "bound"),
     [
-        (Case("rfork", 7), 1.0),
-        (Case("rfork", 7, slow=1), 4.0),
-        (Case("rfork", 1, seeds=2, seed_rate=0.5), 1.0),
-        (Case("rfork", 1, seeds=2, seed_rate=0.25), 2.0),
+        (FanoutCase("rfork", 7), 1.0),
+        (FanoutCase("rfork", 7, slow=1), 4.0),
+        (FanoutCase("rfork", 1, seeds=2, seed_rate=0.5), 1.0),
+        (FanoutCase("rfork", 1, seeds=2, seed_rate=0.25), 2.0),
     ],
 )
-def test_the_bound_is_what_the_slowest_links_allow(case: Case, bound: float) -> None:
+def test_the_bound_is_what_the_slowest_links_allow(case: FanoutCase, bound: float) -> None:
     """The target's own link, or those of all its seeds together."""
-    assert bound == case.bound
+    assert bound == case.min_time
 
 
 def test_cases_have_names_of_their_own() -> None:
@@ -81,14 +81,14 @@ def test_all_cases_ask_every_question_of_the_issue() -> None:
 def test_figures_are_times_in_the_seconds_of_one_link() -> None:
     """Medians of the rounds over S/B; the most that any host sent; the worst of the stripes."""
     runs = {
-        Case("rfork", 3): [
+        FanoutCase("rfork", 3): [
             outcome({"t00": (0, end)}, sent) for end, sent in ((2.2, 1000), (3, 1020), (2.4, 990))
         ],
-        Case("star", 3): [outcome({"t00": (0, 6)}, 3000)],
-        Case("rfork", 2, late=1): [outcome({"t00": (0, 2), "t01": (0.5, 2.7)})],
-        Case("rfork", 3, slow=1): [outcome({"t00": (0, 2.4), "t01": (0, 9), "t02": (0, 2.5)})],
-        Case("rfork", 1, seeds=2, seed_rate=0.5): [outcome({"t00": (0, 2.2)}, 500)],
-        Case("rfork", 1, seeds=2, seed_rate=0.25): [outcome({"t00": (0, 4.2)}, 500)],
+        FanoutCase("star", 3): [outcome({"t00": (0, 6)}, 3000)],
+        FanoutCase("rfork", 2, late=1): [outcome({"t00": (0, 2), "t01": (0.5, 2.7)})],
+        FanoutCase("rfork", 3, slow=1): [outcome({"t00": (0, 2.4), "t01": (0, 9), "t02": (0, 2.5)})],
+        FanoutCase("rfork", 1, seeds=2, seed_rate=0.5): [outcome({"t00": (0, 2.2)}, 500)],
+        FanoutCase("rfork", 1, seeds=2, seed_rate=0.25): [outcome({"t00": (0, 4.2)}, 500)],
     }  # fmt: skip
     expected = {
         "fanout_n3": 1.2,
@@ -106,14 +106,14 @@ def test_figures_are_times_in_the_seconds_of_one_link() -> None:
 
 def test_a_row_has_the_efficiency_and_the_most_that_a_host_sent_and_received() -> None:
     """In multiples of S/B and S."""
-    (row,) = rows_of(Case("rfork", 1), [outcome({"t00": (0, 2.5)}, sent=1100)], SIZE, UNIT_S)
+    (row,) = rows_of(FanoutCase("rfork", 1), [outcome({"t00": (0, 2.5)}, sent=1100)], SIZE, UNIT_S)
     assert (1.25, 0.8, 1.1, 1.0) == (row["T in S/B"], row["eta"], row["sent"], row["received"])
 
 
 @pytest.mark.parametrize(("busy", "lines"), [(0.89, 0), (0.95, 1)])
 def test_processors_that_are_all_busy_are_told_of(busy: float, lines: int) -> None:
     """Then the links alone are not what was measured."""
-    assert lines == len(warnings({Case("rfork", 1): [outcome({"t00": (0, 2)}, busy=busy)]}))
+    assert lines == len(warnings({FanoutCase("rfork", 1): [outcome({"t00": (0, 2)}, busy=busy)]}))
 
 
 def test_the_quick_form_is_small_and_runs_once() -> None:
@@ -125,7 +125,7 @@ def test_the_quick_form_is_small_and_runs_once() -> None:
 def test_cases_can_be_picked_by_name() -> None:
     """By a regular expression."""
     _, _, cases = parse(["--targets", "3", "7", "--only", " 7$"])
-    assert [Case("rfork", 7), Case("star", 7), Case("doubling", 7)] == cases
+    assert [FanoutCase("rfork", 7), FanoutCase("star", 7), FanoutCase("doubling", 7)] == cases
 
 
 @pytest.mark.parametrize("size", [1, 4096, (9 << 20) + 5])
@@ -143,13 +143,13 @@ def test_seeds_hold_the_same_bytes_and_targets_none_of_them() -> None:
 
 def test_messages_survive_the_wire() -> None:
     """Commands and answers are read as they were written."""
-    command, answer = Command("fork", "model"), Answer(ended=2.0, points=((1.0, 5), (2.0, 9)))
-    assert (command, answer) == (
-        fanout_wire.command(fanout_wire.line(command)),
-        fanout_wire.answer(fanout_wire.line(answer)),
+    command, response = FanoutCommand("fork", "model"), FanoutResponse(ended=2.0, points=((1.0, 5), (2.0, 9)))
+    assert (command, response) == (
+        fanout_messages.parse_command(fanout_messages.encode_line(command)),
+        fanout_messages.parse_response(fanout_messages.encode_line(response)),
     )
 
 
 def test_the_physical_limit_has_a_row() -> None:
     """S/B itself, and what it is in seconds."""
-    assert {"case": "limit: TCP, 2 s", "T in S/B": 1.0} == limit_row(Case("limit", 1), UNIT_S)
+    assert {"case": "limit: TCP, 2 s", "T in S/B": 1.0} == limit_row(FanoutCase("limit", 1), UNIT_S)

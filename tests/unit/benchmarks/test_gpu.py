@@ -17,18 +17,26 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from benchmarks.disturb_case import Told
+from benchmarks.disturb_cases import SlotResult
 from benchmarks.gpu import packages, run
-from benchmarks.gpu.case import Field, WrongBytes, dense_shapes, module_of, rows_of, small_shapes, why
+from benchmarks.gpu.common import (
+    GpuContenders,
+    VerificationError,
+    dense_shapes,
+    error_text,
+    module_of,
+    rows_of,
+    small_shapes,
+)
 from benchmarks.gpu.disturb import figures as disturb_figures
-from benchmarks.gpu.disturb_crew import Case, Order, TargetProcess
-from benchmarks.gpu.disturb_model import _captured
+from benchmarks.gpu.disturb_model import _capture
+from benchmarks.gpu.disturb_workers import GpuDisturbCase, GpuOrder, GpuTarget
 from benchmarks.gpu.packages import ROOT, base, name_of, optional
 from benchmarks.gpu.packages import module_of as imported_as
 from benchmarks.gpu.pull import figures
-from benchmarks.gpu.pull_target import Target, in_turn
+from benchmarks.gpu.pull_target import GpuPullTarget, read_sequentially
 from benchmarks.gpu.run import folder_name
-from rfork.errors import NotOneHost, RforkError
+from rfork.errors import NotSameHost, RforkError
 from rfork.image.capture import capture
 
 MIB = 1 << 20
@@ -67,8 +75,8 @@ def failing(error: Exception) -> float:
 
 def test_who_fails_is_a_row_and_disturbs_nobody() -> None:
     """One that cannot be prepared, one that fails in a round, and one that runs."""
-    field = Field()
-    field.add("absent", lambda: failing(NotOneHost("two hosts", hint="ask http")))  # type: ignore[arg-type, return-value]
+    field = GpuContenders()
+    field.add("absent", lambda: failing(NotSameHost("two hosts", hint="ask http")))  # type: ignore[arg-type, return-value]
     field.add("fails", lambda: lambda: failing(ModuleNotFoundError("No module", name="kvikio")))
     field.add("runs", lambda: lambda: 2.0)
     seconds = field.run(3)
@@ -82,30 +90,30 @@ def test_who_fails_is_a_row_and_disturbs_nobody() -> None:
 
 def test_wrong_bytes_are_counted() -> None:
     """They are no result, and never a mere note."""
-    field = Field()
-    field.add("liar", lambda: lambda: failing(WrongBytes("dense")))
+    field = GpuContenders()
+    field.add("liar", lambda: lambda: failing(VerificationError("dense")))
     assert ({}, 1, {"liar": "WRONG BYTES"}) == (field.run(2), field.wrong, field.notes)
 
 
 def test_every_byte_is_compared() -> None:
     """A copy that copies nothing is found out; one that does is timed."""
     shapes, cpu = small_shapes(MIB), torch.device("cpu")
-    target = Target("small", shapes, cpu)
-    with pytest.raises(WrongBytes):
-        target.checked(lambda: None)()
-    assert 0 < target.copied(target.original(shapes, cpu))()
+    target = GpuPullTarget("small", shapes, cpu)
+    with pytest.raises(VerificationError):
+        target.run_checked(lambda: None)()
+    assert 0 < target.copy_from(target.original(shapes, cpu))()
 
 
 def test_slow_contenders_run_in_few_rounds() -> None:
     """Three, after the one that warms up."""
-    field = Field()
+    field = GpuContenders()
     field.add("slow", lambda: lambda: 1.0, aside=True)
     assert {"slow": [1.0, 1.0, 1.0]} == field.run(5)
 
 
 def test_only_the_first_line_of_an_error_is_told() -> None:
     """Another process sends its traceback behind it."""
-    assert "the seed: no" == why(RforkError("the seed: no\nTraceback …"))
+    assert "the seed: no" == error_text(RforkError("the seed: no\nTraceback …"))
 
 
 def test_figures_are_ratios_of_medians() -> None:
@@ -123,13 +131,13 @@ def test_figures_are_ratios_of_medians() -> None:
 
 def test_the_worst_governed_transport_is_the_figure() -> None:
     """Ungoverned ones and the stand-in for NCCL are told beside it."""
-    cases = [Case("idle", slot=1), Case("idle", slot=2), Case("http", 2), Case("cuda_ipc", 2),
-             Case("http", 2, governed=False), Case("kernel copies", 2)]  # fmt: skip
+    cases = [GpuDisturbCase("idle", slot=1), GpuDisturbCase("idle", slot=2), GpuDisturbCase("http", 2), GpuDisturbCase("cuda_ipc", 2),
+             GpuDisturbCase("http", 2, governed=False), GpuDisturbCase("kernel copies", 2)]  # fmt: skip
     tokens = [100, 100, 90, 80, 50, 10]
-    told = {
-        case.name: Told(tokens=[0.01] * count, seconds=1.0) for case, count in zip(cases, tokens, strict=True)
+    results = {
+        case.name: SlotResult(tokens=[0.01] * count, seconds=1.0) for case, count in zip(cases, tokens, strict=True)
     }
-    found = disturb_figures(told, cases)
+    found = disturb_figures(results, cases)
     assert (0.8, 0.9, 0.1, 1.0) == (
         found["gpu_disturb_tokens_per_s"],
         found["gpu_disturb_tokens_http_governed_2"],
@@ -142,7 +150,7 @@ def test_every_chunk_is_read_once() -> None:
     """By several threads, in turn."""
     chunks = [(index, index + 1) for index in range(50)]
     read: list[tuple[int, int]] = []
-    in_turn(chunks, read.append)
+    read_sequentially(chunks, read.append)
     assert chunks == sorted(read)
 
 
@@ -150,10 +158,10 @@ def test_a_read_that_fails_is_raised() -> None:
     """Not swallowed on its thread."""
 
     def read(chunk: tuple[int, int]) -> None:
-        raise NotOneHost("no")
+        raise NotSameHost("no")
 
-    with pytest.raises(NotOneHost):
-        in_turn([(0, 1)], read)
+    with pytest.raises(NotSameHost):
+        read_sequentially([(0, 1)], read)
 
 
 @pytest.mark.parametrize(
@@ -166,9 +174,7 @@ def test_a_read_that_fails_is_raised() -> None:
         ([], "AMD EPYC", 2, "epyc-2core"),
     ],
 )
-def test_results_lie_in_a_folder_named_after_the_machine(
-    gpus: list[str], cpu: str, cores: int, expected: str
-) -> None:
+def test_results_lie_in_a_folder_named_after_the_machine(gpus: list[str], cpu: str, cores: int, expected: str) -> None:
     """GPU, CPU and cores."""
     assert expected == folder_name(gpus, cpu, cores)
 
@@ -200,27 +206,27 @@ def test_a_captured_graph_owns_what_it_writes_to(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(torch.cuda, name, lambda *_, **__: contextlib.nullcontext())
 
     def stepping() -> tuple[Callable[[], None], weakref.ref[torch.Tensor]]:
-        place = torch.zeros(1)
+        buffer = torch.zeros(1)
 
         def step() -> None:
-            place.add_(1)
+            buffer.add_(1)
 
-        return _captured(step), weakref.ref(place)
+        return _capture(step), weakref.ref(buffer)
 
-    replay, place = stepping()
+    replay, buffer = stepping()
     gc.collect()
-    assert place() is not None
+    assert buffer() is not None
     replay()
 
 
 def test_every_fork_is_found_out_that_brings_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also the second one of a slot, whose tensors hold the right bytes of the first."""
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
-    target = TargetProcess(multiprocessing.Value("q", 0), "http://127.0.0.1:1", "cpu")
+    target = GpuTarget(multiprocessing.Value("q", 0), "http://127.0.0.1:1", "cpu")
     right = [region.clone() for region in target._image.regions]
-    forks: list[Case] = []
+    forks: list[GpuDisturbCase] = []
 
-    def fork(case: Case) -> None:
+    def fork(case: GpuDisturbCase) -> None:
         forks.append(case)
         if len(forks) == 1:
             torch._foreach_copy_(list(target._image.regions), right)
@@ -228,11 +234,11 @@ def test_every_fork_is_found_out_that_brings_nothing(monkeypatch: pytest.MonkeyP
             target._stopping.set()
 
     monkeypatch.setattr(target, "_fork", fork)
-    target.obey(Order("start", Case("http", 1)))
+    target.handle(GpuOrder("start", GpuDisturbCase("http", 1)))
     assert target._thread is not None
     target._thread.join()
     with pytest.raises(RforkError, match="WRONG BYTES"):
-        target.obey(Order("stop"))
+        target.handle(GpuOrder("stop"))
 
 
 def test_an_environment_that_could_not_be_made_is_made_without_pip(
@@ -254,13 +260,11 @@ def test_an_environment_that_could_not_be_made_is_made_without_pip(
 
     monkeypatch.setattr(packages, "VENV", venv)
     monkeypatch.setattr(packages, "_quiet", quiet)
-    assert ("", 2) == (packages._over(sys.executable, 60.0), len(commands))
+    assert ("", 2) == (packages._missing_after_install(sys.executable, 60.0), len(commands))
     assert packages.is_made()
 
 
-def test_an_environment_that_cannot_be_made_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_environment_that_cannot_be_made_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next run finds no bin/python that works by half, and tries anew."""
     venv = tmp_path / "venv"
 
@@ -271,7 +275,11 @@ def test_an_environment_that_cannot_be_made_leaves_nothing(
 
     monkeypatch.setattr(packages, "VENV", venv)
     monkeypatch.setattr(packages, "_quiet", quiet)
-    assert ("no", False, False) == (packages._over(sys.executable, 60.0), venv.exists(), packages.is_made())
+    assert ("no", False, False) == (
+        packages._missing_after_install(sys.executable, 60.0),
+        venv.exists(),
+        packages.is_made(),
+    )
 
 
 def test_warnings_of_other_packages_end_no_test_on_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,12 +291,12 @@ def test_warnings_of_other_packages_end_no_test_on_hardware(monkeypatch: pytest.
         return 0
 
     monkeypatch.setattr(run, "call", call)
-    monkeypatch.setattr(run, "ask", lambda *_: packages.Found((), "2.13", "13.0", ("H100",)))
+    monkeypatch.setattr(run, "inspect_python", lambda *_: packages.PythonInspection((), "2.13", "13.0", ("H100",)))
     assert 0 == run.test("python", 100.0)
     assert "-W default" in " ".join(called[0])
 
 
-class Heard(subprocess.Popen[str]):
+class PopenAfterOutput(subprocess.Popen[str]):
     """A process whose time begins when it has said something."""
 
     def communicate(self, input: str | None = None, timeout: float | None = None) -> tuple[str, str]:
@@ -301,7 +309,7 @@ def test_what_a_benchmark_said_before_its_time_was_over_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is the only thing there is to see of it."""
-    monkeypatch.setattr(subprocess, "Popen", Heard)
+    monkeypatch.setattr(subprocess, "Popen", PopenAfterOutput)
     slow = "import time; print('half', flush=True); time.sleep(600)"
     status = run.call([sys.executable, "-c", slow], 0.1, tmp_path / "gpu_pull.txt")
     assert (True, "half\n", False) == (

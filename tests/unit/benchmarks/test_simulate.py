@@ -8,10 +8,10 @@ from math import ceil, log2
 
 import pytest
 
-from benchmarks import sim_contenders
-from benchmarks.sim_fleet import Fleet, Node, bits
+from benchmarks import sim_baselines
+from benchmarks.sim_fleet import SimFleet, SimNode, bits
 from benchmarks.sim_planner import bits_of, ranges_of
-from benchmarks.sim_run import Run, Scenario
+from benchmarks.sim_runner import SimRun, SimScenario
 from benchmarks.simulate import parse
 from rfork.errors import SettingsError
 
@@ -24,7 +24,7 @@ class Static:
     """Node 0 is a seed, 1 to N are targets; each reads what a table says, from when it says."""
 
     def __init__(self, targets: int, *, rates: Mapping[int, float] | None = None, **how: float) -> None:
-        self.fleet = Fleet(
+        self.fleet = SimFleet(
             CHUNKS, lambda target: None, latency=how.get("latency", 0.0), window=int(how.get("window", 1))
         )
         rates = rates or {}
@@ -33,14 +33,14 @@ class Static:
 
     def reads(self, target: int, shares: Mapping[int, int], *, at: float = 0.0) -> None:
         named = {str(source): chunks for source, chunks in shares.items()}
-        self.fleet.network.call(at, lambda: self.fleet.adopt(self.nodes[target], named))
+        self.fleet.network.call(at, lambda: self.fleet.apply_shares(self.nodes[target], named))
 
     def run(self) -> float:
         self.fleet.network.run(lambda: False)
         return max(self.done(node) for node in self.nodes[1:] if node.alive)
 
     @staticmethod
-    def done(node: Node) -> float:
+    def done(node: SimNode) -> float:
         assert node.done_at is not None, f"{node.name} is not complete"
         return node.done_at
 
@@ -51,7 +51,7 @@ def test_a_chain_takes_what_its_formula_says(targets: int) -> None:
     fleet = Static(targets)
     for target in range(1, targets + 1):
         fleet.reads(target, {target - 1: EVERY})
-    assert pytest.approx(sim_contenders.chain(targets, 1, CHUNKS)) == fleet.run()
+    assert pytest.approx(sim_baselines.chain(targets, 1, CHUNKS)) == fleet.run()
 
 
 @pytest.mark.parametrize("targets", [1, 2, 5, 40])
@@ -60,7 +60,7 @@ def test_a_star_takes_what_its_formula_says(targets: int) -> None:
     fleet = Static(targets)
     for target in range(1, targets + 1):
         fleet.reads(target, {SEED: EVERY})
-    assert pytest.approx(sim_contenders.star(targets, 1, CHUNKS)) == fleet.run()
+    assert pytest.approx(sim_baselines.star(targets, 1, CHUNKS)) == fleet.run()
 
 
 @pytest.mark.parametrize("targets", [1, 3, 7, 15, 31])
@@ -70,7 +70,7 @@ def test_doubling_takes_what_its_formula_says(targets: int) -> None:
     for target in range(1, targets + 1):
         round_ = target.bit_length() - 1
         fleet.reads(target, {target - (1 << round_): EVERY}, at=float(round_))
-    assert pytest.approx(sim_contenders.doubling(targets, 1, CHUNKS)) == fleet.run()
+    assert pytest.approx(sim_baselines.doubling(targets, 1, CHUNKS)) == fleet.run()
 
 
 @pytest.mark.parametrize("depth", [3, 4, 5])
@@ -93,18 +93,18 @@ def test_two_trees_take_two_ticks_a_level(depth: int) -> None:
 @pytest.mark.parametrize("chunks", [1, 4, 64])
 def test_the_hypercube_schedule_takes_what_its_paper_says(dimensions: int, chunks: int) -> None:
     """Run tick by tick, 2**d nodes hold k chunks after k + d - 1 ticks."""
-    assert chunks + dimensions - 1 == sim_contenders.hypercube_ticks(dimensions, chunks)
+    assert chunks + dimensions - 1 == sim_baselines.hypercube_ticks(dimensions, chunks)
 
 
 @pytest.mark.parametrize("targets", [1, 3, 7, 15, 31, 100, 1000, 10_000])
 def test_the_floor_of_one_seed_is_the_binomial_pipeline(targets: int) -> None:
     """Counting who can send arrives at the bound of the paper: (k + ceil(log2(N + 1)) - 1)/k."""
-    assert (64 + ceil(log2(targets + 1)) - 1) / 64 == sim_contenders.floor(targets, 1, 64)
+    assert (64 + ceil(log2(targets + 1)) - 1) / 64 == sim_baselines.floor(targets, 1, 64)
 
 
 def test_with_a_seed_for_each_target_the_floor_is_one() -> None:
     """Nothing is faster than a target's own link."""
-    assert (1.0, 1.0) == (sim_contenders.floor(4, 4, 64), sim_contenders.floor(4, 9, 64))
+    assert (1.0, 1.0) == (sim_baselines.floor(4, 4, 64), sim_baselines.floor(4, 9, 64))
 
 
 def test_latency_is_paid_for_each_chunk() -> None:
@@ -151,7 +151,7 @@ def test_what_a_dead_source_sent_stays_and_the_rest_is_read_elsewhere() -> None:
     fleet = Static(2)
     fleet.reads(1, {SEED: EVERY})
     fleet.reads(2, {1: EVERY})
-    readers: list[Node] = []
+    readers: list[SimNode] = []
     death = 8.5 / CHUNKS
     fleet.fleet.network.call(death, lambda: readers.extend(fleet.fleet.kill(fleet.nodes[1])))
     fleet.reads(2, {SEED: EVERY}, at=death)
@@ -166,9 +166,7 @@ def test_a_new_plan_leaves_what_is_in_flight_with_its_source() -> None:
     fleet.reads(2, {SEED: EVERY}, at=1.0)
     fleet.reads(2, {1: EVERY}, at=1.0 + 0.5 / CHUNKS)
     fleet.run()
-    assert (1.0 + 1 / CHUNKS, 1.0 - 1 / CHUNKS) == pytest.approx(
-        [node.egress.carried for node in fleet.nodes[:2]]
-    )
+    assert (1.0 + 1 / CHUNKS, 1.0 - 1 / CHUNKS) == pytest.approx([node.egress.carried for node in fleet.nodes[:2]])
     assert CHUNKS == fleet.nodes[2].received
 
 
@@ -183,15 +181,15 @@ def test_sets_of_chunks_are_told_as_ranges(chunks: int, ranges: tuple[tuple[int,
 
 def test_one_target_reads_at_the_speed_of_its_link() -> None:
     """What the policy plans for one target and one seed takes S/B."""
-    assert pytest.approx(1.0) == Run(Scenario(targets=1)).run().total
+    assert pytest.approx(1.0) == SimRun(SimScenario(targets=1)).run().total
 
 
 @pytest.mark.parametrize(
-    "scenario", [Scenario(targets=7), Scenario(targets=40, seeds=3), Scenario(targets=40, chunks=8)]
+    "scenario", [SimScenario(targets=7), SimScenario(targets=40, seeds=3), SimScenario(targets=40, chunks=8)]
 )
-def test_undisturbed_every_chunk_arrives_once(scenario: Scenario) -> None:
+def test_undisturbed_every_chunk_arrives_once(scenario: SimScenario) -> None:
     """Each target receives each chunk exactly once, and nobody sends what does not arrive."""
-    run = Run(scenario)
+    run = SimRun(scenario)
     run.run()
     nodes = list(run.fleet.nodes.values())
     assert [scenario.chunks] * scenario.targets == [node.received for node in nodes[scenario.seeds :]]
@@ -201,35 +199,35 @@ def test_undisturbed_every_chunk_arrives_once(scenario: Scenario) -> None:
 @pytest.mark.parametrize("targets", [1, 3, 7, 31, 100])
 def test_no_plan_beats_the_floor(targets: int) -> None:
     """What is simulated is never faster than what is possible."""
-    total = Run(Scenario(targets=targets)).run().total
-    assert sim_contenders.floor(targets, 1, 64) <= total + 1e-9
+    total = SimRun(SimScenario(targets=targets)).run().total
+    assert sim_baselines.floor(targets, 1, 64) <= total + 1e-9
 
 
 @pytest.mark.parametrize(
     "disturbed",
     [
-        Scenario(targets=40, deaths=0.1),
-        Scenario(targets=40, deaths=0.5, detect=0.2, draw=1),
-        Scenario(targets=40, stragglers=0.1),
-        Scenario(targets=40, stragglers=0.1, measured=True),
-        Scenario(targets=40, late=0.25, spread=0.1, batch=0.01),
-        Scenario(targets=40, latency=0.002, window=2),
+        SimScenario(targets=40, deaths=0.1),
+        SimScenario(targets=40, deaths=0.5, detect=0.2, draw=1),
+        SimScenario(targets=40, stragglers=0.1),
+        SimScenario(targets=40, stragglers=0.1, measured=True),
+        SimScenario(targets=40, late=0.25, spread=0.1, batch=0.01),
+        SimScenario(targets=40, latency=0.002, window=2),
     ],
     ids=str,
 )
-def test_whoever_lives_ends_with_all_chunks(disturbed: Scenario) -> None:
+def test_whoever_lives_ends_with_all_chunks(disturbed: SimScenario) -> None:
     """Deaths, stragglers and late arrivals leave nobody who lives without a chunk."""
-    run = Run(disturbed)
+    run = SimRun(disturbed)
     run.run()
     alive = [node for node in run.fleet.nodes.values() if node.alive]
-    assert [run.fleet.every_chunk] * len(alive) == [node.held for node in alive]
+    assert [run.fleet.every_chunk] * len(alive) == [node.chunks for node in alive]
     assert disturbed.targets - round(disturbed.deaths * disturbed.targets) + disturbed.seeds == len(alive)
 
 
 def test_the_same_draw_gives_the_same_run() -> None:
     """A run depends on its scenario alone."""
-    scenario = Scenario(targets=40, deaths=0.1, spread=0.1, draw=3)
-    first, second = (replace(Run(scenario).run(), plan_seconds=0.0, watch_seconds=0.0) for _ in range(2))
+    scenario = SimScenario(targets=40, deaths=0.1, spread=0.1, draw=3)
+    first, second = (replace(SimRun(scenario).run(), plan_seconds=0.0, watch_seconds=0.0) for _ in range(2))
     assert first == second
 
 
@@ -238,12 +236,12 @@ def test_a_scenario_that_cannot_be_is_refused(wrong: dict[str, float]) -> None:
     """Nobody to read, nobody to read from, or nobody left is an error that names the option."""
     name = next(iter(wrong))
     with pytest.raises(SettingsError, match=f"--{name}"):
-        replace(Scenario(), **wrong)  # type: ignore[arg-type]  # one table for whole and broken numbers
+        replace(SimScenario(), **wrong)  # type: ignore[arg-type]  # one table for whole and broken numbers
 
 
 def test_the_command_line_asks_one_question() -> None:
     """`--targets` makes a scenario of the other options; without it the whole table is made."""
     _, scenario, one = parse(["--targets", "1000", "--deaths", "0.01", "--straggler-rate", "0.5"])
-    assert (Scenario(targets=1000, deaths=0.01, straggler_rate=0.5), True) == (scenario, one)
+    assert (SimScenario(targets=1000, deaths=0.01, straggler_rate=0.5), True) == (scenario, one)
     _, scenario, one = parse(["--quick", "--window", "2"])
-    assert (Scenario(window=2), False) == (scenario, one)
+    assert (SimScenario(window=2), False) == (scenario, one)

@@ -14,7 +14,7 @@ import pytest
 import rfork
 from deploy.docker import engine, install, requirements
 from deploy.docker.files import PYTHONS
-from tests.packages import closure
+from tests.packages import dependency_closure
 
 ROOT = Path(__file__).parents[3]
 DOCKER = ROOT / "deploy" / "docker"
@@ -85,9 +85,7 @@ def test_the_steps_are_those_of_install() -> None:
 
 def test_the_context_holds_what_is_copied_and_no_more() -> None:
     """What the wheel is built from, and the steps, get past .dockerignore; tests and .git do not."""
-    copied = [
-        word for line in arguments_of(PLANNER, "COPY") for word in line.split()[:-1] if "--from" not in line
-    ]
+    copied = [word for line in arguments_of(PLANNER, "COPY") for word in line.split()[:-1] if "--from" not in line]
     assert sorted({*install.SOURCES, "constraints.txt", "deploy/docker"}) == sorted(copied)
     ignored = (ROOT / ".dockerignore").read_text("utf-8").splitlines()
     kept = {line[1:] for line in ignored if line.startswith("!")}
@@ -98,7 +96,7 @@ def test_the_context_holds_what_is_copied_and_no_more() -> None:
 
 def test_every_package_of_the_planners_image_has_its_version() -> None:
     """Whatever is installed, directly or not, is named in constraints.txt; torch is not among it."""
-    needed = set(closure((*requirements.requirements(requirements.PLANNER_EXTRAS), "packaging")))
+    needed = set(dependency_closure((*requirements.requirements(requirements.PLANNER_EXTRAS), "packaging")))
     assert set() == needed - requirements.pinned().keys()
     assert {"lightkube", "redis", "grpcio", "fastapi"} <= needed
     assert "torch" not in needed

@@ -50,7 +50,7 @@ def expressions() -> Iterator[str]:
             yield target["expr"]
 
 
-def told() -> dict[str, dict[str, set[str]]]:
+def exported_labels() -> dict[str, dict[str, set[str]]]:
     """The values of each label of each sample that a planner tells before anything has happened."""
     found: dict[str, dict[str, set[str]]] = {}
     for family in text_string_to_metric_families(Metrics().exposition((), ()).decode()):
@@ -117,11 +117,11 @@ def test_every_alert_says_what_to_do() -> None:
 
 def test_every_metric_that_is_asked_for_is_there() -> None:
     """Those of the planner with the labels and values that are asked for; those of hooks by their names."""
-    known = told()
+    known = exported_labels()
     # Hooks need a cluster to tell theirs.
     hooks = {
         name
-        for path in (ROOT / "planner/hooks").rglob("*.py")
+        for path in (ROOT / "planner/integrations").rglob("*.py")
         for name in re.findall(r'"(rfork_[a-z_]+)"', path.read_text())
     }
     missing: list[str] = []

@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 from rfork.engines import completeness
-from rfork.engines.bring_up import Subject, bring_up
 from rfork.engines.completeness import Completeness, blocks_of, unexplained
-from rfork.engines.instance import instance_of
+from rfork.engines.load_or_fork import ModelIdentity, load_or_fork
+from rfork.engines.served_model import served_model
 from rfork.errors import UnsupportedTensor
-from rfork.settings import Settings
-from rfork.wire import Rank
+from rfork.schema import Rank
+from rfork.settings import InstanceSettings
 
 MIB = 1 << 20
-OUT_OF_SIGHT: list[torch.Tensor] = []
+HIDDEN_TENSORS: list[torch.Tensor] = []
 """Held by this module, as an engine holds what it shares between models."""
 KERNELS: list[Callable[[], torch.Tensor]] = []
 """Functions that this module has registered."""
@@ -83,38 +83,36 @@ class Layer(nn.Module):
 def allocated(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """Tensors of which an allocator that is watched says that it has handed them out."""
     tensors: list[torch.Tensor] = []
-    monkeypatch.setattr(
-        completeness, "allocations", lambda: {tensor.data_ptr(): tensor.nbytes for tensor in tensors}
-    )
+    monkeypatch.setattr(completeness, "allocations", lambda: {tensor.data_ptr(): tensor.nbytes for tensor in tensors})
     return tensors
 
 
 @pytest.fixture(autouse=True)
-def nothing_out_of_sight() -> None:
+def no_hidden_tensors() -> None:
     """No test sees another one's."""
-    OUT_OF_SIGHT.clear()
+    HIDDEN_TENSORS.clear()
     KERNELS.clear()
 
 
 def test_a_model_whose_memory_is_all_its_tensors_is_complete(allocated: list[torch.Tensor]) -> None:
     """Those that are in objects, and those that an image leaves out, explain memory too."""
-    proof = Completeness()
+    completeness_check = Completeness()
     module = Layer()
     vars(module)["kv_cache"] = torch.ones(MIB)
     allocated += [module.weight, vars(module)["kv_cache"]]
-    proof.check(module)
+    completeness_check.check(module)
 
 
 def test_memory_that_no_tensor_of_the_model_has_is_named(allocated: list[torch.Tensor]) -> None:
     """With its bytes, and with the variable that holds it."""
-    proof = Completeness()
+    completeness_check = Completeness()
     module = Layer()
-    OUT_OF_SIGHT.append(torch.ones(MIB))
-    vars(completeness)["_test_weights"] = OUT_OF_SIGHT[0]
-    allocated += [module.weight, OUT_OF_SIGHT[0]]
+    HIDDEN_TENSORS.append(torch.ones(MIB))
+    vars(completeness)["_test_weights"] = HIDDEN_TENSORS[0]
+    allocated += [module.weight, HIDDEN_TENSORS[0]]
     try:
         with pytest.raises(UnsupportedTensor, match=r"4194304 bytes of memory.*completeness._test_weights"):
-            proof.check(module)
+            completeness_check.check(module)
     finally:
         del vars(completeness)["_test_weights"]
 
@@ -123,11 +121,11 @@ def test_scratch_is_excluded_by_the_name_of_its_variable(
     allocated: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A workspace that kernels of all layers share is no weight."""
-    proof = Completeness()
+    completeness_check = Completeness()
     module = Layer()
     monkeypatch.setitem(globals(), "flashinfer_workspace", torch.ones(MIB))
     allocated += [module.weight, globals()["flashinfer_workspace"]]
-    proof.check(module)
+    completeness_check.check(module)
 
 
 class Tied(nn.Module):
@@ -149,49 +147,49 @@ def hide_in_a_closure() -> None:
 
 def hide_in_a_cache() -> None:
     """A list of another module holds it."""
-    OUT_OF_SIGHT.append(torch.ones(MIB))
+    HIDDEN_TENSORS.append(torch.ones(MIB))
 
 
 @pytest.mark.parametrize("hide", [hide_in_a_closure, hide_in_a_cache])
 def test_a_tensor_on_the_cpu_that_capture_does_not_see_is_refused(hide: Callable[[], None]) -> None:
     """The error gives its bytes."""
-    proof = Completeness()
+    completeness_check = Completeness()
     module = Tied()
     hide()
     with pytest.raises(UnsupportedTensor, match="4194304 bytes of memory"):
-        proof.check(module)
+        completeness_check.check(module)
 
 
 def test_what_tied_weights_buffers_and_a_kv_cache_take_on_the_cpu_is_explained(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The cache is known by the name of the variable that holds it."""
-    proof = Completeness()
+    completeness_check = Completeness()
     module = Tied()
     monkeypatch.setitem(globals(), "shared_kv_cache", torch.ones(MIB))
-    proof.check(module)
+    completeness_check.check(module)
 
 
 def test_garbage_of_the_loader_is_collected_first() -> None:
     """A cycle keeps what the loader has read until then."""
-    proof = Completeness()
+    completeness_check = Completeness()
     module = Tied()
     read: list[object] = [torch.ones(MIB)]
     read.append(read)
     del read
-    proof.check(module)
+    completeness_check.check(module)
 
 
 def test_a_tensor_that_is_a_part_of_a_mapped_file_counts_as_that_part(tmp_path: Path) -> None:
     """The rest of the file is no memory of the model."""
     file = tmp_path / "weights"
     file.write_bytes(bytes(16 * MIB))
-    proof = Completeness()
+    completeness_check = Completeness()
     module = Tied()
-    whole = torch.UntypedStorage.from_file(str(file), shared=False, nbytes=16 * MIB)
-    module.head.weight = nn.Parameter(torch.empty(0).set_(whole, 0, (1024, 256)))  # type: ignore[call-overload]
-    del whole
-    proof.check(module)
+    mapped_storage = torch.UntypedStorage.from_file(str(file), shared=False, nbytes=16 * MIB)
+    module.head.weight = nn.Parameter(torch.empty(0).set_(mapped_storage, 0, (1024, 256)))  # type: ignore[call-overload]
+    del mapped_storage
+    completeness_check.check(module)
 
 
 class Engine:
@@ -218,8 +216,8 @@ class Engine:
         module = Layer()
         self._allocated.append(module.weight)
         if self._hides(which):
-            OUT_OF_SIGHT.append(torch.ones(MIB))
-            self._allocated.append(OUT_OF_SIGHT[-1])
+            HIDDEN_TENSORS.append(torch.ones(MIB))
+            self._allocated.append(HIDDEN_TENSORS[-1])
         return module
 
 
@@ -237,9 +235,9 @@ def test_an_incomplete_model_serves_and_is_no_seed(
 ) -> None:
     """The engine loads its own weights once, and gives them to nobody."""
     engine = Engine(allocated, hides.__contains__)
-    settings = Settings(snapshot="file:///none.safetensors", transports=("http",))
-    module = bring_up(engine, lambda: Subject("model", Rank()), settings)
-    instance = instance_of(module)
+    settings = InstanceSettings(snapshot="file:///none.safetensors", transports=("http",))
+    module = load_or_fork(engine, lambda: ModelIdentity("model", Rank()), settings)
+    instance = served_model(module)
     if instance is not None:
         instance.close(0.0)
     assert made == engine.made

@@ -10,11 +10,11 @@ import pytest
 
 import rfork
 from deploy.docker.files import SHIMS
-from rfork.cli.launch import parsed
-from rfork.commands import ENTRY_POINTS
-from rfork.engines.launch import findable, for_the_engine, replica_name, rewritten
+from rfork.cli.launch import parse_launch_arguments
+from rfork.engine_command import ENTRY_POINTS
+from rfork.engines.launch import engine_environment, replica_name, rewrite_command, with_plugin_path
 from rfork.errors import SettingsError
-from rfork.settings import Settings, load
+from rfork.settings import InstanceSettings, load
 
 ADDED = ["--load-format", "rfork"]
 V = "vllm.entrypoints.openai.api_server"
@@ -41,7 +41,7 @@ S = "sglang.launch_server"
 )  # fmt: skip
 def test_a_command_is_started_with_the_load_format(command: str, engine: str, expected: str) -> None:
     """Each way to start an engine is known, and nothing of it changes but the load format."""
-    launch = rewritten(command.split(), {})
+    launch = rewrite_command(command.split(), {})
     assert (engine, expected.split()) == (launch.engine, list(launch.command))
 
 
@@ -68,7 +68,7 @@ def test_a_command_is_started_with_the_load_format(command: str, engine: str, ex
 def test_what_cannot_be_launched_is_said(command: str, part: str) -> None:
     """One line names what is wrong with the command."""
     with pytest.raises(SettingsError) as caught:
-        rewritten(command.split(), {})
+        rewrite_command(command.split(), {})
     assert (True, 1) == (part in str(caught.value), len(str(caught.value).splitlines()))
 
 
@@ -87,7 +87,7 @@ def test_what_cannot_be_launched_is_said(command: str, part: str) -> None:
 )
 def test_an_allowlist_gets_the_plug_in(command: str, before: dict[str, str], after: dict[str, str]) -> None:
     """Where plug-ins are restricted rfork is added; else nothing is set. SGLang's empty list is none."""
-    found = dict(rewritten(command.split(), {**before, "RFORK_REPLICA": "me"}).environment)
+    found = dict(rewrite_command(command.split(), {**before, "RFORK_REPLICA": "me"}).environment)
     assert {**after, "RFORK_REPLICA": "me"} == found
 
 
@@ -105,14 +105,14 @@ def test_an_allowlist_gets_the_plug_in(command: str, before: dict[str, str], aft
 )
 def test_the_server_does_not_drain_again(before: dict[str, str], after: dict[str, str]) -> None:
     """Its launcher does, where there is a planner to ask."""
-    settings = load(Settings, planner=before.get("RFORK_PLANNER"))
-    assert after == for_the_engine(before, settings)
+    settings = load(InstanceSettings, planner=before.get("RFORK_PLANNER"))
+    assert after == engine_environment(before, settings)
 
 
 def test_each_start_has_a_name_of_its_own() -> None:
     """A replica without a name gets one that the settings take."""
     one, other = replica_name(), replica_name()
-    assert (True, one) == (one != other, load(Settings, replica=one).replica)
+    assert (True, one) == (one != other, load(InstanceSettings, replica=one).replica)
 
 
 def test_options_come_before_the_command() -> None:
@@ -120,14 +120,17 @@ def test_options_come_before_the_command() -> None:
     expected = {"RFORK_PLANNER": "http://p", "RFORK_REQUIRED": "1", "RFORK_TRANSPORTS": "http"}
     options = ["--planner", "http://p", "--rfork-required", "--transports=http"]
     command = ["vllm", "serve", "m", "--planner", "its", "--", "x"]
-    assert [(expected, command)] * 2 == [parsed([*options, "--", *command]), parsed([*options, *command])]
+    assert [(expected, command)] * 2 == [
+        parse_launch_arguments([*options, "--", *command]),
+        parse_launch_arguments([*options, *command]),
+    ]
 
 
 @pytest.mark.parametrize("arguments", [["--planer", "x", "--", "vllm"], ["--planner"], ["--token", "x"]])
 def test_a_wrong_option_is_one_line(arguments: list[str]) -> None:
     """An option that there is not, one without its value, and a secret, which is none."""
     with pytest.raises(SettingsError):
-        parsed(arguments)
+        parse_launch_arguments(arguments)
 
 
 def test_entry_points_are_those_of_the_package() -> None:
@@ -139,7 +142,7 @@ def test_entry_points_are_those_of_the_package() -> None:
 
 def test_the_plug_in_is_found_where_nothing_is_installed() -> None:
     """A folder in front of Python's path has the entry points and the package; it goes afterwards."""
-    with findable({"PYTHONPATH": "/before"}) as environment:
+    with with_plugin_path({"PYTHONPATH": "/before"}) as environment:
         folder, rest = environment["PYTHONPATH"].split(":")
         found = {
             point.group: point.value
@@ -150,13 +153,11 @@ def test_the_plug_in_is_found_where_nothing_is_installed() -> None:
     assert (dict(ENTRY_POINTS), "/before", True, False) == (found, rest, there, Path(folder).exists())
 
 
-def test_rfork_as_files_has_the_entry_points_of_its_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rfork_as_files_has_the_entry_points_of_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that know what to do in an image whose packages are too old."""
     (tmp_path / "_files.py").touch()
     monkeypatch.setattr("rfork.__file__", str(tmp_path / "__init__.py"))
-    with findable({}) as environment:
+    with with_plugin_path({}) as environment:
         found = {
             point.group: point.value
             for distribution in importlib.metadata.distributions(path=[environment["PYTHONPATH"]])

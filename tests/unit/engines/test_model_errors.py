@@ -11,9 +11,7 @@ from rfork.engines.pretrained_config import model_errors
 from rfork.errors import ModelError, SettingsError
 
 
-def test_a_missing_temporary_folder_is_not_blamed_on_the_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_temporary_folder_is_not_blamed_on_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model's folder is well: the setting that helps is named."""
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "missing")])

@@ -34,7 +34,7 @@ def layouts_of(folder: Path, mode: str) -> dict[str, Any]:
 def test_a_used_model_and_a_new_one_have_one_layout(tmp_path: Path) -> None:
     """One was loaded and has generated text, the other was built elsewhere from the configuration alone."""
     seeds, targets = tmp_path / "seeds", tmp_path / "elsewhere" / "targets"
-    for kind in ("llama", "qwen2"):
-        AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES)).save_pretrained(seeds / kind)
+    for model_type in ("llama", "qwen2"):
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SIZES)).save_pretrained(seeds / model_type)
     shutil.copytree(seeds, targets, ignore=shutil.ignore_patterns("*.safetensors"))
     assert layouts_of(seeds, "loaded") == layouts_of(targets, "built")

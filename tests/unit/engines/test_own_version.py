@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rfork.engines.own_version import version_of_files, version_of_reload
-from rfork.engines.vllm.facts import loads_from
+from rfork.engines.version_selection import version_of_files, version_of_reload
+from rfork.engines.vllm.compat import loads_from
 from rfork.storage.versions.version import version_of
 
 COMMIT = "0123456789" * 4
@@ -43,9 +43,7 @@ def test_a_reload_of_files_that_changed_meanwhile_has_none(folder: Path) -> None
     assert after() is None
 
 
-def test_a_reload_of_files_that_cannot_be_read_has_none(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_reload_of_files_that_cannot_be_read_has_none(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The log says why; the engine's update goes on."""
     (folder / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1")
     after = version_of_reload(folder)
@@ -76,6 +74,4 @@ def test_where_vllm_loads_a_model_from(config: SimpleNamespace, expected: tuple[
 
 def test_a_hub_id_that_vllm_resolved_is_of_its_commit() -> None:
     """Also before anything was downloaded."""
-    assert f"commit:{COMMIT}" == version_of_files(
-        *loads_from(model_config("org/llama", ResolvedRevision("main")))
-    )
+    assert f"commit:{COMMIT}" == version_of_files(*loads_from(model_config("org/llama", ResolvedRevision("main"))))

@@ -11,14 +11,14 @@ from torch._C._distributed_c10d import FileStore
 
 from rfork.engines import replica
 from rfork.engines.replica import replica_of
-from rfork.settings import Settings
-from rfork.wire import Rank
+from rfork.schema import Rank
+from rfork.settings import InstanceSettings
 
 TWO = Rank(tp=1, tp_size=2)
 
 
 @pytest.fixture(autouse=True)
-def _nothing_agreed(monkeypatch: pytest.MonkeyPatch) -> None:
+def _reset_process_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a new process."""
     monkeypatch.setattr(replica, "_agreed_names", {})
 
@@ -36,29 +36,29 @@ def other_rank(tmp_path: Path) -> Iterator[str]:
 
 def test_ranks_of_several_agree_on_the_first_one_s_name(other_rank: str) -> None:
     """By the store of their process group."""
-    assert other_rank == replica_of(Settings(), TWO)
+    assert other_rank == replica_of(InstanceSettings(), TWO)
 
 
 def test_a_draft_of_one_rank_is_of_its_model_s_replica(other_rank: str) -> None:
     """Each rank of the main model holds a copy of the draft."""
-    replica_of(Settings(), TWO)
-    assert other_rank == replica_of(Settings(), Rank(role="draft"))
+    replica_of(InstanceSettings(), TWO)
+    assert other_rank == replica_of(InstanceSettings(), Rank(role="draft"))
 
 
 def test_a_model_of_one_rank_is_a_replica_of_its_own(other_rank: str) -> None:
     """Also in a process group: data-parallel copies need not have one version."""
-    assert other_rank != replica_of(Settings(), Rank())
-    assert replica_of(Settings(), Rank()) == replica_of(Settings(), Rank())
+    assert other_rank != replica_of(InstanceSettings(), Rank())
+    assert replica_of(InstanceSettings(), Rank()) == replica_of(InstanceSettings(), Rank())
 
 
 def test_the_setting_names_the_replica_where_ranks_cannot_agree() -> None:
     """Without a process group; without the setting nothing does."""
-    assert "server-7" == replica_of(Settings(replica="server-7"), TWO)
-    assert replica_of(Settings(), TWO) is None
+    assert "server-7" == replica_of(InstanceSettings(replica="server-7"), TWO)
+    assert replica_of(InstanceSettings(), TWO) is None
 
 
 def test_a_replica_that_starts_again_has_another_name() -> None:
     """Its weights may be of another version then: the setting is a part of the name alone."""
-    name = replica_of(Settings(replica="server-7"), Rank())
+    name = replica_of(InstanceSettings(replica="server-7"), Rank())
     assert name is not None
     assert name.startswith("server-7-")

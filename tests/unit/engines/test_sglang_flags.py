@@ -9,15 +9,15 @@ from types import ModuleType
 
 import pytest
 
-from rfork.engines.points import Point
-from rfork.engines.sglang import flags, leaving, points
-from rfork.settings import Settings
+from rfork.engines.hook_targets import HookTarget
+from rfork.engines.sglang import drain_on_sigterm, flags, hook_targets
+from rfork.settings import InstanceSettings
 
 
 @pytest.fixture
 def parser(monkeypatch: pytest.MonkeyPatch) -> argparse.ArgumentParser:
     """SGLang's, as far as the flags know it; nothing that a test sets in the environment outlives it."""
-    for name in Settings.model_fields:
+    for name in InstanceSettings.model_fields:
         # First set, so that it is put back: what `take` sets is not known to the fixture.
         monkeypatch.setenv(flags.variable(name), "")
         monkeypatch.delenv(flags.variable(name))
@@ -29,8 +29,8 @@ def parser(monkeypatch: pytest.MonkeyPatch) -> argparse.ArgumentParser:
     storage.__dict__["is_runai_obj_uri"] = lambda model: model.startswith("s3://")
     for module in (common, files, storage):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(points, "moved", lambda points: [])
-    monkeypatch.setattr(leaving, "install", lambda settings: None)
+    monkeypatch.setattr(hook_targets, "find_incompatible", lambda points: [])
+    monkeypatch.setattr(drain_on_sigterm, "install", lambda settings: None)
     made = argparse.ArgumentParser()
     made.add_argument("--load-format", default="auto")
     made.add_argument("--model-path", default="org/model")
@@ -39,19 +39,19 @@ def parser(monkeypatch: pytest.MonkeyPatch) -> argparse.ArgumentParser:
     return made
 
 
-def taken(parser: argparse.ArgumentParser, *arguments: str) -> argparse.Namespace:
+def parse_flags(parser: argparse.ArgumentParser, *arguments: str) -> argparse.Namespace:
     """What SGLang goes on with."""
-    given = parser.parse_args(arguments)
-    flags.take(given)
-    return given
+    namespace = parser.parse_args(arguments)
+    flags.apply_flags(namespace)
+    return namespace
 
 
 def test_a_flag_is_carried_by_the_environment(parser: argparse.ArgumentParser) -> None:
     """Each flag sets its variable for the server's processes, and the load format goes with them."""
-    given = taken(
+    namespace = parse_flags(
         parser, "--rfork-planner", "http://planner:8700", "--rfork-required", "--rfork-egress-rate", "5"
     )
-    assert "rfork" == given.load_format
+    assert "rfork" == namespace.load_format
     assert {
         "RFORK_PLANNER": "http://planner:8700",
         "RFORK_REQUIRED": "1",
@@ -60,13 +60,11 @@ def test_a_flag_is_carried_by_the_environment(parser: argparse.ArgumentParser) -
     assert os.environ["RFORK_REPLICA"].startswith("sglang-")
 
 
-def test_the_load_format_alone_will_do(
-    parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_load_format_alone_will_do(parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the load format named, the environment says the rest; the replica's name is kept."""
     monkeypatch.setenv("RFORK_PLANNER", "http://planner:8700")
     monkeypatch.setenv("RFORK_REPLICA", "mine")
-    assert "rfork" == taken(parser, "--load-format", "rfork").load_format
+    assert "rfork" == parse_flags(parser, "--load-format", "rfork").load_format
     assert "mine" == os.environ["RFORK_REPLICA"]
 
 
@@ -75,13 +73,13 @@ def test_the_environment_alone_changes_nothing(
 ) -> None:
     """A planner in the environment does not change how weights are loaded, but is mentioned."""
     monkeypatch.setenv("RFORK_PLANNER", "http://planner:8700")
-    assert "auto" == taken(parser).load_format
+    assert "auto" == parse_flags(parser).load_format
     assert "RFORK_REPLICA" not in os.environ
     assert "RFORK_PLANNER is set, but the load format is auto" in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (("--rfork-deadline-s", "0"), "--rfork-deadline-s: Input should be greater than 0 (got '0')"),
         (("--rfork-transports", "pigeon"), "--rfork-transports: Input should be "),
@@ -93,30 +91,30 @@ def test_the_environment_alone_changes_nothing(
 )
 def test_what_cannot_be_ends_the_launch(
     arguments: tuple[str, ...],
-    told: str,
+    message: str,
     parser: argparse.ArgumentParser,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A wrong flag is one line that names it, and exit code 2."""
     with pytest.raises(SystemExit) as ended:
-        taken(parser, "--rfork-planner", "http://planner:8700", *arguments)
+        parse_flags(parser, "--rfork-planner", "http://planner:8700", *arguments)
     assert 2 == ended.value.code
-    said = capsys.readouterr().err
-    assert said.startswith(f"sglang: error: {told}")
-    assert 1 == said.count("\n")
+    output = capsys.readouterr().err
+    assert output.startswith(f"sglang: error: {message}")
+    assert 1 == output.count("\n")
 
 
 def test_moved_hook_points_end_the_launch(
     parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """An SGLang whose hook points moved is refused before any of its processes starts."""
-    gone = Point(points.RUN_BATCH)
-    monkeypatch.setattr(points, "moved", lambda _: [(gone, "is gone")])
+    missing_target = HookTarget(hook_targets.RUN_BATCH)
+    monkeypatch.setattr(hook_targets, "find_incompatible", lambda _: [(missing_target, "is gone")])
     monkeypatch.setattr("importlib.metadata.version", lambda _: "9.9")
     with pytest.raises(SystemExit):
-        taken(parser, "--rfork-planner", "http://planner:8700")
+        parse_flags(parser, "--rfork-planner", "http://planner:8700")
     assert (
-        f"sglang: error: SGLang 9.9 is not as rfork knows it (tested: 0.5.23): {points.RUN_BATCH} is gone\n"
+        f"sglang: error: SGLang 9.9 is not as rfork knows it (tested: 0.5.23): {hook_targets.RUN_BATCH} is gone\n"
         == capsys.readouterr().err
     )
 
@@ -134,8 +132,8 @@ def test_flags_that_cannot_be_used_say_why(capsys: pytest.CaptureFixture[str]) -
 
 def test_every_option_says_its_variable(parser: argparse.ArgumentParser) -> None:
     """`--help` names each option's environment variable; secrets have no flag."""
-    said = " ".join(parser.format_help().split())
-    for name in set(Settings.model_fields) - flags.NOT_FLAGS:
-        assert f"--rfork-{name.replace('_', '-')}" in said
-        assert f"[{flags.variable(name)}]" in said
-    assert "--rfork-token " not in said
+    output = " ".join(parser.format_help().split())
+    for name in set(InstanceSettings.model_fields) - flags.NOT_FLAGS:
+        assert f"--rfork-{name.replace('_', '-')}" in output
+        assert f"[{flags.variable(name)}]" in output
+    assert "--rfork-token " not in output

@@ -11,23 +11,23 @@ from typing import cast
 
 import pytest
 
-from rfork.engines.instance import Instance
-from rfork.engines.sglang import configuration, hooks, leaving, ranks, updating
+from rfork.engines.served_model import ServedModel
+from rfork.engines.sglang import compat, drain_on_sigterm, hooks, ranks, weight_updates
 from rfork.engines.sglang.ranks import subject_of
 from rfork.errors import SourceBusy
-from rfork.settings import Settings
-from rfork.wire import Rank
+from rfork.schema import Rank
+from rfork.settings import InstanceSettings
 
 
 @dataclass(eq=False)
-class Told:
+class RecordingServedModel:
     """An instance, and its seed, that write down what they are told."""
 
     calls: list[str] = field(default_factory=list)
-    settings: Settings = field(default_factory=lambda: Settings(drain_s=60))
+    settings: InstanceSettings = field(default_factory=lambda: InstanceSettings(drain_s=60))
 
     @property
-    def seed(self) -> Told:
+    def seed(self) -> RecordingServedModel:
         """Itself."""
         return self
 
@@ -54,14 +54,14 @@ class Told:
 
 
 @pytest.fixture
-def instance(monkeypatch: pytest.MonkeyPatch) -> Told:
+def instance(monkeypatch: pytest.MonkeyPatch) -> RecordingServedModel:
     """The instance of every model here: a model is its instance."""
-    for module in (hooks, updating):
-        monkeypatch.setattr(module, "instance_of", lambda model: cast(Instance, model))
-    return Told()
+    for module in (hooks, weight_updates):
+        monkeypatch.setattr(module, "instance_of", lambda model: cast(ServedModel, model))
+    return RecordingServedModel()
 
 
-def scheduler(model: Told, *, overlap: bool = False, generates: bool = True) -> SimpleNamespace:
+def scheduler(model: RecordingServedModel, *, overlap: bool = False, generates: bool = True) -> SimpleNamespace:
     """One that serves the model, and a draft of it."""
     runner = SimpleNamespace(model=model)
     worker = SimpleNamespace(model_runner=runner, weight_update_runners=lambda: [("target", runner)])
@@ -91,7 +91,7 @@ def batch(*, decode: bool) -> SimpleNamespace:
     ],
 )
 def test_decode_steps_are_the_work(
-    overlap: bool, generates: bool, decode: bool, expected: list[str], instance: Told
+    overlap: bool, generates: bool, decode: bool, expected: list[str], instance: RecordingServedModel
 ) -> None:
     """Each decode step is told, when it ends; of a server that never decodes, each batch."""
     serves, step = scheduler(instance, overlap=overlap, generates=generates), batch(decode=decode)
@@ -100,10 +100,10 @@ def test_decode_steps_are_the_work(
     assert expected == instance.calls
 
 
-def test_the_end_waits_for_readers_but_not_for_long(instance: Told) -> None:
+def test_the_end_waits_for_readers_but_not_for_long(instance: RecordingServedModel) -> None:
     """A scheduler that ends closes all of its models, before SGLang would kill it."""
-    hooks._leave(scheduler(instance))
-    assert [f"close {hooks.LEAVE_S:g}"] * 2 == instance.calls
+    hooks._on_exit(scheduler(instance))
+    assert [f"close {hooks.EXIT_TIMEOUT_S:g}"] * 2 == instance.calls
 
 
 @pytest.mark.parametrize(
@@ -120,49 +120,49 @@ def test_memory_that_is_released(
     saver: bool,
     backup: bool,
     expected: list[str],
-    instance: Told,
+    instance: RecordingServedModel,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Weights are let go of before their memory goes; what comes back is given only if it is what went."""
-    told = SimpleNamespace(
+    features = SimpleNamespace(
         enable_memory_saver=saver, enable_weights_cpu_backup=backup, enable_draft_weights_cpu_backup=False
     )
-    fake(monkeypatch, "sglang.srt.constants", GPU_MEMORY_TYPE_WEIGHTS="weights")
-    fake(monkeypatch, "sglang.srt.runtime_context", get_exec=lambda: SimpleNamespace(features=told))
+    install_fake_module(monkeypatch, "sglang.srt.constants", GPU_MEMORY_TYPE_WEIGHTS="weights")
+    install_fake_module(monkeypatch, "sglang.srt.runtime_context", get_exec=lambda: SimpleNamespace(features=features))
     manager = SimpleNamespace(_select_runners=lambda: [("target", SimpleNamespace(model=instance))])
     request = SimpleNamespace(tags=tags)
-    updates = updating.Updates()
+    updates = weight_updates.WeightUpdateHooks()
     assert "released" == updates.release(lambda *_: "released", manager, request)
     updates.resume(None, manager, request)
     assert expected == instance.calls
 
 
-def test_memory_that_is_not_released_after_all(instance: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_is_not_released_after_all(instance: RecordingServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where SGLang refuses to release the memory, the weights are given again."""
-    fake(monkeypatch, "sglang.srt.constants", GPU_MEMORY_TYPE_WEIGHTS="weights")
+    install_fake_module(monkeypatch, "sglang.srt.constants", GPU_MEMORY_TYPE_WEIGHTS="weights")
     manager = SimpleNamespace(_select_runners=lambda: [("target", SimpleNamespace(model=instance))])
 
     def busy(*_: object) -> None:
         raise AssertionError("only when the server is idle")
 
     with pytest.raises(AssertionError, match="idle"):
-        updating.Updates().release(busy, manager, SimpleNamespace(tags=["weights"]))
+        weight_updates.WeightUpdateHooks().release(busy, manager, SimpleNamespace(tags=["weights"]))
     assert ["suspend", "renew"] == instance.calls
 
 
 @pytest.mark.parametrize(
     ("served", "draft", "settings", "expected"),
     [
-        ("org/model", False, Settings(), ("org/model", "target")),
-        ("nice-name", False, Settings(), ("nice-name", "target")),
-        ("nice-name", True, Settings(), ("org/draft", "draft")),
-        ("nice-name", True, Settings(model="mine"), ("mine", "draft")),
+        ("org/model", False, InstanceSettings(), ("org/model", "target")),
+        ("nice-name", False, InstanceSettings(), ("nice-name", "target")),
+        ("nice-name", True, InstanceSettings(), ("org/draft", "draft")),
+        ("nice-name", True, InstanceSettings(model="mine"), ("mine", "draft")),
     ],
 )
 def test_ranks_by_the_engines_own_state(
     served: str,
     draft: bool,
-    settings: Settings,
+    settings: InstanceSettings,
     expected: tuple[str, str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -171,11 +171,9 @@ def test_ranks_by_the_engines_own_state(
         tp_rank=3, tp_size=4, pp_rank=1, pp_size=2, moe_ep_rank=1, moe_ep_size=2, attn_dp_size=2,
         attn_dp_rank=1, dp_rank=None, attn_tp_size=2, attn_cp_size=1, moe_dp_size=1,
     )  # fmt: skip
-    moe = SimpleNamespace(
-        init_expert_location="trivial", ep_num_redundant_experts=0, moe_runner_backend="auto"
-    )
+    moe = SimpleNamespace(init_expert_location="trivial", ep_num_redundant_experts=0, moe_runner_backend="auto")
     exec_ = SimpleNamespace(moe=moe, kernel=SimpleNamespace(attention_backend="triton"))
-    fake(
+    install_fake_module(
         monkeypatch,
         "sglang.srt.runtime_context",
         get_model=lambda: SimpleNamespace(model_path="org/model"),
@@ -184,7 +182,7 @@ def test_ranks_by_the_engines_own_state(
         get_exec=lambda: exec_,
         get_server_args=lambda: None,
     )
-    fake(
+    install_fake_module(
         monkeypatch,
         "sglang.srt.arg_groups.overrides",
         resolving_view=lambda _: SimpleNamespace(kv_cache_dtype="fp8_e4m3"),
@@ -210,7 +208,7 @@ def test_ranks_by_the_engines_own_state(
     ) == subject.rank  # fmt: skip
     assert {
         "engine sglang 0.5.23", "device cpu", "dtype bfloat16", "quantization fp8",
-        f"config {configuration.digest({'rope_theta': 1e4})}", "kv_cache_dtype fp8_e4m3",
+        f"config {compat.digest({'rope_theta': 1e4})}", "kv_cache_dtype fp8_e4m3",
     } < set(subject.facts)  # fmt: skip
 
 
@@ -225,9 +223,9 @@ def test_readers_may_finish_before_the_schedulers_are_asked_to_end(monkeypatch: 
         drained.append(f"{replica} {wait_s:g} {force}")
         return []
 
-    fake(monkeypatch, "sglang.srt.managers.io_struct", ShutdownReq=ShutdownReq)
-    monkeypatch.setattr(leaving, "drain_replica", drain)
-    one = leaving.Leaving(Settings(planner="http://127.0.0.1:9", replica="sglang-1", drain_s=30))
+    install_fake_module(monkeypatch, "sglang.srt.managers.io_struct", ShutdownReq=ShutdownReq)
+    monkeypatch.setattr(drain_on_sigterm, "drain_replica", drain)
+    one = drain_on_sigterm.SigtermDrain(InstanceSettings(planner="http://127.0.0.1:9", replica="sglang-1", drain_s=30))
     one.before_dispatch(SimpleNamespace(), ShutdownReq())
     one.on_sigterm(None, SimpleNamespace())
     one.on_sigterm(None, SimpleNamespace())
@@ -243,15 +241,15 @@ def test_a_planner_that_does_not_know_the_server(
     def busy(*_: object, **__: object) -> list[object]:
         raise SourceBusy("still read")
 
-    monkeypatch.setattr(leaving, "drain_replica", busy)
-    one = leaving.Leaving(Settings(planner="http://127.0.0.1:9", replica="sglang-1"))
+    monkeypatch.setattr(drain_on_sigterm, "drain_replica", busy)
+    one = drain_on_sigterm.SigtermDrain(InstanceSettings(planner="http://127.0.0.1:9", replica="sglang-1"))
     with caplog.at_level(logging.INFO, "rfork"):
         one._drain()
     assert one._drained.is_set()
     assert 1 == caplog.text.count("the server ends undrained because=")
 
 
-def fake(monkeypatch: pytest.MonkeyPatch, name: str, **content: object) -> None:
+def install_fake_module(monkeypatch: pytest.MonkeyPatch, name: str, **content: object) -> None:
     """Put a module in SGLang's place."""
     module = ModuleType(name)
     module.__dict__.update(content)

@@ -13,7 +13,7 @@ import xxhash
 
 from rfork.image import xxh3_triton
 from rfork.image.digest import LEAF_BYTES
-from rfork.image.leaf_hasher import try_out
+from rfork.image.hash_backend import self_test
 
 SMALL = 2048
 LENGTHS = [0, 1, 240, 241, 1023, 1024, 1025, 1087, 1088, 1089, 2047, 2048, 2049, 7001]
@@ -45,9 +45,9 @@ def differs(pieces: Sequence[torch.Tensor], leaf: int) -> bool:
 
 def main() -> None:
     """Check all cases, with little and with much joined at once."""
-    try_out(xxh3_triton.leaf_hashes, torch.device("cpu"))
-    for joined_bytes in (xxh3_triton.JOINED_BYTES, 2 * SMALL):
-        xxh3_triton.JOINED_BYTES = joined_bytes
+    self_test(xxh3_triton.leaf_hashes, torch.device("cpu"))
+    for joined_bytes in (xxh3_triton.MAX_LAUNCH_BYTES, 2 * SMALL):
+        xxh3_triton.MAX_LAUNCH_BYTES = joined_bytes
         for name, pieces, leaf in cases():
             if (joined_bytes > 2 * SMALL or len(pieces) > 1) and differs(pieces, leaf):
                 print(name, "with", joined_bytes, "joined")

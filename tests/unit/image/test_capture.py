@@ -17,10 +17,10 @@ from torch._subclasses import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
 from rfork.errors import UnsupportedTensor
-from rfork.image.areas import areas as memory_areas
-from rfork.image.capture import alignment_of, capture, natural
+from rfork.image.capture import alignment_of, capture, natural_sort_key
+from rfork.image.registration import regions_to_register as memory_areas
 from rfork.image.wrappers import plain_tensors
-from tests.unit.image.modules import Recipe, build, element_bytes, recipes
+from tests.unit.image.random_modules import Recipe, build, element_bytes, recipes
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
 
@@ -29,14 +29,14 @@ def names(module: nn.Module, **options: Any) -> list[str]:
     return [spec.name for spec in capture(module, **options).layout.tensors]
 
 
-def fill(target: nn.Module, source: nn.Module) -> None:
+def copy_weights(target: nn.Module, source: nn.Module) -> None:
     """Copy all image bytes from one module to the other through the host views."""
-    given, taken = capture(source), capture(target)
-    size = given.layout.image_bytes
-    with given.readable(0, size) as views, taken.writable(0, size) as places:
+    source_image, target_image = capture(source), capture(target)
+    size = source_image.layout.image_bytes
+    with source_image.readable(0, size) as views, target_image.writable(0, size) as target_views:
         raw = b"".join(views)
-        for place in places:
-            place[:], raw = raw[: place.nbytes], raw[place.nbytes :]
+        for target_view in target_views:
+            target_view[:], raw = raw[: target_view.nbytes], raw[target_view.nbytes :]
 
 
 @settings(max_examples=150, deadline=None)
@@ -68,7 +68,7 @@ def test_layout_of_a_module_is_stable_across_releases() -> None:
 def test_copied_image_makes_every_tensor_equal(recipe: Recipe) -> None:
     """After the image's bytes are copied, every tensor of the target equals the source's, bit by bit."""
     source, target = build(recipe, 1), build(recipe, 2)
-    fill(target, source)
+    copy_weights(target, source)
     expected = {name: element_bytes(tensor) for name, tensor in all_tensors(source).items()}
     assert expected == {name: element_bytes(tensor) for name, tensor in all_tensors(target).items()}
 
@@ -85,8 +85,8 @@ def test_every_byte_is_carried_once_and_by_some_tensor(recipe: Recipe) -> None:
     ]
     by_address = sorted((s.address, s.address + s.length) for s in segments)
     assert all(one[1] <= two[0] for one, two in pairwise(by_address))
-    areas = memory_areas(image)
-    assert all(any(a <= begin and end <= a + n for a, n in areas) for begin, end in by_address)
+    regions = memory_areas(image)
+    assert all(any(a <= begin and end <= a + n for a, n in regions) for begin, end in by_address)
 
 
 @settings(max_examples=50, deadline=None)
@@ -255,7 +255,7 @@ def test_dict_entries_are_named_by_type_and_value_of_the_key() -> None:
     """The names do not depend on the order of the entries, and equal texts of two types stay apart."""
     keys = [1, "1", "[1]", Gate.UP, Point(1, 2), (Gate.DOWN, "a", 2), None, torch.float16, 2.5, b"raw", int]
     table = {key: torch.zeros(1) for key in keys}
-    modules = [holding(table), holding(dict(reversed(table.items())))]
+    modules = [module_with(table), module_with(dict(reversed(table.items())))]
     expected = sorted(
         [
             *(
@@ -270,7 +270,7 @@ def test_dict_entries_are_named_by_type_and_value_of_the_key() -> None:
             ),
             *("table[b'raw']", "table[builtins.int]", "table[torch.float16]"),
         ],
-        key=natural,
+        key=natural_sort_key,
     )
     assert [expected, expected] == [names(module) for module in modules]
 
@@ -278,7 +278,7 @@ def test_dict_entries_are_named_by_type_and_value_of_the_key() -> None:
 def test_dict_keys_without_a_stable_name_are_refused() -> None:
     """An object's address names no tensor."""
     with pytest.raises(UnsupportedTensor, match=r"'table' cannot be captured.*without a stable name"):
-        capture(holding({object(): torch.zeros(1)}))
+        capture(module_with({object(): torch.zeros(1)}))
 
 
 @pytest.mark.parametrize("name", ["held", "_extra_state"])
@@ -307,7 +307,7 @@ class WithExtraState(nn.Linear):
 
 def test_names_with_brackets_can_be_excluded() -> None:
     """A complete name is taken literally before it is a pattern."""
-    module = holding({7: torch.zeros(1), 8: torch.zeros(1)})
+    module = module_with({7: torch.zeros(1), 8: torch.zeros(1)})
     assert ["table[8]"] == names(module, exclude=["table[7]"])
 
 
@@ -324,9 +324,7 @@ def test_excluded_tensors_between_the_rows_of_others_are_refused() -> None:
     block = torch.zeros(4, 4)
     module = nn.Module()
     module.left, module.right = block[:, :2], block[:, 2:]
-    with pytest.raises(
-        UnsupportedTensor, match=r"'right' cannot be captured.*between the elements of 'left'"
-    ):
+    with pytest.raises(UnsupportedTensor, match=r"'right' cannot be captured.*between the elements of 'left'"):
         capture(module, exclude=["right"])
 
 
@@ -359,9 +357,7 @@ def test_attributes_of_many_values_are_one_line() -> None:
     """Names that each layer has of its own make no list as long as the model."""
     module = nn.Sequential(*(nn.Dropout(index / 1000) for index in range(300)))
     lines = [line for line in capture(module).layout.attributes if line.startswith("p=")]
-    assert ["p=300 values at 0 0.0 and 299 more"] == [
-        line.partition(" (")[0].replace("p=0.0", "0.0") for line in lines
-    ]
+    assert ["p=300 values at 0 0.0 and 299 more"] == [line.partition(" (")[0].replace("p=0.0", "0.0") for line in lines]
 
 
 def test_a_compiled_module_has_the_layout_of_one_that_is_not() -> None:
@@ -403,7 +399,7 @@ def test_places_are_not_compared() -> None:
     assert () == capture(module).layout.attributes
 
 
-def holding(table: object) -> nn.Module:
+def module_with(table: object) -> nn.Module:
     """A module with one attribute."""
     module = nn.Module()
     vars(module)["table"] = table
@@ -508,4 +504,4 @@ def test_alignment_divides_the_length(itemsize: int, length: int, expected: int)
 
 def test_natural_order_counts() -> None:
     """Numbers in names sort by value, and names of equal value still have one order."""
-    assert ["a", "a.2", "a.02.b", "a.10", "b"] == sorted(["b", "a.10", "a.02.b", "a.2", "a"], key=natural)
+    assert ["a", "a.2", "a.02.b", "a.10", "b"] == sorted(["b", "a.10", "a.02.b", "a.2", "a"], key=natural_sort_key)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rfork.image.chunks import LARGEST_CHUNK, MIB, MOST_CHUNKS, Chunks, chunk_size_for
+from rfork.image.chunks import MAX_CHUNK_BYTES, MAX_CHUNKS, MIB, Chunks, chunk_size_for
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_chunks_cover_the_image_in_order(image_bytes: int) -> None:
     assert [0, *(end for _, end in cut)] == [*(begin for begin, _ in cut), image_bytes]
     assert all(end - begin == chunks.chunk_size for begin, end in cut[:-1])
     assert len(cut) == len(chunks)
-    assert len(cut) <= MOST_CHUNKS or chunks.chunk_size == LARGEST_CHUNK
+    assert len(cut) <= MAX_CHUNKS or chunks.chunk_size == MAX_CHUNK_BYTES
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rfork.image import xxh3_device
+from rfork.image import xxh3_torch
 from rfork.image.digest import DIGEST_BYTES, LEAF_BYTES, RunningDigest, digest_bytes, digest_tensors
 
 BOUNDARIES = [0, 1, 3, 8, 16, 17, 128, 129, 239, 240, 241, 255, 256, 257, 1023, 1024, 1025,
@@ -26,7 +26,7 @@ def host(tensor: torch.Tensor) -> memoryview:
     return memoryview(bytes(tensor.tolist()))
 
 
-def by_definition(data: bytes) -> bytes:
+def reference_digest(data: bytes) -> bytes:
     """The digest written down from its definition."""
     leaves = [xxhash.xxh3_128_digest(data[at : at + LEAF_BYTES]) for at in range(0, len(data), LEAF_BYTES)]
     message = len(data).to_bytes(8, "little") + b"".join(leaves)
@@ -37,7 +37,7 @@ def by_definition(data: bytes) -> bytes:
 def test_both_ways_give_what_the_definition_says(length: int) -> None:
     """Host bytes and tensors have the digest of the definition at every boundary of the algorithm."""
     data = noise(length)
-    expected = by_definition(bytes(host(data)))
+    expected = reference_digest(bytes(host(data)))
     assert (expected, expected) == (digest_bytes([host(data)]), digest_tensors([data]))
     assert DIGEST_BYTES == len(expected)
 
@@ -49,7 +49,7 @@ def test_a_digest_that_runs_along(length: int, step: int) -> None:
     data, state = bytes(host(noise(length))), RunningDigest()
     for low in range(0, length, step):
         state.update(memoryview(data)[low : low + step])
-    assert by_definition(data) == state.digest()
+    assert reference_digest(data) == state.digest()
     if length % LEAF_BYTES:
         with pytest.raises(ValueError, match="only the last piece"):
             state.update(memoryview(b"x"))
@@ -59,9 +59,9 @@ def test_a_digest_that_runs_along(length: int, step: int) -> None:
 @given(st.lists(st.integers(1, 90_000), min_size=1, max_size=12), st.integers(0, 9), st.integers(0, 7))
 def test_pieces_do_not_matter(sizes: list[int], seed: int, shift: int) -> None:
     """However the bytes are cut, and wherever they lie, the digest is that of the whole."""
-    whole = noise(sum(sizes) + shift, seed)[shift:]
-    pieces = list(torch.split(whole, sizes))
-    expected = by_definition(bytes(host(whole)))
+    full = noise(sum(sizes) + shift, seed)[shift:]
+    pieces = list(torch.split(full, sizes))
+    expected = reference_digest(bytes(host(full)))
     assert expected == digest_bytes([host(piece) for piece in pieces])
     assert expected == digest_tensors(pieces)
 
@@ -71,17 +71,15 @@ def test_pieces_do_not_matter(sizes: list[int], seed: int, shift: int) -> None:
 def test_device_hash_is_xxh3(length: int, seed: int) -> None:
     """The hash by tensor operations is XXH3-128 for every length over 240 bytes."""
     data = noise(length, seed)
-    expected = [
-        xxhash.xxh3_128_digest(host(data)[at : at + LEAF_BYTES]) for at in range(0, length, LEAF_BYTES)
-    ]
-    assert b"".join(expected) == xxh3_device.leaf_hashes([data], LEAF_BYTES)
+    expected = [xxhash.xxh3_128_digest(host(data)[at : at + LEAF_BYTES]) for at in range(0, length, LEAF_BYTES)]
+    assert b"".join(expected) == xxh3_torch.leaf_hashes([data], LEAF_BYTES)
 
 
 def test_slabs_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device hash is the same whatever is taken in at once."""
     data = noise(5 * LEAF_BYTES + 999)
     expected = digest_tensors([data])
-    monkeypatch.setattr(xxh3_device, "SLAB_BYTES", 2 * LEAF_BYTES)
+    monkeypatch.setattr(xxh3_torch, "SLAB_BYTES", 2 * LEAF_BYTES)
     assert expected == digest_tensors([data[:300_000], data[300_000:]])
 
 

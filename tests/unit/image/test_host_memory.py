@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from rfork.image.host_memory import SMALL, copy_block
+from rfork.image.host_memory import SMALL_COPY_BYTES, copy_block
 
 
-@pytest.mark.parametrize("sizes", [(5, 0, 7), (SMALL, 3), (SMALL + 1, SMALL - 1, 2 * SMALL), (0,), ()])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (5, 0, 7),
+        (SMALL_COPY_BYTES, 3),
+        (SMALL_COPY_BYTES + 1, SMALL_COPY_BYTES - 1, 2 * SMALL_COPY_BYTES),
+        (0,),
+        (),
+    ],
+)
 def test_views_get_the_bytes_of_a_block_in_order(sizes: tuple[int, ...]) -> None:
     """Small views and large ones, and what is empty."""
     block = bytearray(number % 251 for number in range(sum(sizes)))
@@ -16,7 +25,7 @@ def test_views_get_the_bytes_of_a_block_in_order(sizes: tuple[int, ...]) -> None
     assert bytes(block) == b"".join(views)
 
 
-@pytest.mark.parametrize("size", [10, 2 * SMALL])
+@pytest.mark.parametrize("size", [10, 2 * SMALL_COPY_BYTES])
 def test_a_block_that_is_too_short_fills_no_view_in_part(size: int) -> None:
     """However large the view is: bytes that were there before would pass for those that were read."""
     view = bytearray(size)

@@ -6,7 +6,7 @@ import pytest
 
 from rfork.image.layout import Layout
 from rfork.image.manifest import Manifest, weights_id
-from rfork.image.specs import TensorSpec
+from rfork.image.tensor_specs import TensorSpec
 
 A = TensorSpec("a", "float32", (2, 2), (2, 1), 0)
 B = TensorSpec("b", "int8", (4,), (1,), 16)
@@ -31,14 +31,14 @@ def test_layout_id_is_stable_across_releases() -> None:
     assert LAYOUT.layout_id == Layout((A, B), 20).layout_id
 
 
-@pytest.mark.parametrize("kind", OTHERS)
-def test_every_difference_changes_the_layout_id(kind: str) -> None:
+@pytest.mark.parametrize("difference", OTHERS)
+def test_every_difference_changes_the_layout_id(difference: str) -> None:
     """Whatever differs, the layout_id does too."""
-    assert LAYOUT.layout_id != OTHERS[kind].layout_id
+    assert LAYOUT.layout_id != OTHERS[difference].layout_id
 
 
 @pytest.mark.parametrize(
-    ("kind", "expected"),
+    ("difference", "expected"),
     [
         ("name", f"a: here {A_HERE}, there no such tensor"),
         ("dtype", f"a: here {A_HERE}, there int32[2, 2] stride [2, 1] at byte 0"),
@@ -51,9 +51,9 @@ def test_every_difference_changes_the_layout_id(kind: str) -> None:
         ("attribute", "attribute eps: here nothing, there 1e-05 at norm"),
     ],
 )
-def test_the_first_difference_is_one_clear_line(kind: str, expected: str | None) -> None:
+def test_the_first_difference_is_one_clear_line(difference: str, expected: str | None) -> None:
     """The line names the tensor and both sides."""
-    assert expected == LAYOUT.first_difference(OTHERS[kind])
+    assert expected == LAYOUT.first_difference(OTHERS[difference])
 
 
 def test_a_difference_in_kind_explains_more_than_a_shifted_offset() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rfork.image.capture import image_of
+from rfork.image.capture import image_from_tensors
 from rfork.image.digest import digest_bytes
 from rfork.image.host_memory import HUGE_PAGE, advise_huge_pages
 from rfork.image.memory import Image, Segment
@@ -16,7 +16,7 @@ MIB = 1 << 20
 def scattered(*sizes: int) -> Image:
     """An image of uint8 tensors of random bytes, each with a storage of its own."""
     generator = torch.Generator().manual_seed(7)
-    return image_of(
+    return image_from_tensors(
         {
             f"t{index}": torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
             for index, size in enumerate(sizes)
@@ -32,7 +32,7 @@ def content(image: Image) -> bytes:
 def test_views_are_the_tensors_own_memory() -> None:
     """What is written into the views of a range is what the tensors then hold, and nothing else changes."""
     tensors = {"a": torch.zeros(4, dtype=torch.uint8), "b": torch.zeros(4, dtype=torch.uint8)}
-    with image_of(tensors).writable(2, 6) as views:
+    with image_from_tensors(tensors).writable(2, 6) as views:
         for view in views:
             view[:] = b"\x09" * view.nbytes
     assert ([0, 0, 9, 9], [9, 9, 0, 0]) == (tensors["a"].tolist(), tensors["b"].tolist())
@@ -54,9 +54,9 @@ def test_neighbours_in_memory_and_image_are_one_segment() -> None:
     """Tensors cut from one buffer in image order are one segment; out of order they are not."""
     buffer = torch.zeros(12, dtype=torch.uint8)
     address = buffer.data_ptr()
-    in_order = image_of({"a": buffer[:4], "b": buffer[4:8], "c": buffer[8:]})
+    in_order = image_from_tensors({"a": buffer[:4], "b": buffer[4:8], "c": buffer[8:]})
     assert [Segment(1, address + 1, 10)] == in_order.segments(1, 11)
-    crossed = image_of({"a": buffer[4:8], "b": buffer[:4]})
+    crossed = image_from_tensors({"a": buffer[4:8], "b": buffer[:4]})
     assert [Segment(0, address + 4, 4), Segment(4, address, 4)] == crossed.segments(0, 8)
 
 
@@ -65,14 +65,14 @@ def test_neighbours_of_two_storages_are_one_segment_too() -> None:
     raw = bytearray(range(16))
     one = torch.frombuffer(raw, dtype=torch.uint8, offset=0, count=8)
     two = torch.frombuffer(raw, dtype=torch.uint8, offset=8, count=8)
-    image = image_of({"a": one, "b": two})
+    image = image_from_tensors({"a": one, "b": two})
     assert [(0, 16)] == [(begin, length) for begin, _, length in image.segments(0, 16)]
     assert bytes(range(16)) == content(image)
 
 
 def test_an_image_keeps_its_memory_alive() -> None:
     """The image's bytes outlive the tensors it was made of."""
-    image = image_of({"a": torch.full((MIB,), 5, dtype=torch.uint8)})
+    image = image_from_tensors({"a": torch.full((MIB,), 5, dtype=torch.uint8)})
     torch.zeros(MIB, dtype=torch.uint8)
     assert b"\x05" * MIB == content(image)
 
@@ -97,14 +97,14 @@ def test_regions_must_fill_the_layout() -> None:
 
 def test_device_is_where_the_bytes_are() -> None:
     """An image of CPU tensors lies on the CPU, and so does an empty one."""
-    assert ["cpu", "cpu"] == [scattered(3).device.type, image_of({}).device.type]
+    assert ["cpu", "cpu"] == [scattered(3).device.type, image_from_tensors({}).device.type]
 
 
 def test_digest_of_a_chunk_is_that_of_its_bytes() -> None:
     """A chunk's digest depends on its bytes alone, not on the tensors they lie in."""
     image = scattered(MIB - 5, 700_000, 3, MIB)
-    whole = content(image)
-    expected = [digest_bytes([memoryview(whole)[begin:end]]) for begin, end in image.layout.chunks]
+    full = content(image)
+    expected = [digest_bytes([memoryview(full)[begin:end]]) for begin, end in image.layout.chunks]
     assert expected == [image.digest(index) for index in range(len(image.layout.chunks))]
 
 
@@ -121,7 +121,7 @@ def test_manifest_has_each_chunk_digest_in_order(threads: int | None) -> None:
 def test_one_flipped_bit_changes_the_weights_id() -> None:
     """A manifest taken after one bit flipped differs in that chunk alone."""
     tensor = torch.zeros(3 * MIB, dtype=torch.uint8)
-    image = image_of({"a": tensor})
+    image = image_from_tensors({"a": tensor})
     before = image.manifest()
     tensor[MIB + 77] ^= 4
     after = image.manifest()

@@ -16,7 +16,7 @@ def members(pairs: list[ranges.Range] | tuple[ranges.Range, ...]) -> set[int]:
 
 
 @pytest.mark.parametrize(
-    ("given_ranges", "expected"),
+    ("input_ranges", "expected"),
     [
         ([], ()),
         ([(3, 3)], ()),
@@ -26,9 +26,9 @@ def members(pairs: list[ranges.Range] | tuple[ranges.Range, ...]) -> set[int]:
         ([(0, 9), (2, 4)], ((0, 9),)),
     ],
 )
-def test_normalise(given_ranges: list[ranges.Range], expected: tuple[ranges.Range, ...]) -> None:
+def test_normalise(input_ranges: list[ranges.Range], expected: tuple[ranges.Range, ...]) -> None:
     """Ranges come back sorted, non-empty, and merged where they touch."""
-    assert expected == ranges.normalise(given_ranges)
+    assert expected == ranges.normalise(input_ranges)
 
 
 @given(some_ranges)

@@ -15,10 +15,10 @@ from torch import nn
 
 from rfork.errors import CheckpointError, RforkError, StorageCorrupt, StorageError
 from rfork.image import safetensors_header
-from rfork.image.capture import capture, image_of
+from rfork.image.capture import capture, image_from_tensors
 from rfork.image.memory import Image
 from rfork.image.safetensors_header import header, header_length, layout_of, live_header, weights_id_of
-from tests.unit.image.modules import Recipe, build, recipes
+from tests.unit.image.random_modules import Recipe, build, recipes
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
 
@@ -49,7 +49,7 @@ def test_plain_tensors_keep_name_type_shape_and_values(tmp_path: Path) -> None:
         "empty": torch.zeros(0, 7),
     }
     path = tmp_path / "model.safetensors"
-    path.write_bytes(file_of(image_of(tensors)))
+    path.write_bytes(file_of(image_from_tensors(tensors)))
     loaded = load_file(path)
     assert sorted(tensors) == sorted(loaded)
     for name, tensor in tensors.items():
@@ -61,7 +61,7 @@ def test_plain_tensors_keep_name_type_shape_and_values(tmp_path: Path) -> None:
 def test_what_safetensors_cannot_say_is_bytes() -> None:
     """Strided tensors and exotic types are U8 under their name."""
     packed = torch.zeros(3, dtype=torch.uint8).view(torch.bits8)
-    loaded = load(file_of(image_of({"columns": torch.arange(6.0).view(2, 3).t(), "packed": packed})))
+    loaded = load(file_of(image_from_tensors({"columns": torch.arange(6.0).view(2, 3).t(), "packed": packed})))
     assert {"columns": (torch.uint8, (24,)), "packed": (torch.uint8, (3,))} == {
         name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in loaded.items()
     }
@@ -82,7 +82,7 @@ def test_aliases_are_named_as_safetensors_save_model_names_them(tmp_path: Path) 
 def test_a_fused_tensor_and_its_parts_are_the_fused_tensor() -> None:
     """Of overlapping tensors the one that covers the region keeps its type and shape."""
     fused = torch.randn(6, 2)
-    loaded = load(file_of(image_of({"k": fused[2:4], "q": fused[:2], "qkv": fused, "v": fused[4:]})))
+    loaded = load(file_of(image_from_tensors({"k": fused[2:4], "q": fused[:2], "qkv": fused, "v": fused[4:]})))
     assert ["qkv"] == list(loaded)
     assert torch.equal(fused, loaded["qkv"])
 
@@ -90,19 +90,19 @@ def test_a_fused_tensor_and_its_parts_are_the_fused_tensor() -> None:
 @pytest.mark.parametrize("count", [0, 1, 30, 100])
 def test_data_starts_on_a_page(count: int) -> None:
     """The header is a whole number of pages, so chunks are page-aligned in the file."""
-    prefix = header(image_of({f"t{index}": torch.zeros(1) for index in range(count)}).layout)
+    prefix = header(image_from_tensors({f"t{index}": torch.zeros(1) for index in range(count)}).layout)
     assert (0, len(prefix)) == (len(prefix) % 4096, header_length(prefix[:8]))
 
 
 def test_weights_id_is_kept() -> None:
     """The header names the weights it was written with, or none."""
-    layout = image_of({"a": torch.zeros(1)}).layout
+    layout = image_from_tensors({"a": torch.zeros(1)}).layout
     assert ("ab" * 16, None) == (weights_id_of(header(layout, "ab" * 16)), weights_id_of(header(layout)))
 
 
 def test_attributes_are_kept() -> None:
     """A snapshot says which plain values its module had."""
-    layout = image_of({"a": torch.zeros(1)}, ("eps=1e-05 at norm",)).layout
+    layout = image_from_tensors({"a": torch.zeros(1)}, ("eps=1e-05 at norm",)).layout
     assert layout == layout_of(header(layout))
 
 
@@ -111,7 +111,7 @@ def wrapped(text: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("data", "kind", "why"),
+    ("data", "error_type", "why"),
     [
         (b"", StorageCorrupt, "it has 0 bytes"),
         (b"\xff" * 16, StorageCorrupt, "a header of 18446744073709551615 bytes"),
@@ -128,29 +128,29 @@ def wrapped(text: bytes) -> bytes:
     ],
     ids=["empty", "noise", "cut", "text", "list", "foreign", "metadata", "layout"],
 )
-def test_what_is_no_snapshot_is_one_clear_error(data: bytes, kind: type[RforkError], why: str) -> None:
+def test_what_is_no_snapshot_is_one_clear_error(data: bytes, error_type: type[RforkError], why: str) -> None:
     """A damaged file is storage's fault, a foreign one the user's; both errors say what is wrong."""
-    with pytest.raises(kind, match=why):
+    with pytest.raises(error_type, match=why):
         layout_of(data)
 
 
 def test_a_header_nobody_could_read_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """A header longer than readers take is refused when it is made."""
-    monkeypatch.setattr(safetensors_header, "LONGEST_HEADER", 1000)
+    monkeypatch.setattr(safetensors_header, "MAX_HEADER_BYTES", 1000)
     with pytest.raises(StorageError, match="readers take 1000"):
-        header(image_of({"a": torch.zeros(1)}).layout)
+        header(image_from_tensors({"a": torch.zeros(1)}).layout)
 
 
 def test_a_live_image_names_its_tensors() -> None:
     """What a seed serves is a file that safetensors opens by tensor."""
-    layout = image_of({"a": torch.zeros(3), "b": torch.zeros(2)}).layout
+    layout = image_from_tensors({"a": torch.zeros(3), "b": torch.zeros(2)}).layout
     assert header(layout) == live_header(layout)
 
 
 def test_a_live_image_of_too_many_tensors_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """It still is a file of safetensors, whose one tensor is all the bytes."""
-    monkeypatch.setattr(safetensors_header, "MOST_NAMED", 1)
-    layout = image_of({"a": torch.zeros(3), "b": torch.zeros(2)}).layout
+    monkeypatch.setattr(safetensors_header, "MAX_NAMED_TENSORS", 1)
+    layout = image_from_tensors({"a": torch.zeros(3), "b": torch.zeros(2)}).layout
     data = bytes(range(layout.image_bytes))
     tensors = load(live_header(layout) + data)
     assert {"image": data} == {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}

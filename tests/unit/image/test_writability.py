@@ -21,11 +21,11 @@ from rfork.errors import TargetError
 from rfork.image.capture import capture
 from rfork.image.host_memory import host_view
 from rfork.image.writability import check_writable, first_overlap
-from rfork.transport.http.exchange import Patience, Place, fill
-from rfork.transport.http.stream import Cursor, Stream
-from rfork.transport.shared_memory.placement import Run
+from rfork.transport.http.range_request import HttpTarget, IdleTimeout, read_body_into
+from rfork.transport.http.stream import ScatterCursor, Stream
+from rfork.transport.shared_memory.file_layout import FileRun
+from rfork.transport.shared_memory.memfd import memory_file
 from rfork.transport.shared_memory.reader import SharedMemoryReader
-from rfork.transport.shared_memory.sealed import memory_file
 
 
 @pytest.fixture
@@ -80,14 +80,14 @@ def test_a_load_refuses(module: nn.Module, tmp_path: Path) -> None:
         rfork.load(module, path)
 
 
-class Pipe:
+class PipeStream:
     """A stream that reads from a pipe as those of sockets do."""
 
-    def receive_into(self, cursor: Cursor, most: int, timeout: float) -> int:
+    def receive_into(self, cursor: ScatterCursor, max_bytes: int, timeout: float) -> int:
         reading, writing = os.pipe()
         try:
-            os.write(writing, bytes(most))
-            return os.readv(reading, cursor.window(most, 1))
+            os.write(writing, bytes(max_bytes))
+            return os.readv(reading, cursor.window(max_bytes, 1))
         finally:
             os.close(reading)
             os.close(writing)
@@ -95,10 +95,10 @@ class Pipe:
 
 def test_http_does_not_blame_the_source(protected: torch.Tensor) -> None:
     """Memory that the kernel cannot write to (EFAULT) is the target's."""
-    cursor = Cursor([host_view(protected.data_ptr(), 32)])
-    patience = Patience(Place.of("http://127.0.0.1:1/x"), 5.0, time.monotonic() + 5)
+    cursor = ScatterCursor([host_view(protected.data_ptr(), 32)])
+    idle_timeout = IdleTimeout(HttpTarget.of("http://127.0.0.1:1/x"), 5.0, time.monotonic() + 5)
     with pytest.raises(TargetError, match="own memory"):
-        fill(cast(Stream, Pipe()), cursor, 32, patience)
+        read_body_into(cast(Stream, PipeStream()), cursor, 32, idle_timeout)
 
 
 def test_shared_memory_does_not_blame_the_source(module: nn.Module, protected: torch.Tensor) -> None:
@@ -109,7 +109,7 @@ def test_shared_memory_does_not_blame_the_source(module: nn.Module, protected: t
     descriptor = memory_file()
     os.ftruncate(descriptor.number, 64)
     with pytest.raises(TargetError, match="own memory"):
-        SharedMemoryReader._copy(reader, descriptor, Run(segment.begin, 0, segment.length))
+        SharedMemoryReader._copy(reader, descriptor, FileRun(segment.begin, 0, segment.length))
 
 
 def test_overlaps_are_found_at_both_ends() -> None:

@@ -9,24 +9,24 @@ import pytest
 
 from rfork.errors import (
     DeviceDown,
+    GpuDirectUnavailable,
     LayoutMismatch,
-    LeaseRefused,
-    NoGpuDirect,
+    LeaseRejected,
     RforkError,
     SourceBusy,
-    SourceChanged,
     SourceCorrupt,
-    SourceGone,
-    SourceStalled,
-    TransportUnusable,
+    SourceTimeout,
+    SourceUnavailable,
+    SourceWeightsChanged,
+    TransportUnavailable,
 )
 from rfork.image.chunks import MIB
 from rfork.image.layout import Layout
 from rfork.image.manifest import Manifest
 from rfork.image.memory import Segment
-from rfork.image.specs import TensorSpec
+from rfork.image.tensor_specs import TensorSpec
 from rfork.peer import codec
-from rfork.peer.base import Progress, Reading
+from rfork.peer.base import Progress, StorageActivity
 from rfork.peer.v1 import peer_pb2
 from rfork.transport.base import Endpoint
 
@@ -39,8 +39,8 @@ def layout(tensors: int = 3, image_bytes: int = 2 * MIB) -> Layout:
 
 
 def manifest(of: Layout | None = None) -> Manifest:
-    held = of or layout()
-    return Manifest(held, tuple(bytes([index]) * 16 for index in range(len(held.chunks))))
+    base_layout = of or layout()
+    return Manifest(base_layout, tuple(bytes([index]) * 16 for index in range(len(base_layout.chunks))))
 
 
 def parts(of: Manifest | None = None, *, include_tensors: bool = True) -> Parts:
@@ -54,9 +54,9 @@ def parts(of: Manifest | None = None, *, include_tensors: bool = True) -> Parts:
 @pytest.mark.parametrize("tensors", [0, 1, 2000, 2001, 50_000])
 def test_a_manifest_comes_back_whole(tensors: int) -> None:
     """With all its tensors, however many, in messages far smaller than gRPC's limit of 4 MiB."""
-    held = manifest(layout(tensors))
-    sent = parts(held)
-    assert held == codec.manifest_from(sent, None)
+    original = manifest(layout(tensors))
+    sent = parts(original)
+    assert original == codec.manifest_from(sent, None)
     assert max(part.ByteSize() for part in sent) < MIB
 
 
@@ -64,8 +64,8 @@ def test_a_manifest_comes_back_whole(tensors: int) -> None:
 def test_attributes_come_with_the_tensors(count: int) -> None:
     """However many lines there are."""
     lines = tuple(f"attribute{index}=1 at layer" for index in range(count))
-    held = manifest(Layout(layout(3).tensors, layout(3).image_bytes, lines))
-    assert held == codec.manifest_from(parts(held), None)
+    original = manifest(Layout(layout(3).tensors, layout(3).image_bytes, lines))
+    assert original == codec.manifest_from(parts(original), None)
 
 
 def test_a_manifest_without_tensors_takes_the_readers_own() -> None:
@@ -129,7 +129,7 @@ def other_weights_id(sent: Parts) -> None:
     sent[0].summary.weights_id = "0" * 32
 
 
-LIES = [
+CORRUPTIONS = [
     without_summary,
     other_layout_id,
     other_tensor,
@@ -142,22 +142,20 @@ LIES = [
 ]
 
 
-@pytest.mark.parametrize("lie", LIES, ids=lambda lie: lie.__name__)
-def test_a_manifest_that_lies_is_refused(lie: Callable[[Parts], None]) -> None:
+@pytest.mark.parametrize("corrupt", CORRUPTIONS, ids=lambda corrupt: corrupt.__name__)
+def test_a_manifest_that_lies_is_refused(corrupt: Callable[[Parts], None]) -> None:
     """A manifest whose parts do not fit together is the source's fault."""
     sent = parts()
-    lie(sent)
+    corrupt(sent)
     with pytest.raises(SourceCorrupt):
         codec.manifest_from(sent, None)
 
 
-@pytest.mark.parametrize(
-    "lie", [other_digest, one_digest_less, one_digest_more, half_a_digest, other_weights_id]
-)
-def test_a_short_manifest_that_lies_is_refused(lie: Callable[[Parts], None]) -> None:
+@pytest.mark.parametrize("corrupt", [other_digest, one_digest_less, one_digest_more, half_a_digest, other_weights_id])
+def test_a_short_manifest_that_lies_is_refused(corrupt: Callable[[Parts], None]) -> None:
     """Also where the reader's own layout stands in for the tensors."""
     sent = parts(include_tensors=False)
-    lie(sent)
+    corrupt(sent)
     with pytest.raises(SourceCorrupt):
         codec.manifest_from(sent, layout())
 
@@ -195,8 +193,8 @@ def test_segment_lists_that_do_not_fit_are_refused() -> None:
     [
         Progress((), draining=False),
         Progress(((0, 2), (5, 6)), draining=True, weights_id="ab" * 16),
-        Progress(((3, 5),), False, (b"x" * 16, b"y" * 16), "cd" * 16, None, Reading(1.5)),
-        Progress((), draining=False, reading=Reading(0.0, relayed=True)),
+        Progress(((3, 5),), False, (b"x" * 16, b"y" * 16), "cd" * 16, None, StorageActivity(1.5)),
+        Progress((), draining=False, storage_activity=StorageActivity(0.0, relayed=True)),
         Progress((), draining=False, rate=5_000_000),
     ],
     ids=["keep-alive", "sealed", "draft", "relayed", "rate"],
@@ -222,7 +220,7 @@ def test_digests_that_do_not_fit_are_refused(begin: int, end: int, digests: int)
         codec.progress_of(message)
 
 
-class Failed(grpc.RpcError, grpc.Call):
+class FailedCall(grpc.RpcError, grpc.Call):
     """A call that ended with a status, as grpc raises it."""
 
     def __init__(self, code: grpc.StatusCode, details: str) -> None:
@@ -253,39 +251,39 @@ class Failed(grpc.RpcError, grpc.Call):
         return False
 
 
-@pytest.mark.parametrize("error", [LeaseRefused, SourceBusy, SourceChanged, LayoutMismatch])
+@pytest.mark.parametrize("error", [LeaseRejected, SourceBusy, SourceWeightsChanged, LayoutMismatch])
 def test_an_error_of_the_source_arrives_as_itself(error: type[RforkError]) -> None:
     """What the source raises is what the target gets."""
-    received = codec.error_of(Failed(codec.STATUS_OF[error], "why"), "host:1")
+    received = codec.error_of(FailedCall(codec.STATUS_OF[error], "why"), "host:1")
     assert (error, "host:1: why") == (type(received), str(received))
 
 
 @pytest.mark.parametrize(
     ("code", "expected"),
     [
-        (grpc.StatusCode.UNAVAILABLE, SourceGone),
-        (grpc.StatusCode.CANCELLED, SourceGone),
-        (grpc.StatusCode.INTERNAL, SourceGone),
-        (grpc.StatusCode.UNIMPLEMENTED, SourceGone),
-        (grpc.StatusCode.DEADLINE_EXCEEDED, SourceStalled),
-        (grpc.StatusCode.NOT_FOUND, SourceChanged),
+        (grpc.StatusCode.UNAVAILABLE, SourceUnavailable),
+        (grpc.StatusCode.CANCELLED, SourceUnavailable),
+        (grpc.StatusCode.INTERNAL, SourceUnavailable),
+        (grpc.StatusCode.UNIMPLEMENTED, SourceUnavailable),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, SourceTimeout),
+        (grpc.StatusCode.NOT_FOUND, SourceWeightsChanged),
     ],
 )
 def test_other_failures_of_a_call(code: grpc.StatusCode, expected: type[RforkError]) -> None:
     """A call that fails otherwise says that the source is gone, stalls, changed or has no place."""
-    assert expected is type(codec.error_of(Failed(code, ""), "host:1"))
+    assert expected is type(codec.error_of(FailedCall(code, ""), "host:1"))
 
 
 def test_a_closed_channel_is_a_source_that_is_gone() -> None:
     """What grpc raises for a channel that this side closed is no bug."""
-    assert SourceGone is type(codec.error_of(ValueError("Cannot invoke RPC on closed channel!"), "host:1"))
+    assert SourceUnavailable is type(codec.error_of(ValueError("Cannot invoke RPC on closed channel!"), "host:1"))
 
 
-@pytest.mark.parametrize("error", [TransportUnusable, NoGpuDirect, DeviceDown])
+@pytest.mark.parametrize("error", [TransportUnavailable, GpuDirectUnavailable, DeviceDown])
 def test_a_transport_that_fails_on_the_source_blames_nobody(error: type[RforkError]) -> None:
     """Whatever its kind, the target takes it for a fault of the network."""
-    received = codec.error_of(Failed(codec.STATUS_OF[error], "no room"), "host:1")
-    assert (TransportUnusable, "network", "host:1: no room") == (
+    received = codec.error_of(FailedCall(codec.STATUS_OF[error], "no room"), "host:1")
+    assert (TransportUnavailable, "network", "host:1: no room") == (
         type(received),
         received.fault,
         str(received),

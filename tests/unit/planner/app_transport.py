@@ -17,9 +17,9 @@ class AppTransport(httpx.BaseTransport):
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         """Answer one request, its body read whole."""
-        return asyncio.run(self._answer(request))
+        return asyncio.run(self._respond(request))
 
-    async def _answer(self, request: httpx.Request) -> httpx.Response:
+    async def _respond(self, request: httpx.Request) -> httpx.Response:
         body = request.read()
         response = await self._transport.handle_async_request(
             httpx.Request(request.method, request.url, headers=request.headers, content=body)
@@ -27,6 +27,6 @@ class AppTransport(httpx.BaseTransport):
         return httpx.Response(response.status_code, headers=response.headers, content=await response.aread())
 
 
-def web_of(app: FastAPI) -> httpx.Client:
+def http_client(app: FastAPI) -> httpx.Client:
     """A plain HTTP client of the application."""
     return httpx.Client(base_url="http://planner", transport=AppTransport(app))

@@ -6,15 +6,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from planner.fleet import Decision, Demand, Group, Place, Share, Source, Storage
 from planner.leases import Clock
 from planner.metrics import Metrics
-from planner.policy import plan
+from planner.policy.group_plan import plan
+from planner.policy_types import (
+    ChunkShare,
+    ForkDemand,
+    GroupView,
+    HostLocation,
+    PlanDecision,
+    Source,
+    Storage,
+)
 from planner.registry import Registry
 from planner.store.memory import MemoryStore
 from rfork.image.ranges import Range, count
+from rfork.schema import ForkRequest, InstanceReport, Placement, Rank, SourceFault, StorageCandidate
 from rfork.settings import PlannerSettings
-from rfork.wire import ForkRequest, InstanceReport, Placement, Rank, SourceFault, StorageOffer
 
 VERSION: Final = "v1"
 LAYOUT: Final = "a" * 32
@@ -42,7 +50,7 @@ def seed(instance_id: str, **changes: object) -> Source:
         state="serving",
         verified=((0, CHUNKS),),
         transports=("http",),
-        place=Place(f"host-{instance_id}"),
+        location=HostLocation(f"host-{instance_id}"),
         max_readers=2,
         expires_at=NOW + 1,
     )
@@ -52,64 +60,62 @@ def seed(instance_id: str, **changes: object) -> Source:
 def loading(instance_id: str, *verified: Range, **changes: object) -> Source:
     """A target, or a relay, that holds `verified`."""
     weights_id = WEIGHTS if verified else None
-    return seed(
-        instance_id, **({"state": "loading", "verified": verified, "weights_id": weights_id} | changes)
-    )
+    return seed(instance_id, **({"state": "loading", "verified": verified, "weights_id": weights_id} | changes))
 
 
 Reads = Mapping[str, Mapping[str, tuple[Range, ...]]]
 """Chunks by source, by target; a target that is its own source reads its storage."""
 
 
-def group(*sources: Source, reads: Reads | None = None, other_ranks: tuple[str, ...] = ()) -> Group:
+def group(*sources: Source, reads: Reads | None = None, other_ranks: tuple[str, ...] = ()) -> GroupView:
     """A group in which each target in `reads` runs the fork `fork-TARGET` over those sources."""
     readers: dict[str, dict[str, float]] = {}
     local: dict[str, set[str]] = {}
-    shares: dict[str, tuple[Share, ...]] = {}
+    shares: dict[str, tuple[ChunkShare, ...]] = {}
     members = {source.instance_id: source for source in sources}
     for target, parts in (reads or {}).items():
-        shares[target] = tuple(Share(source, chunks) for source, chunks in parts.items())
+        shares[target] = tuple(ChunkShare(source, chunks) for source, chunks in parts.items())
         for source, chunks in parts.items():
             if source != target:
                 readers.setdefault(source, {})[f"fork-{target}"] = count(chunks) / CHUNKS
-            if source in members and target in members and stays(members[source], members[target]):
+            if source in members and target in members and is_same_host_read(members[source], members[target]):
                 local.setdefault(source, set()).add(f"fork-{target}")
-    return Group(
+    return GroupView(
         model="m",
         rank_key="r",
         sources=members,
         readers=readers,
-        local=local,
+        same_host_readers=local,
         shares=shares,
         other_ranks=other_ranks,
     )
 
 
-def between(source: Source, target: Source) -> tuple[str, ...]:
+def common_transports(source: Source, target: Source) -> tuple[str, ...]:
     """The transports that work between the two: the target's order, but kernels last."""
-    near = source.place.host == target.place.host
+    same_host = source.location.host == target.location.host
     both = [name for name in target.transports if name in source.transports]
-    both = [name for name in both if near or name not in ("cuda_ipc", "shared_memory")]
+    both = [name for name in both if same_host or name not in ("cuda_ipc", "shared_memory")]
     return tuple(name for kernels in (False, True) for name in both if (name == "nccl") == kernels)
 
 
-def stays(source: Source, target: Source) -> bool:
+def is_same_host_read(source: Source, target: Source) -> bool:
     """Whether the target reads from the source over a transport of one host."""
-    return between(source, target)[:1] in (("cuda_ipc",), ("shared_memory",))
+    return common_transports(source, target)[:1] in (("cuda_ipc",), ("shared_memory",))
 
 
-def demand(target: Source, *current: Share, **blamed: str) -> Demand:
+def demand(target: Source, *current: ChunkShare, **blamed: str) -> ForkDemand:
     """The demand of `fork-TARGET`."""
-    return Demand(f"fork-{target.instance_id}", target, blamed, current)
+    return ForkDemand(f"fork-{target.instance_id}", target, blamed, current)
 
 
-def decide(fleet: Group, target: Source, **blamed: str) -> Decision:
+def decide(fleet: GroupView, target: Source, **blamed: str) -> PlanDecision:
     """The decision for `fork-TARGET`, which reads what the fleet says it does, at NOW."""
-    asked = demand(target, *fleet.shares.get(target.instance_id, ()), **blamed)
-    return plan(fleet, [asked], NOW)[asked.fork_id]
+    fork_demand = demand(target, *fleet.shares.get(target.instance_id, ()), **blamed)
+    return plan(fleet, [fork_demand], NOW)[fork_demand.fork_id]
 
 
-def together(fleet: Group, *targets: Source) -> dict[str, dict[str, tuple[Range, ...]]]:
+def plan_together(fleet: GroupView, *targets: Source) -> dict[str, dict[str, tuple[Range, ...]]]:
     """Chunks by source for each of several targets that are planned in one call."""
     decisions = plan(fleet, [demand(target) for target in targets], NOW)
     return {target.instance_id: routes(decisions[f"fork-{target.instance_id}"]) for target in targets}
@@ -120,28 +126,30 @@ def targets(number: int, **changes: object) -> list[Source]:
     return [loading(f"t{index:02}", **changes) for index in range(number)]
 
 
-def applied(fleet: Group, demands: Sequence[Demand], decisions: Mapping[str, Decision]) -> Group:
+def apply_decisions(
+    fleet: GroupView, demands: Sequence[ForkDemand], decisions: Mapping[str, PlanDecision]
+) -> GroupView:
     """The fleet once all targets read what was decided."""
     forks = {demand.fork_id for demand in demands}
     readers = {
         source: {fork: part for fork, part in there.items() if fork not in forks}
         for source, there in fleet.readers.items()
     }
-    local = {source: set(there) - forks for source, there in fleet.local.items()}
+    local = {source: set(there) - forks for source, there in fleet.same_host_readers.items()}
     members = {**fleet.sources, **{demand.target.instance_id: demand.target for demand in demands}}
     shares = dict(fleet.shares)
     for demand in demands:
-        decision, own = decisions[demand.fork_id], demand.target.instance_id
-        shares[own] = decision.shares + tuple(Share(own, chunks) for _, chunks in decision.storage)
+        decision, target_id = decisions[demand.fork_id], demand.target.instance_id
+        shares[target_id] = decision.shares + tuple(ChunkShare(target_id, chunks) for _, chunks in decision.storage)
         for share in decision.shares:
             part = count(share.chunks) / max(1, demand.target.chunk_count)
             readers.setdefault(share.source_id, {})[demand.fork_id] = part
-            if stays(members[share.source_id], demand.target):
+            if is_same_host_read(members[share.source_id], demand.target):
                 local.setdefault(share.source_id, set()).add(demand.fork_id)
-    return replace(fleet, sources=members, readers=readers, local=local, shares=shares)
+    return replace(fleet, sources=members, readers=readers, same_host_readers=local, shares=shares)
 
 
-def routes(decision: Decision) -> dict[str, tuple[Range, ...]]:
+def routes(decision: PlanDecision) -> dict[str, tuple[Range, ...]]:
     """Chunks by source; those from storage by its kind."""
     peers = {each.source_id: each.chunks for each in decision.assignments}
     return peers | {storage.kind: chunks for storage, chunks in decision.storage}
@@ -161,7 +169,7 @@ class FakeTime:
 def make_registry(time: FakeTime, store: MemoryStore | None = None, **settings: object) -> Registry:
     """A registry without an application around it, that plans at once unless told to wait for others."""
     chosen = PlannerSettings.model_validate({"secret": "s" * 32, "batch_s": 0, **settings})
-    store = store or MemoryStore(time.clock, keep_forks=chosen.keep_forks)
+    store = store or MemoryStore(time.clock, keep_forks=chosen.max_finished_forks)
     return Registry(chosen, store, time.clock, Metrics())
 
 
@@ -189,33 +197,31 @@ def report(instance_id: str, *verified: Range, **changes: object) -> InstanceRep
     )
 
 
-def whole(instance_id: str, **changes: object) -> InstanceReport:
+def seed_report(instance_id: str, **changes: object) -> InstanceReport:
     """A seed's heartbeat."""
     return report(instance_id, (0, CHUNKS), **changes)
 
 
-def ask(
-    target: str, *verified: Range, faults: tuple[SourceFault, ...] = (), **changes: object
-) -> ForkRequest:
+def fork_request(target: str, *verified: Range, faults: tuple[SourceFault, ...] = (), **changes: object) -> ForkRequest:
     """The request of `fork-TARGET`."""
     return ForkRequest(fork_id=f"fork-{target}", instance=report(target, *verified, **changes), faults=faults)
 
 
-async def accused(registry: Registry, source: str, *, by: str) -> None:
+async def accuse(registry: Registry, source: str, *, by: str) -> None:
     """Targets of these names, each on a host of its own, report corrupt bytes of `source`."""
     for name in by:
-        await registry.ask(ask(name, max_readers=0))
-        await registry.ask(ask(name, max_readers=0, faults=(fault(source, "SourceCorrupt"),)))
+        await registry.request_plan(fork_request(name, max_readers=0))
+        await registry.request_plan(fork_request(name, max_readers=0, faults=(fault(source, "SourceCorrupt"),)))
 
 
-def offers(*storages: Storage) -> tuple[StorageOffer, ...]:
+def storage_candidates(*storages: Storage) -> tuple[StorageCandidate, ...]:
     """Storage, as an instance reports it."""
     return tuple(
-        StorageOffer(kind=each.kind, uri=each.uri, origin=each.origin, weights_id=each.weights_id)
+        StorageCandidate(kind=each.kind, uri=each.uri, origin=each.origin, weights_id=each.weights_id)
         for each in storages
     )
 
 
-def fault(instance_id: str, error: str, kind: str = "source") -> SourceFault:
+def fault(instance_id: str, error: str, fault_type: str = "source") -> SourceFault:
     """What a target says of a source that failed it."""
-    return SourceFault.model_validate({"instance_id": instance_id, "fault": kind, "error": error})
+    return SourceFault.model_validate({"instance_id": instance_id, "fault": fault_type, "error": error})

@@ -9,7 +9,7 @@ import pytest
 from fastapi import FastAPI
 
 from planner.app import create_app
-from rfork.control.client import PlannerClient
+from rfork.planner_client.client import PlannerClient
 from rfork.settings import PlannerSettings
 from tests.unit.planner.app_transport import AppTransport
 from tests.unit.planner.builders import FakeTime
@@ -26,7 +26,7 @@ def time() -> FakeTime:
 @pytest.fixture
 def app(time: FakeTime) -> FastAPI:
     """A planner that plans each arrival by itself, and at once."""
-    return create_app(PlannerSettings(secret="s" * 32, batch_s=0), time.clock)  # type: ignore[arg-type]
+    return create_app(PlannerSettings(secret="s" * 32, batch_window_s=0), time.clock)  # type: ignore[arg-type]
 
 
 @pytest.fixture

@@ -6,23 +6,23 @@ from dataclasses import replace
 from typing import Final
 
 from planner.store.records import ForkRecord, GroupKey, InstanceRecord, ScaleUpRecord
-from rfork.wire import ForkFinish, Rank, ScaleUp
-from tests.unit.planner.builders import VERSION, whole
+from rfork.schema import ForkResult, Rank, ScaleUp
+from tests.unit.planner.builders import VERSION, seed_report
 
 GROUP: Final = GroupKey("m", VERSION, Rank().key)
-FORKED: Final = ForkFinish(outcome="forked", seconds=1, bytes_read=1)
+FORKED: Final = ForkResult(outcome="forked", seconds=1, bytes_read=1)
 
 
 def instance(name: str, *, seen_at: float = 0.0, **changes: object) -> InstanceRecord:
     """A seed's record, forgotten after ten seconds of silence; `changes` are of its report."""
-    return InstanceRecord(whole(name, **changes), seen_at=seen_at, forget_s=10.0)
+    return InstanceRecord(seed_report(name, **changes), seen_at=seen_at, ttl_s=10.0)
 
 
 def fork(name: str, *, ended: bool = False, **changes: object) -> ForkRecord:
     """The record of fork `name`, whose target is `of-name`."""
     record = ForkRecord(
         fork_id=name, instance_id=f"of-{name}", model=GROUP.model, version=VERSION, rank=Rank(),
-        chunk_count=1, image_bytes=1, asked_at=0.0, planned_at=0.0, seen_at=0.0,
+        chunk_count=1, image_bytes=1, requested_at=0.0, planned_at=0.0, seen_at=0.0,
         finish=FORKED if ended else None,
     )  # fmt: skip
     return replace(record, **changes)  # type: ignore[arg-type]  # each test names fields of ForkRecord
@@ -30,5 +30,5 @@ def fork(name: str, *, ended: bool = False, **changes: object) -> ForkRecord:
 
 def scaleup(name: str, replicas: int, *, expires_at: float = 900.0) -> ScaleUpRecord:
     """The record of a scale-up of the group's model."""
-    told = ScaleUp(scaleup_id=name, model=GROUP.model, replicas=replicas)
-    return ScaleUpRecord(told, first_at=0.0, expires_at=expires_at)
+    announcement = ScaleUp(scaleup_id=name, model=GROUP.model, replicas=replicas)
+    return ScaleUpRecord(announcement, first_at=0.0, expires_at=expires_at)

@@ -76,13 +76,13 @@ def test_every_route_of_the_planner_has_its_role() -> None:
 def test_a_route_without_a_role_is_found() -> None:
     """The check above would see one: its own, in a router, one more method of a known path, a websocket."""
 
-    def answer() -> None:
+    def endpoint() -> None:
         """Nothing."""
 
     app, router = FastAPI(docs_url=None, redoc_url=None), APIRouter(prefix="/v1")
-    app.add_api_route("/v1/secrets", answer, methods=["GET"])
-    router.add_api_route("/models", answer, methods=["GET", "DELETE"])
-    router.add_api_websocket_route("/forks", answer)
+    app.add_api_route("/v1/secrets", endpoint, methods=["GET"])
+    router.add_api_route("/models", endpoint, methods=["GET", "DELETE"])
+    router.add_api_websocket_route("/forks", endpoint)
     app.include_router(router)
     assert {"GET /v1/secrets", "DELETE /v1/models", "ANY /v1/forks"} == set(unlisted(app))
 
@@ -163,11 +163,10 @@ def test_a_drain_by_force_takes_an_operator(
     """A pod's preStop hook has an instance's token: it may drain, and not override what protects others."""
     app = create_app(settings(tokens=tokens))
     web = httpx.Client(base_url="http://planner", transport=AppTransport(app))
-    answers = [
-        web.post(f"/v1/instances/s/drain{query}", headers={"Authorization": TOKENS[role].decode()})
-        for role in ROLES
+    responses = [
+        web.post(f"/v1/instances/s/drain{query}", headers={"Authorization": TOKENS[role].decode()}) for role in ROLES
     ]
-    assert [reader, instance, operator] == [each.status_code for each in answers]
+    assert [reader, instance, operator] == [each.status_code for each in responses]
 
 
 def test_without_any_token_a_drain_by_force_is_open() -> None:
@@ -246,8 +245,8 @@ def test_a_malformed_file_is_a_settings_error(tmp_path: Path, content: bytes | N
         path.write_bytes(content)
     with pytest.raises(SettingsError) as error:
         Auth(settings(tokens=path))
-    told = f"{error.value} {error.value.hint}"
-    assert (True, False) == (f"{path}{reason}" in told, "cret-" in told)
+    message = f"{error.value} {error.value.hint}"
+    assert (True, False) == (f"{path}{reason}" in message, "cret-" in message)
 
 
 def test_the_file_is_read_again_when_it_changes(auth: Auth, tokens: Path, time: FakeTime) -> None:
@@ -256,8 +255,8 @@ def test_the_file_is_read_again_when_it_changes(auth: Auth, tokens: Path, time: 
     tokens.write_text(f"{ROTATED}\n")  # longer: file systems may tell times in steps of some milliseconds
     for seconds in (0.9, 0.2):
         time.now += seconds
-        shown = (b"Bearer work-1", b"Bearer work-2", b"Bearer look-1")
-        seen.append([status(auth, "POST", "/v1/forks", token) for token in shown])
+        presented = (b"Bearer work-1", b"Bearer work-2", b"Bearer look-1")
+        seen.append([status(auth, "POST", "/v1/forks", token) for token in presented])
     assert [[200, 401, 403], [401, 200, 403]] == seen
 
 

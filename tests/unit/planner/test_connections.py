@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import pytest
 
-from planner.connections import HEAD_S, MAX_CONNECTIONS, MAX_WAITING, Limits, Seen, overdue, surplus
+from planner.connections import (
+    HEAD_S,
+    MAX_CONNECTIONS,
+    MAX_WAITING,
+    ConnectionLimits,
+    ConnectionState,
+    overdue,
+    surplus,
+)
 
 NOW = 100.0
-LIMITS = Limits(connections=4, waiting=2)
+LIMITS = ConnectionLimits(connections=4, waiting=2)
 
 
-def waiting(key: int, since: float) -> Seen:
+def waiting(key: int, since: float) -> ConnectionState:
     """A connection whose request's head is awaited since then."""
-    return Seen(key, busy=False, waits_since=since, active_at=since)
+    return ConnectionState(key, busy=False, waits_since=since, active_at=since)
 
 
-def idle(key: int, since: float) -> Seen:
+def idle(key: int, since: float) -> ConnectionState:
     """A connection whose last request was answered then."""
-    return Seen(key, busy=False, waits_since=None, active_at=since)
+    return ConnectionState(key, busy=False, waits_since=None, active_at=since)
 
 
-def busy(key: int) -> Seen:
+def busy(key: int) -> ConnectionState:
     """A connection with a request under way, for very long."""
-    return Seen(key, busy=True, waits_since=None, active_at=0.0)
+    return ConnectionState(key, busy=True, waits_since=None, active_at=0.0)
 
 
 @pytest.mark.parametrize(
@@ -31,7 +39,7 @@ def busy(key: int) -> Seen:
 )
 def test_limits_follow_the_descriptors(descriptors: int, connections: int, waiters: int) -> None:
     """Some are left for files and for the store."""
-    assert Limits(connections, waiters) == Limits.of_descriptors(descriptors)
+    assert ConnectionLimits(connections, waiters) == ConnectionLimits.from_descriptor_limit(descriptors)
 
 
 def test_a_head_that_takes_too_long_ends_its_connection() -> None:
@@ -40,7 +48,7 @@ def test_a_head_that_takes_too_long_ends_its_connection() -> None:
     assert [1] == overdue(seen, NOW)
 
 
-SURPLUS: dict[str, tuple[list[Seen], list[int]]] = {
+SURPLUS: dict[str, tuple[list[ConnectionState], list[int]]] = {
     "there is room": ([busy(1), idle(2, 1), waiting(3, 1)], []),
     "too many wait": ([waiting(1, 2.0), waiting(2, 1.0)], [2]),
     "too many in all: the oldest that waits": ([busy(1), busy(2), idle(3, 0.0), waiting(4, 9.0)], [4]),

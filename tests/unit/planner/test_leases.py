@@ -3,26 +3,24 @@ from __future__ import annotations
 import jwt
 import pytest
 
-from planner.leases import Clock, LeaseMint
-from rfork.control.lease import LeaseClaims, decode_key, verify
-from rfork.errors import LeaseRefused, SettingsError
-from rfork.wire import Lease
+from planner.leases import Clock, LeaseSigner
+from rfork.errors import LeaseRejected, SettingsError
+from rfork.planner_client.lease import LeaseClaims, decode_key, verify
+from rfork.schema import Lease
 from tests.unit.planner.builders import LAYOUT, WEIGHTS
 
 NOW = 1000.0
 OLD, NEW = "o" * 32, "n" * 32
 
 
-def mint(*secrets: str) -> LeaseMint:
+def mint(*secrets: str) -> LeaseSigner:
     """A mint at NOW whose leases live for half a minute."""
-    return LeaseMint(secrets, ttl_s=30.0, clock=Clock(unix=lambda: NOW))
+    return LeaseSigner(secrets, ttl_s=30.0, clock=Clock(unix=lambda: NOW))
 
 
-def lease_of(minted: LeaseMint, source_id: str = "s") -> Lease:
+def lease_of(minted: LeaseSigner, source_id: str = "s") -> Lease:
     """The lease of `fork-a` on a source."""
-    return minted.lease(
-        fork_id="fork-a", source_id=source_id, layout_id=LAYOUT, weights_id=WEIGHTS, generation=3
-    )
+    return minted.lease(fork_id="fork-a", source_id=source_id, layout_id=LAYOUT, weights_id=WEIGHTS, generation=3)
 
 
 def claims(lease: Lease, keys: tuple[str, ...], source_id: str = "s") -> LeaseClaims:
@@ -49,16 +47,16 @@ ROTATIONS = [
 ]
 
 
-@pytest.mark.parametrize(("signed", "told", "accepted"), ROTATIONS)
+@pytest.mark.parametrize(("signed", "published", "accepted"), ROTATIONS)
 def test_the_first_secret_signs_and_all_open(
-    signed: tuple[str, ...], told: tuple[str, ...], accepted: bool
+    signed: tuple[str, ...], published: tuple[str, ...], accepted: bool
 ) -> None:
     """So a secret is changed without breaking a lease; without one, each start draws its own."""
-    lease, keys = lease_of(mint(*signed)), mint(*told).keys_of("s")
+    lease, keys = lease_of(mint(*signed)), mint(*published).keys_of("s")
     if accepted:
         assert "fork-a" == claims(lease, keys).fork_id
     else:
-        with pytest.raises(LeaseRefused, match="forged"):
+        with pytest.raises(LeaseRejected, match="forged"):
             claims(lease, keys)
 
 
@@ -73,7 +71,7 @@ def test_a_source_cannot_mint_for_another() -> None:
     minted = mint(NEW)
     mine, other = minted.keys_of("s"), minted.keys_of("t")
     assert set() == {*mine} & {*other}
-    with pytest.raises(LeaseRefused, match="forged"):
+    with pytest.raises(LeaseRejected, match="forged"):
         claims(lease_of(minted, "t"), mine, "t")
 
 

@@ -11,20 +11,20 @@ from fastapi import FastAPI
 
 from planner.app import create_app
 from planner.auth import ROUTES
-from rfork.control.client import PlannerClient
-from rfork.control.ownership import OWNER_HEADER
-from rfork.errors import PlannerRefused
+from rfork.errors import PlannerRejected
+from rfork.planner_client.client import PlannerClient
+from rfork.planner_client.ownership import OWNER_HEADER
+from rfork.schema import ForkProgress, ForkResult
 from rfork.settings import PlannerSettings
-from rfork.wire import ForkFinish, ForkProgress
 from tests.unit.planner.app_transport import AppTransport
-from tests.unit.planner.builders import FakeTime, ask, report, whole
+from tests.unit.planner.builders import FakeTime, fork_request, report, seed_report
 
 VICTIM, ATTACKER = "v" * 32, "a" * 32
 PROGRESS = ForkProgress(verified=(), bytes_read=0, bytes_per_s=0)
-FINISH = ForkFinish(outcome="failed", seconds=1, bytes_read=0)
+FINISH = ForkResult(outcome="failed", seconds=1, bytes_read=0)
 
 
-class Fleet:
+class PlannerHarness:
     """A planner with tokens, and callers of it."""
 
     def __init__(self, tokens: Path, time: FakeTime) -> None:
@@ -45,21 +45,21 @@ class Fleet:
 
 
 @pytest.fixture
-def fleet(tmp_path: Path, time: FakeTime) -> Fleet:
+def harness(tmp_path: Path, time: FakeTime) -> PlannerHarness:
     """A planner that knows the victim: a seed, and a target that forks from it."""
     (tmp_path / "tokens").write_text("instance work\noperator rule\nreader look\n")
-    made = Fleet(tmp_path / "tokens", time)
+    made = PlannerHarness(tmp_path / "tokens", time)
     victim = made.caller()
-    victim.report(whole("s"))
-    victim.ask(ask("t"))
+    victim.report(seed_report("s"))
+    victim.request_plan(fork_request("t"))
     return made
 
 
 CALLS: dict[str, Callable[[PlannerClient], object]] = {
-    "PUT /v1/instances/{instance_id}": lambda caller: caller.report(whole("s")),
+    "PUT /v1/instances/{instance_id}": lambda caller: caller.report(seed_report("s")),
     "DELETE /v1/instances/{instance_id}": lambda caller: caller.remove("s"),
     "POST /v1/instances/{instance_id}/drain": lambda caller: caller.drain("s", force=False),
-    "POST /v1/forks": lambda caller: caller.ask(ask("t")),
+    "POST /v1/forks": lambda caller: caller.request_plan(fork_request("t")),
     "POST /v1/forks/{fork_id}/progress": lambda caller: caller.progress("fork-t", PROGRESS),
     "POST /v1/forks/{fork_id}/finish": lambda caller: caller.finish("fork-t", FINISH),
 }
@@ -67,17 +67,17 @@ CALLS: dict[str, Callable[[PlannerClient], object]] = {
 
 
 @pytest.mark.parametrize("route", CALLS)
-def test_no_instance_token_changes_the_record_of_another(fleet: Fleet, route: str) -> None:
+def test_no_instance_token_changes_the_record_of_another(harness: PlannerHarness, route: str) -> None:
     """The answer is 403 with a problem of its own name."""
-    with pytest.raises(PlannerRefused) as refused:
-        CALLS[route](fleet.caller(ATTACKER))
+    with pytest.raises(PlannerRejected) as refused:
+        CALLS[route](harness.caller(ATTACKER))
     assert "not-owner" == refused.value.problem
 
 
 @pytest.mark.parametrize("route", [route for route in CALLS if "drain" not in route])
-def test_the_owner_changes_its_record(fleet: Fleet, route: str) -> None:
+def test_the_owner_changes_its_record(harness: PlannerHarness, route: str) -> None:
     """It shows the secret of its first report."""
-    CALLS[route](fleet.caller())
+    CALLS[route](harness.caller())
 
 
 def test_every_route_of_an_instance_asks_for_the_owner() -> None:
@@ -91,98 +91,94 @@ def test_every_route_of_an_instance_asks_for_the_owner() -> None:
 
 
 @pytest.mark.parametrize("route", ["PUT /v1/instances/{instance_id}", "POST /v1/forks"])
-def test_with_tokens_no_instance_registers_without_an_owner(fleet: Fleet, route: str) -> None:
+def test_with_tokens_no_instance_registers_without_an_owner(harness: PlannerHarness, route: str) -> None:
     """A record without an owner could be changed by anyone."""
-    body = whole("new") if route.startswith("PUT") else ask("new")
+    body = seed_report("new") if route.startswith("PUT") else fork_request("new")
     method, path = route.replace("{instance_id}", "new").split()
     headers = {"Authorization": "Bearer work"}
-    with httpx.Client(base_url="http://planner", transport=AppTransport(fleet.app), headers=headers) as web:
-        answer = web.request(method, path, json=body.model_dump(mode="json"))
-    assert "not-owner" == answer.json()["type"].rpartition("/")[2]
+    with httpx.Client(base_url="http://planner", transport=AppTransport(harness.app), headers=headers) as web:
+        response = web.request(method, path, json=body.model_dump(mode="json"))
+    assert "not-owner" == response.json()["type"].rpartition("/")[2]
 
 
 @pytest.mark.parametrize("secret", ["short", "ü" * 40, "x" * 257])
 def test_a_secret_that_can_be_guessed_is_refused(web: httpx.Client, secret: str) -> None:
     """At least 32 visible characters."""
-    answer = web.delete("/v1/instances/s", headers=[(OWNER_HEADER.encode(), secret.encode("latin-1"))])
-    assert 422 == answer.status_code
+    response = web.delete("/v1/instances/s", headers=[(OWNER_HEADER.encode(), secret.encode("latin-1"))])
+    assert 422 == response.status_code
 
 
 @pytest.mark.parametrize("call", ["drain", "remove"])
-def test_an_operator_drains_and_removes_any_instance(fleet: Fleet, call: str) -> None:
+def test_an_operator_drains_and_removes_any_instance(harness: PlannerHarness, call: str) -> None:
     """Its token is enough."""
-    operator = fleet.caller(ATTACKER, token="rule")
+    operator = harness.caller(ATTACKER, token="rule")
     operator.drain("s", force=True) if call == "drain" else operator.remove("s")
 
 
-@pytest.mark.parametrize(
-    "route", [route for route in CALLS if "drain" not in route and "DELETE" not in route]
-)
-def test_not_even_an_operator_reports_for_another(fleet: Fleet, route: str) -> None:
+@pytest.mark.parametrize("route", [route for route in CALLS if "drain" not in route and "DELETE" not in route])
+def test_not_even_an_operator_reports_for_another(harness: PlannerHarness, route: str) -> None:
     """Lease keys are the owner's alone."""
-    with pytest.raises(PlannerRefused) as refused:
-        CALLS[route](fleet.caller(ATTACKER, token="rule"))
+    with pytest.raises(PlannerRejected) as refused:
+        CALLS[route](harness.caller(ATTACKER, token="rule"))
     assert "not-owner" == refused.value.problem
 
 
-def test_after_a_restart_the_owner_registers_again(fleet: Fleet) -> None:
+def test_after_a_restart_the_owner_registers_again(harness: PlannerHarness) -> None:
     """Its lease keys stay the same."""
-    before = fleet.caller().report(whole("s")).lease_keys
-    fleet.restart()
-    assert before == fleet.caller().report(whole("s")).lease_keys
+    before = harness.caller().report(seed_report("s")).lease_keys
+    harness.restart()
+    assert before == harness.caller().report(seed_report("s")).lease_keys
 
 
-def test_after_a_restart_another_gets_no_lease_key_of_the_owner(fleet: Fleet) -> None:
+def test_after_a_restart_another_gets_no_lease_key_of_the_owner(harness: PlannerHarness) -> None:
     """It may be faster than the owner; the keys under its own secret open nothing at the owner."""
-    before = fleet.caller().report(whole("s")).lease_keys
-    fleet.restart()
-    assert set(before).isdisjoint(fleet.caller(ATTACKER).report(whole("s")).lease_keys)
+    before = harness.caller().report(seed_report("s")).lease_keys
+    harness.restart()
+    assert set(before).isdisjoint(harness.caller(ATTACKER).report(seed_report("s")).lease_keys)
 
 
-def test_an_id_that_was_forgotten_is_free_again(fleet: Fleet, time: FakeTime) -> None:
+def test_an_id_that_was_forgotten_is_free_again(harness: PlannerHarness, time: FakeTime) -> None:
     """A server that starts again under the same id waits for no longer than that."""
     time.now += 21
-    fleet.caller(ATTACKER).report(whole("s"))
+    harness.caller(ATTACKER).report(seed_report("s"))
 
 
-def test_a_record_keeps_its_owner_when_its_fork_is_asked_for(fleet: Fleet) -> None:
+def test_a_record_keeps_its_owner_when_its_fork_is_asked_for(harness: PlannerHarness) -> None:
     """The plan's own change of the record must not free it."""
-    fleet.caller().report(report("t"))
-    with pytest.raises(PlannerRefused) as refused:
-        fleet.caller(ATTACKER).report(report("t"))
+    harness.caller().report(report("t"))
+    with pytest.raises(PlannerRejected) as refused:
+        harness.caller(ATTACKER).report(report("t"))
     assert "not-owner" == refused.value.problem
 
 
 def test_without_tokens_an_owned_record_is_guarded_too(app: FastAPI) -> None:
     """Two servers that share an id by mistake find out."""
-    PlannerClient("http://p", owner=VICTIM, transport=AppTransport(app)).report(whole("s"))
-    with pytest.raises(PlannerRefused) as refused:
-        PlannerClient("http://p", owner=ATTACKER, transport=AppTransport(app)).report(whole("s"))
+    PlannerClient("http://p", owner=VICTIM, transport=AppTransport(app)).report(seed_report("s"))
+    with pytest.raises(PlannerRejected) as refused:
+        PlannerClient("http://p", owner=ATTACKER, transport=AppTransport(app)).report(seed_report("s"))
     assert "not-owner" == refused.value.problem
 
 
 def test_without_tokens_a_caller_may_leave_the_secret_out(web: httpx.Client) -> None:
     """As for a first try with curl."""
-    statuses = [
-        web.put("/v1/instances/s", json=whole("s").model_dump(mode="json")).status_code for _ in range(2)
-    ]
+    statuses = [web.put("/v1/instances/s", json=seed_report("s").model_dump(mode="json")).status_code for _ in range(2)]
     assert [200, 200] == statuses
 
 
 def test_without_tokens_anyone_drains(app: FastAPI) -> None:
     """Every caller is an operator there."""
-    PlannerClient("http://p", owner=VICTIM, transport=AppTransport(app)).report(whole("s"))
+    PlannerClient("http://p", owner=VICTIM, transport=AppTransport(app)).report(seed_report("s"))
     PlannerClient("http://p", owner=ATTACKER, transport=AppTransport(app)).drain("s", force=True)
 
 
-def test_the_refusal_says_what_to_do(fleet: Fleet) -> None:
+def test_the_refusal_says_what_to_do(harness: PlannerHarness) -> None:
     """The hint names the setting."""
-    with pytest.raises(PlannerRefused) as refused:
-        fleet.caller(ATTACKER).remove("s")
+    with pytest.raises(PlannerRejected) as refused:
+        harness.caller(ATTACKER).remove("s")
     assert "RFORK_OWNER_SECRET" in refused.value.hint
 
 
-def test_no_list_shows_who_owns_an_instance(fleet: Fleet) -> None:
+def test_no_list_shows_who_owns_an_instance(harness: PlannerHarness) -> None:
     """A reader sees reports, not owners."""
-    reader = fleet.caller(token="look")
+    reader = harness.caller(token="look")
     assert "owner" not in reader.instance("s").model_dump_json() + reader.fork("fork-t").model_dump_json()

@@ -2,22 +2,22 @@ from __future__ import annotations
 
 import pytest
 
-from rfork.control.client import PlannerClient
-from rfork.control.lease import decode_key, verify
-from rfork.errors import PlannerRefused
-from rfork.wire import ForkFinish, ForkProgress, Placement, Plan
+from rfork.errors import PlannerRejected
+from rfork.planner_client.client import PlannerClient
+from rfork.planner_client.lease import decode_key, verify
+from rfork.schema import ForkProgress, ForkResult, Placement, Plan
 from tests.unit.planner.builders import (
     LAYOUT,
     OTHER_LAYOUT,
     WEIGHTS,
     FakeTime,
-    ask,
     fault,
+    fork_request,
     report,
-    whole,
+    seed_report,
 )
 
-FORKED = ForkFinish(outcome="forked", seconds=1, bytes_read=12 << 20, sources={"s": 12 << 20})
+FORKED = ForkResult(outcome="forked", seconds=1, bytes_read=12 << 20, sources={"s": 12 << 20})
 
 
 def sources(plan: Plan) -> list[str]:
@@ -32,14 +32,14 @@ def half(count: int = 6) -> ForkProgress:
 
 def test_three_targets_chain_behind_a_seed_that_takes_one_reader(planner: PlannerClient) -> None:
     """Asking registers the target as well, so the next one finds it."""
-    planner.report(whole("s"))
-    assert [["s"], ["a"], ["b"]] == [sources(planner.ask(ask(name))) for name in "abc"]
+    planner.report(seed_report("s"))
+    assert [["s"], ["a"], ["b"]] == [sources(planner.request_plan(fork_request(name))) for name in "abc"]
 
 
 def test_a_route_tells_all_that_is_needed_to_read(planner: PlannerClient, time: FakeTime) -> None:
     """Address, generation, chunks, transports, and a lease that the source's own key opens."""
-    key = planner.report(whole("s", generation=3)).lease_keys[0]
-    plan = planner.ask(ask("a"))
+    key = planner.report(seed_report("s", generation=3)).lease_keys[0]
+    plan = planner.request_plan(fork_request("a"))
     route = plan.routes[0]
     claims = verify(route.lease.token, decode_key(key), source_id="s", now=time.now)
     assert ("s:1", 3, ((0, 12),), ("http",)) == (
@@ -56,50 +56,52 @@ def test_a_route_tells_all_that_is_needed_to_read(planner: PlannerClient, time: 
 
 def test_an_instance_of_another_layout_is_there_to_compare_with(planner: PlannerClient) -> None:
     """A plan without routes names it, with a lease for its manifest and no chunks."""
-    planner.report(whole("s").model_copy(update={"layout_id": "e" * 32}))
-    other = planner.ask(ask("a")).other_layout
+    planner.report(seed_report("s").model_copy(update={"layout_id": "e" * 32}))
+    other = planner.request_plan(fork_request("a")).mismatched_source
     assert other is not None
     assert ("s", ()) == (other.source_id, other.chunks)
 
 
 def test_finishing_gives_the_place_back(planner: PlannerClient) -> None:
     """The seed's one slot is free again; the second finish changes nothing."""
-    planner.report(whole("s"))
-    planner.ask(ask("a", max_readers=0))
-    refused = planner.ask(ask("b"))
+    planner.report(seed_report("s"))
+    planner.request_plan(fork_request("a", max_readers=0))
+    refused = planner.request_plan(fork_request("b"))
     planner.finish("fork-a", FORKED)
     planner.finish("fork-a", FORKED.model_copy(update={"outcome": "failed"}))
     assert "s at capacity (1 of 1 readers)" in refused.reason
     assert refused.retry_after_s is not None
-    assert (["s"], "finished") == (sources(planner.ask(ask("b"))), planner.fork("fork-a").state)
+    assert (["s"], "finished") == (
+        sources(planner.request_plan(fork_request("b"))),
+        planner.fork("fork-a").state,
+    )
 
 
-def test_a_fork_without_progress_is_given_up_and_may_ask_again(
-    planner: PlannerClient, time: FakeTime
-) -> None:
+def test_a_fork_without_progress_is_given_up_and_may_ask_again(planner: PlannerClient, time: FakeTime) -> None:
     """After the lease's time its slot is free; its own next progress is told to ask again."""
-    planner.report(whole("s"))
-    planner.ask(ask("a"))
+    planner.report(seed_report("s"))
+    planner.request_plan(fork_request("a"))
     for _ in range(2):
         time.now += 15
-        planner.report(whole("s"))
+        planner.report(seed_report("s"))
         planner.report(report("a"))
     assert ("failed", ("no progress for 30 s",)) == (
         planner.fork("fork-a").state,
         planner.fork("fork-a").finish.reasons,  # type: ignore[union-attr]
     )
-    with pytest.raises(PlannerRefused) as refused:
+    with pytest.raises(PlannerRejected) as refused:
         planner.progress("fork-a", half())
     assert (404, "unknown-fork") == (refused.value.status, refused.value.problem)
-    assert (["s"], "running") == (sources(planner.ask(ask("a", (0, 6)))), planner.fork("fork-a").state)
+    assert (["s"], "running") == (
+        sources(planner.request_plan(fork_request("a", (0, 6)))),
+        planner.fork("fork-a").state,
+    )
 
 
-def test_progress_renews_the_leases_and_moves_the_relays_watermark(
-    planner: PlannerClient, time: FakeTime
-) -> None:
+def test_progress_renews_the_leases_and_moves_the_relays_watermark(planner: PlannerClient, time: FakeTime) -> None:
     """Both readers of the relay and the lists see how far it is."""
-    key = planner.report(whole("s")).lease_keys[0]
-    planner.ask(ask("a"))
+    key = planner.report(seed_report("s")).lease_keys[0]
+    planner.request_plan(fork_request("a"))
     time.now += 4
     lease = planner.progress("fork-a", half()).leases["s"]
     assert time.now + 30 == verify(lease.token, decode_key(key), source_id="s", now=time.now).expires_at
@@ -108,33 +110,37 @@ def test_progress_renews_the_leases_and_moves_the_relays_watermark(
 
 def test_weights_that_changed_are_not_leased_any_longer(planner: PlannerClient) -> None:
     """A reader of the old generation gets no renewal."""
-    planner.report(whole("s"))
-    planner.ask(ask("a"))
-    planner.report(whole("s", generation=1))
+    planner.report(seed_report("s"))
+    planner.request_plan(fork_request("a"))
+    planner.report(seed_report("s", generation=1))
     assert {} == planner.progress("fork-a", half()).leases
 
 
 def test_silent_instances_are_forgotten(planner: PlannerClient, time: FakeTime) -> None:
     """After `forget_s` the seed is gone from the lists and from plans."""
-    planner.report(whole("s"))
+    planner.report(seed_report("s"))
     time.now += 20
     assert [] == planner.instances()
-    assert "no instance holds version v1 of model m" == planner.ask(ask("a")).reason
+    assert "no instance holds version v1 of model m" == planner.request_plan(fork_request("a")).reason
 
 
 def test_a_drained_instance_stays_drained_whatever_it_reports(planner: PlannerClient) -> None:
     """The heartbeat of an instance that does not know does not undo the operator's word; removing does."""
-    planner.report(whole("s"))
+    planner.report(seed_report("s"))
     drained = planner.drain("s", force=True).report.state
-    planner.report(whole("s"))
-    refused = planner.ask(ask("a")).reason
+    planner.report(seed_report("s"))
+    refused = planner.request_plan(fork_request("a")).reason
     planner.remove("s")
     planner.remove("s")
-    planner.report(whole("s"))
-    assert ("draining", True, ["s"]) == (drained, "s draining" in refused, sources(planner.ask(ask("a"))))
+    planner.report(seed_report("s"))
+    assert ("draining", True, ["s"]) == (
+        drained,
+        "s draining" in refused,
+        sources(planner.request_plan(fork_request("a"))),
+    )
 
 
-FAILED = ForkFinish(outcome="failed", seconds=1, bytes_read=0)
+FAILED = ForkResult(outcome="failed", seconds=1, bytes_read=0)
 FAULTS = [
     ("SourceCorrupt", "source", "SourceCorrupt", []),
     ("SourceStalled", "source", "SourceStalled", []),
@@ -149,14 +155,14 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("error", "kind", "quarantine", "again"), FAULTS)
+@pytest.mark.parametrize(("error", "fault_type", "quarantine", "again"), FAULTS)
 def test_which_faults_accuse_a_source(
-    planner: PlannerClient, error: str, kind: str, quarantine: str | None, again: list[str]
+    planner: PlannerClient, error: str, fault_type: str, quarantine: str | None, again: list[str]
 ) -> None:
     """Only a source's own wrongs count against it; those of the network keep this fork away."""
-    planner.report(whole("s"))
-    planner.ask(ask("a"))
-    plan = planner.ask(ask("a", faults=(fault("s", error, kind),)))
+    planner.report(seed_report("s"))
+    planner.request_plan(fork_request("a"))
+    plan = planner.request_plan(fork_request("a", faults=(fault("s", error, fault_type),)))
     assert quarantine == planner.instance("s").accused
     assert again == sources(plan)
 
@@ -164,44 +170,44 @@ def test_which_faults_accuse_a_source(
 @pytest.mark.parametrize("error", ["SourceCorrupt", "SourceGone"])
 def test_one_reader_quarantines_nobody(planner: PlannerClient, error: str) -> None:
     """A target on another host still gets the source."""
-    planner.report(whole("s"))
-    planner.ask(ask("a"))
-    planner.ask(ask("a", faults=(fault("s", error),)))
+    planner.report(seed_report("s"))
+    planner.request_plan(fork_request("a"))
+    planner.request_plan(fork_request("a", faults=(fault("s", error),)))
     planner.finish("fork-a", FAILED)
-    assert ["s"] == sources(planner.ask(ask("b")))
+    assert ["s"] == sources(planner.request_plan(fork_request("b")))
 
 
 def test_no_caller_quarantines_all_seeds_of_a_model(planner: PlannerClient) -> None:
     """Eighteen calls under new names from one host: six of six seeds are still given to others."""
     seeds = [f"s{number}" for number in range(6)]
     for name in seeds:
-        planner.report(whole(name))
+        planner.report(seed_report(name))
     for number in range(len(seeds)):
         target = f"t{number}"
-        plan = planner.ask(ask(target, placement=Placement(host="attacker")))
+        plan = planner.request_plan(fork_request(target, placement=Placement(host="attacker")))
         faults = tuple(fault(source, "SourceCorrupt") for source in sources(plan))
-        planner.ask(ask(target, placement=Placement(host="attacker"), faults=faults))
+        planner.request_plan(fork_request(target, placement=Placement(host="attacker"), faults=faults))
         planner.finish(f"fork-{target}", FAILED)
     assert [None] * 6 == [planner.instance(name).quarantined for name in seeds]
 
 
 def test_later_forks_of_the_host_avoid_the_source_too(planner: PlannerClient) -> None:
     """On a single host nobody else accuses it, and it must not be read from again."""
-    planner.report(whole("s"))
+    planner.report(seed_report("s"))
     here = Placement(host="the-only-one")
-    planner.ask(ask("a", placement=here))
-    planner.ask(ask("a", placement=here, faults=(fault("s", "SourceCorrupt"),)))
-    assert [] == sources(planner.ask(ask("b", placement=here)))
+    planner.request_plan(fork_request("a", placement=here))
+    planner.request_plan(fork_request("a", placement=here, faults=(fault("s", "SourceCorrupt"),)))
+    assert [] == sources(planner.request_plan(fork_request("b", placement=here)))
 
 
 def test_readers_on_two_hosts_quarantine_a_source(planner: PlannerClient) -> None:
     """A third one is not sent to it."""
-    planner.report(whole("s", max_readers=9))
+    planner.report(seed_report("s", max_readers=9))
     for name in "ab":
-        planner.ask(ask(name, max_readers=0))
-        planner.ask(ask(name, faults=(fault("s", "SourceCorrupt"),)))
+        planner.request_plan(fork_request(name, max_readers=0))
+        planner.request_plan(fork_request(name, faults=(fault("s", "SourceCorrupt"),)))
     assert "SourceCorrupt" == planner.instance("s").quarantined
-    assert [] == sources(planner.ask(ask("c")))
+    assert [] == sources(planner.request_plan(fork_request("c")))
 
 
 @pytest.mark.parametrize("error", ["SourceCorrupt", "SourceGone"])
@@ -209,34 +215,34 @@ def test_a_source_that_misses_its_heartbeat_is_quarantined_by_one_reader(
     planner: PlannerClient, time: FakeTime, error: str
 ) -> None:
     """Its own silence is the second witness."""
-    planner.report(whole("s"))
-    planner.ask(ask("a"))
+    planner.report(seed_report("s"))
+    planner.request_plan(fork_request("a"))
     time.now += 8
-    planner.ask(ask("a", faults=(fault("s", error),)))
+    planner.request_plan(fork_request("a", faults=(fault("s", error),)))
     assert error == planner.instance("s").quarantined
 
 
 def test_an_accuser_that_others_contradict_loses_weight(planner: PlannerClient) -> None:
     """The source goes on to be given, though a second reader accuses it later."""
-    planner.report(whole("s", max_readers=9))
+    planner.report(seed_report("s", max_readers=9))
     for name in "abc":
-        planner.ask(ask(name, max_readers=0))
+        planner.request_plan(fork_request(name, max_readers=0))
     planner.progress("fork-b", _verified(1))
-    planner.ask(ask("a", faults=(fault("s", "SourceCorrupt"),)))
+    planner.request_plan(fork_request("a", faults=(fault("s", "SourceCorrupt"),)))
     planner.progress("fork-b", _verified(2))
     planner.progress("fork-b", _verified(3))
-    planner.ask(ask("c", faults=(fault("s", "SourceCorrupt"),)))
+    planner.request_plan(fork_request("c", faults=(fault("s", "SourceCorrupt"),)))
     assert None is planner.instance("s").quarantined
 
 
 def test_a_contradiction_ends_a_quarantine(planner: PlannerClient) -> None:
     """The two accusers together weigh less than two readers then."""
-    planner.report(whole("s", max_readers=9))
+    planner.report(seed_report("s", max_readers=9))
     for name in "abc":
-        planner.ask(ask(name, max_readers=0))
+        planner.request_plan(fork_request(name, max_readers=0))
     planner.progress("fork-c", _verified(1))
     for name in "ab":
-        planner.ask(ask(name, faults=(fault("s", "SourceCorrupt"),)))
+        planner.request_plan(fork_request(name, faults=(fault("s", "SourceCorrupt"),)))
     before = planner.instance("s").quarantined
     planner.progress("fork-c", _verified(2))
     planner.progress("fork-c", _verified(3))
@@ -246,61 +252,59 @@ def test_a_contradiction_ends_a_quarantine(planner: PlannerClient) -> None:
 
 def _verified(count: int) -> ForkProgress:
     """So many chunks from `s`."""
-    return ForkProgress(
-        verified=((0, count),), bytes_read=count << 20, bytes_per_s=1, sources={"s": count << 20}
-    )
+    return ForkProgress(verified=((0, count),), bytes_read=count << 20, bytes_per_s=1, sources={"s": count << 20})
 
 
 def test_a_fault_is_remembered_for_this_fork_for_a_while(planner: PlannerClient, time: FakeTime) -> None:
     """The next request, without faults, does not lead back to the liar until that is over."""
-    planner.report(whole("s"))
-    planner.ask(ask("a"))
-    planner.ask(ask("a", faults=(fault("s", "SourceCorrupt"),)))
-    again = planner.ask(ask("a"))
+    planner.report(seed_report("s"))
+    planner.request_plan(fork_request("a"))
+    planner.request_plan(fork_request("a", faults=(fault("s", "SourceCorrupt"),)))
+    again = planner.request_plan(fork_request("a"))
     for _ in range(5):
         time.now += 12
-        planner.report(whole("s"))
-    assert ([], ["s"]) == (sources(again), sources(planner.ask(ask("a"))))
+        planner.report(seed_report("s"))
+    assert ([], ["s"]) == (sources(again), sources(planner.request_plan(fork_request("a"))))
 
 
 def test_a_busy_source_is_asked_again_at_the_next_plan(planner: PlannerClient) -> None:
     """Being full passes."""
-    planner.report(whole("s"))
-    planner.ask(ask("a"))
-    planner.ask(ask("a", faults=(fault("s", "SourceBusy"),)))
-    assert ["s"] == sources(planner.ask(ask("a")))
+    planner.report(seed_report("s"))
+    planner.request_plan(fork_request("a"))
+    planner.request_plan(fork_request("a", faults=(fault("s", "SourceBusy"),)))
+    assert ["s"] == sources(planner.request_plan(fork_request("a")))
 
 
 def test_a_source_whose_weights_changed_may_be_read_in_its_new_generation(planner: PlannerClient) -> None:
     """The blame is on the old generation alone."""
-    planner.report(whole("s"))
-    planner.ask(ask("a"))
-    planner.report(whole("s", generation=1))
-    assert ["s"] == sources(planner.ask(ask("a", faults=(fault("s", "SourceChanged"),))))
+    planner.report(seed_report("s"))
+    planner.request_plan(fork_request("a"))
+    planner.report(seed_report("s", generation=1))
+    assert ["s"] == sources(planner.request_plan(fork_request("a", faults=(fault("s", "SourceChanged"),))))
 
 
 def test_a_target_cannot_quarantine_a_source_it_never_had(planner: PlannerClient) -> None:
     """An accusation without a plan behind it keeps only the accuser away."""
-    planner.report(whole("s"))
-    plan = planner.ask(ask("a", faults=(fault("s", "SourceCorrupt"),)))
+    planner.report(seed_report("s"))
+    plan = planner.request_plan(fork_request("a", faults=(fault("s", "SourceCorrupt"),)))
     assert ([], None) == (sources(plan), planner.instance("s").quarantined)
 
 
 def test_a_relay_that_stalls_is_left_by_its_child_but_not_quarantined(planner: PlannerClient) -> None:
     """It may only be waiting for its own source."""
-    planner.report(whole("s", max_readers=2))
-    planner.ask(ask("a"))
-    planner.ask(ask("b"))
-    plan = planner.ask(ask("b", faults=(fault("a", "SourceStalled"),)))
+    planner.report(seed_report("s", max_readers=2))
+    planner.request_plan(fork_request("a"))
+    planner.request_plan(fork_request("b"))
+    plan = planner.request_plan(fork_request("b", faults=(fault("a", "SourceStalled"),)))
     assert (["s"], None) == (sources(plan), planner.instance("a").quarantined)
 
 
 def test_a_dead_relays_place_goes_to_its_child(planner: PlannerClient) -> None:
     """The seed takes one reader: the child gets the dead relay's slot at once, before its lease ends."""
-    planner.report(whole("s"))
+    planner.report(seed_report("s"))
     for name in "abc":
-        planner.ask(ask(name))
-    plan = planner.ask(ask("b", (0, 4), faults=(fault("a", "SourceGone"),)))
+        planner.request_plan(fork_request(name))
+    plan = planner.request_plan(fork_request("b", (0, 4), faults=(fault("a", "SourceGone"),)))
     assert ([("s", ((4, 12),))], ["b"]) == (
         [(route.source_id, route.chunks) for route in plan.routes],
         [share.source_id for share in planner.fork("fork-c").plan],
@@ -309,24 +313,24 @@ def test_a_dead_relays_place_goes_to_its_child(planner: PlannerClient) -> None:
 
 def test_a_planner_that_restarted_counts_readers_it_never_heard_of(planner: PlannerClient) -> None:
     """The seed's report names its reader: its slot is taken, and the reader itself keeps it."""
-    planner.report(whole("s", readers=("fork-old",)))
-    full = planner.ask(ask("a"))
-    kept = planner.ask(ask("old", (0, 3)))
+    planner.report(seed_report("s", readers=("fork-old",)))
+    full = planner.request_plan(fork_request("a"))
+    kept = planner.request_plan(fork_request("old", (0, 3)))
     assert ([], ["s"]) == (sources(full), sources(kept))
 
 
 def test_a_new_fork_of_an_instance_ends_its_old_one(planner: PlannerClient) -> None:
     """An instance that starts over holds one slot, not two."""
-    planner.report(whole("s"))
-    planner.ask(ask("a"))
-    plan = planner.ask(ask("a").model_copy(update={"fork_id": "second"}))
+    planner.report(seed_report("s"))
+    planner.request_plan(fork_request("a"))
+    plan = planner.request_plan(fork_request("a").model_copy(update={"fork_id": "second"}))
     assert (["s"], "failed") == (sources(plan), planner.fork("fork-a").state)
 
 
 def test_removing_an_instance_ends_its_fork(planner: PlannerClient) -> None:
     """Its lease is released, and the list says why."""
-    planner.report(whole("s"))
-    planner.ask(ask("a"))
+    planner.report(seed_report("s"))
+    planner.request_plan(fork_request("a"))
     planner.progress("fork-a", half())
     planner.remove("a")
     finish = planner.fork("fork-a").finish
@@ -344,19 +348,19 @@ def test_finishing_a_fork_that_is_not_known_is_no_error(planner: PlannerClient) 
 
 def test_an_instance_may_change_its_model(planner: PlannerClient) -> None:
     """Each report carries everything: the old model has lost its seed."""
-    planner.report(whole("s"))
-    planner.report(whole("s", model="other"))
+    planner.report(seed_report("s"))
+    planner.report(seed_report("s", model="other"))
     assert ("no instance holds version v1 of model m", ["s"]) == (
-        planner.ask(ask("a")).reason, sources(planner.ask(ask("b", model="other"))),
+        planner.request_plan(fork_request("a")).reason, sources(planner.request_plan(fork_request("b", model="other"))),
     )  # fmt: skip
 
 
 def test_lists_filter_by_model_and_state(planner: PlannerClient) -> None:
     """Both filters, on instances and forks."""
-    planner.report(whole("s"))
-    planner.report(whole("o", model="other"))
-    planner.ask(ask("a"))
-    planner.ask(ask("lone", model="none"))
+    planner.report(seed_report("s"))
+    planner.report(seed_report("o", model="other"))
+    planner.request_plan(fork_request("a"))
+    planner.request_plan(fork_request("lone", model="none"))
     assert ["a", "s"] == [view.report.instance_id for view in planner.instances(model="m")]
     assert ["o", "s"] == [view.report.instance_id for view in planner.instances(state="serving")]
     assert ["fork-a"] == [view.fork_id for view in planner.forks(state="running")]
@@ -365,19 +369,17 @@ def test_lists_filter_by_model_and_state(planner: PlannerClient) -> None:
 
 def test_models_count_seeds_relays_and_forks(planner: PlannerClient) -> None:
     """A target that has not learnt its weights counts under those of its plan."""
-    planner.report(whole("s"))
-    planner.report(whole("x", layout_id=OTHER_LAYOUT))
-    planner.ask(ask("a"))
-    rows = [
-        (row.layout_id, row.weights_id, row.seeds, row.relays, row.forks_running) for row in planner.models()
-    ]
+    planner.report(seed_report("s"))
+    planner.report(seed_report("x", layout_id=OTHER_LAYOUT))
+    planner.request_plan(fork_request("a"))
+    rows = [(row.layout_id, row.weights_id, row.seeds, row.relays, row.forks_running) for row in planner.models()]
     assert [(LAYOUT, WEIGHTS, 1, 1, 1), (OTHER_LAYOUT, WEIGHTS, 1, 0, 0)] == rows
 
 
 REFUSED = [
-    (ask("a").model_copy(update={"instance": whole("a")}), 422, "invalid-request"),
-    (ask("a").model_copy(update={"instance": report("a", (4, 13))}), 422, "invalid-request"),
-    (ask("a").model_copy(update={"instance": report("b")}), 409, "fork-conflict"),
+    (fork_request("a").model_copy(update={"instance": seed_report("a")}), 422, "invalid-request"),
+    (fork_request("a").model_copy(update={"instance": report("a", (4, 13))}), 422, "invalid-request"),
+    (fork_request("a").model_copy(update={"instance": report("b")}), 409, "fork-conflict"),
 ]
 
 
@@ -386,47 +388,47 @@ def test_requests_that_contradict_themselves_are_refused(
     planner: PlannerClient, request_: object, status: int, problem: str
 ) -> None:
     """A complete target, chunks past the image's end, another instance's fork."""
-    planner.ask(ask("a"))
-    with pytest.raises(PlannerRefused) as refused:
-        planner.ask(request_)  # type: ignore[arg-type]
+    planner.request_plan(fork_request("a"))
+    with pytest.raises(PlannerRejected) as refused:
+        planner.request_plan(request_)  # type: ignore[arg-type]
     assert (status, problem) == (refused.value.status, refused.value.problem)
 
 
 def test_a_fork_that_has_ended_is_over(planner: PlannerClient) -> None:
     """Neither a plan nor progress under its id."""
-    planner.report(whole("s"))
-    planner.ask(ask("a"))
+    planner.report(seed_report("s"))
+    planner.request_plan(fork_request("a"))
     planner.finish("fork-a", FORKED)
-    for call in (lambda: planner.ask(ask("a")), lambda: planner.progress("fork-a", half())):
-        with pytest.raises(PlannerRefused) as refused:
+    for call in (lambda: planner.request_plan(fork_request("a")), lambda: planner.progress("fork-a", half())):
+        with pytest.raises(PlannerRejected) as refused:
             call()
         assert (409, "fork-ended") == (refused.value.status, refused.value.problem)
 
 
 def test_who_has_forked_is_a_source_before_its_next_report(planner: PlannerClient) -> None:
     """A newcomer that asks right after a fork has ended reads from it, and not from storage again."""
-    planner.report(whole("s", max_readers=1))
-    planner.ask(ask("a"))
+    planner.report(seed_report("s", max_readers=1))
+    planner.request_plan(fork_request("a"))
     planner.finish("fork-a", FORKED)
-    planner.report(whole("s", max_readers=0))
-    assert ["a"] == sources(planner.ask(ask("b")))
+    planner.report(seed_report("s", max_readers=0))
+    assert ["a"] == sources(planner.request_plan(fork_request("b")))
 
 
 def test_a_seed_that_reads_no_answer_gets_no_readers(planner: PlannerClient, time: FakeTime) -> None:
     """It would refuse every lease; the first two heartbeats are given to it to learn its keys."""
-    planner.report(whole("s", has_lease_keys=False))
-    assert ["s"] == sources(planner.ask(ask("early")))
+    planner.report(seed_report("s", has_lease_keys=False))
+    assert ["s"] == sources(planner.request_plan(fork_request("early")))
     time.now += 10.0
-    planner.report(whole("s", has_lease_keys=False))
+    planner.report(seed_report("s", has_lease_keys=False))
     assert "holds no lease keys" in str(planner.instance("s").quarantined)
-    assert "s" not in sources(planner.ask(ask("late")))
+    assert "s" not in sources(planner.request_plan(fork_request("late")))
 
 
 def test_a_seed_that_reads_the_answers_again_gets_readers(planner: PlannerClient, time: FakeTime) -> None:
     """With its next report, and not only once a quarantine is over."""
-    planner.report(whole("s", has_lease_keys=False))
+    planner.report(seed_report("s", has_lease_keys=False))
     time.now += 10.0
-    planner.report(whole("s", has_lease_keys=False))
-    planner.report(whole("s"))
+    planner.report(seed_report("s", has_lease_keys=False))
+    planner.report(seed_report("s"))
     assert planner.instance("s").quarantined is None
-    assert ["s"] == sources(planner.ask(ask("a")))
+    assert ["s"] == sources(planner.request_plan(fork_request("a")))

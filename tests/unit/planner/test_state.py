@@ -4,23 +4,23 @@ from dataclasses import replace
 
 import pytest
 
-from planner.state import State
-from planner.store.records import ForkRecord, Read
-from rfork.wire import ForkFinish, Rank
-from tests.unit.planner.builders import LAYOUT, demand, loading, whole
+from planner.state import PlannerState
+from planner.store.records import ForkRecord, RouteRecord
+from rfork.schema import ForkResult, Rank
+from tests.unit.planner.builders import LAYOUT, demand, loading, seed_report
 from tests.unit.planner.records import GROUP, fork, instance
 
 OTHER = GROUP._replace(model="other")
 
 
-def state(keep_forks: int = 10) -> State:
+def state(keep_forks: int = 10) -> PlannerState:
     """A replica that knows nothing yet."""
-    return State(keep_forks=keep_forks)
+    return PlannerState(keep_forks=keep_forks)
 
 
 def reading(name: str, source: str, *, ended: bool = False, **changes: object) -> ForkRecord:
     """The fork `name` of instance `of-name`, which reads the whole image of one chunk."""
-    return fork(name, ended=ended, reads=(Read(source, ((0, 1),), ("http",), 0),), **changes)
+    return fork(name, ended=ended, reads=(RouteRecord(source, ((0, 1),), ("http",), 0),), **changes)
 
 
 def test_instances_are_listed_in_the_order_they_came() -> None:
@@ -35,9 +35,9 @@ def test_instances_are_told_in_the_order_of_their_ids() -> None:
     """From behind a cursor on, whatever came, went, or was heard of again in between."""
     known = state()
     known.apply([instance(name) for name in "dbac"])
-    known.apply([instance("b", seen_at=5.0)], gone=["c", "nobody"])
-    asked = [known.instances_after(cursor) for cursor in (None, "a", "c", "d")]
-    found = [[each.source.instance_id for each in one] for one in asked]
+    known.apply([instance("b", seen_at=5.0)], removed=["c", "nobody"])
+    pages = [known.instances_after(cursor) for cursor in (None, "a", "c", "d")]
+    found = [[each.source.instance_id for each in one] for one in pages]
     assert [["a", "b", "d"], ["b", "d"], ["d"], []] == found
 
 
@@ -67,8 +67,8 @@ def test_forks_are_told_in_the_order_of_their_ids() -> None:
     known = state(keep_forks=1)
     known.apply(forks=[fork("c"), fork("a", ended=True), fork("d"), fork("b", ended=True)])
     known.apply(forks=[fork("c", seen_at=2.0)])
-    asked = [known.forks_after(cursor) for cursor in (None, "b", "d")]
-    assert [["b", "c", "d"], ["c", "d"], []] == [[each.fork_id for each in one] for one in asked]
+    pages = [known.forks_after(cursor) for cursor in (None, "b", "d")]
+    assert [["b", "c", "d"], ["c", "d"], []] == [[each.fork_id for each in one] for one in pages]
 
 
 def test_the_silent_are_those_not_heard_of_for_their_time() -> None:
@@ -76,7 +76,7 @@ def test_the_silent_are_those_not_heard_of_for_their_time() -> None:
     known = state()
     known.apply([instance("a", seen_at=0.0), instance("b", seen_at=1.0)])
     known.apply([instance("a", seen_at=2.0)])
-    silent = [[each.report.instance_id for each in known.silent_instances(now)] for now in (10.0, 11.0, 12.0)]
+    silent = [[each.report.instance_id for each in known.overdue_instances(now)] for now in (10.0, 11.0, 12.0)]
     assert [[], ["b"], ["b", "a"]] == silent
 
 
@@ -84,7 +84,7 @@ def test_the_forks_that_are_silent_are_told_oldest_first() -> None:
     """Those that have ended are not."""
     known = state()
     known.apply(forks=[fork("a", seen_at=1.0), fork("b", seen_at=2.0), fork("c", ended=True)])
-    assert [["a"], ["a", "b"]] == [[each.fork_id for each in known.silent_forks(at)] for at in (1.0, 2.0)]
+    assert [["a"], ["a", "b"]] == [[each.fork_id for each in known.overdue_forks(at)] for at in (1.0, 2.0)]
 
 
 def test_an_instance_that_changes_its_model_changes_its_group() -> None:
@@ -108,26 +108,26 @@ def test_a_model_is_mixed_while_two_versions_of_it_are_served() -> None:
     known = state()
 
     def put(name: str, version: str, **changes: object) -> None:
-        known.apply([replace(instance(name), report=whole(name, version=version, **changes))])
+        known.apply([replace(instance(name), report=seed_report(name, version=version, **changes))])
 
     put("a", "v1")
     put("b", "v2", state="loading", verified=())
     put("c", "v3", state="draining")
     put("d", "update:r:1")
     put("e", "v4", model="other")
-    assert set() == known.mixed_models()
+    assert set() == known.models_with_several_versions()
     put("f", "v2")
-    assert {"m"} == known.mixed_models()
+    assert {"m"} == known.models_with_several_versions()
 
 
 def test_readers_from_before_a_restart_count_until_they_ask() -> None:
     """A fork that is known counts by its plan."""
     known = state()
     known.apply([instance("s", readers=("x", "y"))])
-    strangers = set(known.group(GROUP).readers["s"])
+    unplanned = set(known.group(GROUP).readers["s"])
     known.apply([instance("of-x")], [reading("x", "t")])
     known.apply([instance("s", readers=("x", "y"))])
-    assert ({"x", "y"}, {"y"}) == (strangers, set(known.group(GROUP).readers["s"]))
+    assert ({"x", "y"}, {"y"}) == (unplanned, set(known.group(GROUP).readers["s"]))
 
 
 def test_a_fork_counts_as_a_reader_until_it_ends() -> None:
@@ -154,23 +154,23 @@ def test_the_fork_under_way_of_an_instance_is_found() -> None:
 def test_progress_alone_moves_no_reader() -> None:
     """The group's index is left as it is, and the listener hears of it all the same."""
     known = state()
-    heard: list[ForkRecord] = []
-    stop = known.subscribe(heard.append)
+    notified: list[ForkRecord] = []
+    stop = known.subscribe(notified.append)
     known.apply([instance("s"), instance("of-x")], [reading("x", "s")])
     known.apply(forks=[reading("x", "s", seen_at=3.0)])
     stop()
     known.apply(forks=[reading("x", "s", seen_at=4.0)])
-    assert ([0.0, 3.0], {"x": 1.0}) == ([each.seen_at for each in heard], known.group(GROUP).readers["s"])
+    assert ([0.0, 3.0], {"x": 1.0}) == ([each.seen_at for each in notified], known.group(GROUP).readers["s"])
 
 
 def test_what_forks_read_is_summed_by_group() -> None:
     """When they end."""
     known = state()
     known.apply([instance("s"), instance("of-x")], [reading("x", "s")])
-    finish = ForkFinish(outcome="forked", seconds=1, bytes_read=9, sources={"s": 5, "loader:": 4})
+    finish = ForkResult(outcome="forked", seconds=1, bytes_read=9, sources={"s": 5, "loader:": 4})
     known.apply(forks=[replace(reading("x", "s"), finish=finish)])
     group = known.group(GROUP)
-    assert (5, 4) == (group.past.forked_bytes, group.past.storage_bytes)
+    assert (5, 4) == (group.history.forked_bytes, group.history.storage_bytes)
 
 
 def test_clearing_forgets_everything() -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from planner.fleet import Storage
-from planner.problems import ProblemError
+from planner.http_errors import ProblemError
+from planner.policy_types import Storage
 from planner.registry import Registry
-from rfork.wire import Rank
-from tests.unit.planner.builders import FakeTime, ask, make_registry, offers, whole
+from rfork.schema import Rank
+from tests.unit.planner.builders import FakeTime, fork_request, make_registry, seed_report, storage_candidates
 
 NOTHING = {"served": 0.0, "several": 0.0, "conflict": 0.0}
 
@@ -22,21 +22,17 @@ def registry() -> Registry:
 def counted(registry: Registry) -> dict[str, float]:
     """Return the counter of choices by its label."""
     [family] = [
-        family
-        for family in registry._metrics.registry.collect()
-        if family.name == "rfork_planner_version_choices"
+        family for family in registry._metrics.registry.collect() if family.name == "rfork_planner_version_choices"
     ]
-    return {
-        sample.labels["choice"]: sample.value for sample in family.samples if sample.name.endswith("_total")
-    }
+    return {sample.labels["choice"]: sample.value for sample in family.samples if sample.name.endswith("_total")}
 
 
 async def test_a_version_that_is_taken_over_is_named_and_counted_once(registry: Registry) -> None:
     """However often the fork asks."""
-    await registry.report(whole("s", version="v1"))
-    plan = await registry.ask(ask("t", version=None))
+    await registry.report(seed_report("s", version="v1"))
+    plan = await registry.request_plan(fork_request("t", version=None))
     assert "takes over version v1; from seed s (0 other readers)" == plan.reason
-    plan = await registry.ask(ask("t", version="v1", any_version=True))
+    plan = await registry.request_plan(fork_request("t", version="v1", any_version=True))
     assert plan.reason.startswith("takes over version v1")
     assert NOTHING | {"served": 1.0} == counted(registry)
 
@@ -44,8 +40,8 @@ async def test_a_version_that_is_taken_over_is_named_and_counted_once(registry: 
 async def test_several_versions_are_refused_by_name(registry: Registry) -> None:
     """The reason lists them, and does not call the target the first of a version."""
     for name in ("v1", "v2"):
-        await registry.report(whole(name, version=name))
-    plan = await registry.ask(ask("t", version=None))
+        await registry.report(seed_report(name, version=name))
+    plan = await registry.request_plan(fork_request("t", version=None))
     assert (
         "2 versions of m are served (v1, v2) and this target states none: set RFORK_VERSION; "
         "no version of model m can be taken over; 1 instance serves v1, 1 instance serves v2"
@@ -56,36 +52,36 @@ async def test_several_versions_are_refused_by_name(registry: Registry) -> None:
 async def test_a_conflict_within_a_replica_is_counted(registry: Registry) -> None:
     """Two ranks whose files differ."""
     ranks = [Rank(tp=tp, tp_size=2) for tp in range(2)]
-    await registry.ask(ask("r0", version="v1", rank=ranks[0], replica="r"))
+    await registry.request_plan(fork_request("r0", version="v1", rank=ranks[0], replica="r"))
     with pytest.raises(ProblemError, match="replica r began with version v1"):
-        await registry.ask(ask("r1", version="v2", rank=ranks[1], replica="r"))
+        await registry.request_plan(fork_request("r1", version="v2", rank=ranks[1], replica="r"))
     assert NOTHING | {"conflict": 1.0} == counted(registry)
 
 
 async def test_a_version_of_its_own_is_not_counted(registry: Registry) -> None:
     """The usual case is no event."""
-    await registry.report(whole("s", version="v1"))
-    await registry.ask(ask("t", version="v1"))
+    await registry.report(seed_report("s", version="v1"))
+    await registry.request_plan(fork_request("t", version="v1"))
     assert NOTHING == counted(registry)
 
 
 async def test_who_reads_storage_for_a_new_version_is_the_first(registry: Registry) -> None:
     """The plan says so also once storage is read; those that wait behind it are not the first."""
-    await registry.report(whole("s", version="v1"))
-    storage = offers(Storage("checkpoint", "file:///m", "0" * 32))
-    plan = await registry.ask(ask("t", version="v2", storage=storage))
+    await registry.report(seed_report("s", version="v1"))
+    storage = storage_candidates(Storage("checkpoint", "file:///m", "0" * 32))
+    plan = await registry.request_plan(fork_request("t", version="v2", storage=storage))
     assert (
         "first of version v2 of model m; 1 instance serves v1; "
         "elected to read 12 of 12 chunks from checkpoint file:///m"
     ) == plan.reason
-    behind = await registry.ask(ask("u", version="v2", storage=storage))
-    assert "first of version" not in behind.reason
+    follower = await registry.request_plan(fork_request("u", version="v2", storage=storage))
+    assert "first of version" not in follower.reason
 
 
 async def test_each_rank_of_a_new_version_is_the_first(registry: Registry) -> None:
     """The rank that asks second does not hold against it that the other one is known already."""
     ranks = [Rank(tp=tp, tp_size=2) for tp in range(2)]
     for rank in ranks:
-        await registry.report(whole(f"s{rank.tp}", version="v1", rank=rank))
-    plans = [await registry.ask(ask(f"t{rank.tp}", version="v2", rank=rank)) for rank in ranks]
+        await registry.report(seed_report(f"s{rank.tp}", version="v1", rank=rank))
+    plans = [await registry.request_plan(fork_request(f"t{rank.tp}", version="v2", rank=rank)) for rank in ranks]
     assert ["first of version v2 of model m; 1 instance serves v1"] * 2 == [plan.reason for plan in plans]

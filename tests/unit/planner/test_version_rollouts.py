@@ -11,11 +11,11 @@ from typing import Final
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.problems import ProblemError
+from planner.http_errors import ProblemError
 from planner.registry import Registry
 from planner.store.memory import MemoryStore
+from rfork.schema import ForkRequest, ForkResult, InstanceReport, Plan, Rank
 from rfork.weights_version import is_unnamed, unnamed
-from rfork.wire import ForkFinish, ForkRequest, InstanceReport, Plan, Rank
 from tests.unit.planner.builders import CHUNKS, FakeTime, make_registry, report
 
 STEPS: Final = 60
@@ -30,9 +30,9 @@ class Member:
 
     name: str
     rank: Rank
-    holds: str | None = None
+    loaded_version: str | None = None
     """The version of its bytes, once it has all of them."""
-    claims: str | None = None
+    reported_version: str | None = None
     """The version that it reports."""
     plan: Plan | None = None
     reported_at: float = 0.0
@@ -48,12 +48,12 @@ class Replica:
     updates: int = 0
 
     @property
-    def held(self) -> set[str]:
-        return {member.holds for member in self.members if member.holds is not None}
+    def loaded_versions(self) -> set[str]:
+        return {member.loaded_version for member in self.members if member.loaded_version is not None}
 
 
 @dataclass
-class World:
+class RolloutSimulation:
     """A fleet of one model, and its planners."""
 
     random: Random
@@ -71,7 +71,7 @@ class World:
         """All records are lost; each instance reports again within its heartbeat."""
         store = MemoryStore(self.time.clock, keep_forks=100)
         self.planners = [
-            make_registry(self.time, store, heartbeat_s=HEARTBEAT_S, forget_s=20.0) for _ in range(2)
+            make_registry(self.time, store, heartbeat_s=HEARTBEAT_S, instance_ttl_s=20.0) for _ in range(2)
         ]
 
     @property
@@ -80,7 +80,15 @@ class World:
 
     async def step(self) -> None:
         """One random event."""
-        events = [self.start, self.ask, self.ask, self.complete, self.complete, self.tick, self.update]
+        events = [
+            self.start,
+            self.request_plan,
+            self.request_plan,
+            self.complete,
+            self.complete,
+            self.tick,
+            self.update,
+        ]
         events += [self.kill, self.drain] if self.random.random() < 0.3 else []
         event = self.random.choice(events)
         if event == self.tick and self.random.random() < 0.1:
@@ -95,9 +103,9 @@ class World:
         members = [Member(f"{name}-{tp}", Rank(tp=tp, tp_size=size)) for tp in range(size)]
         self.replicas.append(Replica(name, self.random.choice((*VERSIONS, None)), members))
 
-    async def ask(self) -> None:
+    async def request_plan(self) -> None:
         """A rank that has no weights asks for a plan."""
-        waiting = [(each, one) for each in self.replicas for one in each.members if one.holds is None]
+        waiting = [(each, one) for each in self.replicas for one in each.members if one.loaded_version is None]
         if not waiting:
             return
         replica, member = self.random.choice(waiting)
@@ -106,32 +114,32 @@ class World:
         sources = self.sources_for(replica, member)
         choices = (
             self.served()
-            if replica.files is None and not any(one.claims for one in replica.members)
+            if replica.files is None and not any(one.reported_version for one in replica.members)
             else set()
         )
         try:
-            plan = await self.planner.ask(request)
+            plan = await self.planner.request_plan(request)
         except ProblemError as error:
             if error.slug == "fork-ended":
                 return
             raise
         member.reported_at = self.time.now
         if plan.version is not None and replica.files is None:
-            member.claims = plan.version
+            member.reported_version = plan.version
         member.plan = plan
         if len(choices) > 1 and plan.version in choices:
             self.violations.append(f"{member.name} took {plan.version} of {sorted(choices)}")
         for route in plan.routes:
             served = self.claimed_by(route.source_id)
-            if served != member.claims:
-                self.violations.append(f"{member.name} of {member.claims} reads {served}")
+            if served != member.reported_version:
+                self.violations.append(f"{member.name} of {member.reported_version} reads {served}")
         if sources and not plan.routes and plan.retry_after_s is None:
             self.violations.append(f"{member.name} got no plan though {sources} serve it: {plan.reason}")
 
     async def complete(self) -> None:
         """A rank ends: by its plan, else by its own files; without either its whole server ends."""
         begun = [
-            (each, one) for each in self.replicas for one in each.members if one.plan and one.holds is None
+            (each, one) for each in self.replicas for one in each.members if one.plan and one.loaded_version is None
         ]
         if not begun:
             return
@@ -141,39 +149,39 @@ class World:
             return
         if plan.routes:
             sources = [self.find(route.source_id) for route in plan.routes]
-            if any(source is None or source.holds != member.claims for source in sources):
+            if any(source is None or source.loaded_version != member.reported_version for source in sources):
                 member.plan = None  # the source is gone, or fences its readers: ask again
                 return
-            member.holds, outcome = member.claims, "forked"
-        elif replica.files is not None or (member.claims is not None and is_unnamed(member.claims)):
-            member.holds, outcome = replica.files or unnamed(replica.name), "fallback"
+            member.loaded_version, outcome = member.reported_version, "forked"
+        elif replica.files is not None or (member.reported_version is not None and is_unnamed(member.reported_version)):
+            member.loaded_version, outcome = replica.files or unnamed(replica.name), "fallback"
         else:
             await self.end(replica)
             return
-        finish = ForkFinish.model_validate({"outcome": outcome, "seconds": 1, "bytes_read": 1})
+        finish = ForkResult.model_validate({"outcome": outcome, "seconds": 1, "bytes_read": 1})
         await self.planner.finish(f"fork-{member.name}", finish)
-        member.claims = member.holds
+        member.reported_version = member.loaded_version
         await self.send(replica, member)
-        if len(replica.held) > 1:
-            self.violations.append(f"{replica.name} holds {sorted(replica.held)}")
+        if len(replica.loaded_versions) > 1:
+            self.violations.append(f"{replica.name} holds {sorted(replica.loaded_versions)}")
 
     async def tick(self) -> None:
         """Time passes; who has not reported for four seconds does."""
         self.time.now += self.random.choice((0.1, 1.0, 4.0))
         for replica in self.replicas:
             for member in replica.members:
-                if self.time.now - member.reported_at >= 0.8 * HEARTBEAT_S and member.claims is not None:
+                if self.time.now - member.reported_at >= 0.8 * HEARTBEAT_S and member.reported_version is not None:
                     await self.send(replica, member)
 
     async def update(self) -> None:
         """A complete replica gets other weights in place."""
-        complete = [each for each in self.replicas if all(one.holds for one in each.members)]
+        complete = [each for each in self.replicas if all(one.loaded_version for one in each.members)]
         if not complete or self.random.random() < 0.5:
             return
         replica = self.random.choice(complete)
         replica.updates += 1
         for member in replica.members:
-            member.holds = member.claims = f"update:{replica.name}:{replica.updates}"
+            member.loaded_version = member.reported_version = f"update:{replica.name}:{replica.updates}"
             await self.send(replica, member)
 
     async def kill(self) -> None:
@@ -183,7 +191,7 @@ class World:
 
     async def drain(self) -> None:
         """An instance is not to be read from any more."""
-        complete = [one for each in self.replicas for one in each.members if one.holds]
+        complete = [one for each in self.replicas for one in each.members if one.loaded_version]
         if complete:
             with contextlib.suppress(ProblemError):  # the planner may have forgotten it
                 await self.planner.drain(self.random.choice(complete).name, force=True)
@@ -199,18 +207,18 @@ class World:
         await self.planner.report(self.report_of(replica, member))
 
     def report_of(self, replica: Replica, member: Member) -> InstanceReport:
-        if member.claims is None:
-            member.claims = replica.files
-        complete = member.holds is not None
+        if member.reported_version is None:
+            member.reported_version = replica.files
+        complete = member.loaded_version is not None
         return report(
             member.name,
             *(COMPLETE if complete else ()),
-            version=member.claims,
+            version=member.reported_version,
             any_version=replica.files is None and not complete,
             replica=replica.name,
             rank=member.rank,
             max_readers=100,
-            weights_id=_digest(member.holds) if member.holds is not None else None,
+            weights_id=_digest(member.loaded_version) if member.loaded_version is not None else None,
         )
 
     def find(self, name: str) -> Member | None:
@@ -220,7 +228,7 @@ class World:
         """The version of an instance; of one that is gone, the one that the planner believes."""
         member = self.find(name)
         if member is not None:
-            return member.claims
+            return member.reported_version
         record = self.planners[0].state.instance(name)
         return record.version if record is not None else None
 
@@ -229,9 +237,7 @@ class World:
         return {
             record.version
             for record in self.planners[0].state.members_of("m")
-            if record.source.complete
-            and record.source.state == "serving"
-            and self.time.now < record.expires_at
+            if record.source.complete and record.source.state == "serving" and self.time.now < record.expires_at
         }
 
     def sources_for(self, replica: Replica, member: Member) -> list[str]:
@@ -259,10 +265,10 @@ def _digest(version: str) -> str:
 def test_rolling_updates_never_mix_versions(seed: int) -> None:
     """No rank reads another version than its own, no replica holds two, and permitted sources are used."""
 
-    async def run() -> World:
-        world = World(Random(seed))
+    async def run() -> RolloutSimulation:
+        simulation = RolloutSimulation(Random(seed))
         for _ in range(STEPS):
-            await world.step()
-        return world
+            await simulation.step()
+        return simulation
 
     assert [] == asyncio.run(run()).violations

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from planner.problems import ProblemError
+from planner.http_errors import ProblemError
 from planner.store.records import InstanceRecord
 from planner.versions import ReplicaConflict, resolve
+from rfork.schema import ForkRequest, InstanceReport, Rank, ScaleUp, StorageCandidate
 from rfork.weights_version import of_update, of_weights, short, unnamed
-from rfork.wire import ForkRequest, InstanceReport, Rank, ScaleUp, StorageOffer
-from tests.unit.planner.builders import WEIGHTS, FakeTime, ask, make_registry, report, whole
+from tests.unit.planner.builders import WEIGHTS, FakeTime, fork_request, make_registry, report, seed_report
 
 PAIR = (Rank(tp=0, tp_size=2), Rank(tp=1, tp_size=2))
-DRAFT = Rank(role="draft")
+SPECULATIVE = Rank(role="draft")
 
 
 def seed(name: str, version: str | None, **changes: object) -> InstanceRecord:
     """The record of a complete instance of a version."""
-    return InstanceRecord(whole(name, version=version, **changes), seen_at=0.0, forget_s=10.0)
+    return InstanceRecord(seed_report(name, version=version, **changes), seen_at=0.0, ttl_s=10.0)
 
 
 def target(version: str | None = None, **changes: object) -> InstanceReport:
@@ -40,10 +40,7 @@ def test_a_target_without_files_is_refused_where_two_versions_are_served() -> No
     """It gets a version of its own, and the reason lists those that are served."""
     resolution = resolve(target(replica="r"), [seed("a", "v1"), seed("b", "v2")], ())
     assert unnamed("r") == resolution.version
-    assert (
-        "2 versions of m are served (v1, v2) and this target states none: set RFORK_VERSION"
-        == resolution.note
-    )
+    assert "2 versions of m are served (v1, v2) and this target states none: set RFORK_VERSION" == resolution.note
 
 
 def test_a_draining_instance_serves_no_version() -> None:
@@ -54,9 +51,7 @@ def test_a_draining_instance_serves_no_version() -> None:
 
 def test_a_version_that_is_being_loaded_is_taken_over_where_none_is_served() -> None:
     """So a cold group without files shares one load."""
-    loading = InstanceRecord(
-        report("a", version=None), seen_at=0.0, forget_s=10.0, resolved_version=unnamed("a")
-    )
+    loading = InstanceRecord(report("a", version=None), seen_at=0.0, ttl_s=10.0, resolved_version=unnamed("a"))
     assert unnamed("a") == resolve(target(), [loading], ()).version
 
 
@@ -88,7 +83,7 @@ def test_a_target_that_reads_its_own_storage_keeps_its_version() -> None:
 def test_all_ranks_of_a_replica_get_the_version_of_the_first() -> None:
     """Even if only another one is served by now."""
     first = InstanceRecord(
-        report("t0", version="v1", any_version=True, rank=PAIR[0], replica="r"), seen_at=0.0, forget_s=10.0
+        report("t0", version="v1", any_version=True, rank=PAIR[0], replica="r"), seen_at=0.0, ttl_s=10.0
     )
     served = [seed("b", "v2", rank=PAIR[1])]
     assert "v1" == resolve(target(rank=PAIR[1], replica="r"), [first, *served], [first]).version
@@ -118,13 +113,13 @@ def test_ranks_without_a_replica_are_refused_where_two_versions_are_served() -> 
 def test_a_draft_follows_its_main_model() -> None:
     """Of several versions of a draft it gets the one whose replicas serve the main model's version."""
     mains = [seed("m1", "v1", replica="one"), seed("m2", "v2", replica="two")]
-    drafts = [
-        seed("d1", "d-v1", model="draft", rank=DRAFT, replica="one"),
-        seed("d2", "d-v2", model="draft", rank=DRAFT, replica="two"),
+    speculative = [
+        seed("d1", "d-v1", model="draft", rank=SPECULATIVE, replica="one"),
+        seed("d2", "d-v2", model="draft", rank=SPECULATIVE, replica="two"),
     ]
     own_main = seed("t-main", "v2", replica="r")
-    wanted = target(model="draft", rank=DRAFT, replica="r")
-    assert "d-v2" == resolve(wanted, drafts, [own_main], [*mains, own_main]).version
+    requested = target(model="draft", rank=SPECULATIVE, replica="r")
+    assert "d-v2" == resolve(requested, speculative, [own_main], [*mains, own_main]).version
 
 
 @pytest.mark.parametrize(
@@ -146,60 +141,63 @@ def test_people_see_short_versions(version: str | None, expected: str) -> None:
 async def test_a_fork_reads_only_from_its_own_version(time: FakeTime) -> None:
     """The reason names the version, and who serves which other one."""
     registry = make_registry(time)
-    await registry.report(whole("old", version="v1"))
-    plan = await registry.ask(ask("t", version="v2"))
+    await registry.report(seed_report("old", version="v1"))
+    plan = await registry.request_plan(fork_request("t", version="v2"))
     assert ((), "first of version v2 of model m; 1 instance serves v1") == (plan.routes, plan.reason)
 
 
 async def test_a_target_without_files_is_told_its_version(time: FakeTime) -> None:
     """With its plan."""
     registry = make_registry(time)
-    await registry.report(whole("old", version="v1"))
-    plan = await registry.ask(ask("t", version=None))
+    await registry.report(seed_report("old", version="v1"))
+    plan = await registry.request_plan(fork_request("t", version=None))
     assert ("v1", ["old"]) == (plan.version, [route.source_id for route in plan.routes])
 
 
 async def test_a_cold_start_is_within_a_version(time: FakeTime) -> None:
     """Two targets with different files each read their own."""
     registry = make_registry(time)
-    storage = (StorageOffer(kind="loader"),)
-    plans = [await registry.ask(ask(name, version=f"v-{name}", storage=storage)) for name in "ab"]
+    storage = (StorageCandidate(kind="loader"),)
+    plans = [await registry.request_plan(fork_request(name, version=f"v-{name}", storage=storage)) for name in "ab"]
     assert [1, 1] == [len(plan.storage) for plan in plans]
 
 
 async def test_a_target_that_takes_over_a_version_reads_no_storage_of_its_own(time: FakeTime) -> None:
     """Nothing says which version its loader gives."""
     registry = make_registry(time)
-    await registry.report(whole("full", version="v1", max_readers=0))
-    plan = await registry.ask(ask("t", version=None, storage=(StorageOffer(kind="loader"),)))
+    await registry.report(seed_report("full", version="v1", max_readers=0))
+    plan = await registry.request_plan(fork_request("t", version=None, storage=(StorageCandidate(kind="loader"),)))
     assert ("v1", ()) == (plan.version, plan.storage)
 
 
 async def test_a_target_whose_version_is_gone_reads_its_storage_under_another_name(time: FakeTime) -> None:
     """What its loader gives is not that version."""
     registry = make_registry(time)
-    loader = (StorageOffer(kind="loader"),)
-    plan = await registry.ask(ask("t", version="v1", any_version=True, replica="r", storage=loader))
+    loader = (StorageCandidate(kind="loader"),)
+    plan = await registry.request_plan(fork_request("t", version="v1", any_version=True, replica="r", storage=loader))
     assert (unnamed("r"), 1) == (plan.version, len(plan.storage))
 
 
 async def test_an_update_in_place_moves_a_seed_to_its_new_version(time: FakeTime) -> None:
     """Targets of the old version find no source any more."""
     registry = make_registry(time)
-    await registry.report(whole("s", version="v1"))
-    await registry.report(whole("s", version="update:r:1", weights_id="2" * 32, generation=1))
-    old, new = await registry.ask(ask("t", version="v1")), await registry.ask(ask("u", version="update:r:1"))
+    await registry.report(seed_report("s", version="v1"))
+    await registry.report(seed_report("s", version="update:r:1", weights_id="2" * 32, generation=1))
+    old, new = (
+        await registry.request_plan(fork_request("t", version="v1")),
+        await registry.request_plan(fork_request("u", version="update:r:1")),
+    )
     assert ((), ["s"]) == (old.routes, [route.source_id for route in new.routes])
 
 
 async def test_a_fork_whose_version_is_replaced_leaves_no_slot_behind(time: FakeTime) -> None:
     """It is planned in the group of the new version alone."""
     registry = make_registry(time)
-    await registry.report(whole("one", version="v1"))
-    await registry.ask(ask("t", version=None))
+    await registry.report(seed_report("one", version="v1"))
+    await registry.request_plan(fork_request("t", version=None))
     await registry.remove("one")
-    await registry.report(whole("two", version="v2"))
-    again = await registry.ask(ask("t", (0, 4), version="v1", any_version=True))
+    await registry.report(seed_report("two", version="v2"))
+    again = await registry.request_plan(fork_request("t", (0, 4), version="v1", any_version=True))
     groups = {group.version: set(group.shares) for group in registry.state.groups()}
     assert ("v2", {"v2": {"t"}}) == (again.version, groups)
 
@@ -207,21 +205,21 @@ async def test_a_fork_whose_version_is_replaced_leaves_no_slot_behind(time: Fake
 async def test_a_conflict_within_a_replica_is_a_problem(time: FakeTime) -> None:
     """It names both versions."""
     registry = make_registry(time)
-    await registry.ask(ask("t0", version="v1", rank=PAIR[0], replica="r"))
+    await registry.request_plan(fork_request("t0", version="v1", rank=PAIR[0], replica="r"))
     with pytest.raises(ProblemError) as caught:
-        await registry.ask(ask("t1", version="v2", rank=PAIR[1], replica="r"))
+        await registry.request_plan(fork_request("t1", version="v2", rank=PAIR[1], replica="r"))
     assert "replica-version" == caught.value.slug
 
 
 async def test_after_a_restart_ranks_without_files_wait_for_heartbeats(time: FakeTime) -> None:
     """The other ranks of their replica may have a version that the planner has not heard of yet."""
     registry = make_registry(time, heartbeat_s=5.0)
-    await registry.report(whole("b", version="v2", rank=PAIR[1]))
-    early = await registry.ask(_rank(1, None))
+    await registry.report(seed_report("b", version="v2", rank=PAIR[1]))
+    early = await registry.request_plan(_rank(1, None))
     await registry.report(report("t0", (0, 4), version="v1", any_version=True, rank=PAIR[0], replica="r"))
     time.now += 5.0
-    await registry.report(whole("b", version="v2", rank=PAIR[1]))
-    late = await registry.ask(_rank(1, None))
+    await registry.report(seed_report("b", version="v2", rank=PAIR[1]))
+    late = await registry.request_plan(_rank(1, None))
     assert ((None, True), ("v1", ())) == (
         (early.version, early.retry_after_s is not None),
         (late.version, late.routes),
@@ -229,19 +227,19 @@ async def test_after_a_restart_ranks_without_files_wait_for_heartbeats(time: Fak
 
 
 def _rank(tp: int, version: str | None) -> ForkRequest:
-    return ask(f"t{tp}", version=version, rank=PAIR[tp], replica="r")
+    return fork_request(f"t{tp}", version=version, rank=PAIR[tp], replica="r")
 
 
 async def test_a_seed_without_a_version_is_named_after_its_bytes(time: FakeTime) -> None:
     """So that two with different bytes are two versions."""
     registry = make_registry(time)
-    await registry.report(whole("s", version=None))
+    await registry.report(seed_report("s", version=None))
     assert of_weights(WEIGHTS) == registry.instance("s").version
 
 
 async def test_the_last_seed_of_a_version_is_not_held_by_replicas_of_another(time: FakeTime) -> None:
     """Those that are expected will not read from it."""
     registry = make_registry(time)
-    await registry.report(whole("old", version="v1"))
+    await registry.report(seed_report("old", version="v1"))
     await registry.scaleups.announce(ScaleUp(scaleup_id="up", model="m", version="v2", replicas=2))
-    assert (await registry.may_exit("old")).may_exit
+    assert (await registry.can_exit("old")).can_exit

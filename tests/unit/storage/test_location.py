@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rfork.errors import SettingsError
-from rfork.storage.location import Location, shown
+from rfork.storage.location import Location, redacted
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_no_secret_of_a_refused_uri_is_shown(text: str) -> None:
 )
 def test_what_errors_say_of_a_uri(text: str, expected: str) -> None:
     """The query is left out, and all but the scheme where there may be a password."""
-    assert expected == shown(text)
+    assert expected == redacted(text)
 
 
 @pytest.mark.parametrize(
@@ -138,8 +138,7 @@ def test_a_child_is_within_its_folder() -> None:
     """`child` gives a name in the folder, whether or not that was written with its slash."""
     expected = Location("s3", "bucket", "llama/model-rank-000.safetensors")
     assert [expected, expected] == [
-        Location.parse(text).child("model-rank-000.safetensors")
-        for text in ("s3://bucket/llama", "s3://bucket/llama/")
+        Location.parse(text).child("model-rank-000.safetensors") for text in ("s3://bucket/llama", "s3://bucket/llama/")
     ]
 
 

@@ -13,10 +13,10 @@ import pytest
 from rfork.errors import StorageError
 from rfork.image.chunks import MIB
 from rfork.image.layout import Layout
-from rfork.image.specs import TensorSpec
-from rfork.storage.claim import KEPT_S, MOST_SPOOLS, claim
-from rfork.storage.local.kernel import MOST_BUFFERS
+from rfork.image.tensor_specs import TensorSpec
+from rfork.storage.local.linux import MAX_IOVECS
 from rfork.storage.spool import PAGE, RECORD, Spool
+from rfork.storage.spool_lock import MAX_SPOOLS, TTL_S, acquire_spool
 
 NAME = "rank"
 CHUNKS = 3
@@ -48,21 +48,21 @@ def content(spool: Spool, chunk: int) -> bytes:
 @pytest.fixture
 def spool(tmp_path: Path) -> Iterator[Spool]:
     """A new spool with chunks 0 and 2."""
-    made = claim(tmp_path, NAME, layout())
+    made = acquire_spool(tmp_path, NAME, layout())
     fill(made, 0, 2)
     yield made
     made.close()
 
 
-def again(spool: Spool, of: Layout | None = None) -> Spool:
+def reopened(spool: Spool, of: Layout | None = None) -> Spool:
     """The spool that the next process of the name finds."""
     spool.close()
-    return claim(spool.path.parent, NAME, of or layout())
+    return acquire_spool(spool.path.parent, NAME, of or layout())
 
 
 def test_the_next_process_finds_what_the_last_one_wrote(spool: Spool) -> None:
     """Records and bytes; chunks without a record are not there."""
-    found = again(spool)
+    found = reopened(spool)
     assert ({0: DIGESTS[0], 2: DIGESTS[2]}, [bytes_of(0), bytes_of(2)]) == (
         found.records,
         [content(found, 0), content(found, 2)],
@@ -84,12 +84,12 @@ def test_what_is_missing_costs_no_space(spool: Spool) -> None:
 def test_an_erased_chunk_is_not_there(spool: Spool) -> None:
     """Its bytes may be overwritten from then on."""
     spool.erase(0)
-    found = again(spool)
+    found = reopened(spool)
     assert {2: DIGESTS[2]} == found.records
     found.close()
 
 
-@pytest.mark.parametrize("sizes", [[MIB], [0, 3, 0, MIB - 3], [1] * (2 * MOST_BUFFERS + 3)])
+@pytest.mark.parametrize("sizes", [[MIB], [0, 3, 0, MIB - 3], [1] * (2 * MAX_IOVECS + 3)])
 def test_a_write_takes_each_view(spool: Spool, sizes: list[int]) -> None:
     """However many views there are, and of whatever sizes, their bytes are put in order."""
     data = os.urandom(sum(sizes))
@@ -110,7 +110,7 @@ def flip(path: Path, at: int) -> None:
 def test_a_torn_record_costs_its_chunk_alone(spool: Spool, at: int) -> None:
     """Whatever byte of it is wrong."""
     flip(spool.path, PAGE + at)
-    found = again(spool)
+    found = reopened(spool)
     assert {2: DIGESTS[2]} == found.records
     found.close()
 
@@ -122,23 +122,21 @@ def test_a_record_in_another_s_place_says_nothing(spool: Spool) -> None:
         record = file.read(RECORD.size)
         file.seek(PAGE + RECORD.size)
         file.write(record)
-    found = again(spool)
+    found = reopened(spool)
     assert {0: DIGESTS[0], 2: DIGESTS[2]} == found.records
     found.close()
 
 
 @pytest.mark.parametrize(
-    ("size", "records", "bytes_held"),
+    ("size", "records", "allocated_bytes"),
     [(0, [], []), (PAGE + 40, [0], [0]), (2 * PAGE + MIB + 5, [0, 2], [MIB, 0])],
     ids=["empty", "within the records", "within the data"],
 )
-def test_a_file_that_was_cut_short(
-    spool: Spool, size: int, records: list[int], bytes_held: list[int]
-) -> None:
+def test_a_file_that_was_cut_short(spool: Spool, size: int, records: list[int], allocated_bytes: list[int]) -> None:
     """What is left counts, and bytes that are not there are never zeros."""
     os.truncate(spool.path, size)
-    found = again(spool)
-    assert (records, bytes_held) == (
+    found = reopened(spool)
+    assert (records, allocated_bytes) == (
         sorted(found.records),
         [len(content(found, chunk)) for chunk in sorted(found.records)],
     )
@@ -154,13 +152,13 @@ def test_a_file_that_is_cut_short_while_it_is_open(spool: Spool) -> None:
 @pytest.mark.parametrize("other", [layout("b"), layout(chunks=CHUNKS + 1)], ids=["names", "size"])
 def test_another_layout_replaces_a_spool(spool: Spool, other: Layout) -> None:
     """The model was changed: nothing of the old one is of any use, and what comes of the new one is kept."""
-    found = again(spool, other)
-    empty, taken = found.records, found.path.stat().st_blocks * 512
+    found = reopened(spool, other)
+    empty, used_bytes = found.records, found.path.stat().st_blocks * 512
     fill(found, 1)
-    found = again(found, other)
+    found = reopened(found, other)
     assert ({}, True, {1: DIGESTS[1]}, ["rank.0.partial"]) == (
         empty,
-        taken < MIB,
+        used_bytes < MIB,
         found.records,
         sorted(os.listdir(spool.path.parent)),
     )
@@ -169,30 +167,30 @@ def test_another_layout_replaces_a_spool(spool: Spool, other: Layout) -> None:
 
 def test_a_spool_in_use_is_left_alone(spool: Spool) -> None:
     """A second process of the rank gets one of its own; each finds one again."""
-    second = claim(spool.path.parent, NAME, layout())
+    second = acquire_spool(spool.path.parent, NAME, layout())
     fill(second, 1)
     assert (["rank.0.partial", "rank.1.partial"], [0, 2], [1]) == (
         sorted(os.listdir(spool.path.parent)),
         sorted(spool.records),
         sorted(second.records),
     )
-    found = again(second)
+    found = reopened(second)
     assert (second.path, [1]) == (found.path, sorted(found.records))
     found.close()
 
 
 def test_two_names_never_meet(spool: Spool) -> None:
     """Models and ranks have names of their own."""
-    other = claim(spool.path.parent, "other", layout())
+    other = acquire_spool(spool.path.parent, "other", layout())
     assert {} == other.records
     other.close()
 
 
 def test_so_many_spools_and_no_more(tmp_path: Path) -> None:
     """A folder that more processes use than it may have spools for says so."""
-    spools = [claim(tmp_path, NAME, layout()) for _ in range(MOST_SPOOLS)]
+    spools = [acquire_spool(tmp_path, NAME, layout()) for _ in range(MAX_SPOOLS)]
     with pytest.raises(StorageError, match="keep rank here already"):
-        claim(tmp_path, NAME, layout())
+        acquire_spool(tmp_path, NAME, layout())
     for each in spools:
         each.close()
 
@@ -212,14 +210,14 @@ def test_only_the_own_file_is_removed(spool: Spool) -> None:
     assert "mine" == spool.path.read_text()
 
 
-@pytest.mark.parametrize(("age_s", "left"), [(KEPT_S + 60, 1), (KEPT_S - 60, 2)], ids=["old", "young"])
+@pytest.mark.parametrize(("age_s", "left"), [(TTL_S + 60, 1), (TTL_S - 60, 2)], ids=["old", "young"])
 def test_what_nobody_came_back_for_is_removed(spool: Spool, age_s: float, left: int) -> None:
     """By the next process of the name, once it is old; another process's is never touched."""
-    second = claim(spool.path.parent, NAME, layout())
+    second = acquire_spool(spool.path.parent, NAME, layout())
     second.close()
     for path in (spool.path, second.path):
         os.utime(path, (0, time.time() - age_s))
-    found = again(spool)
+    found = reopened(spool)
     assert (spool.path, left) == (found.path, len(os.listdir(spool.path.parent)))
     found.close()
 
@@ -257,7 +255,7 @@ def test_a_hostile_file_is_not_opened(tmp_path: Path, put: Callable[[Path], None
     """Whoever may write to the folder cannot have another file written, or one that others read."""
     put(tmp_path / f"{NAME}.0.partial")
     with pytest.raises(StorageError, match=r"rank\.0\.partial: "):
-        claim(tmp_path, NAME, layout())
+        acquire_spool(tmp_path, NAME, layout())
     target = tmp_path / "target"
     assert b"" == target.read_bytes().replace(b"another's", b"") if target.exists() else True
 
@@ -267,7 +265,7 @@ def test_another_user_s_file_is_not_opened(spool: Spool, monkeypatch: pytest.Mon
     spool.close()
     monkeypatch.setattr(os, "geteuid", lambda: spool.path.stat().st_uid + 1)
     with pytest.raises(StorageError, match="not a file of this user alone"):
-        claim(spool.path.parent, NAME, layout())
+        acquire_spool(spool.path.parent, NAME, layout())
 
 
 @pytest.mark.parametrize("folder", ["missing", "file", "/proc"])
@@ -275,7 +273,7 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path, folder: str) -> None
     """One line says which, and why."""
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match=folder):
-        claim(tmp_path / folder, NAME, layout())
+        acquire_spool(tmp_path / folder, NAME, layout())
 
 
 def test_a_file_that_may_not_grow(spool: Spool) -> None:
@@ -291,13 +289,11 @@ def test_a_file_that_may_not_grow(spool: Spool) -> None:
 
 
 @pytest.mark.parametrize(("free", "expected"), [(0, False), (CHUNKS * MIB, True)], ids=["full", "free"])
-def test_room_is_asked_for_before(
-    spool: Spool, monkeypatch: pytest.MonkeyPatch, free: int, expected: bool
-) -> None:
+def test_room_is_asked_for_before(spool: Spool, monkeypatch: pytest.MonkeyPatch, free: int, expected: bool) -> None:
     """What is written already needs no more."""
     real = os.fstatvfs(0)
-    told = os.statvfs_result(
+    statvfs = os.statvfs_result(
         [*(real[:4]), free // real.f_frsize, *real[5:]],  # f_bavail is the fifth
     )
-    monkeypatch.setattr(os, "fstatvfs", lambda descriptor: told)
-    assert expected == spool.room()
+    monkeypatch.setattr(os, "fstatvfs", lambda descriptor: statvfs)
+    assert expected == spool.has_space()

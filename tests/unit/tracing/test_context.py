@@ -7,7 +7,7 @@ import threading
 import pytest
 import structlog
 
-from rfork.tracing import TraceContext, carrier, here, within
+from rfork.tracing import TraceContext, current_context, inject, use_context
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
@@ -46,14 +46,14 @@ def test_a_context_is_itself_again_from_its_text(sampled: bool) -> None:
 def test_a_thread_works_for_a_span_while_the_block_lasts() -> None:
     """Its calls carry it, and its log lines the trace; another thread's do not."""
     context, others = TraceContext(TRACE, SPAN), list[TraceContext | None]()
-    with within(context):
-        with within(None):
-            inside = here()
-        thread = threading.Thread(target=lambda: others.append(here()))
+    with use_context(context):
+        with use_context(None):
+            inside = current_context()
+        thread = threading.Thread(target=lambda: others.append(current_context()))
         thread.start()
         thread.join()
-        during = carrier(), structlog.contextvars.get_contextvars().get("trace_id")
-    after = here(), carrier(), structlog.contextvars.get_contextvars()
+        during = inject(), structlog.contextvars.get_contextvars().get("trace_id")
+    after = current_context(), inject(), structlog.contextvars.get_contextvars()
     assert (context, [None], ({"traceparent": context.traceparent}, TRACE), (None, {}, {})) == (
         inside, others, during, after,
     )  # fmt: skip

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rfork.errors import RforkError, SourceGone, SourceStalled
+from rfork.errors import RforkError, SourceTimeout, SourceUnavailable
 from rfork.transport.collective import nccl
 from rfork.transport.collective.nccl import NcclGroup
-from tests.unit.clock import Clock
+from tests.unit.fake_clock import FakeClock
 
 CPU = torch.device("cpu")
 
@@ -19,25 +19,25 @@ class Stream:
     """A CUDA stream that counts how often it was waited for."""
 
     def __init__(self) -> None:
-        self.waited = 0
+        self.synchronized = 0
 
     def synchronize(self) -> None:
-        self.waited += 1
+        self.synchronized += 1
 
 
-class Breaking:
+class FailingProcessGroup:
     """A process group whose work never ends, or breaks; as its own work. Each look at it takes a second."""
 
-    def __init__(self, clock: Clock, *, breaks: bool) -> None:
+    def __init__(self, clock: FakeClock, *, fails: bool) -> None:
         self._clock = clock
-        self._breaks = breaks
+        self._fails = fails
 
-    def broadcast(self, tensors: list[torch.Tensor], options: object) -> Breaking:
+    def broadcast(self, tensors: list[torch.Tensor], options: object) -> FailingProcessGroup:
         return self
 
     def is_completed(self) -> bool:
         self._clock.now += 1.0
-        if self._breaks:
+        if self._fails:
             raise RuntimeError("a rank is gone")
         return False
 
@@ -45,15 +45,15 @@ class Breaking:
         return
 
 
-@pytest.mark.parametrize(("breaks", "error"), [(True, SourceGone), (False, SourceStalled)])
+@pytest.mark.parametrize(("fails", "error"), [(True, SourceUnavailable), (False, SourceTimeout)])
 def test_no_kernel_touches_a_block_after_its_move_has_failed(
-    breaks: bool, error: type[RforkError], monkeypatch: pytest.MonkeyPatch
+    fails: bool, error: type[RforkError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An abort returns before its kernels have ended, at least to whoever is second: they are waited for."""
-    stream, clock = Stream(), Clock()
+    stream, clock = Stream(), FakeClock()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(nccl, "time", SimpleNamespace(monotonic=clock))
-    group = NcclGroup(Breaking(clock, breaks=breaks), CPU)  # type: ignore[arg-type]
+    group = NcclGroup(FailingProcessGroup(clock, fails=fails), CPU)  # type: ignore[arg-type]
     with pytest.raises(error):
         group.broadcast(torch.zeros(1), clock.now + 2.0)
-    assert 1 == stream.waited
+    assert 1 == stream.synchronized

@@ -6,19 +6,24 @@ from pathlib import Path
 
 import pytest
 
-from rfork.transport.shared_memory import own_memory, placement
-from rfork.transport.shared_memory.own_memory import Area, MemoryMap, OwnMemory, is_of_its_own
-from rfork.transport.shared_memory.placement import (
-    LEAST_MAPPED,
-    MOST_PLACES,
+from rfork.transport.shared_memory import file_layout, memory_maps
+from rfork.transport.shared_memory.file_layout import (
+    MAX_PIECES,
+    MIN_MAPPED_BYTES,
     PAGE,
-    Layout,
-    Mapped,
-    Run,
-    split,
-    wishes_of,
+    FileLayout,
+    FileRun,
+    MappedRun,
+    layout_request,
+    split_mappable,
 )
-from rfork.transport.shared_memory.room import RESERVE, Room, has_room
+from rfork.transport.shared_memory.memory_budget import RESERVE, MemoryBudget, fits_in_memory
+from rfork.transport.shared_memory.memory_maps import (
+    MappedArea,
+    ProcessMaps,
+    ReplaceableMemory,
+    has_private_mapping,
+)
 from tests.transport_contract import image_of
 
 MIB = 1 << 20
@@ -26,7 +31,7 @@ GIB = 1 << 30
 
 
 @pytest.mark.parametrize(
-    ("wishes", "expected"),
+    ("requested_layout", "expected"),
     [
         ([], ((1000,), (0,))),
         ([0, 64], ((1000,), (64,))),
@@ -36,47 +41,48 @@ GIB = 1 << 30
     ],
 )
 def test_a_file_is_laid_out_as_wished(
-    wishes: list[int], expected: tuple[tuple[int, ...], tuple[int, ...]]
+    requested_layout: list[int], expected: tuple[tuple[int, ...], tuple[int, ...]]
 ) -> None:
     """Each place is the next one that begins at the byte of a page that was asked for."""
-    layout = Layout.wished(1000, 11000, wishes)
-    assert expected == (layout.starts, layout.places)
+    layout = FileLayout.requested(1000, 11000, requested_layout)
+    assert expected == (layout.starts, layout.file_offsets)
 
 
 @pytest.mark.parametrize(
-    "wishes", [[0], [5, 0, 4, 0], [0, 0, 0, 0], [10000, 0], [-1, 0], [0, PAGE], [0, -1], [0, 0] * 600]
+    "requested_layout",
+    [[0], [5, 0, 4, 0], [0, 0, 0, 0], [10000, 0], [-1, 0], [0, PAGE], [0, -1], [0, 0] * 600],
 )
-def test_wishes_that_make_no_sense_are_refused(wishes: list[int]) -> None:
+def test_wishes_that_make_no_sense_are_refused(requested_layout: list[int]) -> None:
     """They come from another process."""
     with pytest.raises(ValueError, match=r"wishes|place"):
-        Layout.wished(1000, 11000, wishes)
+        FileLayout.requested(1000, 11000, requested_layout)
 
 
 def test_what_is_told_is_the_layout_again() -> None:
     """A layout goes through a message."""
-    layout = Layout.wished(1000, 11000, [0, 64, 5000, 7])
-    assert layout == Layout.of(1000, 11000, layout.told())
+    layout = FileLayout.requested(1000, 11000, [0, 64, 5000, 7])
+    assert layout == FileLayout.from_message(1000, 11000, layout.to_message())
 
 
-@pytest.mark.parametrize("told", [[], [0], [1, 0], [0, 0, 0, 5], [0, -1], [0, 0, 10000, 5], [5, 0, 3, 0]])
-def test_a_layout_that_is_none_is_refused(told: list[int]) -> None:
+@pytest.mark.parametrize("message", [[], [0], [1, 0], [0, 0, 0, 5], [0, -1], [0, 0, 10000, 5], [5, 0, 3, 0]])
+def test_a_layout_that_is_none_is_refused(message: list[int]) -> None:
     """It comes from another process."""
     with pytest.raises(ValueError, match="lay out"):
-        Layout.of(1000, 11000, told)
+        FileLayout.from_message(1000, 11000, message)
 
 
 def test_runs_of_a_file() -> None:
     """A range of the image is found in as many runs as it was placed in."""
-    layout = Layout(100, 400, (100, 200), (0, 1000))
-    assert [Run(150, 50, 50), Run(200, 1000, 30)] == list(layout.runs(150, 230))
+    layout = FileLayout(100, 400, (100, 200), (0, 1000))
+    assert [FileRun(150, 50, 50), FileRun(200, 1000, 30)] == list(layout.runs(150, 230))
     assert 1200 == layout.size
 
 
 def test_the_largest_runs_are_wished_for() -> None:
     """Where there are too many, those that are worth most, in their order."""
-    runs = [Run(1000 + index * MIB, 64, 1000 + index) for index in range(MOST_PLACES + 1)]
-    wishes = wishes_of(1000, runs)
-    assert (2 * MOST_PLACES, MIB, 64) == (len(wishes), wishes[0], wishes[1])
+    runs = [FileRun(1000 + index * MIB, 64, 1000 + index) for index in range(MAX_PIECES + 1)]
+    requested_layout = layout_request(1000, runs)
+    assert (2 * MAX_PIECES, MIB, 64) == (len(requested_layout), requested_layout[0], requested_layout[1])
 
 
 @pytest.mark.parametrize(
@@ -84,51 +90,51 @@ def test_the_largest_runs_are_wished_for() -> None:
     [
         # Whole pages are mapped, the edges are copied.
         (
-            [Run(0, 10 * PAGE + 64, 40 * PAGE)],
-            [Run(0, 64, 40 * PAGE)],
+            [FileRun(0, 10 * PAGE + 64, 40 * PAGE)],
+            [FileRun(0, 64, 40 * PAGE)],
             (
-                [Mapped(PAGE - 64, 11 * PAGE, PAGE, 39 * PAGE)],
-                [Run(0, 64, PAGE - 64), Run(40 * PAGE - 64, 40 * PAGE, 64)],
+                [MappedRun(PAGE - 64, 11 * PAGE, PAGE, 39 * PAGE)],
+                [FileRun(0, 64, PAGE - 64), FileRun(40 * PAGE - 64, 40 * PAGE, 64)],
             ),
         ),
         # Bytes that lie elsewhere in their page are copied.
-        ([Run(0, 10 * PAGE, 40 * PAGE)], [Run(0, 64, 40 * PAGE)], ([], [Run(0, 64, 40 * PAGE)])),
+        ([FileRun(0, 10 * PAGE, 40 * PAGE)], [FileRun(0, 64, 40 * PAGE)], ([], [FileRun(0, 64, 40 * PAGE)])),
         # So is what is too little to be worth a mapping.
-        ([Run(0, 0, 8 * PAGE)], [Run(0, 0, 8 * PAGE)], ([], [Run(0, 0, 8 * PAGE)])),
+        ([FileRun(0, 0, 8 * PAGE)], [FileRun(0, 0, 8 * PAGE)], ([], [FileRun(0, 0, 8 * PAGE)])),
         # And what nothing can be mapped over.
-        ([], [Run(5, 0, 40 * PAGE)], ([], [Run(5, 0, 40 * PAGE)])),
+        ([], [FileRun(5, 0, 40 * PAGE)], ([], [FileRun(5, 0, 40 * PAGE)])),
         # One run of memory may lie in two of the file, and the other way round.
         (
-            [Run(0, 0, 64 * PAGE)],
-            [Run(0, 0, 32 * PAGE), Run(32 * PAGE, 100 * PAGE, 32 * PAGE)],
-            ([Mapped(0, 0, 0, 32 * PAGE), Mapped(32 * PAGE, 32 * PAGE, 100 * PAGE, 32 * PAGE)], []),
+            [FileRun(0, 0, 64 * PAGE)],
+            [FileRun(0, 0, 32 * PAGE), FileRun(32 * PAGE, 100 * PAGE, 32 * PAGE)],
+            ([MappedRun(0, 0, 0, 32 * PAGE), MappedRun(32 * PAGE, 32 * PAGE, 100 * PAGE, 32 * PAGE)], []),
         ),
         (
-            [Run(0, 0, 32 * PAGE), Run(32 * PAGE + 10, 100 * PAGE + 10, 32 * PAGE)],
-            [Run(0, 0, 65 * PAGE)],
+            [FileRun(0, 0, 32 * PAGE), FileRun(32 * PAGE + 10, 100 * PAGE + 10, 32 * PAGE)],
+            [FileRun(0, 0, 65 * PAGE)],
             (
-                [Mapped(0, 0, 0, 32 * PAGE), Mapped(33 * PAGE, 101 * PAGE, 33 * PAGE, 31 * PAGE)],
-                [Run(32 * PAGE, 32 * PAGE, PAGE), Run(64 * PAGE, 64 * PAGE, PAGE)],
+                [MappedRun(0, 0, 0, 32 * PAGE), MappedRun(33 * PAGE, 101 * PAGE, 33 * PAGE, 31 * PAGE)],
+                [FileRun(32 * PAGE, 32 * PAGE, PAGE), FileRun(64 * PAGE, 64 * PAGE, PAGE)],
             ),
         ),
     ],
 )
 def test_pages_are_mapped_where_they_fit(
-    mappable: list[Run], filed: list[Run], expected: tuple[list[Mapped], list[Run]]
+    mappable: list[FileRun], filed: list[FileRun], expected: tuple[list[MappedRun], list[FileRun]]
 ) -> None:
     """What is mapped and what is copied is together what is read, and nothing twice."""
-    assert expected == split(mappable, filed)
+    assert expected == split_mappable(mappable, filed)
     lengths = [part.length for parts in expected for part in parts]
     assert sum(run.length for run in filed) == sum(lengths)
-    assert LEAST_MAPPED == 16 * PAGE or PAGE > 4096
+    assert MIN_MAPPED_BYTES == 16 * PAGE or PAGE > 4096
 
 
 @pytest.mark.parametrize("length", [3000, 65536, 3 * 65536])
 def test_pages_of_64_kib(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """On such a kernel nothing is mapped that has no whole page, and each byte is read once."""
     page = 65536
-    monkeypatch.setattr(placement, "PAGE", page)
-    pages, copied = split([Run(0, 7 * page + 100, length)], [Run(0, 100, length)])
+    monkeypatch.setattr(file_layout, "PAGE", page)
+    pages, copied = split_mappable([FileRun(0, 7 * page + 100, length)], [FileRun(0, 100, length)])
     read = sorted([(part.begin, part.length) for part in pages] + [(run.begin, run.length) for run in copied])
     assert all(part.length >= page for part in pages)
     assert [0, *(begin + count for begin, count in read)] == [*(begin for begin, _ in read), length]
@@ -136,29 +142,29 @@ def test_pages_of_64_kib(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_mappings_are_counted_until_the_kernel_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reads that come between two looks do not each take all that there was."""
-    known = MemoryMap((Area(0, 1 << 62),), 0, by_device=False)
-    monkeypatch.setattr(own_memory, "_look", lambda: (known, 3))
-    monkeypatch.setattr(own_memory, "LOOKED_S", 1e9)
-    monkeypatch.setattr(OwnMemory, "_is_free", lambda self, run, known: True)
+    known = ProcessMaps((MappedArea(0, 1 << 62),), 0, by_device=False)
+    monkeypatch.setattr(memory_maps, "_read_maps", lambda: (known, 3))
+    monkeypatch.setattr(memory_maps, "CACHE_TTL_S", 1e9)
+    monkeypatch.setattr(ReplaceableMemory, "_is_free", lambda self, run, known: True)
     image = image_of((MIB, MIB, MIB, MIB))
-    memory = OwnMemory(image)
-    taken = [len(memory.mappable(at, at + 2 * MIB)) for at in (0, 2 * MIB, 0)]
-    assert [2, 1, 0] == taken
+    memory = ReplaceableMemory(image)
+    mappable_counts = [len(memory.remappable_ranges(at, at + 2 * MIB)) for at in (0, 2 * MIB, 0)]
+    assert [2, 1, 0] == mappable_counts
 
 
 def test_room_that_is_promised_is_nobody_elses() -> None:
     """Until the file that it was promised for is made, or was not."""
-    room, asked = Room(), list[int]()
+    budget, reserved = MemoryBudget(), list[int]()
 
-    def enough(nbytes: int) -> bool:
-        asked.append(nbytes)
+    def fits(nbytes: int) -> bool:
+        reserved.append(nbytes)
         return nbytes <= 10
 
-    with room.promised(6, enough) as first, room.promised(5, enough) as second:
+    with budget.reserve(6, fits) as first, budget.reserve(5, fits) as second:
         pass
-    with room.promised(10, enough) as third:
+    with budget.reserve(10, fits) as third:
         pass
-    assert ([True, False, True], [6, 11, 10]) == ([first, second, third], asked)
+    assert ([True, False, True], [6, 11, 10]) == ([first, second, third], reserved)
 
 
 MAPS = """\
@@ -178,20 +184,20 @@ something else
 
 def test_memory_that_may_be_mapped_over() -> None:
     """Private and anonymous, or a chunk that was mapped before; not heap, stack, files or shared memory."""
-    known = MemoryMap.of(MAPS)
-    areas = (Area(0x7F0000000000, 0x7F0000020000), Area(0x7F0000060000, 0x7F0000070000))
+    known = ProcessMaps.of(MAPS)
+    areas = (MappedArea(0x7F0000000000, 0x7F0000020000), MappedArea(0x7F0000060000, 0x7F0000070000))
     assert (areas, False) == (known.areas, known.by_device)
     assert [True, False, False] == [
-        known.holds(0x7F0000001000, 0x7F0000011000),
-        known.holds(0x7F0000011000, 0x7F0000021000),
-        known.holds(0x7EFFFFFFF000, 0x7F0000001000),
+        known.is_contiguous(0x7F0000001000, 0x7F0000011000),
+        known.is_contiguous(0x7F0000011000, 0x7F0000021000),
+        known.is_contiguous(0x7EFFFFFFF000, 0x7F0000001000),
     ]
 
 
 def test_a_driver_that_knows_memory_by_its_pages() -> None:
     """A process that has opened a GPU or a network card keeps its pages."""
     line = "7f0000070000-7f0000080000 rw-s 00000000 00:05 600 /dev/nvidiactl\n"
-    assert MemoryMap.of(MAPS + line).by_device
+    assert ProcessMaps.of(MAPS + line).by_device
 
 
 @pytest.mark.parametrize(
@@ -207,7 +213,7 @@ def test_a_driver_that_knows_memory_by_its_pages() -> None:
 )
 def test_an_allocation_with_a_mapping_of_its_own(before: int, size: int, expected: bool) -> None:
     """Two words in front of the tensor tell."""
-    assert expected is is_of_its_own(0x7F0000000040, 0xFF000, before, size)
+    assert expected is has_private_mapping(0x7F0000000040, 0xFF000, before, size)
 
 
 @pytest.mark.parametrize(
@@ -252,4 +258,4 @@ def test_room(tmp_path: Path, files: dict[str, str], nbytes: int, expected: bool
     for name, text in (known | files).items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert expected is has_room(nbytes, tmp_path)
+    assert expected is fits_in_memory(nbytes, tmp_path)

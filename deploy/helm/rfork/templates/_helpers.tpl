@@ -108,30 +108,30 @@ app.kubernetes.io/component: {{ include "rfork.home" . }}
 {{- if and (not $planner.enabled) $planner.auth.enabled (not $planner.auth.existingSecret) }}
 {{- fail "planner.enabled is false: name the Secret with that planner's operator-token in planner.auth.existingSecret, or set planner.auth.enabled=false" }}
 {{- end }}
-{{- if and (not $planner.enabled) $planner.hooks }}
-{{- fail "planner.hooks run in the planner's process, but planner.enabled is false" }}
+{{- if and (not $planner.enabled) $planner.integrations }}
+{{- fail "planner.integrations run in the planner's process, but planner.enabled is false" }}
 {{- end }}
-{{- range $planner.hooks }}
+{{- range $planner.integrations }}
 {{- $section := get $.Values (ternary "keda" . (eq . "scaler")) }}
 {{- if not $section.enabled }}
-{{- fail (printf "planner.hooks names %s, but %s.enabled is false" . (ternary "keda" . (eq . "scaler"))) }}
+{{- fail (printf "planner.integrations names %s, but %s.enabled is false" . (ternary "keda" . (eq . "scaler"))) }}
 {{- end }}
 {{- end }}
 {{- if and $planner.tls.enabled (not $planner.tls.existingSecret) (not $planner.tls.certManager.enabled) }}
 {{- fail "planner.tls.enabled: say where its certificate comes from, by planner.tls.existingSecret or planner.tls.certManager.enabled" }}
 {{- end }}
-{{- if and $planner.tls.enabled (not $planner.tls.clientCertificates) (or (has "controller" $planner.hooks) (has "scaler" $planner.hooks)) }}
-{{- fail "planner.hooks with planner.tls.enabled: they ask the planner with the TLS files that it has itself, so set planner.tls.clientCertificates too, or let them run in Deployments of their own" }}
+{{- if and $planner.tls.enabled (not $planner.tls.clientCertificates) (or (has "controller" $planner.integrations) (has "scaler" $planner.integrations)) }}
+{{- fail "planner.integrations with planner.tls.enabled: they ask the planner with the TLS files that it has itself, so set planner.tls.clientCertificates too, or let them run in Deployments of their own" }}
 {{- end }}
 {{- with .Values.webhook }}
-{{- if and .url (has "webhook" $planner.hooks) }}
-{{- fail "webhook.url is of a webhook outside of the cluster, but planner.hooks has one in the planner: choose one of the two" }}
+{{- if and .url (has "webhook" $planner.integrations) }}
+{{- fail "webhook.url is of a webhook outside of the cluster, but planner.integrations has one in the planner: choose one of the two" }}
 {{- end }}
 {{- if and .enabled (not .url) (eq .certificates.mode "secret") (not .certificates.existingSecret) }}
 {{- fail "webhook.certificates.mode is secret: name it in webhook.certificates.existingSecret" }}
 {{- end }}
-{{- if and .hostNetwork (has "webhook" $planner.hooks) }}
-{{- fail "webhook.hostNetwork is of the webhook's own Pods: take webhook out of planner.hooks" }}
+{{- if and .hostNetwork (has "webhook" $planner.integrations) }}
+{{- fail "webhook.hostNetwork is of the webhook's own Pods: take webhook out of planner.integrations" }}
 {{- end }}
 {{- end }}
 {{- with .Values.instances }}

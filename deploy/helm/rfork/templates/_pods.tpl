@@ -99,7 +99,7 @@ readinessProbe:
 {{- define "rfork.clientEnv" -}}
 {{- $root := index . 0 }}{{- $component := index . 1 }}{{- $planner := $root.Values.planner -}}
 {{- if include "rfork.hosted" . -}}
-- {name: RFORK_PLANNER, value: "{{ ternary "https" "http" $planner.tls.enabled }}://127.0.0.1:{{ $planner.service.port }}"}
+- {name: RFORK_PLANNER, value: "{{ ternary "https" "http" $planner.tls.enabled }}://127.0.0.1:{{ $planner.server.port }}"}
 {{- else -}}
 - {name: RFORK_PLANNER, value: {{ include "rfork.plannerUrl" $root | quote }}}
 {{- end }}

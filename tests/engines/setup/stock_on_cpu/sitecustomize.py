@@ -14,13 +14,11 @@ from types import ModuleType
 NAME = "sglang.srt.model_loader.remote_instance_weight_loader_utils"
 
 
-class OnCpu:
+class CpuPatchFinder:
     """Finds that one module, and swaps the function once it was executed."""
 
     @staticmethod
-    def find_spec(
-        name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
         """See `importlib.abc.MetaPathFinder.find_spec`."""
         spec = PathFinder.find_spec(name, path, target) if name == NAME else None
         if spec is None or spec.loader is None:
@@ -35,4 +33,4 @@ class OnCpu:
         return spec
 
 
-sys.meta_path.insert(0, OnCpu)
+sys.meta_path.insert(0, CpuPatchFinder)

@@ -6,7 +6,7 @@ import pytest
 
 from planner.registry import Registry
 from tests.unit.planner.builders import FakeTime, make_registry
-from tests.unit.planner.scaleups.arriving import CountingStore
+from tests.unit.planner.scaleups.arrivals import CountingStore
 
 
 @pytest.fixture
@@ -18,4 +18,4 @@ def store(time: FakeTime) -> CountingStore:
 @pytest.fixture
 def registry(time: FakeTime, store: CountingStore) -> Registry:
     """A registry that waits for as long as it may be told to, and plans at once whom nobody announced."""
-    return make_registry(time, store, gather_s=8)
+    return make_registry(time, store, scaleup_wait_s=8)

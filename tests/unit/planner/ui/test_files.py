@@ -25,9 +25,7 @@ def test_the_page_is_open_and_its_data_is_not(client: TestClient) -> None:
     assert [200, 200, 200, 200, 401, 401] == [client.get(path).status_code for path in paths]
 
 
-@pytest.mark.parametrize(
-    "path", ["/ui/page/../rows.py", "/ui/page/%2e%2e/feed.py", "/ui/rows.py", "/ui/page/"]
-)
+@pytest.mark.parametrize("path", ["/ui/page/../rows.py", "/ui/page/%2e%2e/feed.py", "/ui/rows.py", "/ui/page/"])
 def test_nothing_but_the_page_is_served(client: TestClient, path: str) -> None:
     """No code of the planner, no folder."""
     assert client.get(path).status_code in (401, 404)
@@ -36,8 +34,8 @@ def test_nothing_but_the_page_is_served(client: TestClient, path: str) -> None:
 @pytest.mark.parametrize("path", ["/", "/ui"])
 def test_the_ways_to_the_page_hold_below_any_prefix(client: TestClient, path: str) -> None:
     """The redirect is relative: an ingress may serve the planner under a path of its own."""
-    answer = client.get(path, follow_redirects=False)
-    assert (307, "ui/") == (answer.status_code, answer.headers["location"])
+    response = client.get(path, follow_redirects=False)
+    assert (307, "ui/") == (response.status_code, response.headers["location"])
 
 
 @pytest.mark.parametrize("path", ["/ui/", "/ui/page/main.js", "/ui/vendor/d3.js"])
@@ -53,9 +51,7 @@ def test_every_file_has_the_policy(client: TestClient, path: str) -> None:
 def test_the_page_asks_no_other_host_and_holds_no_script() -> None:
     """It works offline: no address of another host in any file of it, no script in the HTML."""
     texts = {path.name: path.read_text() for path in PAGE.iterdir()}
-    hosts = {
-        name: re.findall(r"https?://(?!www\.w3\.org/2000/svg)[^\s\"']+", text) for name, text in texts.items()
-    }
+    hosts = {name: re.findall(r"https?://(?!www\.w3\.org/2000/svg)[^\s\"']+", text) for name, text in texts.items()}
     assert {name: [] for name in texts} == hosts
     assert [] == re.findall(r"<script(?![^>]*\bsrc=)|\son\w+=|style=", texts["index.html"])
 

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import NoReturn
 
 
-class Kernel:
+class MissingKernel:
     """A function of the real package, by name only."""
 
     def __init__(self, name: str) -> None:
@@ -25,7 +25,7 @@ class Kernel:
         raise NotImplementedError(f"{self.name} is a CUDA kernel, and this is only its stand-in")
 
 
-class Submodules(MetaPathFinder, Loader):
+class SubmoduleFinder(MetaPathFinder, Loader):
     """Finds every submodule that has no file, and makes it of kernels that raise."""
 
     def find_spec(
@@ -40,22 +40,22 @@ class Submodules(MetaPathFinder, Loader):
     def exec_module(self, module: ModuleType) -> None:
         """Let every name in it be a kernel."""
 
-        def kernel(name: str) -> Kernel:
+        def kernel(name: str) -> MissingKernel:
             return kernel_named(module.__name__, name)
 
         module.__dict__["__getattr__"] = kernel
 
 
-def kernel_named(module: str, name: str) -> Kernel:
+def kernel_named(module: str, name: str) -> MissingKernel:
     """The kernel of that name; AttributeError for names that Python itself asks for."""
     if name.startswith("__"):
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
-    return Kernel(f"{module}.{name}")
+    return MissingKernel(f"{module}.{name}")
 
 
-def __getattr__(name: str) -> Kernel:
+def __getattr__(name: str) -> MissingKernel:
     return kernel_named(__name__, name)
 
 
 # Last: the modules that have files come first.
-sys.meta_path.append(Submodules())
+sys.meta_path.append(SubmoduleFinder())

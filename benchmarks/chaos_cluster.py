@@ -1,0 +1,269 @@
+"""The hosts of `benchmarks.chaos`: a lab, a process on each host, two planners and a Redis.
+
+Processes live from round to round, so that what leaks adds up; one that was killed is replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+from benchmarks.chaos_messages import ChaosCommand, ChaosResponse, SpawnRequest
+from benchmarks.chaos_process import ChaosProcess, NodeHandle
+from benchmarks.chaos_scenarios import StoreType
+from benchmarks.fanout_cluster import tail
+from benchmarks.fanout_messages import encode_line
+from benchmarks.netlab import NetworkLab
+from rfork.errors import RforkError
+
+PLANNER: Final = "planner"
+SEEDS: Final = ("seed0", "seed1")
+TARGETS: Final = ("t0", "t1", "t2", "t3", "t4")
+PORTS: Final[Mapping[StoreType, int]] = {"memory": 8700, "redis": 8701}
+REDIS_PORT: Final = 6390
+RATE: Final = 160e6
+"""Bits a second of each link: 48 MiB take two and a half seconds."""
+DEADLINE_S: Final = 30.0
+WINDOW: Final = 4
+START_S: Final = 90.0
+STEP_S: Final = 20.0
+"""Most seconds for any command that moves no weights."""
+POLL_INTERVAL_S: Final = 0.05
+FORKSERVER: Final = "from benchmarks.chaos_forkserver import main; main()"
+NODE: Final = {
+    "RFORK_TRANSPORTS": "http",
+    "RFORK_DEADLINE_S": f"{DEADLINE_S:g}",
+    "RFORK_STALL_S": "2",
+    "RFORK_STORAGE_STALL_S": "2",
+    "RFORK_PLANNER_TIMEOUT_S": "2",
+    "RFORK_DRAIN_S": "1",
+    "RFORK_WINDOW": f"{WINDOW}",
+}
+SERVICE: Final = {
+    "RFORK_PLANNER_BIND": "0.0.0.0",
+    "RFORK_PLANNER_HEARTBEAT_S": "0.5",
+    "RFORK_PLANNER_FORGET_S": "3",
+    "RFORK_PLANNER_LEASE_TTL_S": "6",
+    "RFORK_PLANNER_STORE_TIMEOUT_S": "1",
+}
+
+
+class ChaosError(RforkError):
+    """The crew itself could not do what a round needs."""
+
+
+class ChaosCluster:
+    """A context manager; everything is up inside the block, and gone after it whatever happens."""
+
+    def __init__(self, log_level: str = "warning") -> None:
+        """`log_level`: what its processes log at least."""
+        self._log_level = log_level
+        self.lab = NetworkLab([PLANNER, *SEEDS, *TARGETS], rate=RATE)
+        self.nodes: dict[str, NodeHandle] = {}
+        self.planners: dict[StoreType, ChaosProcess] = {}
+        self.redis: subprocess.Popen[str] | None = None
+        self._open = contextlib.ExitStack()
+        self._selector = selectors.DefaultSelector()
+
+    def __enter__(self) -> Self:
+        try:
+            self._start()
+        except BaseException:
+            self._open.close()
+            raise
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.close()
+
+    # -- talk ---------------------------------------------------------------------------------------
+
+    def receive(self, seconds: float) -> list[tuple[str, ChaosResponse]]:
+        """What nodes say within that time, as soon as one does. A node that ended is in `nodes` no more."""
+        messages: list[tuple[str, ChaosResponse]] = []
+        for key, _ in self._selector.select(max(0.0, seconds)):
+            name = str(key.data)
+            responses = self.nodes[name].receive_responses()
+            if responses is None:
+                self._drop_node(name)
+            else:
+                messages += [(name, response) for response in responses]
+        return messages
+
+    def request(self, names: Iterable[str], command: ChaosCommand, seconds: float = STEP_S) -> dict[str, ChaosResponse]:
+        """What these nodes answer; those that have ended, or are silent for so long, are left out."""
+        waiting, responses = {name for name in names if name in self.nodes}, dict[str, ChaosResponse]()
+        for name in waiting:
+            self.nodes[name].send(command)
+        until = time.monotonic() + seconds
+        while waiting and (left := until - time.monotonic()) > 0:
+            for name, response in self.receive(left):
+                if response.verb == command.verb and name in waiting:
+                    responses[name] = response
+            waiting = (waiting - responses.keys()) & self.nodes.keys()
+        return responses
+
+    def request_all(self, names: Sequence[str], command: ChaosCommand) -> dict[str, ChaosResponse]:
+        """`request`, where each has to do it: raises ChaosError otherwise."""
+        responses = self.request(names, command)
+        for name in names:
+            response = responses.get(name)
+            if response is None or response.error:
+                detail = response.error if response is not None else f"{name} is silent: {tail(self.log(name))}"
+                raise ChaosError(f"{command.verb}: {detail}")
+        return responses
+
+    # -- processes ----------------------------------------------------------------------------------
+
+    def url(self, store: StoreType) -> str:
+        """Where the planner with that store is."""
+        return f"http://{self.lab.address(PLANNER)}:{PORTS[store]}"
+
+    def log(self, name: str) -> Path:
+        """What a process wrote."""
+        return self.folder / f"{name}.log"
+
+    def disk(self, name: str, *, inside: bool) -> Path:
+        """A host's disk: as the processes there (`inside`) or as this one finds it."""
+        path = self.folder / "disks" / name
+        return path if inside else Path(f"/proc/{self._forkserver.pid}/root{path}")
+
+    def replace(self, hosts: Sequence[str] = (PLANNER, *SEEDS, *TARGETS)) -> None:
+        """Start a process on each of these hosts that has none."""
+        missing = [name for name in hosts if name not in self.nodes]
+        created = {name: self._spawn(self._node(name)) for name in missing}
+        for _ in missing:
+            name, connection = self._accept_node()
+            self.nodes[name] = NodeHandle(created[name], connection)
+            self._selector.register(connection, selectors.EVENT_READ, name)
+
+    def end(self, name: str) -> None:
+        """Kill a node and forget it."""
+        if name in self.nodes:
+            self.nodes[name].process.kill()
+            self._drop_node(name)
+
+    def start_planner(self, store: StoreType) -> None:
+        """Start the planner with that store, if it does not run."""
+        if (before := self.planners.get(store)) is not None:
+            if not before.wait(0.0):
+                return
+            before.close()
+        own = {"RFORK_PLANNER_PORT": str(PORTS[store]), "RFORK_PLANNER_LOG_LEVEL": self._log_level}
+        if store == "redis":
+            own |= {
+                "RFORK_PLANNER_STORE": f"redis://127.0.0.1:{REDIS_PORT}/0",
+                "RFORK_PLANNER_SECRET": "c" * 32,
+            }
+        name = f"{PLANNER}-{store}"
+        self.planners[store] = self._spawn(
+            SpawnRequest("planner", name, self.lab.namespace(PLANNER), str(self.log(name)), {**SERVICE, **own})
+        )
+
+    def start_redis(self) -> None:
+        """Start Redis, empty, if it does not run."""
+        if self.redis is not None and self.redis.poll() is None:
+            return
+        command = ["redis-server", "--bind", "127.0.0.1", "--port", str(REDIS_PORT)]
+        self.redis = self.lab.start(PLANNER, [*command, "--save", "", "--appendonly", "no"])
+
+    def signal_redis(self, number: signal.Signals) -> None:
+        """Send Redis a signal; a kill is over when this returns."""
+        if self.redis is not None:
+            self.redis.send_signal(number)
+            if number == signal.SIGKILL:
+                self.redis.wait(STEP_S)
+
+    def wait_planner(self, store: StoreType) -> None:
+        """Wait until the planner with that store answers; raises ChaosError."""
+        until = time.monotonic() + STEP_S
+        while True:
+            responses = self.request([PLANNER], ChaosCommand("look", model="none", planner=self.url(store)))
+            if PLANNER in responses and not responses[PLANNER].error:
+                return
+            if time.monotonic() > until:
+                raise ChaosError(f"the planner does not answer: {tail(self.log(f'{PLANNER}-{store}'))}")
+            self.receive(POLL_INTERVAL_S)
+
+    # -- the start ----------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        self._open.callback(self._selector.close)
+        self.folder = Path(self._open.enter_context(tempfile.TemporaryDirectory(prefix="rfork-chaos-")))
+        (self.folder / "disks").mkdir()
+        path = str(self.folder / "socket")
+        self._listener = self._open.enter_context(socket.socket(socket.AF_UNIX))
+        self._listener.bind(path)
+        self._listener.listen(16)
+        self._open.enter_context(self.lab)
+        hosts = (PLANNER, *SEEDS, *TARGETS)
+        output = self._open.enter_context(self.log("nursery").open("w"))
+        self._forkserver = subprocess.Popen(
+            [sys.executable, "-c", FORKSERVER, path, str(self.folder / "disks"), *hosts],
+            stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        self._open.callback(self._end)
+        _, self._spawn_socket = self._accept_node()
+        self._open.callback(self._spawn_socket.close)
+        self.start_redis()
+        self.replace()
+        for store in PORTS:
+            self.start_planner(store)
+            self.wait_planner(store)
+
+    def _end(self) -> None:
+        for name in list(self.nodes):
+            self._drop_node(name)
+        for planner in self.planners.values():
+            planner.close()
+        self._forkserver.kill()  # and with it all that it made
+        self._forkserver.wait()
+
+    def _node(self, name: str) -> SpawnRequest:
+        own = {
+            "RFORK_BIND": self.lab.address(name),
+            "RFORK_HOST": name,
+            "RFORK_LOG_LEVEL": self._log_level,
+        }
+        return SpawnRequest("node", name, self.lab.namespace(name), str(self.log(name)), {**NODE, **own})
+
+    def _spawn(self, spawn_request: SpawnRequest) -> ChaosProcess:
+        self._spawn_socket.sendall(encode_line(spawn_request))
+        reply = self._spawn_socket.recv(64)
+        if not reply.strip().isdigit():
+            raise ChaosError(f"the nursery has ended: {tail(self.log('nursery'))}")
+        return ChaosProcess(spawn_request.name, int(reply), Path(spawn_request.log))
+
+    def _accept_node(self) -> tuple[str, socket.socket]:
+        """The next process that says its name."""
+        self._listener.settimeout(1.0)
+        until = time.monotonic() + START_S
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+                break
+            except TimeoutError:
+                if self._forkserver.poll() is not None or time.monotonic() > until:
+                    raise ChaosError(f"a process did not start: {tail(self.log('nursery'))}") from None
+        connection.settimeout(STEP_S)
+        name = b""
+        while not name.endswith(b"\n"):
+            name += connection.recv(1)
+        return name.decode().strip(), connection
+
+    def _drop_node(self, name: str) -> None:
+        node = self.nodes.pop(name)
+        self._selector.unregister(node.connection)
+        node.close()

@@ -1,0 +1,148 @@
+"""Makes the processes of `benchmarks.chaos`: it has imported all they need, and forks (as in the kernel).
+
+To import torch takes seconds of a core, a fork of this process some milliseconds: processes can be
+killed in every round and replaced. Nothing here starts a thread or opens a socket but the one to the
+crew; each child enters the network namespace of its host by `setns` before it does either.
+
+The nursery has a mount namespace of its own with a small disk for each node: it is gone with the last
+process in it, whatever happens. Its children end with it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import selectors
+import signal
+import socket
+import sys
+import traceback
+from pathlib import Path
+from typing import Final, NoReturn
+
+import torch
+
+from benchmarks import chaos_node
+from benchmarks.chaos_messages import SPAWN_ADAPTER, SpawnRequest
+from benchmarks.fanout_node import connect
+from planner.server import serve
+from rfork import logs, settings
+from rfork.settings import InstanceSettings, PlannerSettings
+
+NAMESPACES: Final = Path("/run/netns")
+CLONE_NEWNS: Final = 0x00020000
+CLONE_NEWNET: Final = 0x40000000
+MS_REC: Final = 0x4000
+MS_SLAVE: Final = 1 << 19
+PR_SET_PDEATHSIG: Final = 1
+DISK: Final = 96 << 20
+"""Bytes of each node's disk."""
+REAP_S: Final = 0.5
+
+_kernel = ctypes.CDLL(None, use_errno=True)
+
+
+def main() -> None:
+    """Make processes until the connection ends. Arguments: the crew's socket, folder of the disks, hosts."""
+    path, folder, *hosts = sys.argv[1:]
+    torch.set_num_threads(1)  # the hosts of a lab share the cores of one machine
+    _own_mounts()
+    for host in hosts:
+        _mount_disk(Path(folder) / host)
+    gc.collect()
+    gc.freeze()  # what is shared with the children stays shared
+    connection = connect(path, "nursery")
+    children: set[int] = set()
+    try:
+        _serve(connection, path, children)
+    finally:
+        for pid in children:
+            os.kill(pid, signal.SIGKILL)
+
+
+def _serve(connection: socket.socket, path: str, children: set[int]) -> None:
+    pending = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(connection, selectors.EVENT_READ)
+        while True:
+            ready = selector.select(REAP_S)
+            _reap(children)
+            if not ready:
+                continue
+            received = connection.recv(1 << 16)
+            if not received:
+                return
+            *spawn_requests, pending = (pending + received).split(b"\n")
+            for text in spawn_requests:
+                spawn_request = SPAWN_ADAPTER.validate_json(text)
+                pid = os.fork()
+                if not pid:
+                    selector.close()
+                    connection.close()
+                    _run_child(spawn_request, path)
+                children.add(pid)
+                connection.sendall(f"{pid}\n".encode())
+
+
+def _reap(children: set[int]) -> None:
+    for pid in list(children):
+        if os.waitpid(pid, os.WNOHANG)[0]:
+            children.discard(pid)
+
+
+def _run_child(spawn_request: SpawnRequest, path: str) -> NoReturn:
+    """A child, from its first to its last step."""
+    code = 1
+    try:
+        _kernel.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        os.setsid()
+        output = os.open(spawn_request.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.close(output)
+        os.environ.update(spawn_request.environment)
+        _enter(spawn_request.namespace)
+        match spawn_request.process_type:
+            case "node":
+                log_settings = settings.load(InstanceSettings)
+                logs.configure(json=False, level=log_settings.log_level)
+                chaos_node.main(path, spawn_request.name)
+            case "planner":
+                node_settings = settings.load(PlannerSettings)
+                logs.configure(json=False, level=node_settings.log_level)
+                serve(node_settings)
+        code = 0
+    except BaseException:  # the last line of a process: its log says why it ended
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _enter(namespace: str) -> None:
+    """Have this process, which has no socket yet, open all of them in a network namespace."""
+    descriptor = os.open(NAMESPACES / namespace, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        _check(_kernel.setns(descriptor, CLONE_NEWNET), f"setns {namespace}")
+    finally:
+        os.close(descriptor)
+
+
+def _own_mounts() -> None:
+    _check(_kernel.unshare(CLONE_NEWNS), "unshare")
+    _check(_kernel.mount(None, b"/", None, MS_REC | MS_SLAVE, None), "mount /")
+
+
+def _mount_disk(folder: Path) -> None:
+    folder.mkdir()
+    _check(
+        _kernel.mount(b"rfork-chaos", str(folder).encode(), b"tmpfs", 0, f"size={DISK}".encode()),
+        f"mount {folder}",
+    )
+
+
+def _check(result: int, what: str) -> None:
+    if result:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")

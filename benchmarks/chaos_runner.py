@@ -1,0 +1,224 @@
+"""Runs the rounds of `benchmarks.chaos` on its crew, one at a time, and sees what came of them."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from benchmarks import chaos_disk
+from benchmarks.chaos_checks import Finding, ForkEnding, RoundObservation
+from benchmarks.chaos_cluster import DEADLINE_S, PLANNER, PORTS, WINDOW, ChaosCluster
+from benchmarks.chaos_injector import FaultInjector
+from benchmarks.chaos_inspector import Inspector
+from benchmarks.chaos_messages import ChaosCommand, ChaosResponse
+from benchmarks.chaos_node import CHECKPOINT, SNAPSHOT
+from benchmarks.chaos_scenarios import ChaosRound
+
+GRACE_S: Final = 10.0
+"""What a fork may take after its deadline, to fall back or to say that it cannot."""
+REST_TIMEOUT_S: Final = 10.0
+DUMP_S: Final = 0.5
+POLL_INTERVAL_S: Final = 0.2
+POLL_TIMEOUT_S: Final = 2.0
+"""When a planner that did not answer is asked again who reads from whom."""
+TICK_S: Final = 0.05
+DISK_RATE: Final = 16 << 20
+"""Bytes a second that a disk gives: less than a link."""
+
+
+class ChaosRunner:
+    """Runs rounds, one at a time."""
+
+    def __init__(self, cluster: ChaosCluster) -> None:
+        self._cluster = cluster
+        self._inspector = Inspector(cluster)
+
+    def run(self, round_: ChaosRound) -> RoundObservation:
+        """One round. Raises ChaosError where it could not even begin."""
+        cluster, inspector = self._cluster, self._inspector
+        cluster.replace()
+        cluster.wait_planner(round_.store)
+        inspector.record_baseline()
+        expected_hash, files = self._prepare(round_)
+        commands = {host: self._command(round_, host, files.get(host)) for host in round_.target_hosts}
+        responses: dict[str, ChaosResponse] = {}
+
+        def restart_node(host: str) -> None:
+            cluster.end(host)  # its end may not have been noticed yet
+            responses.pop(host, None)
+            cluster.replace([host])
+            cluster.nodes[host].send(ChaosCommand("prepare", size=commands[host].size))
+            cluster.nodes[host].send(commands[host])
+
+        injector = FaultInjector(cluster, round_, files, restart_node)
+        hung = self._fork(round_, injector, commands, responses)
+        ended_at = time.monotonic()
+        injector.undo_all()
+        self._drain_responses(injector)
+        self._kill_hung(hung)
+        finished_hosts = [host for host, response in responses.items() if response.outcome in ("forked", "fallback")]
+        hashes = cluster.request(finished_hosts, ChaosCommand("check"))
+        hosts = (*round_.seed_hosts, *round_.target_hosts)
+        died = self._died(set(hosts) - injector.killed - hung)
+        alive = [host for host in hosts if host in cluster.nodes]
+        rest_responses = cluster.request(alive, ChaosCommand("rest"), REST_TIMEOUT_S)
+        stuck = {host for host in alive if host not in rest_responses or rest_responses[host].error}
+        after = inspector.wait_until_settled(set(alive) - stuck)
+        self._kill_hung(stuck)
+        for host in round_.target_hosts if round_.resumes else ():
+            chaos_disk.clear(cluster.disk(host, inside=False))
+        inspector.end_round(round_.name, round_.store)
+        return RoundObservation(
+            round=round_,
+            window=WINDOW,
+            injected=tuple(injector.injected),
+            endings=tuple(
+                _ending(host, responses.get(host), hashes.get(host), expected_hash, injector.killed, hung)
+                for host in round_.target_hosts
+            ),
+            before={host: inspector.baseline[host] for host in after},
+            after=after,
+            died=died,
+            stuck=tuple(sorted(stuck)),
+            tracebacks=inspector.tracebacks(),
+            stale_records=inspector.stale_records(),
+            recovery_s=ended_at - (injector.first_injected_at or ended_at),
+        )
+
+    def final_findings(self) -> tuple[Finding, ...]:
+        """Once all rounds are over: what is still wrong with what outlived them, the planners."""
+        return self._inspector.final_findings()
+
+    # -- before -------------------------------------------------------------------------------------
+
+    def _prepare(self, round_: ChaosRound) -> tuple[str, dict[str, Path]]:
+        """The right hash, and by host the file that a target could read."""
+        cluster, size = self._cluster, round_.size_mib << 20
+        seed_hosts = round_.seed_hosts or ("seed0",)
+        filled = cluster.request_all(seed_hosts, ChaosCommand("prepare", size=size, weights=round_.number + 1))
+        cluster.request_all(round_.target_hosts, ChaosCommand("prepare", size=size))
+        files: dict[str, Path] = {}
+        if round_.fallback or not round_.seeds:
+            files = self._store(round_)
+        if round_.seeds:
+            cluster.request_all(seed_hosts, ChaosCommand("seed", model=round_.name, planner=cluster.url(round_.store)))
+        return filled[seed_hosts[0]].sha256, files
+
+    def _command(self, round_: ChaosRound, host: str, file: Path | None) -> ChaosCommand:
+        """What has a target fork."""
+        snapshot = file is not None and round_.start == "snapshot"
+        return ChaosCommand(
+            "fork",
+            model=round_.name,
+            planner=self._cluster.url(round_.store),
+            size=round_.size_mib << 20,
+            checkpoint=str(file.parent) if file is not None and not snapshot else "",
+            snapshot=file.as_uri() if file is not None and snapshot else "",
+            disk_rate=0 if round_.seeds else DISK_RATE,
+            resume=str(self._cluster.disk(host, inside=True)) if round_.resumes else "",
+        )
+
+    def _store(self, round_: ChaosRound) -> dict[str, Path]:
+        """Each target's file; where one is to be torn, each has one of its own."""
+        folder = self._cluster.folder / "files"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        self._cluster.request_all(["seed0"], ChaosCommand("store", folder=str(folder)))
+        name = SNAPSHOT if round_.start == "snapshot" else CHECKPOINT
+        is_truncated = any(fault.fault_type == "torn" for fault in round_.faults)
+        if not is_truncated:
+            return dict.fromkeys(round_.target_hosts, folder / name)
+        for host in round_.target_hosts:
+            shutil.copytree(folder, folder / host, ignore=shutil.ignore_patterns("t*"))
+        return {host: folder / host / name for host in round_.target_hosts}
+
+    # -- the round itself ---------------------------------------------------------------------------
+
+    def _fork(
+        self,
+        round_: ChaosRound,
+        injector: FaultInjector,
+        commands: Mapping[str, ChaosCommand],
+        responses: dict[str, ChaosResponse],
+    ) -> set[str]:
+        """Have all targets fork, and keep the answers of those that end; returns those that hang."""
+        cluster, progress = self._cluster, dict.fromkeys(round_.target_hosts, 0.0)
+        for host, command in commands.items():
+            cluster.nodes[host].send(command)
+        deadline = time.monotonic() + DEADLINE_S + GRACE_S
+        list_command = ChaosCommand("look", model=round_.name, planner=cluster.url(round_.store))
+        next_poll_at = 0.0
+        while True:
+            now = time.monotonic()
+            injector.run_due(progress, responses)
+            left = {host for host in round_.target_hosts if host in cluster.nodes} - responses.keys() - injector.killed
+            if now >= deadline + injector.max_duration_s or not (left or injector.has_pending_restarts):
+                return left
+            if injector.needs_graph and now >= next_poll_at:
+                cluster.nodes[PLANNER].send(list_command)
+                next_poll_at = now + POLL_TIMEOUT_S
+            for host, response in cluster.receive(TICK_S):
+                if response.verb == "progress":
+                    progress[host] = response.verified
+                elif response.verb == "fork" and host not in injector.killed:
+                    responses[host] = response
+                elif response.verb == "look":
+                    next_poll_at = now + POLL_INTERVAL_S
+                    if not response.error:
+                        injector.set_graph(response.forks)
+                else:
+                    injector.on_response(host, response)
+
+    def _drain_responses(self, injector: FaultInjector) -> None:
+        until = time.monotonic() + REST_TIMEOUT_S
+        while injector.has_pending_snapshots and (left := until - time.monotonic()) > 0:
+            for host, response in self._cluster.receive(left):
+                if response.verb == "snapshot":
+                    injector.on_response(host, response)
+
+    # -- after --------------------------------------------------------------------------------------
+
+    def _kill_hung(self, hosts: set[str]) -> None:
+        """Have them log where their threads are, and end them."""
+        for host in hosts & self._cluster.nodes.keys():
+            process = self._cluster.nodes[host].process
+            process.signal(signal.SIGUSR1)
+            process.wait(DUMP_S)
+            self._cluster.end(host)
+
+    def _died(self, hosts: set[str]) -> tuple[str, ...]:
+        """Who has ended and was not killed; a planner that has is started again."""
+        self._cluster.receive(0.0)
+        died = sorted(hosts - self._cluster.nodes.keys())
+        for store in PORTS:
+            if self._cluster.planners[store].wait(0.0):
+                died.append(f"{PLANNER} ({store})")
+                self._cluster.start_planner(store)
+        return tuple(died)
+
+
+def _ending(
+    host: str,
+    response: ChaosResponse | None,
+    checked: ChaosResponse | None,
+    expected_hash: str,
+    killed: set[str],
+    hung: set[str],
+) -> ForkEnding:
+    if host in killed:  # maybe after it was done: nobody can look at its bytes any more
+        return ForkEnding(host, "killed")
+    if response is None or host in hung:
+        return ForkEnding(host, "hung")
+    return ForkEnding(
+        host,
+        response.outcome,
+        is_correct=checked is not None and checked.sha256 == expected_hash if response.outcome != "failed" else None,
+        repeated_bytes=response.repeated,
+        chunk_bytes=response.chunk_bytes,
+        seconds=response.seconds,
+        reasons=response.reasons,
+    )

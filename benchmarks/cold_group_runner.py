@@ -1,0 +1,90 @@
+"""Runs the cases of `benchmarks.cold_group` on its crew."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Final
+
+from benchmarks.cold_group_cases import STORE, ColdGroupCase, ColdGroupOutcome
+from benchmarks.cold_group_cluster import URIS, ColdGroupCluster
+from benchmarks.fanout_cluster import STEP_S, FanoutError
+from benchmarks.fanout_messages import FanoutCommand, FanoutResponse
+from benchmarks.netlab import Traffic
+
+KILLED_AT: Final = 0.35
+"""When the victim dies, in S/B: it has read its share in part, and others wait for the rest of it."""
+TIMEOUT_FACTOR: Final = 4.0
+"""A case that takes this many times what the links allow, and a minute, hangs."""
+
+
+class ColdGroupRunner:
+    """Runs cases on a crew, one at a time."""
+
+    def __init__(self, cluster: ColdGroupCluster) -> None:
+        self._cluster = cluster
+        self._runs = 0
+
+    def run(self, case: ColdGroupCase) -> ColdGroupOutcome:
+        """One run; raises FanoutError where it does not come to its end, or not to the right bytes."""
+        self._runs += 1
+        cluster = self._cluster
+        self._all(case.hosts, FanoutCommand("prepare"))
+        port = cluster[STORE].request(FanoutCommand("listen")).port if case.is_limit else 0
+        watched = (STORE, *case.hosts)
+        before = {host: cluster.lab.traffic(host) for host in watched}
+        used, started = cluster.processors(), time.monotonic()
+        responses = self._bare_transfer(case, port) if case.is_limit else self._fork(case)
+        busy, _ = cluster.processors().busy_since(used)
+        traffic = {host: _since(cluster.lab.traffic(host), before[host]) for host in watched}
+        if not case.is_limit:
+            self._check(responses)
+        self._all(tuple(responses), FanoutCommand("rest"))
+        if case.killed_host is not None:
+            cluster.restart(case.killed_host)
+        return ColdGroupOutcome(started, responses, traffic, busy)
+
+    def _fork(self, case: ColdGroupCase) -> dict[str, FanoutResponse]:
+        begun = time.monotonic()
+        model = f"run{self._runs}"
+        snapshot = URIS["snapshot"] if case.stored_form == "snapshot" else ""
+        checkpoint = URIS["checkpoint"] if case.stored_form == "checkpoint" else ""
+        command = FanoutCommand("fork", model, snapshot=snapshot, checkpoint=checkpoint, independent=case.independent)
+        for host in case.hosts:
+            self._cluster[host].send(command)
+        if case.killed_host is not None:
+            time.sleep(max(0.0, begun + KILLED_AT * self._line_s - time.monotonic()))
+            self._cluster.kill(case.killed_host)
+        left = [host for host in case.hosts if host != case.killed_host]
+        return {host: self._cluster[host].receive(self._timeout_s(case)) for host in left}
+
+    def _bare_transfer(self, case: ColdGroupCase, port: int) -> dict[str, FanoutResponse]:
+        sender, receiver = self._cluster[STORE], self._cluster[case.hosts[0]]
+        sender.send(FanoutCommand("give"))
+        address = self._cluster.lab.address(STORE)
+        received = receiver.request(FanoutCommand("take", address=address, port=port), self._timeout_s(case))
+        sender.receive()
+        return {receiver.name: received}
+
+    def _check(self, responses: dict[str, FanoutResponse]) -> None:
+        """By a hash that the forks never used."""
+        for host, checked in self._all(tuple(responses), FanoutCommand("check")).items():
+            if checked.sha256 != self._cluster.sha256:
+                raise FanoutError(f"{host} holds other bytes than were stored")
+
+    def _all(self, hosts: Sequence[str], command: FanoutCommand) -> dict[str, FanoutResponse]:
+        for host in hosts:
+            self._cluster[host].send(command)
+        return {host: self._cluster[host].receive() for host in hosts}
+
+    @property
+    def _line_s(self) -> float:
+        """Seconds that the image takes on a link, headers left out."""
+        return self._cluster.size * 8 / self._cluster.rate
+
+    def _timeout_s(self, case: ColdGroupCase) -> float:
+        return STEP_S + TIMEOUT_FACTOR * self._line_s * case.min_time
+
+
+def _since(now: Traffic, before: Traffic) -> Traffic:
+    return Traffic(now.sent - before.sent, now.received - before.received)

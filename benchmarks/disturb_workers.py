@@ -1,0 +1,139 @@
+"""The processes of `benchmarks.disturb`: who runs on which core, and how they are told what to do."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.sharedctypes import Synchronized
+from types import TracebackType
+from typing import Generic, Self, TypeVar
+
+from rfork import logs, settings
+from rfork.errors import RforkError
+from rfork.settings import InstanceSettings, PlannerSettings
+
+LOOPBACK = "127.0.0.1"
+MODEL = "disturb"
+REPLY_TIMEOUT_S = 180.0
+
+OrderT = TypeVar("OrderT")
+ReplyT = TypeVar("ReplyT")
+
+
+def seed_cores() -> set[int]:
+    """The one core of the whole seed process: what serves and what gives share it."""
+    return {min(os.sched_getaffinity(0))}
+
+
+def other_cores() -> set[int]:
+    """Everybody else's: readers, planner, and this benchmark's own process."""
+    return os.sched_getaffinity(0) - seed_cores() or seed_cores()
+
+
+def settings_for(planner: str, transport: str, *, governed: bool, reads: bool) -> InstanceSettings:
+    """The product's defaults over one transport; ungoverned: without what the governor adds.
+
+    Who `reads` gives nothing onwards, so that all read from the seed itself.
+    """
+    chosen = settings.load(
+        InstanceSettings,
+        planner=planner,
+        transports=(transport,),
+        bind=LOOPBACK,
+        allow_unauthenticated_tcp=True,
+        drain_s=0.0,
+        max_latency_ratio=None if governed else 0.0,
+        serving_thread_nice=None if governed else 0,
+    )
+    return chosen.model_copy(update={"max_readers": 0}) if reads else chosen
+
+
+class BenchWorker(Generic[OrderT, ReplyT]):
+    """One spawned process that does what it is told, pinned to `cores`, and always ended.
+
+    `main(orders, *arguments)` makes the function that obeys one order. The shared `counter` is for what
+    it is to be asked for in the middle of one.
+    """
+
+    def __init__(self, name: str, cores: set[int], main: Callable[..., Callable[[OrderT], ReplyT]], *arguments: str):
+        context = multiprocessing.get_context("spawn")
+        self.name = name
+        self.counter: Synchronized[int] = context.Value("Q", 0)
+        self._pipe, child_pipe = context.Pipe()
+        self._process = context.Process(
+            target=_worker_main,
+            args=(child_pipe, cores, main, self.counter, arguments),
+            name=name,
+            daemon=True,
+        )
+        self._process.start()
+        child_pipe.close()  # so that its death ends our read
+
+    def send(self, order: OrderT) -> None:
+        """Have it begin; `reply` follows."""
+        self._pipe.send(order)
+
+    def reply(self) -> ReplyT:
+        """What came of the oldest order; raises RforkError where that failed, or nothing came."""
+        try:
+            if not self._pipe.poll(REPLY_TIMEOUT_S):
+                raise RforkError(f"{self.name} said nothing for {REPLY_TIMEOUT_S:g} s")
+            reply_value, error = self._pipe.recv()
+        except (EOFError, ConnectionError):
+            raise RforkError(f"{self.name} ended") from None
+        if error:
+            raise RforkError(f"{self.name}: {error}")
+        reply: ReplyT = reply_value
+        return reply
+
+    def request(self, order: OrderT) -> ReplyT:
+        """`send` and `reply`."""
+        self.send(order)
+        return self.reply()
+
+    def __enter__(self) -> Self:
+        self.reply()  # it is ready
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pipe.close()  # the process ends by itself where it waits for an order
+        self._process.join(5.0)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+
+def _worker_main(
+    orders: Connection,
+    cores: set[int],
+    main: Callable[..., Callable[[OrderT], ReplyT]],
+    counter: Synchronized[int],
+    arguments: tuple[str, ...],
+) -> None:
+    os.sched_setaffinity(0, cores)
+    logs.configure(json=False, level="error")
+    handle = main(counter, *arguments)
+    orders.send((None, ""))
+    while True:
+        try:
+            order: OrderT = orders.recv()
+        except EOFError:
+            return
+        try:
+            orders.send((handle(order), ""))
+        except Exception as error:  # whatever it was, the other side waits for an answer
+            orders.send((None, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
+
+
+def planner_process(url: Connection, cores: set[int]) -> None:
+    """The planner's process: sends its URL once it serves."""
+    from planner.server import serve
+
+    os.sched_setaffinity(0, cores)
+    logs.configure(json=False, level="error")
+    serve(settings.load(PlannerSettings, bind=LOOPBACK, port=0, log_level="error"), url.send)

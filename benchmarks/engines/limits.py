@@ -1,0 +1,56 @@
+"""The physical limits: as many bytes over one loopback socket, and as much memory that nobody touched yet."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import socket
+import threading
+import time
+
+STEP = 4 << 20
+
+
+def socket_seconds(size: int) -> float:
+    """Seconds for `size` bytes from one thread to another, over a TCP connection of this machine."""
+    memory = memoryview(bytearray(STEP))
+    for offset in range(0, STEP, 4096):
+        memory[offset] = 1
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        sender = threading.Thread(target=_send, args=(listening, size), daemon=True)
+        sender.start()
+        with socket.create_connection(listening.getsockname()) as receiving:
+            began, left = time.perf_counter(), size
+            while left:
+                left -= receiving.recv_into(memory, min(left, STEP))
+            seconds = time.perf_counter() - began
+        sender.join()
+    return seconds
+
+
+def _send(listening: socket.socket, size: int) -> None:
+    block = memoryview(bytes(STEP))
+    with listening.accept()[0] as sending:
+        for begin in range(0, size, STEP):
+            sending.sendall(block[: min(STEP, size - begin)])
+
+
+def memory_seconds(size: int) -> float:
+    """Seconds until `size` bytes of new memory are written, all cores at it: every loader fills a new model.
+
+    The kernel clears each page before it is written for the first time.
+    """
+    cores = len(os.sched_getaffinity(0))
+    part = -(-size // cores)
+    with mmap.mmap(-1, part * cores) as memory:
+        start_barrier = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        threads = [
+            threading.Thread(target=ctypes.memset, args=(start_barrier + core * part, 1, part)) for core in range(cores)
+        ]
+        began = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return time.perf_counter() - began

@@ -1,0 +1,152 @@
+"""What `benchmarks.planner_load` runs: its contenders, and the rows that each of them makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from benchmarks import harness
+from benchmarks.harness import Contender
+from benchmarks.load_client import Call, Caller, CallSamples, drive, request
+from benchmarks.load_fleet import LoadFleet
+from benchmarks.load_in_process import POLICY, REQUEST_PLAN, InProcessPlanner
+from benchmarks.load_servers import ServerProcess
+from benchmarks.load_workload import CALL_TYPES, FORK_CALLS, HEARTBEAT, PLAN, CallerPool
+
+CONNECTIONS = 16
+FORKS_A_SECOND = 5.0
+HEARTBEAT_S = 5.0
+"""Between two heartbeats of one rank: the planner's default."""
+BARE, BARE_POST, BARE_MODELS = "bare", "POST", "POST, models"
+DURATION_LABEL = "as many as it takes"
+
+
+@dataclass(frozen=True)
+class LoadRun:
+    """One round of one contender."""
+
+    samples: CallSamples
+    core_s: float = 0.0
+    """Processor time of the server meanwhile."""
+
+
+@dataclass(frozen=True)
+class LoadRow:
+    """One row of the table: a contender, the kind of call whose times are told, those whose rate is."""
+
+    name: str
+    contender: str
+    call_type: str
+    counted: tuple[str, ...] = ()
+
+
+class LoadBench:
+    """The contenders, the rows they make, and what each round of them measured."""
+
+    def __init__(self, *, quick: bool) -> None:
+        self.calls, self.seconds = 20, 1.0 if quick else 5.0
+        self.slices = 3 if quick else 10
+        self.sequential: dict[str, Contender] = {}
+        """Contenders who call one at a time, in short slices: what the machine does hits all alike."""
+        self.concurrent: dict[str, Contender] = {}
+        """Contenders who call many at once."""
+        self.rows: list[LoadRow] = []
+        self.runs: dict[str, list[LoadRun]] = {}
+
+    def measure(self, rounds: int) -> None:
+        """Run everybody; a round of those who call one at a time is many slices."""
+        harness.interleave(self.sequential, rounds * self.slices)
+        harness.interleave(self.concurrent, rounds)
+
+    def contender(self, name: str, measure: Callable[[], LoadRun], *rows: LoadRow) -> Contender:
+        """A contender whose runs are kept, and the rows that it makes; `measure` is one run."""
+
+        def contender() -> float:
+            run = measure()
+            self.runs[name].append(run)
+            return run.samples.wall_s
+
+        self.runs[name] = []
+        self.rows += rows
+        return contender
+
+    def serve_bare(self, server: ServerProcess) -> None:
+        """The routes that do nothing."""
+        fleet = LoadFleet(100)
+        body = fleet.fork_request(fleet.targets[0], 1).model_dump_json()
+        requests = {
+            "GET": request("GET", "/bare"),
+            BARE_POST: request("POST", "/bare", body),
+            BARE_MODELS: request("POST", "/models", body),
+        }
+
+        def caller() -> Caller:
+            for _ in range(self.calls):
+                for call_type, each in requests.items():
+                    yield Call(call_type, each)
+
+        rows = [LoadRow(f"{BARE}: {call_type}", BARE, call_type) for call_type in requests]
+        self.sequential[BARE] = self.contender(BARE, drive_callers(server, lambda: [caller()]), *rows)
+
+    def one_at_a_time(self, server: ServerProcess, caller_pool: CallerPool) -> None:
+        """Each kind of call, when nobody else calls."""
+        name = caller_pool.fleet.name
+        rows = [LoadRow(f"{name}: {call_type}", name, call_type) for call_type in CALL_TYPES]
+        self.sequential[name] = self.contender(
+            name, drive_callers(server, lambda: [caller_pool.rounds(self.calls)]), *rows
+        )
+
+    def under_load(self, server: ServerProcess, caller_pool: CallerPool) -> None:
+        """Many at once, and forks while the fleet heartbeats."""
+        name = caller_pool.fleet.name
+        beats, forks = f"{name}, heartbeats", f"{name}, forks"
+        self.concurrent[beats] = self.contender(
+            beats,
+            drive_callers(server, lambda: caller_pool.heartbeats(CONNECTIONS, 0.0, self.seconds)),
+            LoadRow(f"{beats}: {DURATION_LABEL}", beats, HEARTBEAT, (HEARTBEAT,)),
+        )
+        self.concurrent[forks] = self.contender(
+            forks,
+            drive_callers(server, lambda: caller_pool.forks(CONNECTIONS, 0.0, self.seconds)),
+            LoadRow(f"{forks}: {DURATION_LABEL}", forks, PLAN, FORK_CALLS),
+        )
+        for rate in (caller_pool.fleet.ranks / HEARTBEAT_S, caller_pool.fleet.ranks / HEARTBEAT_S / 2):
+            self._paced(server, caller_pool, rate)
+
+    def _paced(self, server: ServerProcess, caller_pool: CallerPool, rate: float) -> None:
+        name = f"{caller_pool.fleet.name}, {rate:,.0f} heartbeats/s"
+
+        def callers() -> list[Caller]:
+            beats = caller_pool.heartbeats(CONNECTIONS, rate, self.seconds)
+            return beats + caller_pool.forks(1, FORKS_A_SECOND, self.seconds)
+
+        line = LoadRow(f"{name}: plan", name, PLAN, (HEARTBEAT,))
+        self.concurrent[name] = self.contender(name, drive_callers(server, callers), line)
+
+    def inside(self, fleet: LoadFleet) -> None:
+        """The same plans in this process."""
+        registry, name = InProcessPlanner(fleet), f"in process, {fleet.name}"
+        rows = [LoadRow(f"{name}: {call_type}", name, call_type) for call_type in (REQUEST_PLAN, POLICY)]
+        self.sequential[name] = self.contender(name, lambda: LoadRun(registry.rounds(self.calls)), *rows)
+
+
+def drive_callers(server: ServerProcess, callers: Callable[[], Sequence[Caller]]) -> Callable[[], LoadRun]:
+    """One round against a server; the callers are made anew each time."""
+
+    def measure() -> LoadRun:
+        used = server.cpu_seconds
+        samples = drive(server.port, callers())
+        return LoadRun(samples, server.cpu_seconds - used)
+
+    return measure
+
+
+def median_seconds(runs: Sequence[LoadRun], call_type: str) -> float:
+    """The median of the runs' medians, in seconds."""
+    return median(medians(runs, call_type))
+
+
+def medians(runs: Sequence[LoadRun], call_type: str) -> list[float]:
+    """The median of each run, in seconds."""
+    return [median(run.samples.seconds[call_type]) for run in runs]

@@ -1,0 +1,220 @@
+"""Decides what follows from the faults that a target reports of its sources. Pure.
+
+A fault keeps the source from *that fork*, and from later forks of the same host where the source could not be
+reached or sent wrong bytes. It counts against the source for everybody (`planner.accusations`) only where the
+source itself did wrong and the target had a plan to read from it, so that a cut network, a stalled seed
+further up or a target with bad memory cannot put a fleet into quarantine. A source that readers cannot reach
+is quarantined only while it misses its own heartbeats as well.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+from planner.accusations import (
+    QUORUM,
+    Accusation,
+    Witness,
+    accuser_credibility,
+    active_accusations,
+    apply_contradiction,
+    total_credibility,
+    with_accusation,
+    with_reduced_credibility,
+)
+from planner.store.records import ForkRecord, InstanceRecord, SourceFaultRecord
+from rfork.schema import ForkProgress, SourceFault
+
+AVOID_S: Final = frozenset({"source", "network", "storage"})
+"""Faults after which the fork is not sent to the same source again for a while."""
+BUSY: Final = "SourceBusy"
+CHANGED: Final = "SourceChanged"
+UNAVAILABLE: Final = "SourceGone"
+STALLED: Final = "SourceStalled"
+LATE_HEARTBEAT_FACTOR: Final = 1.5
+"""Heartbeat intervals after which a heartbeat is missed; instances send one each 0.8."""
+MAX_WITNESSES: Final = 4096
+
+Lookup = Callable[[str], InstanceRecord | None]
+
+
+@dataclass(frozen=True)
+class FaultAssessment:
+    """What follows from the faults that a fork has reported so far."""
+
+    faults_by_source: Mapping[str, SourceFaultRecord]
+    """By instance_id: sources this fork avoids from now on."""
+    excluded_once: Mapping[str, str]
+    """By instance_id, why: sources this fork avoids in the plan that is being made."""
+    changed_records: tuple[InstanceRecord, ...]
+    """Records that changed: accused, quarantined, or found gone."""
+    shared_faults: Mapping[str, SourceFaultRecord]
+    """By instance_id: sources that later forks of this host avoid, too."""
+
+    def without_instance(self, instance_id: str) -> FaultAssessment:
+        """The same, but for what was said of one instance."""
+        faults_by_source = {name: blame for name, blame in self.faults_by_source.items() if name != instance_id}
+        excluded_once = {name: reason for name, reason in self.excluded_once.items() if name != instance_id}
+        return replace(self, faults_by_source=faults_by_source, excluded_once=excluded_once)
+
+
+@dataclass(frozen=True)
+class FaultBounds:
+    """The settings that verdicts depend on."""
+
+    quarantine_s: float
+    heartbeat_s: float
+
+    def is_late(self, record: InstanceRecord, now: float) -> bool:
+        """The instance has missed a heartbeat."""
+        return now > record.seen_at + LATE_HEARTBEAT_FACTOR * self.heartbeat_s
+
+
+class AvoidedByHost:
+    """Sources that the forks of a host avoid, because one of them could not read from them."""
+
+    def __init__(self) -> None:
+        self._faults_by_host: OrderedDict[str, dict[str, SourceFaultRecord]] = OrderedDict()
+
+    def get(self, witness: Witness, now: float) -> dict[str, SourceFaultRecord]:
+        """By instance_id, what still holds."""
+        return {name: blame for name, blame in self._faults_by_host.get(witness.key, {}).items() if now < blame.until}
+
+    def set(self, witness: Witness, faults_by_source: Mapping[str, SourceFaultRecord]) -> None:
+        """Remember these in place of those before."""
+        self._faults_by_host.pop(witness.key, None)
+        if faults_by_source:
+            self._faults_by_host[witness.key] = dict(faults_by_source)
+        while len(self._faults_by_host) > MAX_WITNESSES:
+            self._faults_by_host.popitem(last=False)
+
+
+def assess_faults(
+    faults: Iterable[SourceFault],
+    fork: ForkRecord | None,
+    instance: Lookup,
+    now: float,
+    bounds: FaultBounds,
+    witness: Witness,
+    shared_faults: Mapping[str, SourceFaultRecord],
+) -> FaultAssessment:
+    """Weigh new faults on top of those that `fork` (None: not known until now) reported before.
+
+    `shared_faults`: sources that forks of this host avoid already.
+    """
+    before = fork.faults_by_source if fork else {}
+    faults_by_source = {
+        **shared_faults,
+        **{source: blame for source, blame in before.items() if now < blame.until},
+    }
+    avoided = dict(shared_faults)
+    excluded_once: dict[str, str] = {}
+    changed_records: dict[str, InstanceRecord] = {}
+    for fault in faults:
+        source = changed_records.get(fault.instance_id) or instance(fault.instance_id)
+        if source is None or fault.fault not in AVOID_S:
+            continue
+        reason = f"{fault.error}: {fault.detail}" if fault.detail else fault.error
+        if fault.error == BUSY:
+            excluded_once[fault.instance_id] = reason  # it may have room by the next plan
+            continue
+        generation = _planned_generation(fork, source) if fault.error == CHANGED else None
+        is_source_fault = _is_source_fault(fault, source)
+        blame = faults_by_source[fault.instance_id] = SourceFaultRecord(
+            reason, now + bounds.quarantine_s, generation, is_source_fault
+        )
+        if generation is None or generation == source.report.generation:
+            excluded_once[fault.instance_id] = reason
+        if fork is None or fault.instance_id not in fork.sources_used - {fork.instance_id}:
+            continue
+        if fault.error == UNAVAILABLE:
+            source = replace(source, reported_missing=True)
+            avoided[fault.instance_id] = blame
+            if bounds.is_late(source, now):
+                # Until it is heard of again, or forgotten: a heartbeat more decides that.
+                source = replace(source, quarantined_until=now + bounds.heartbeat_s, quarantine=reason)
+        # Bytes torn while the weights changed are no wrong either.
+        if is_source_fault and _planned_generation(fork, source) == source.report.generation:
+            others = [
+                name for name, each in faults_by_source.items() if each.is_source_fault and name in fork.sources_used
+            ]
+            weight = accuser_credibility(_mark_contradicted(instance, witness), len(others))
+            for name in others:
+                other = changed_records.get(name) or instance(name)
+                if other is not None and name != fault.instance_id:
+                    fewer = with_reduced_credibility(other.accusations, fork.fork_id, weight)
+                    changed_records[name] = _quarantine_if_due(replace(other, accusations=fewer), now, bounds)
+            new = Accusation(witness, fork.fork_id, reason, now, blame.until, source.report.generation, weight)
+            source = replace(source, accusations=with_accusation(source.accusations, new))
+            source = _quarantine_if_due(source, now, bounds)
+            # Of a host that accuses several sources its later forks may try each of them again.
+            avoided = {name: each for name, each in avoided.items() if not each.is_source_fault}
+            if len(others) == 1:
+                avoided[fault.instance_id] = blame
+        changed_records[fault.instance_id] = source
+    return FaultAssessment(faults_by_source, excluded_once, tuple(changed_records.values()), avoided)
+
+
+def contradictions(
+    before: ForkRecord,
+    progress: ForkProgress,
+    witness: Witness,
+    instance: Lookup,
+    now: float,
+    bounds: FaultBounds,
+) -> tuple[InstanceRecord, ...]:
+    """Records that change because a fork has verified bytes of sources that others accuse."""
+    changed: dict[str, InstanceRecord] = {}
+    for read in before.reads:
+        source = instance(read.source_id)
+        if source is None or not source.accusations or before.progress is None:
+            continue
+        progressed = progress.sources.get(read.source_id, 0) > before.progress.sources.get(read.source_id, 0)
+        if not progressed or read.generation != source.report.generation:
+            continue
+        left, contradicted_ids = apply_contradiction(source.accusations, witness, before.seen_at)
+        if left == source.accusations:
+            continue
+        changed[read.source_id] = _quarantine_if_due(replace(source, accusations=left), now, bounds)
+        for name in contradicted_ids:
+            accuser = changed.get(name) or instance(name)
+            if accuser is not None:
+                changed[name] = replace(accuser, contradiction_count=accuser.contradiction_count + 1)
+    return tuple(changed.values())
+
+
+def _quarantine_if_due(record: InstanceRecord, now: float, bounds: FaultBounds) -> InstanceRecord:
+    """The record, quarantined if and only if what is left of its accusations weighs enough."""
+    left = active_accusations(record.accusations, record.report.generation, now)
+    record = replace(record, accusations=left)
+    if not left:
+        return record
+    if total_credibility(left) >= QUORUM or bounds.is_late(record, now):
+        return replace(record, quarantined_until=left[-1].until, quarantine=left[-1].reason)
+    return replace(record, quarantined_until=0.0, quarantine="")
+
+
+def _mark_contradicted(instance: Lookup, witness: Witness) -> int:
+    known = instance(witness.instance_id)
+    return known.contradiction_count if known is not None else 0
+
+
+def _planned_generation(fork: ForkRecord | None, source: InstanceRecord) -> int:
+    """The generation that the fork was sent to read; what the source reports now where that is not known."""
+    reads = fork.reads if fork else ()
+    read = (read.generation for read in reads if read.source_id == source.report.instance_id)
+    return next(read, source.report.generation)
+
+
+def _is_source_fault(fault: SourceFault, source: InstanceRecord) -> bool:
+    """The source itself is at fault.
+
+    New weights are no wrong, a source that cannot be reached may only be out of this target's reach, and a
+    relay that stalls may only be waiting for its own source.
+    """
+    if fault.fault != "source" or fault.error in (CHANGED, UNAVAILABLE):
+        return False
+    return source.source.complete or fault.error != STALLED

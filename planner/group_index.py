@@ -1,0 +1,328 @@
+"""The index of one group: kept up to date by each change, so that a plan looks at a few members only.
+
+The policy weighs sources by distance, load, completeness and progress. Here members lie in buckets by
+just these, for each host, NVLink domain, rack and zone and for the whole group: a change moves one
+member between buckets, and the best few of each neighbourhood are found without a look at the others.
+What is coarse here (load in quarters, progress in eighths) only decides who is looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Final
+
+from planner.content_counts import ContentCounts
+from planner.group_history import GroupHistory
+from planner.policy_types import SLOW_FRACTION, ChunkShare, ForkDemand, GroupView, HolderCount, Source
+from planner.reader_slots import ReaderSlots
+from planner.source_buckets import Bucket, Content, SourceBuckets, bucket_key, localities
+from rfork.image.ranges import count
+
+if TYPE_CHECKING:
+    from planner.store.records import ForkRecord, GroupKey
+
+MAX_NEARBY: Final = 4
+"""Members of each neighbourhood of a target that a plan looks at."""
+MAX_SAME_HOST: Final = 16
+"""Members of a target's own host that a plan looks at: all of them, on most."""
+MAX_ANYWHERE: Final = 12
+"""Members of the whole group that a plan looks at, besides one for each target of the batch."""
+
+
+class GroupIndex:
+    """All members of one group, their forks, and who reads from whom."""
+
+    def __init__(self, key: GroupKey, history: GroupHistory | None = None) -> None:
+        """`history`: what is known of its forks from before; none: nothing."""
+        self.key = key
+        self.sources: dict[str, Source] = {}
+        self.shares: dict[str, tuple[ChunkShare, ...]] = {}
+        self._forks: dict[str, ForkRecord] = {}  # by target
+        self._reader_slots = ReaderSlots()
+        self._missing: set[str] = set()
+        self._elected: dict[str, None] = {}  # targets that read storage for all
+        self._buckets_by_layout: dict[tuple[str, Content], SourceBuckets] = {}
+        self._bucket_of_member: dict[str, tuple[tuple[str, Content], Bucket]] = {}
+        self._holders = ContentCounts()
+        self._layouts: dict[str, dict[str, None]] = {}
+        self.history = GroupHistory() if history is None else history
+        self.had_seed = False
+        """Whether somebody held the weights whole, at any time."""
+        self.loader_only = False
+        """Whether a loader was run here for all, and its instance gave nothing."""
+
+    @property
+    def model(self) -> str:
+        """The model's name."""
+        return self.key.model
+
+    @property
+    def version(self) -> str:
+        """The version of the weights; empty for targets whose version is not settled yet."""
+        return self.key.version
+
+    @property
+    def rank_key(self) -> str:
+        """The rank."""
+        return self.key.rank_key
+
+    @property
+    def readers(self) -> Mapping[str, Mapping[str, float]]:
+        """By instance_id: the forks that read from it (see `planner.reader_slots.ReaderSlots`)."""
+        return self._reader_slots.readers
+
+    # -- changes ----------------------------------------------------------------------------------
+
+    def put(self, source: Source, *, missing: bool = False, unplanned_readers: Sequence[str] = ()) -> None:
+        """Add a member, or replace it. `missing`: a reader found it gone, so its own reads do not count.
+        `unplanned_readers`: forks that read from it and that nobody planned.
+        """
+        instance_id, old = source.instance_id, self.sources.get(source.instance_id)
+        same = missing == (instance_id in self._missing)
+        same = same and self._reader_slots.unplanned_readers(instance_id) == tuple(unplanned_readers)
+        if same and old is not None and self._same_index_entry(old, source):
+            self.sources[instance_id] = source
+            return
+        if old is not None:
+            self._unindex(instance_id)
+            if source.layout_id != old.layout_id:
+                self._leave_layout(instance_id)
+        self.sources[instance_id] = source
+        self._layouts.setdefault(source.layout_id, {})[instance_id] = None
+        self._reader_slots.set_unplanned_readers(instance_id, tuple(unplanned_readers))
+        if missing != (instance_id in self._missing):
+            self._set_missing(instance_id, missing)
+        self._index(instance_id)
+        self.loader_only = self.loader_only and not source.complete
+        self.had_seed = self.had_seed or source.complete
+        fork = self._forks.get(instance_id)
+        if fork is not None and not missing and old is not None and old.slow != source.slow:
+            self._assign_slots(fork)
+
+    def remove(self, instance_id: str) -> None:
+        """Forget a member. Its fork, and those that read from it, are told of by other calls."""
+        if instance_id in self.sources:
+            self._unindex(instance_id)
+            self._leave_layout(instance_id)
+            del self.sources[instance_id]
+        self._reader_slots.remove_member(instance_id)
+        self._missing.discard(instance_id)
+
+    def apply_plan(self, fork: ForkRecord) -> None:
+        """A fork has a (new) plan."""
+        target_id = fork.instance_id
+        old = self._forks.get(target_id)
+        if old is not None:
+            self._release_slots(old)
+        self._forks[target_id] = fork
+        peers = tuple(ChunkShare(read.source_id, read.chunks) for read in fork.reads)
+        own = tuple(ChunkShare(target_id, read.chunks, read.kind == "loader") for read in fork.storage)
+        self.shares[target_id] = peers + own
+        self._elected.pop(target_id, None)
+        if own:
+            self._elected[target_id] = None
+        if target_id not in self._missing:
+            self._assign_slots(fork)
+        self._refresh(target_id)
+
+    def end_fork(self, fork: ForkRecord) -> None:
+        """A fork has ended."""
+        target_id = fork.instance_id
+        known = self._forks.get(target_id)
+        if known is not None and known.fork_id == fork.fork_id:
+            self._release_slots(known)
+            del self._forks[target_id]
+            self.shares.pop(target_id, None)
+            self._elected.pop(target_id, None)
+            self._refresh(target_id)
+            self.record_weights(fork)
+
+    def record_weights(self, fork: ForkRecord) -> None:
+        """What the end of a fork tells about those to come; nothing where it was given up."""
+        if fork.finish is None or fork.abandoned:
+            return
+        self.history.record(fork, fork.finish)
+        ran_loader = any(read.kind == "loader" for read in fork.storage)
+        if ran_loader and fork.finish.outcome != "forked":
+            self.loader_only = True
+
+    # -- what the policy sees -----------------------------------------------------------------------
+
+    def view(
+        self,
+        demands: Sequence[ForkDemand],
+        other_ranks: tuple[str, ...] = (),
+        *,
+        other_versions: Mapping[str, int] | None = None,
+        together: int = 0,
+    ) -> GroupView:
+        """The group for these demands (of one layout, or of few): who gives, who reads, whom to look at.
+
+        `together`: so many come in all; those that are not told differ from these by their hosts, on which
+        nobody is.
+        """
+        layouts = dict.fromkeys(demand.target.layout_id for demand in demands)
+        candidates: dict[str, None] = {}
+        for layout_id in layouts:
+            same_layout = [demand for demand in demands if demand.target.layout_id == layout_id]
+            candidates.update(dict.fromkeys(self._candidates(layout_id, same_layout, together)))
+        others = {name: len(members) for name, members in self._layouts.items() if name not in layouts}
+        for name in others:
+            candidates[min(list(self._layouts[name])[:MAX_ANYWHERE], key=self._score)] = None
+        holder_counts = [self.holders_of(layout_id) for layout_id in layouts]
+        return GroupView(
+            model=self.model,
+            rank_key=self.rank_key,
+            sources=self.sources,
+            readers=self._reader_slots.readers,
+            same_host_readers=self._reader_slots.local,
+            shares=self.shares,
+            loader_only=self.loader_only,
+            candidates=tuple(candidates),
+            holders=holder_counts[0] if len(holder_counts) == 1 else None,
+            other_layouts=others,
+            other_ranks=other_ranks,
+            version=self.version,
+            other_versions=other_versions or {},
+        )
+
+    def holders_of(self, layout_id: str) -> Mapping[Content, HolderCount]:
+        """Who holds what of a layout."""
+        return self._holders.counts_for(layout_id)
+
+    @property
+    def orphaned(self) -> bool:
+        """Return whether members are left and no source, though there was one.
+
+        A group whose last members drain does not count: they shut down, as in a rollout of another version.
+        """
+        if not self.had_seed or self._holders.any_seed:
+            return False
+        return any(source.state != "draining" for source in self.sources.values())
+
+    def _candidates(self, layout_id: str, demands: Sequence[ForkDemand], together: int) -> Iterator[str]:
+        """Members of a layout: who reads storage, and the best of each neighbourhood of the targets."""
+        # Also those without a free slot: what they read nobody else has to.
+        yield from [name for name in self._elected if self._is_provider(name, layout_id)][:MAX_ANYWHERE]
+        contents = [content for name, content in self._buckets_by_layout if name == layout_id]
+        wanted_contents: dict[Content, list[ForkDemand]] = {}
+        counts_by_content = self._holders.counts_for(layout_id)
+        best = max(
+            counts_by_content,
+            key=lambda key: (counts_by_content[key], key[0] or "", key[1] or ""),
+            default=(None, None),
+        )
+        for demand in demands:
+            target = demand.target
+            begun = target.verified and (target.weights_id or target.provisional_id)
+            own = (target.weights_id, None) if target.weights_id else (None, target.provisional_id)
+            wanted_contents.setdefault(own if begun else best, []).append(demand)
+            for share in demand.current_shares:
+                yield share.source_id
+        for content, same_content in wanted_contents.items():
+            # A draft may be sealed by now, and who follows one by its plan alone has told nothing yet.
+            # Where no seed gives what is wanted, others may be reading other files by now.
+            with_weights_id = counts_by_content.get(content, HolderCount()).seeds
+            matching = [name for name in contents if name == content or name[0] is None or not with_weights_id]
+            for name in matching:
+                yield from self._nearby(
+                    self._buckets_by_layout[layout_id, name], same_content, max(len(same_content), together)
+                )
+            if not matching:
+                for name in contents[:MAX_NEARBY]:
+                    yield from self._buckets_by_layout[layout_id, name].best(("all",), 1)
+
+    def _nearby(self, buckets: SourceBuckets, demands: Sequence[ForkDemand], together: int) -> Iterator[str]:
+        scopes = dict.fromkeys(scope for demand in demands for scope in localities(demand.target.location))
+        for scope in scopes:
+            max_members = {"host": MAX_SAME_HOST, "all": MAX_ANYWHERE + together}.get(scope[0], MAX_NEARBY)
+            yield from buckets.best(scope, max_members)
+
+    def _is_provider(self, instance_id: str, layout_id: str) -> bool:
+        source = self.sources.get(instance_id)
+        return source is not None and source.layout_id == layout_id
+
+    def _score(self, instance_id: str) -> tuple[bool, str]:
+        return not self.sources[instance_id].complete, instance_id
+
+    def _set_missing(self, instance_id: str, missing: bool) -> None:
+        """A member was found gone, or is there again."""
+        fork = self._forks.get(instance_id)
+        if missing:
+            self._missing.add(instance_id)
+            if fork is not None:
+                self._release_slots(fork)
+        else:
+            self._missing.discard(instance_id)
+            if fork is not None:
+                self._assign_slots(fork)
+
+    def _same_index_entry(self, old: Source, new: Source) -> bool:
+        """Whether a report changes nothing that the index goes by: most heartbeats do not."""
+        indexed_values = [
+            (each.layout_id, each.weights_id, each.provisional_id, each.generation, each.state, each.complete,
+             each.location, each.quarantine, each.slow, bool(each.verified))
+            for each in (old, new)
+        ]  # fmt: skip
+        return indexed_values[0] == indexed_values[1] and self._bucket_of_member[old.instance_id][1] == self._bucket(
+            new
+        )
+
+    # -- slots and shelves ----------------------------------------------------------------------------
+
+    def _assign_slots(self, fork: ForkRecord) -> None:
+        target = self.sources.get(fork.instance_id)
+        chunks = sum(count(share.chunks) for share in self.shares[fork.instance_id])
+        self._reader_slots.add_reader(fork, chunks, SLOW_FRACTION if target is not None and target.slow else 1.0)
+        for read in fork.reads:
+            self._refresh(read.source_id)
+
+    def _release_slots(self, fork: ForkRecord) -> None:
+        for source_id in self._reader_slots.release(fork):
+            self._refresh(source_id)
+
+    def _refresh(self, instance_id: str) -> None:
+        if instance_id in self.sources:
+            self._unindex(instance_id)
+            self._index(instance_id)
+
+    def _index(self, instance_id: str) -> None:
+        source = self.sources[instance_id]
+        buckets = source.layout_id, self._content(source)
+        bucket = self._bucket(source)
+        self._bucket_of_member[instance_id] = buckets, bucket
+        self._buckets_by_layout.setdefault(buckets, SourceBuckets()).add(source.location, bucket, instance_id)
+        self._holders.add(source)
+
+    def _unindex(self, instance_id: str) -> None:
+        source = self.sources[instance_id]
+        buckets, bucket = self._bucket_of_member.pop(instance_id)
+        self._buckets_by_layout[buckets].remove(source.location, bucket, instance_id)
+        if not self._buckets_by_layout[buckets].scopes:
+            del self._buckets_by_layout[buckets]
+        self._holders.remove(source)
+
+    def _leave_layout(self, instance_id: str) -> None:
+        layout_id = self.sources[instance_id].layout_id
+        del self._layouts[layout_id][instance_id]
+        if not self._layouts[layout_id]:
+            del self._layouts[layout_id]
+
+    def _content(self, source: Source) -> Content:
+        """What the member holds, or is getting by its plan."""
+        fork = self._forks.get(source.instance_id)
+        if source.weights_id is not None or (
+            fork is not None and fork.weights_id is not None and not source.provisional_id
+        ):
+            return source.weights_id or (fork.weights_id if fork else None), None
+        return None, source.provisional_id or (fork.provisional_id if fork else None)
+
+    def _bucket(self, source: Source) -> Bucket:
+        instance_id = source.instance_id
+        return bucket_key(
+            source,
+            readers=len(self._reader_slots.readers.get(instance_id, ())),
+            load=self._reader_slots.load(instance_id),
+            has_data=bool(self.shares.get(instance_id)),
+            missing=instance_id in self._missing,
+        )

@@ -1,0 +1,260 @@
+"""KEDA's external scaler: the gRPC service that KEDA's operator calls, and the process that serves it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator, Iterable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final, NoReturn, Protocol
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from prometheus_client import Counter, Gauge
+
+from planner.integrations.health import IntegrationStatus
+from planner.integrations.keda.engine_metrics import EngineMetricsClient
+from planner.integrations.keda.metric_source import MetricSource
+from planner.integrations.keda.signals import MetricUnavailable, TriggerReading
+from planner.integrations.keda.triggers import InvalidTrigger, Trigger, parse_trigger
+from planner.integrations.keda.v1 import externalscaler_pb2 as pb
+from planner.integrations.keda.v1.externalscaler_pb2_grpc import (
+    ExternalScalerServicer,
+    add_ExternalScalerServicer_to_server,
+)
+from planner.integrations.planner_api import PlannerApi, PlannerUnavailable
+from planner.sockets import listen
+from rfork.errors import PortInUse
+from rfork.grpc_credentials import server_credentials
+from rfork.logs import logger
+from rfork.settings import KubernetesSettings, TlsSettings, host_port, load
+from rfork.tracing import NOOP_TRACER, TRACEPARENT, TraceContext, Tracer
+
+if TYPE_CHECKING:
+    from grpc.aio import ServicerContext as Context
+
+SERVICE: Final = "externalscaler.ExternalScaler"
+MAX_REQUEST_BYTES: Final = 256 << 10
+PING_S: Final = 60.0
+"""How often a silent connection is asked whether anybody is there: streams would wait for ever."""
+STOP_GRACE_S: Final = 1.0
+
+
+class CallContext(Protocol):
+    """What is asked of a call's context."""
+
+    def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]] | None:
+        """What the caller sent beside the request."""
+
+    async def abort(self, code: grpc.StatusCode, details: str = "") -> NoReturn:
+        """End the call with an error."""
+
+
+class _CallRejected(Exception):
+    """A call that cannot be answered; its text says why."""
+
+    def __init__(self, code: grpc.StatusCode, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
+
+
+class Scaler(ExternalScalerServicer):
+    """Answers KEDA: INVALID_ARGUMENT where metadata is no trigger, UNAVAILABLE where a value is not known."""
+
+    def __init__(self, metric_source: MetricSource, status: IntegrationStatus, tracer: Tracer = NOOP_TRACER) -> None:
+        """Each call is a span, but for streams, which may last for ever."""
+        self._metric_source = metric_source
+        self._tracer = tracer
+        self._shutdown = asyncio.Event()
+        self._streams = Gauge("rfork_scaler_streams", "Push triggers that are listening", registry=status.registry)
+        self._call_counter = Counter(
+            "rfork_scaler_answers", "Answers to KEDA", ["call", "code"], registry=status.registry
+        )
+        self._log = logger("planner.integrations.keda")
+
+    async def IsActive(
+        self,
+        request: pb.ScaledObjectRef,
+        context: Context[pb.ScaledObjectRef, pb.IsActiveResponse],
+    ) -> pb.IsActiveResponse:
+        """Whether the trigger has anything to do."""
+        _, reading = await self._measure("IsActive", request, context)
+        return pb.IsActiveResponse(result=reading.active)
+
+    async def GetMetricSpec(
+        self,
+        request: pb.ScaledObjectRef,
+        context: Context[pb.ScaledObjectRef, pb.GetMetricSpecResponse],
+    ) -> pb.GetMetricSpecResponse:
+        """The trigger's metric and its target; asks nobody."""
+        try:
+            trigger = self._trigger("GetMetricSpec", request)
+        except _CallRejected as rejection:
+            await self._abort("GetMetricSpec", context, rejection)
+        self._call_counter.labels("GetMetricSpec", "OK").inc()
+        spec = pb.MetricSpec(
+            metricName=trigger.name,
+            targetSize=max(1, round(trigger.target)),
+            targetSizeFloat=trigger.target,
+        )
+        return pb.GetMetricSpecResponse(metricSpecs=[spec])
+
+    async def GetMetrics(
+        self,
+        request: pb.GetMetricsRequest,
+        context: Context[pb.GetMetricsRequest, pb.GetMetricsResponse],
+    ) -> pb.GetMetricsResponse:
+        """The metric's value, under the trigger's own name for it whatever name is asked for."""
+        trigger, reading = await self._measure("GetMetrics", request.scaledObjectRef, context)
+        value = pb.MetricValue(
+            metricName=trigger.name, metricValue=math.ceil(reading.value), metricValueFloat=reading.value
+        )
+        return pb.GetMetricsResponse(metricValues=[value])
+
+    async def StreamIsActive(
+        self,
+        request: pb.ScaledObjectRef,
+        context: Context[pb.ScaledObjectRef, pb.IsActiveResponse],
+    ) -> AsyncIterator[pb.IsActiveResponse]:
+        """The state at once and at each change; ends with the scaler.
+
+        While the state is not known, what was said last holds: KEDA's own looks tell it what is wrong.
+        """
+        trigger, reading = await self._measure("StreamIsActive", request, context)
+        active = reading.active
+        with self._streams.track_inprogress():
+            yield pb.IsActiveResponse(result=active)
+            while not await self._shutdown_within(trigger.poll):
+                before = active
+                with suppress(PlannerUnavailable, MetricUnavailable):
+                    active = (await self._metric_source.read(trigger)).active
+                if active != before:
+                    self._log_transition(trigger, active)
+                    yield pb.IsActiveResponse(result=active)
+
+    def end(self) -> None:
+        """End all streams in order, so that KEDA opens them anew at once."""
+        self._shutdown.set()
+
+    async def _shutdown_within(self, seconds: float) -> bool:
+        try:
+            async with asyncio.timeout(seconds):
+                return await self._shutdown.wait()
+        except TimeoutError:
+            return False
+
+    def _log_transition(self, trigger: Trigger, active: bool) -> None:
+        self._log.info("trigger turned", model=trigger.model, metric=trigger.metric, active=active)
+
+    async def _measure(
+        self, call: str, request: pb.ScaledObjectRef, context: CallContext
+    ) -> tuple[Trigger, TriggerReading]:
+        """The trigger and what it measures now, in a span; a call that cannot be answered is ended."""
+        with self._tracer.span(
+            f"{SERVICE}/{call}",
+            kind="server",
+            parent=_caller(context) if self._tracer.enabled else None,
+            rpc="grpc",
+            rpc_method=f"{SERVICE}/{call}",
+            namespace=request.namespace or None,
+            scaled_object=request.name or None,
+        ) as span:
+            try:
+                trigger = self._trigger(call, request)
+                span.set(model=trigger.model, metric=trigger.metric)
+                reading = await self._reading(trigger)
+            except _CallRejected as error:
+                rejection = error
+                span.set(rpc_status=error.code.name)
+                if error.code is not grpc.StatusCode.INVALID_ARGUMENT:  # which is the caller's own
+                    span.fail(error)
+            else:
+                span.set(rpc_status="OK", value=reading.value, active=reading.active)
+                self._call_counter.labels(call, "OK").inc()
+                return trigger, reading
+        await self._abort(call, context, rejection)
+
+    def _trigger(self, call: str, request: pb.ScaledObjectRef) -> Trigger:
+        """What is asked. Raises _Refusal."""
+        try:
+            return parse_trigger(request.scalerMetadata)
+        except InvalidTrigger as error:
+            address = f"{request.namespace}/{request.name}"
+            self._log.warning("trigger refused", call=call, scaled_object=address, reason=str(error))
+            raise _CallRejected(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from None
+
+    async def _reading(self, trigger: Trigger) -> TriggerReading:
+        """What the trigger measures now. Raises _Refusal."""
+        try:
+            return await self._metric_source.read(trigger)
+        except (PlannerUnavailable, MetricUnavailable) as error:
+            raise _CallRejected(grpc.StatusCode.UNAVAILABLE, str(error)) from None
+
+    async def _abort(self, call: str, context: CallContext, rejection: _CallRejected) -> NoReturn:
+        self._call_counter.labels(call, rejection.code.name).inc()
+        await context.abort(rejection.code, str(rejection))
+
+
+def _caller(context: CallContext) -> TraceContext | None:
+    """The span that a call belongs to, where its caller tells one."""
+    for key, value in context.invocation_metadata() or ():
+        if key == TRACEPARENT:
+            return TraceContext.parse(value)
+    return None
+
+
+async def run(
+    settings: KubernetesSettings,
+    planner_api: PlannerApi,
+    status: IntegrationStatus,
+    tracer: Tracer = NOOP_TRACER,
+) -> None:
+    """Serve KEDA at ``RFORK_HOOK_BIND``:``RFORK_HOOK_SCALER_PORT`` until cancelled.
+
+    Raises PortInUse, and SettingsError for an address or TLS files of no use.
+    """
+    tls, log = load(TlsSettings), logger("planner.integrations.keda")
+    credentials = server_credentials(tls)
+    engines = EngineMetricsClient(settings.engine_timeout_s, tls)
+    metric_source = MetricSource(planner_api, engines, time.monotonic, status.registry, tracer)
+    scaler, healthy = Scaler(metric_source, status, tracer), health.aio.HealthServicer()  # type: ignore[attr-defined]
+    server = grpc.aio.server(
+        options=[
+            ("grpc.so_reuseport", 0),  # or two processes could share one port unnoticed
+            ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
+            ("grpc.keepalive_time_ms", round(PING_S * 1000)),
+            ("grpc.keepalive_timeout_ms", 20_000),
+            ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+            ("grpc.keepalive_permit_without_calls", 1),
+        ]
+    )
+    add_ExternalScalerServicer_to_server(scaler, server)
+    health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
+    try:
+        port = _listen(server, settings, credentials)
+        await server.start()
+        for service in ("", SERVICE):
+            await healthy.set(service, health_pb2.HealthCheckResponse.SERVING)
+        log.info("scaler is up", address=host_port(settings.bind, port), tls=tls.serves)
+        status.ready()
+        await asyncio.get_running_loop().create_future()
+    finally:
+        status.not_ready("it is ending")
+        await healthy.enter_graceful_shutdown()
+        scaler.end()
+        await server.stop(STOP_GRACE_S)
+        await metric_source.close()
+        await engines.close()
+
+
+def _listen(server: grpc.aio.Server, settings: KubernetesSettings, credentials: grpc.ServerCredentials | None) -> int:
+    address = host_port(settings.bind, settings.scaler_port)
+    try:
+        if credentials is None:
+            return server.add_insecure_port(address)
+        return server.add_secure_port(address, credentials)
+    except RuntimeError:  # it binds and listens at once, and does not say what is wrong
+        listen(settings.bind, settings.scaler_port, prefix="RFORK_HOOK_", port_setting="SCALER_PORT").close()
+        raise PortInUse(settings.bind, settings.scaler_port, setting="RFORK_HOOK_SCALER_PORT") from None

@@ -1,0 +1,237 @@
+"""Which replicas are about to ask for their forks: those without Pods yet, and Pods that have not asked.
+
+During a rollout the Pods of one workload may state different versions of the weights: each version that is
+stated is a scale-up of its own, since instances share weights only with those of their version.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from pydantic import ValidationError
+
+from planner.integrations.kubernetes import names
+from planner.integrations.kubernetes.cluster import ObjectRef, ObservedPod, ObservedWorkload
+from planner.integrations.kubernetes.controller.observed_state import (
+    ObservedState,
+    is_injected,
+    is_ready,
+    is_terminated,
+    model_of,
+    unschedulable,
+    version_of,
+)
+from planner.integrations.kubernetes.controller.owner_refs import OwnerIndex, pods_of_replica
+from rfork.schema import ScaleUp
+
+MIN_AGE_S: Final = 1.0
+MAX_ANNOUNCER_CHARS: Final = 256
+_OF_VERSION: Final = re.compile(r"\.[0-9a-f]{8}$")
+
+
+@dataclass(frozen=True)
+class MissingReplicas:
+    """Replicas of a workload that have no Pods yet."""
+
+    missing: int
+    since: float
+    """When there came to be so many."""
+
+
+@dataclass(frozen=True)
+class PendingScaleUp:
+    """New replicas that are waited for."""
+
+    workload_ref: ObjectRef
+    """Who is told."""
+    scaleup: ScaleUp
+
+
+@dataclass(frozen=True)
+class PendingState:
+    """Who is waited for."""
+
+    pending_replicas: dict[str, PendingScaleUp]
+    """By the scale-up's id."""
+    missing_replicas: dict[str, MissingReplicas]
+    """To be handed in next time; by the workload's UID."""
+    sizes: dict[str, int]
+    """Wanted replicas of each workload, or its current Pods where that is not known, by the workload's UID.
+    Workloads that expect no replica are included."""
+
+
+@dataclass(frozen=True)
+class _PodGroup:
+    """Pods that come together: one Pod, or a LeaderWorkerSet's group."""
+
+    is_pending: bool
+    """It has a node, or may get one, and has not asked for its forks yet."""
+    since: float
+    version: str | None
+    """Version of the weights that its Pods state."""
+
+
+def scaleup_id(uid: str, version: str | None) -> str:
+    """Return the id of the scale-up of a workload's replicas that state this version."""
+    return uid if version is None else f"{uid}.{hashlib.sha256(version.encode()).hexdigest()[:8]}"
+
+
+def workload_uid(scaleup_id: str) -> str:
+    """Return the UID of the workload that a scale-up is of; the inverse of `scaleup_id`."""
+    return _OF_VERSION.sub("", scaleup_id)
+
+
+def pending_replicas(
+    observed: ObservedState, missing_replicas: Mapping[str, MissingReplicas], scaleup_s: float
+) -> PendingState:
+    """What is waited for now.
+
+    Counted are the replicas that a workload wants more than it has Pods for, and the Pods that have not asked
+    for their forks: of each those that came to be so within the last `scaleup_ttl_s`. Pods that no node takes are
+    not: who does come would wait for them. Bound, they count, from then on.
+    """
+    owners = OwnerIndex(observed.workloads.values())
+    pods: dict[str, list[ObservedPod]] = {}
+    others: dict[str, list[ObservedPod]] = {}
+    for pod in observed.pods.values():
+        if pod.deleting or is_terminated(pod):
+            continue  # whoever made it makes another one in its place, if one is wanted
+        workload = owners.of(pod)
+        if workload is not None:
+            pods.setdefault(workload.uid, []).append(pod)
+        else:
+            others.setdefault(pod.owner.uid if pod.owner else pod.uid, []).append(pod)
+
+    found: dict[str, PendingScaleUp] = {}
+    remaining_s: dict[str, MissingReplicas] = {}
+    sizes = {uid: workload.replicas for uid, workload in observed.workloads.items()}
+    for uid, workload in observed.workloads.items():
+        scaleups, missing_entry = _pending_of_workload(
+            observed, workload, pods.get(uid, []), missing_replicas.get(uid), scaleup_s
+        )
+        found.update((scaleup.scaleup.scaleup_id, scaleup) for scaleup in scaleups)
+        if missing_entry is not None:
+            remaining_s[uid] = missing_entry
+    for uid, members in others.items():
+        found.update(
+            (scaleup.scaleup.scaleup_id, scaleup)
+            for scaleup in _pending_of_standalone_pods(observed, members, scaleup_s)
+        )
+        sizes[uid] = len(members)
+    return PendingState(found, remaining_s, sizes)
+
+
+def _pending_of_workload(
+    observed: ObservedState,
+    workload: ObservedWorkload,
+    pods: list[ObservedPod],
+    before: MissingReplicas | None,
+    scaleup_s: float,
+) -> tuple[list[PendingScaleUp], MissingReplicas | None]:
+    if workload.deleting or workload.template_annotations.get(names.INJECT) == "false":
+        return [], None
+    pod_groups = _pod_groups(observed, workload, pods)
+    pods_per_replica = 1 if workload.kind == "LeaderWorkerSet" else pods_of_replica(workload)
+    missing = max(0, workload.replicas - len(pod_groups))
+    missing_entry: MissingReplicas | None = None
+    if missing:
+        new_missing = before is None or missing > before.missing
+        missing_entry = MissingReplicas(missing, observed.now if new_missing or before is None else before.since)
+    template = workload.template_labels, workload.template_annotations
+    starts = [(pod_group.version, pod_group.since) for pod_group in pod_groups if pod_group.is_pending]
+    starts += [(version_of(*template), missing_entry.since)] * missing if missing_entry is not None else []
+    return _scaleups_by_version(
+        observed, workload.ref, model_of(*template), starts, pods_per_replica, scaleup_s
+    ), missing_entry
+
+
+def _pending_of_standalone_pods(
+    observed: ObservedState, pods: list[ObservedPod], scaleup_s: float
+) -> list[PendingScaleUp]:
+    """Pods of a Job, of a ReplicaSet alone, or one that nobody made: there is no telling how many follow."""
+    starts = [(_stated_version(pod), _since(pod)) for pod in pods if _is_pending(observed, pod)]
+    first = pods[0]
+    model = model_of(first.labels, first.annotations)
+    return _scaleups_by_version(observed, first.owner or first.ref, model, starts, 1, scaleup_s)
+
+
+def _scaleups_by_version(
+    observed: ObservedState,
+    workload_ref: ObjectRef,
+    model: str,
+    starts: Iterable[tuple[str | None, float]],
+    pods_per_replica: int,
+    scaleup_s: float,
+) -> list[PendingScaleUp]:
+    """Return a scale-up for each version; `starts`: version and begin of each Pod, or of each group."""
+    times: dict[str | None, list[float]] = {}
+    for version, since in starts:
+        times.setdefault(version, []).append(since)
+    scaleups = (
+        _pending_scaleup(observed, workload_ref, model, version, of_version, pods_per_replica, scaleup_s)
+        for version, of_version in times.items()
+    )
+    return [scaleup for scaleup in scaleups if scaleup is not None]
+
+
+def _pending_scaleup(
+    observed: ObservedState,
+    workload_ref: ObjectRef,
+    model: str,
+    version: str | None,
+    starts: list[float],
+    pods_per_replica: int,
+    scaleup_s: float,
+) -> PendingScaleUp | None:
+    remaining_s = [since + scaleup_s - observed.now for since in starts if observed.now - since < scaleup_s]
+    if not remaining_s:
+        return None
+    by = f"{workload_ref.kind.lower()}/{workload_ref.namespace}/{workload_ref.name}"
+    try:
+        scaleup = ScaleUp(
+            scaleup_id=scaleup_id(workload_ref.uid, version),
+            model=model,
+            version=version,
+            replicas=-(-len(remaining_s) // pods_per_replica),
+            expires_in_s=min(max(*remaining_s, MIN_AGE_S), scaleup_s),
+            announced_by=by[:MAX_ANNOUNCER_CHARS],
+        )
+    except ValidationError:
+        return None  # a name that no model or version has: the webhook leaves its Pods alone, and says so
+    return PendingScaleUp(workload_ref, scaleup)
+
+
+def _pod_groups(observed: ObservedState, workload: ObservedWorkload, pods: list[ObservedPod]) -> list[_PodGroup]:
+    if workload.kind != "LeaderWorkerSet":
+        return [_PodGroup(_is_pending(observed, pod), _since(pod), _stated_version(pod)) for pod in pods]
+    groups: dict[str, list[ObservedPod]] = {}
+    for pod in pods:
+        groups.setdefault(pod.labels.get(names.LWS_GROUP, pod.uid), []).append(pod)
+    return [
+        # As the planner counts: one rank of it that came is the replica, its others are waited for by that.
+        _PodGroup(
+            not any(observed.has_reported(pod) or unschedulable(pod) for pod in group)
+            and any(_is_pending(observed, pod) for pod in group),
+            max(map(_since, group)),
+            next(filter(None, map(_stated_version, group)), None),
+        )
+        for group in groups.values()
+    ]
+
+
+def _is_pending(observed: ObservedState, pod: ObservedPod) -> bool:
+    """Whether the Pod is about to ask for its fork: it has not, and can, and has not served without."""
+    return is_injected(pod) and not (observed.has_reported(pod) or is_ready(pod) or unschedulable(pod))
+
+
+def _stated_version(pod: ObservedPod) -> str | None:
+    return version_of(pod.labels, pod.annotations)
+
+
+def _since(pod: ObservedPod) -> float:
+    """Since when it is on its way: one that waited for a node, from when it got one."""
+    return max(pod.created_at, pod.scheduled_at or 0.0)

@@ -1,0 +1,99 @@
+"""The admission webhook as a task: TLS, its certificate, what it knows of a cluster, and the application."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine
+
+from planner.integrations.health import IntegrationStatus
+from planner.integrations.kubernetes.cert_source import (
+    CertSource,
+    FolderCertSource,
+    SecretCertSource,
+    refresh_forever,
+)
+from planner.integrations.kubernetes.cluster import Cluster
+from planner.integrations.kubernetes.cluster_client import connect
+from planner.integrations.kubernetes.leader_watch import LeaderWatch
+from planner.integrations.kubernetes.reloading_tls import CertificateMonitor, ReloadingContext
+from planner.integrations.kubernetes.secrets import connect_secrets
+from planner.integrations.kubernetes.topology import NodeTopology
+from planner.integrations.kubernetes.webhook_app import admission_app
+from planner.leases import Clock
+from planner.sockets import address_of, listen, run_server
+from rfork.errors import SettingsError
+from rfork.logs import logger
+from rfork.settings import InstanceSettings, KubernetesSettings
+from rfork.tracing import NOOP_TRACER, Tracer
+
+log = logger("planner.integrations.webhook")
+
+
+async def run(
+    settings: KubernetesSettings,
+    planner_settings: InstanceSettings,
+    status: IntegrationStatus,
+    tracer: Tracer = NOOP_TRACER,
+) -> None:
+    """Serve until cancelled, and then answer what is under way.
+
+    With a folder of certificates no cluster is needed: where none is reached, Pods are not told their node's
+    place, and get no readiness gate. Without, it serves from the start, but no handshake succeeds until it
+    has made, or read, its own.
+    Raises PortInUse, or SettingsError for a certificate folder, hosts or a planner that cannot be used.
+    """
+    url = settings.planner or planner_settings.planner
+    if url is None:
+        raise SettingsError("the webhook does not know where Pods find the planner", hint="set RFORK_HOOK_PLANNER")
+    tls_context, topology, leader_watch = ReloadingContext(), NodeTopology(settings), LeaderWatch(settings)
+    app = admission_app(settings, url, topology, status.registry, leader_watch, tracer)
+    async with _cert_source(settings, CertificateMonitor(tls_context, status, Clock())) as cert_source:
+        listener = listen(settings.bind, settings.webhook_port, prefix="RFORK_HOOK_", port_setting="WEBHOOK_PORT")
+        async with run_server(app, listener, tls_context.context), asyncio.TaskGroup() as tasks:
+            log.info("webhook is up", url=f"https://{address_of(settings.bind, listener)}", planner=url)
+            tasks.create_task(refresh_forever(cert_source, settings.poll_interval_s))
+            tasks.create_task(_follow(settings, topology, leader_watch))
+
+
+@contextlib.asynccontextmanager
+async def _cert_source(settings: KubernetesSettings, watch: CertificateMonitor) -> AsyncIterator[CertSource]:
+    if settings.certificates is not None:
+        yield FolderCertSource(settings.certificates, watch)
+        return
+    store = connect_secrets(settings)
+    try:
+        yield SecretCertSource(settings, store, watch)
+    finally:
+        await store.close()
+
+
+async def _follow(settings: KubernetesSettings, topology: NodeTopology, leader_watch: LeaderWatch) -> None:
+    """Keep up with Nodes and the controller's Lease, as far as Pods are to get what depends on them."""
+    wanted: list[tuple[str, Callable[[Cluster], Coroutine[None, None, None]]]] = []
+    if settings.inject_topology:
+        wanted.append(("Pods are not told their zone and rack", topology.follow))
+    if settings.readiness_gate:
+        wanted.append(("Pods get no readiness gate", leader_watch.follow))
+    if not wanted:
+        return
+    try:
+        cluster = connect(settings)
+    except SettingsError as error:
+        for missing, _ in wanted:
+            log.warning(f"{missing}: no cluster is known", why=str(error))
+        return
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for missing, watch in wanted:
+                tasks.create_task(_run_best_effort(watch(cluster), missing))
+    finally:
+        await cluster.close()
+
+
+async def _run_best_effort(following: Coroutine[None, None, None], missing: str) -> None:
+    """What cannot go on is logged, and done without."""
+    try:
+        await following
+    except Exception:  # the task's outermost edge: Pods are injected all the same
+        log.exception(f"{missing} any more")

@@ -1,0 +1,220 @@
+"""The hooks by name, and what runs them: a process of their own (`rfork hook`), or the planner's."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import Final
+
+from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
+
+from planner.integrations.cancellation import raise_if_cancelled
+from planner.integrations.health import IntegrationMetrics, IntegrationStatus, probes_app
+from planner.sockets import address_of, listen, run_server
+from rfork.errors import MissingExtra, RforkError
+from rfork.logs import logger
+from rfork.settings import HookName, InstanceSettings, KubernetesSettings
+from rfork.tracing import get_tracer
+
+STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+STOP_S: Final = 8.0
+"""Most seconds that hooks may take to stop; a Pod has 30 before it is killed."""
+BACKOFF_S: Final = (1.0, 60.0)
+"""Seconds before a hook that failed beside the planner is started again: at first, and at most."""
+EXTRA: Final = "kubernetes"
+EXTRA_MODULES: Final = frozenset({"cryptography", "httpx2", "lightkube", "msgspec", "yaml"})
+"""What the extra brings."""
+WEBHOOK: Final = "rfork-webhook"
+CONTROLLER: Final = "rfork-controller"
+SCALER: Final = "rfork-scaler"
+"""What collectors of spans know the hooks as, whichever process they run in."""
+IntegrationMain = Callable[[KubernetesSettings, InstanceSettings, IntegrationStatus], Awaitable[None]]
+log = logger("planner.integrations")
+
+
+async def _webhook(
+    kubernetes_settings: KubernetesSettings, settings: InstanceSettings, status: IntegrationStatus
+) -> None:
+    from planner.integrations.kubernetes import webhook
+
+    await webhook.run(kubernetes_settings, settings, status, get_tracer(WEBHOOK))
+
+
+async def _controller(
+    kubernetes_settings: KubernetesSettings, settings: InstanceSettings, status: IntegrationStatus
+) -> None:
+    from planner.integrations.kubernetes.cluster_client import connect
+    from planner.integrations.kubernetes.controller import loop as controller
+    from planner.integrations.planner_client import PlannerRestClient
+
+    async with contextlib.AsyncExitStack() as closing:
+        planner_api = PlannerRestClient(settings)
+        closing.push_async_callback(planner_api.close)
+        cluster = connect(kubernetes_settings)
+        closing.push_async_callback(cluster.close)
+        await controller.run(kubernetes_settings, cluster, planner_api, status, tracer=get_tracer(CONTROLLER))
+
+
+async def _scaler(
+    kubernetes_settings: KubernetesSettings, settings: InstanceSettings, status: IntegrationStatus
+) -> None:
+    from planner.integrations.keda import scaler
+    from planner.integrations.planner_client import PlannerRestClient
+
+    planner_api = PlannerRestClient(settings)
+    try:
+        await scaler.run(kubernetes_settings, planner_api, status, get_tracer(SCALER))
+    finally:
+        await planner_api.close()
+
+
+INTEGRATIONS: Final[Mapping[HookName, IntegrationMain]] = {
+    "webhook": _webhook,
+    "controller": _controller,
+    "scaler": _scaler,
+}
+
+
+class IntegrationRunner:
+    """Some hooks on one event loop. With `restart_on_failure` one that fails is started again; else all end with it."""
+
+    def __init__(
+        self,
+        names: Sequence[HookName],
+        kubernetes_settings: KubernetesSettings,
+        settings: InstanceSettings,
+        *,
+        restart_on_failure: bool,
+        integrations: Mapping[HookName, IntegrationMain] = INTEGRATIONS,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._settings_pair = (kubernetes_settings, settings)
+        self._restart_on_failure = restart_on_failure
+        self._integrations, self._sleep, self._monotonic = integrations, sleep, monotonic
+        self._statuses: dict[HookName, IntegrationStatus] = {name: IntegrationStatus(name) for name in names}
+
+    def statuses(self) -> Sequence[IntegrationStatus]:
+        """What each hook says now; may be asked on any thread."""
+        return tuple(self._statuses.values())
+
+    async def run(self) -> None:
+        """Run until cancelled; without `restart_on_failure` until one fails, which is raised as an RforkError."""
+        tasks = [
+            asyncio.create_task(
+                self._restart_loop(name) if self._restart_on_failure else self._once(name),
+                name=f"rfork-{name}",
+            )
+            for name in self._statuses
+        ]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            ended, unfinished = await asyncio.wait(tasks, timeout=STOP_S)
+            failed = [error for task in ended if not task.cancelled() and (error := task.exception())]
+            for task in unfinished:
+                log.error("a hook does not stop", task=task.get_name())
+        for error in failed:
+            raise error
+
+    async def _once(self, name: HookName) -> None:
+        status = self._statuses[name]
+        try:
+            await self._integrations[name](*self._settings_pair, status)
+        except Exception as error:
+            raise _to_rfork_error(name, error) from error
+        raise RforkError(f"hook {name} ended by itself")
+
+    async def _restart_loop(self, name: HookName) -> None:
+        min_pause_s, max_pause_s = BACKOFF_S
+        pause_s = min_pause_s
+        while True:
+            began = self._monotonic()
+            try:
+                await self._once(name)
+            except RforkError as error:
+                reason = str(error)
+                pause_s = min_pause_s if self._monotonic() - began > max_pause_s else pause_s
+                log.error("hook failed", hook=name, why=reason, hint=error.hint, again_in_s=pause_s)
+                self._statuses[name].not_ready(f"it failed: {reason}")
+            raise_if_cancelled()
+            await self._sleep(pause_s)
+            pause_s = min(2 * pause_s, max_pause_s)
+            self._statuses[name] = IntegrationStatus(name)
+
+
+async def run_integrations(
+    names: Sequence[HookName],
+    kubernetes_settings: KubernetesSettings,
+    settings: InstanceSettings,
+    *,
+    restart_on_failure: bool,
+) -> None:
+    """Run hooks until this is cancelled, with the probes; without `restart_on_failure` until one fails, which is raised.
+
+    Raises RforkError: PortInUse, SettingsError, MissingExtra, or what a hook failed with.
+    """
+    integrations = IntegrationRunner(names, kubernetes_settings, settings, restart_on_failure=restart_on_failure)
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    PlatformCollector(registry=registry)
+    registry.register(IntegrationMetrics(integrations.statuses))
+    bind = kubernetes_settings.bind
+    listener = listen(bind, kubernetes_settings.health_port, prefix="RFORK_HOOK_", port_setting="HEALTH_PORT")
+    async with run_server(probes_app(integrations.statuses, registry), listener):
+        log.info("hooks run", hooks=",".join(names), probes=f"http://{address_of(bind, listener)}")
+        await integrations.run()
+
+
+def run_until_signal(
+    names: Sequence[HookName], kubernetes_settings: KubernetesSettings, settings: InstanceSettings
+) -> None:
+    """`rfork hook`: run hooks until SIGINT or SIGTERM, or until one fails. Raises as `run_integrations`."""
+    asyncio.run(_until_signal(names, kubernetes_settings, settings))
+
+
+async def _until_signal(
+    names: Sequence[HookName], kubernetes_settings: KubernetesSettings, settings: InstanceSettings
+) -> None:
+    loop = asyncio.get_running_loop()
+    integrations = asyncio.create_task(
+        run_integrations(names, kubernetes_settings, settings, restart_on_failure=False), name="rfork-hooks"
+    )
+
+    def stop(number: int) -> None:
+        log.info("hooks stop", signal=signal.Signals(number).name)
+        integrations.cancel()
+        for each in STOP_SIGNALS:  # the second one ends the process at once
+            loop.remove_signal_handler(each)
+            signal.signal(each, signal.SIG_DFL)
+
+    for number in STOP_SIGNALS:
+        loop.add_signal_handler(number, stop, number)
+    with contextlib.suppress(asyncio.CancelledError):
+        await integrations
+
+
+def _to_rfork_error(name: HookName, error: Exception) -> RforkError:
+    """One error of ours for whatever a hook failed with; of a group of tasks, the first of ours."""
+    leaves = list(_leaves(error))
+    for leaf in leaves:
+        if isinstance(leaf, RforkError):
+            return leaf
+    first_error = leaves[0]
+    if isinstance(first_error, ImportError) and (first_error.name or "").split(".")[0] in EXTRA_MODULES:
+        return MissingExtra(f"hook {name}", extra=EXTRA, why=str(first_error))
+    log.error("a hook failed in a way that it should not", hook=name, exc_info=error)
+    return RforkError(f"hook {name} failed: {type(first_error).__name__}: {first_error}")
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for part in error.exceptions:
+            yield from _leaves(part)
+    else:
+        yield error

@@ -1,0 +1,194 @@
+"""What vLLM-Ascend's clients ask for, in the registry's words: a seed is an instance, a lease is a fork."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import secrets
+from dataclasses import replace
+from typing import Final
+
+from fastapi import Response
+
+from planner.integrations.vllm_ascend.headers import PREFIX, AscendSeed, response
+from planner.registry import Registry
+from planner.request_intake import build_fork_result
+from planner.store.base import CommitConflict, StoreChange
+from planner.store.records import ForkRecord, InstanceRecord
+from rfork.logs import logger
+from rfork.schema import ForkProgress, ForkRequest, InstanceReport, Placement
+from rfork.schema.types import InstanceState, Outcome
+from rfork.settings import host_port
+
+TRANSPORT: Final = "ascend"
+SEED_TTL_S: Final = 75.0
+"""Seconds without a heartbeat after which a seed is forgotten: the clients send one each 30 s."""
+MAX_UNKNOWN: Final = 16
+"""Most readers that a seed's `SEED_REFCNT` is taken to mean."""
+ATTEMPTS: Final = 20
+"""How often a seed's removal is tried because another replica changed its leases meanwhile."""
+IDLE_STATE: Final = ForkProgress(verified=(), bytes_read=0, bytes_per_s=0.0)
+"""What a lease that is renewed tells of its read."""
+
+
+class AscendLeaseService:
+    """Says in the registry's words what the protocol asks for."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._log = logger("planner.integrations.vllm_ascend.router")
+
+    async def add(self, key: str, seed: AscendSeed, references: int) -> None:
+        """Register the seed, or take its heartbeat; it stays draining while its removal waits for leases."""
+        await self._registry.sweep()
+        record = self._registry.state.instance(seed.instance_id)
+        leases = len(self._active_leases(record)) if record is not None else 0
+        state: InstanceState = "draining" if leases and record and _is_draining(record) else "serving"
+        readers = min(max(0, references - leases), MAX_UNKNOWN)
+        unplanned_readers = tuple(f"{seed.instance_id}:reader-{index}" for index in range(readers))
+        await self._registry.report(_seed_report(key, seed, state, unplanned_readers))
+        await self._remove_if_silent(seed.instance_id, min_silence_s=SEED_TTL_S)
+
+    async def lease(self, key: str, host: str) -> Response:
+        """200 with a lease, or 404."""
+        lease_id = secrets.token_hex(16)
+        target = _target_report(key, lease_id, host)
+        plan = await self._registry.request_plan(ForkRequest(fork_id=lease_id, instance=target))
+        seed = AscendSeed.from_instance_id(plan.routes[0].source_id) if plan.routes else None
+        if seed is None:
+            await self._end(self._registry.fork(lease_id), "fallback", f"NoSource: {plan.reason}")
+            return response(404)
+        ttl_s = plan.routes[0].lease.expires_in_s
+        # Only renewals are heard of it: it is forgotten when its lease lapses, and not before.
+        await self._remove_if_silent(target.instance_id, min_silence_s=ttl_s, max_silence_s=ttl_s)
+        return response(
+            200, SEED_IP=seed.ip, SEED_PORT=str(seed.port), SEED_RANK=str(seed.rank), USER_ID=lease_id,
+            LEASE_TTL_SEC=f"{ttl_s:g}",
+        )  # fmt: skip
+
+    async def renew(self, seed: AscendSeed, lease_id: str) -> bool:
+        """Whether the lease lives on; one whose seed is gone ends."""
+        fork = await self._check_lease(seed, lease_id)
+        if fork is None:
+            return False
+        renewed = await self._registry.progress(lease_id, IDLE_STATE)
+        if seed.instance_id in renewed.leases:
+            return True
+        await self._end(fork, "interrupted", "SourceGone: the seed fell silent or was removed")
+        return False
+
+    async def release(self, seed: AscendSeed, lease_id: str) -> bool:
+        """Whether there was such a lease to end. A seed that waits to be removed leaves with the last one."""
+        fork = await self._check_lease(seed, lease_id)
+        if fork is None:
+            return False
+        await self._end(fork, "forked", "the lease was given back; how the read went is not told")
+        record = self._registry.state.instance(seed.instance_id)
+        if record is not None and _is_draining(record):
+            await self._forget(record)
+        return True
+
+    async def remove(self, key: str, seed: AscendSeed) -> int:
+        """200, 404, or 409 while it is leased: then it gets no new reader."""
+        await self._registry.sweep()
+        record = self._registry.state.instance(seed.instance_id)
+        if record is None or record.report.model != PREFIX + key:
+            return 404
+        if await self._forget(record):
+            return 200
+        await self._registry.report(record.report.model_copy(update={"state": "draining"}))
+        return 409
+
+    async def _forget(self, record: InstanceRecord) -> bool:
+        """Forget the seed unless it is leased; whether that was so."""
+        store, instance_id = self._registry.store, record.report.instance_id
+        for _ in range(ATTEMPTS):
+            version = store.version(record.group)
+            if self._active_leases(record):
+                return False
+            try:
+                await store.commit(StoreChange(removed=(instance_id,), group=record.group, version=version))
+            except CommitConflict:
+                continue
+            self._log.info("instance removed", instance_id=instance_id)
+            return True
+        return False
+
+    async def _check_lease(self, seed: AscendSeed, lease_id: str) -> ForkRecord | None:
+        """The lease, if it lives and is on this seed."""
+        await self._registry.sweep()
+        fork = self._registry.state.fork(lease_id)
+        if fork is None or not fork.live or seed.instance_id not in [read.source_id for read in fork.reads]:
+            return None
+        return fork
+
+    def _active_leases(self, record: InstanceRecord) -> list[str]:
+        """Leases on the seed that this planner gave."""
+        state = self._registry.state
+        readers = state.group(record.group).readers.get(record.report.instance_id, {})
+        return [name for name in readers if state.fork(name) is not None]
+
+    async def _end(self, fork: ForkRecord, outcome: Outcome, reason: str) -> None:
+        finish = build_fork_result(fork, outcome, reason, self._registry.now())
+        await self._registry.finish(fork.fork_id, finish)
+        await self._registry.remove(fork.instance_id)
+
+    async def _remove_if_silent(
+        self, instance_id: str, *, min_silence_s: float, max_silence_s: float = math.inf
+    ) -> None:
+        """Forget the instance after so many seconds of silence, rather than after what the settings say."""
+        record = self._registry.state.instance(instance_id)
+        if record is None:
+            return
+        forget_s = min(max(record.ttl_s, min_silence_s), max_silence_s)
+        if forget_s != record.ttl_s:
+            await self._registry.store.commit(StoreChange(instances=(replace(record, ttl_s=forget_s),)))
+
+
+def _seed_report(key: str, seed: AscendSeed, state: InstanceState, readers: tuple[str, ...]) -> InstanceReport:
+    return InstanceReport(
+        instance_id=seed.instance_id,
+        model=PREFIX + key,
+        version=_version(key),
+        layout_id=_derive_id("layout", key),
+        weights_id=_derive_id("weights", key),
+        image_bytes=0,
+        chunk_count=1,
+        state=state,
+        verified=((0, 1),),
+        address=host_port(seed.ip, seed.port),
+        transports=(TRANSPORT,),
+        placement=Placement(host=seed.ip),
+        max_readers=1,
+        readers=readers,
+    )
+
+
+def _target_report(key: str, lease_id: str, host: str) -> InstanceReport:
+    return InstanceReport(
+        instance_id=f"{PREFIX}user-{lease_id}",
+        model=PREFIX + key,
+        version=_version(key),
+        layout_id=_derive_id("layout", key),
+        image_bytes=0,
+        chunk_count=1,
+        state="loading",
+        address=host,
+        transports=(TRANSPORT,),
+        placement=Placement(host=host),
+        max_readers=0,
+    )
+
+
+def _version(key: str) -> str:
+    """Return the version that a seed key stands for: it covers all that has to be equal."""
+    return f"seed-key:{_derive_id('version', key)}"
+
+
+def _derive_id(what: str, key: str) -> str:
+    return hashlib.sha256(f"rfork/compat/ascend/{what}:{key}".encode()).hexdigest()[:32]
+
+
+def _is_draining(record: InstanceRecord) -> bool:
+    """Whether it is to be removed; an operator's drain is not told here."""
+    return record.report.state == "draining"

@@ -1,0 +1,53 @@
+"""Parts of an image: cut from lists of chunks, and put together by who gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import pairwise
+
+from planner.policy.transports import shared_transports
+from planner.policy_types import RouteAssignment, Source, Storage
+from rfork.image.ranges import Range, count, normalise
+
+
+def to_assignments(target: Source, shares: Iterable[tuple[Source, tuple[Range, ...]]]) -> tuple[RouteAssignment, ...]:
+    """The assignments of a decision, one a source."""
+    chunks_by_source: dict[str, tuple[Source, tuple[Range, ...]]] = {}
+    for source, chunks in shares:
+        before = chunks_by_source.get(source.instance_id, (source, ()))[1]
+        chunks_by_source[source.instance_id] = source, normalise((*before, *chunks))
+    return tuple(
+        RouteAssignment(source.instance_id, chunks, shared_transports(source, target))
+        for source, chunks in chunks_by_source.values()
+        if chunks
+    )
+
+
+def the(
+    storage: Iterable[tuple[Storage, tuple[Range, ...]]],
+) -> tuple[tuple[Storage, tuple[Range, ...]], ...]:
+    """The reads of a decision from storage, one a storage."""
+    found: dict[Storage, tuple[Range, ...]] = {}
+    for each, chunks in storage:
+        found[each] = normalise((*found.get(each, ()), *chunks))
+    return tuple(found.items())
+
+
+def split(chunks: tuple[Range, ...], part_count: int) -> list[tuple[Range, ...]]:
+    """Cut into at most `part_count` runs of chunks in order, whose sizes differ by one at most; none is empty."""
+    total = count(chunks)
+    part_count = min(part_count, total)
+    bounds = [total * part // part_count for part in range(part_count + 1)] if part_count else [0]
+    return [cut(chunks, begin, end) for begin, end in pairwise(bounds)]
+
+
+def cut(chunks: tuple[Range, ...], begin: int, end: int) -> tuple[Range, ...]:
+    """The chunks from the `begin`-th to before the `end`-th of those given."""
+    found: list[Range] = []
+    offset = 0
+    for first, stop in chunks:
+        low, high = max(begin - offset, 0), min(end - offset, stop - first)
+        if low < high:
+            found.append((first + low, first + high))
+        offset += stop - first
+    return tuple(found)

@@ -1,0 +1,60 @@
+"""Whether a source can be read from, why not, and which of several is best."""
+
+from __future__ import annotations
+
+from planner.policy.plan_state import PlanState
+from planner.policy.transports import no_transport_reason, transport_cost
+from planner.policy_types import ForkDemand, Source, distance
+
+
+def source_sort_key(
+    state: PlanState, source: Source, target: Source, *, excluded: bool = False
+) -> tuple[bool, bool, bool, bool, float, int, bool, bool, int, str]:
+    """What comes first is read from first.
+
+    To one that begins, those that are furthest are best. One that lost its source needs no more than to be
+    ahead of: so it leaves the seeds and the furthest to those that need them.
+    """
+    distance_key = distance(source.location, target.location)
+    has_begun = bool(target.verified) or excluded
+    kernels, leaves_host = transport_cost(source, target)
+    return (
+        source.slow and not source.complete,
+        kernels,
+        distance_key > 0,
+        leaves_host,
+        round(state.load(source, target), 1),
+        distance_key,
+        has_begun and source.watermark < target.watermark,
+        not source.complete and not has_begun,
+        source.watermark if has_begun else -source.watermark,
+        source.instance_id,
+    )
+
+
+def ineligible_reason(source: Source, demand: ForkDemand, now: float, *, reads: bool = False) -> str:
+    """Why nobody, or not this fork, may read from the source; empty where it may.
+
+    Who `reads` there already may finish while the source drains.
+    """
+    if source.state == "draining" and not reads:
+        return "draining"
+    if now < source.quarantined_until:
+        return f"quarantined: {source.quarantine}"
+    if source.instance_id in demand.excluded:
+        return f"failed this fork: {demand.excluded[source.instance_id]}"
+    return no_transport_reason(source, demand.target)
+
+
+def no_data_reason(state: PlanState, source: Source, target: Source) -> str:
+    """Why the source can give nothing of what is missing, now or later."""
+    if source.weights_id is not None and target.weights_id is not None and source.weights_id != target.weights_id:
+        return f"holds other weights ({source.weights_id})"
+    progress_text = f"has {source.watermark} of {source.chunk_count} chunks"
+    parents = [share.source_id for share in state.shares(source.instance_id)]
+    if not parents:
+        return f"{progress_text} and reads from nobody"
+    missing_parents = [parent for parent in parents if state.source(parent) is None]
+    if missing_parents:
+        return f"{progress_text} and its own source {missing_parents[0]} is gone"
+    return f"{progress_text} and waits for the target itself, or for one that waits for nobody"

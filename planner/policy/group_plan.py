@@ -1,0 +1,222 @@
+"""Who reads which chunks from whom: a pure function over frozen values.
+
+The service, the simulator and the tests call the same `plan`. It reads no clock, draws no lots and
+keeps nothing: the same group, demands and time give the same decisions.
+
+What goes where: `attach` plans one target (`fitness` says who can be read from, `choosing` who gives which
+part), `fanout` many that came together, by the shapes in `trees`; `cold` elects who reads storage where
+nobody holds the image; `stragglers` finds those that nobody should wait for; `state` is the scratch paper
+of one call, and `ways`, `weights` and `parts` are what all of them ask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from planner.policy import reasons
+from planner.policy.attach import attach
+from planner.policy.cold_start import elect_storage_readers
+from planner.policy.eligibility import ineligible_reason
+from planner.policy.fanout import plan_fanout
+from planner.policy.plan_state import PlanState
+from planner.policy.stragglers import stragglers
+from planner.policy.transports import has_only_same_host
+from planner.policy.weights import weights_compatible, with_wanted_weights
+from planner.policy_types import ForkDemand, GroupView, HolderCount, PlanDecision, Source
+from rfork.image.ranges import subtract
+
+__all__ = ["plan", "stragglers"]
+
+PlanningKey = tuple[str, int, tuple[str, ...], str | None]
+"""Targets of one layout, chunk count and list of transports can be planned together; where none of these
+leads to another host, those of one host."""
+
+
+def plan(group: GroupView, demands: Sequence[ForkDemand], now: float) -> dict[str, PlanDecision]:
+    """A decision for each demand, by fork_id. Demands planned in one call share one plan.
+
+    Every missing chunk is assigned to one source at most: a peer that is fit and gets it, or the
+    target's own storage. A decision without either says why. Those that hold chunks already come
+    first: others may wait for them.
+    """
+    demands = sorted(demands, key=_planning_order)
+    state = PlanState(group, demands, now)
+    demands_by_key: dict[PlanningKey, list[ForkDemand]] = {}
+    for demand in demands:
+        target = demand.target
+        if target.chunk_count and subtract([(0, target.chunk_count)], target.verified):
+            host = target.location.host if has_only_same_host(target.transports) else None
+            planning_key = (target.layout_id, target.chunk_count, target.transports, host)
+            demands_by_key.setdefault(planning_key, []).append(demand)
+        else:
+            done = PlanDecision(
+                target.weights_id, (), "every chunk is verified already", provisional_id=target.provisional_id
+            )
+            state.decide(demand, done)
+    for same_layout in demands_by_key.values():
+        _plan_same_layout(state, same_layout)
+    if len(demands) > 1 and state.planned():
+        for demand in state.without_plan():
+            # Its turn came before that of those that it depends on.
+            if demand.target.watermark < demand.target.chunk_count:
+                state.release(demand)
+                _plan_single(state, demand)
+    for demand in demands:
+        if state.decisions[demand.fork_id].storage:
+            _name_another_layout(state, demand)
+    return state.decisions
+
+
+def _plan_same_layout(state: PlanState, demands: list[ForkDemand]) -> None:
+    """Plan demands of one layout and the same transports."""
+    first, holder_counts = demands[0].target, state.group.holders
+    own = first.instance_id if len(demands) == 1 else None
+    sources = [source for source in _candidates(state, own) if _is_same_layout(source, first)]
+    best = _preferred_weights(holder_counts if holder_counts is not None else holders(sources, state.now))
+    # Those of the batch itself that share a host are for the fan-out to see.
+    source_locations = [source.location for source in sources if not state.is_unplanned(source.instance_id)]
+    nodes = {location.host for location in source_locations} | {
+        location.nvlink for location in source_locations if location.nvlink
+    }
+    with_chunks: list[ForkDemand] = []
+    without_chunks: list[ForkDemand] = []
+    for demand in demands:
+        target = demand.target
+        begun = target.verified and (target.weights_id or target.provisional_id)
+        storage_demand = (
+            with_wanted_weights(demand, target.weights_id, target.provisional_id)
+            if begun
+            else with_wanted_weights(demand, *best)
+        )
+        co_located = target.location.host in nodes or target.location.nvlink in nodes
+        (with_chunks if begun or demand.current_shares or demand.excluded or co_located else without_chunks).append(
+            storage_demand
+        )
+    for demand in with_chunks:
+        _plan_single(state, demand)
+    if len(without_chunks) > 1:
+        sources = [source for source in _candidates(state, own) if _is_same_layout(source, first)]
+        without_chunks = plan_fanout(
+            state,
+            without_chunks,
+            [source for source in sources if weights_compatible(source, without_chunks[0].target)],
+        )
+    if (
+        len(without_chunks) > 1
+        and first.transports
+        and not any(source.verified or state.shares(source.instance_id) for source in sources)
+    ):
+        without_chunks = elect_storage_readers(state, without_chunks)
+    for demand in without_chunks:
+        _plan_single(state, demand)
+
+
+def _planning_order(demand: ForkDemand) -> tuple[bool, int, str]:
+    """Who reads storage comes first, then who holds most: others may wait for them."""
+    own = demand.target.instance_id
+    return (
+        all(share.source_id != own for share in demand.current_shares),
+        -demand.target.watermark,
+        demand.fork_id,
+    )
+
+
+def _candidates(state: PlanState, own: str | None) -> list[Source]:
+    """Everybody but its `own` to look at: the candidates, and who has got a plan in this call."""
+    group = state.group
+    named = group.sources if group.candidates is None else group.candidates
+    names = dict.fromkeys((*named, *state.planned()))
+    return [source for name in names if name != own and (source := state.source(name)) is not None]
+
+
+def _is_same_layout(source: Source, target: Source) -> bool:
+    return (source.layout_id, source.chunk_count) == (target.layout_id, target.chunk_count)
+
+
+def _plan_single(state: PlanState, demand: ForkDemand) -> None:
+    alive = _candidates(state, demand.target.instance_id)
+    sources = [source for source in alive if _is_same_layout(source, demand.target)]
+    decision = attach(state, demand, sources)
+    if (decision.storage or decision.no_free_slot or not decision.assignments) and _accepts_other_weights(
+        state, demand, sources
+    ):
+        # Somebody may be reading other files by now, for all that come.
+        for content in sorted({(source.weights_id or "", source.provisional_id or "") for source in sources}):
+            storage_demand = with_wanted_weights(demand, content[0] or None, content[1] or None)
+            follower_decision = attach(state, storage_demand, sources)
+            better = (
+                follower_decision.assignments
+                if decision.assignments
+                else follower_decision.assignments or follower_decision.no_free_slot
+            )
+            if (
+                better
+                and not follower_decision.storage
+                and not (decision.assignments and follower_decision.no_free_slot)
+            ):
+                decision, demand = follower_decision, storage_demand
+                break
+    if not decision.assignments and not decision.storage:
+        others = [source for source in alive if not _is_same_layout(source, demand.target)]
+        if not sources:
+            other = reasons.sample_source(others).instance_id if others else None
+            reason = reasons.no_holder_reason(state.group, others)
+            decision = PlanDecision(None, (), reason, other_layout=other)
+        elif others:
+            other_layout_note = reasons.other_layouts_phrase(state.group, others, "this model and rank")
+            decision = replace(decision, reason=f"{decision.reason}; {other_layout_note}")
+    state.decide(demand, decision)
+
+
+def _name_another_layout(state: PlanState, demand: ForkDemand) -> None:
+    """Storage is read though the model is held: with another layout, which its builder should know."""
+    alive = _candidates(state, demand.target.instance_id)
+    others = [source for source in alive if not _is_same_layout(source, demand.target) and source.complete]
+    if others and not any(source.complete for source in alive if source not in others):
+        decision = state.decisions[demand.fork_id]
+        other_layout_note = reasons.other_layouts_phrase(state.group, others, "this model and rank")
+        state.decisions[demand.fork_id] = replace(
+            decision,
+            reason=f"{decision.reason}; {other_layout_note}",
+            other_layout=reasons.sample_source(others).instance_id,
+        )
+
+
+def _accepts_other_weights(state: PlanState, demand: ForkDemand, sources: list[Source]) -> bool:
+    """Whether the target may still take other weights: it has none, and no seed gives those it wants."""
+    target = demand.target
+    if target.verified or any(share.source_id == target.instance_id for share in demand.current_shares):
+        return False
+    return not any(
+        source.complete and source.weights_id == target.weights_id and not ineligible_reason(source, demand, state.now)
+        for source in sources
+    )
+
+
+def holders(sources: Sequence[Source], now: float) -> dict[tuple[str | None, str | None], HolderCount]:
+    """Who holds which weights (and drafts) among these sources."""
+    found: dict[tuple[str | None, str | None], HolderCount] = {}
+    for source in sources:
+        key = (source.weights_id, None) if source.weights_id else (None, source.provisional_id)
+        idle = source.state == "draining" or now < source.quarantined_until or not source.verified
+        if key == (None, None) or idle:
+            continue  # weights that nobody gives must not keep targets from those that somebody does
+        before = found.get(key, HolderCount())
+        found[key] = HolderCount(
+            seeds=before.seeds + source.complete,
+            instances=before.instances + 1,
+            generation=max(before.generation, source.generation),
+        )
+    return found
+
+
+def _preferred_weights(
+    holder_counts: Mapping[tuple[str | None, str | None], HolderCount],
+) -> tuple[str | None, str | None]:
+    """The weights that most fit seeds hold; then most instances, then the newest generation."""
+    return max(
+        holder_counts,
+        key=lambda key: (holder_counts[key], key[0] or "", key[1] or ""),
+        default=(None, None),
+    )

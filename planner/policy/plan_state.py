@@ -1,0 +1,201 @@
+"""The group as it becomes while one batch is planned: the policy's scratch paper, made new for each call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Final
+
+from planner.policy.transports import is_same_host_read
+from planner.policy.weights import weights_compatible, with_storage_weights
+from planner.policy_types import SLOW_FRACTION, ChunkShare, ForkDemand, GroupView, PlanDecision, Source
+from rfork.image.ranges import Range, count, intersect, normalise, subtract
+
+REMOTE_WEIGHT: Final = 64
+"""Sources up the line after which one that nobody reads from is taken to be fed: it closes no circle."""
+IDLE_LOAD: Final = 0.01
+"""Load below which a source counts as idle."""
+
+
+class PlanState:
+    """Who reads what from whom: the group's own mappings, under the decisions made so far."""
+
+    def __init__(self, group: GroupView, demands: Iterable[ForkDemand], now: float) -> None:
+        self.group = group
+        self.now = now
+        self.decisions: dict[str, PlanDecision] = {}
+        self._target_by_id = {demand.target.instance_id: demand for demand in demands}
+        self._forks = {demand.fork_id for demand in self._target_by_id.values()}
+        self._shares: dict[str, tuple[ChunkShare, ...]] = {}
+        self._readers: dict[str, dict[str, float]] = {}
+        self._local: dict[str, set[str]] = {}
+        for name, demand in self._target_by_id.items():
+            # Until its turn comes each is taken to go on as it does.
+            is_valid = (share for share in demand.current_shares if share.source_id not in demand.excluded)
+            has_free_slot = bool(demand.target.storage)
+            self._read(
+                demand,
+                tuple(
+                    share
+                    for share in is_valid
+                    if (has_free_slot if share.source_id == name else self.source(share.source_id))
+                ),
+            )
+
+    def source(self, instance_id: str) -> Source | None:
+        """The instance, if it is known and alive; a target as its demand, or the decision, tells of it."""
+        demand = self._target_by_id.get(instance_id)
+        found = demand.target if demand is not None else self.group.sources.get(instance_id)
+        if found is None or self.now >= found.expires_at:
+            return None
+        if found.weights_id or found.provisional_id or not found.storage:
+            return found
+        # It has told nothing yet, but what it was elected to read is known.
+        elected = any(share.source_id == instance_id for share in self.shares(instance_id))
+        return replace(with_storage_weights(found, found.storage[0]), verified=()) if elected else found
+
+    def shares(self, instance_id: str) -> tuple[ChunkShare, ...]:
+        """What a target reads, and from whom."""
+        if instance_id in self._shares:
+            return self._shares[instance_id]
+        return self.group.shares.get(instance_id, ())
+
+    def readers(self, instance_id: str) -> Mapping[str, float]:
+        """The forks that read from an instance, and what part of all that each reads it reads there."""
+        return self._readers_of(instance_id)
+
+    def load(self, source: Source, target: Source | None = None) -> float:
+        """How many targets' full speed the source is asked for at once, beside a source of weight 1.
+
+        Its network link is not asked for what stays within its host: that counts for a `target` that
+        would stay there too, and for nobody else.
+        """
+        readers = self.readers(source.instance_id)
+        local = self._stays_on_host(source.instance_id)
+        if not local or (target is not None and is_same_host_read(source, target)):
+            return sum(readers.values()) / source.egress_share
+        return sum(share for fork_id, share in readers.items() if fork_id not in local) / source.egress_share
+
+    def spare_egress(self, source: Source, target: Source | None = None) -> float:
+        """What part of a target's full speed the source could give without slowing its readers."""
+        return max(0.0, 1.0 - self.load(source, target))
+
+    def slots(self, source: Source) -> int:
+        """How many more forks may read from the source."""
+        return max(0, source.max_readers - len(self.readers(source.instance_id)))
+
+    def is_known(self, source: Source) -> bool:
+        """Whether the source's own reads are known. After a restart they are not, until it asks again."""
+        name = source.instance_id
+        return source.complete or name in self._target_by_id or name in self.group.shares
+
+    def planned(self) -> list[str]:
+        """The targets of this batch that have something to read by now, or everything already."""
+        return [name for name, each in self._target_by_id.items() if self._shares[name] or each.target.complete]
+
+    def without_plan(self) -> list[ForkDemand]:
+        """The demands whose decision gives them nothing, or what those that they relied on did not get."""
+        relied_on = any(demand.current_shares for demand in self._target_by_id.values())
+        return [
+            demand
+            for name, demand in self._target_by_id.items()
+            if not self._shares[name] or (relied_on and self._cut_off(demand.target))
+        ]
+
+    def _cut_off(self, target: Source) -> bool:
+        for share in self._shares[target.instance_id]:
+            source = self.source(share.source_id)
+            if share.source_id == target.instance_id or source is None or not self.is_known(source):
+                continue
+            if self.available_chunks(source, share.chunks, target) != normalise(share.chunks):
+                return True
+        return False
+
+    def is_unplanned(self, instance_id: str) -> bool:
+        """Whether the instance is a target of this batch that has no decision yet."""
+        demand = self._target_by_id.get(instance_id)
+        return demand is not None and demand.fork_id not in self.decisions
+
+    def decide(self, demand: ForkDemand, decision: PlanDecision) -> None:
+        """Keep the decision, and let later ones of the batch see it."""
+        own_share = tuple(
+            ChunkShare(demand.target.instance_id, chunks, storage.kind == "loader")
+            for storage, chunks in decision.storage
+        )
+        self.decisions[demand.fork_id] = decision
+        target = demand.target
+        if decision.assignments or own_share:
+            target = replace(target, weights_id=decision.weights_id, provisional_id=decision.provisional_id)
+        self._target_by_id[target.instance_id] = replace(demand, target=target)
+        self.release(demand)
+        self._read(demand, decision.shares + own_share)
+
+    def release(self, demand: ForkDemand) -> None:
+        """Take back what the demand's target reads: it is decided anew."""
+        for share in self._shares[demand.target.instance_id]:
+            self._readers_of(share.source_id).pop(demand.fork_id, None)
+            self._stays_on_host(share.source_id).discard(demand.fork_id)
+        self._shares[demand.target.instance_id] = ()
+
+    def available_chunks(self, source: Source, wanted: tuple[Range, ...], target: Source) -> tuple[Range, ...]:
+        """Of the wanted chunks, those that the source holds or gets: through sources that are alive, hold
+        the same weights and do not read these chunks from the target, from one that holds them or reads
+        them from storage.
+        """
+        if source.complete and weights_compatible(source, target):
+            return wanted  # by far the most frequent case
+        found: list[Range] = []
+        visited: dict[str, tuple[Range, ...]] = {}
+        pending = [(source.instance_id, wanted)]
+        target_is_read = bool(self.readers(target.instance_id))
+        while pending:
+            instance_id, chunks = pending.pop()
+            if instance_id == target.instance_id:
+                continue
+            link = self.source(instance_id)
+            if link is None or not weights_compatible(link, target):
+                continue
+            chunks = subtract(chunks, visited.get(instance_id, ()))
+            visited[instance_id] = normalise((*visited.get(instance_id, ()), *chunks))
+            # Nobody can tell what chunks without a name are.
+            available = intersect(chunks, link.verified) if link.weights_id or link.provisional_id else ()
+            found.extend(available)
+            chunks = subtract(chunks, available)
+            if not chunks:
+                continue
+            if len(visited) > REMOTE_WEIGHT and not target_is_read:
+                found.extend(chunks)
+                continue
+            for share in self.shares(instance_id):
+                part = intersect(chunks, share.chunks)
+                if part and share.source_id == instance_id:
+                    found.extend(() if share.all_or_nothing and self.group.loader_only else part)
+                elif part:
+                    pending.append((share.source_id, part))
+        return normalise(found)
+
+    def _read(self, demand: ForkDemand, shares: tuple[ChunkShare, ...]) -> None:
+        own_share = demand.target.instance_id
+        self._shares[own_share] = shares
+        total = sum(count(share.chunks) for share in shares)
+        speed = SLOW_FRACTION if demand.target.slow else 1.0
+        for share in shares:
+            if share.source_id != own_share and share.chunks:
+                self._readers_of(share.source_id)[demand.fork_id] = speed * count(share.chunks) / total
+                source = self.source(share.source_id)
+                if source is not None and is_same_host_read(source, demand.target):
+                    self._stays_on_host(share.source_id).add(demand.fork_id)
+
+    def _readers_of(self, instance_id: str) -> dict[str, float]:
+        if instance_id not in self._readers:
+            before = self.group.readers.get(instance_id, {})
+            self._readers[instance_id] = {
+                fork_id: share for fork_id, share in before.items() if fork_id not in self._forks
+            }
+        return self._readers[instance_id]
+
+    def _stays_on_host(self, instance_id: str) -> set[str]:
+        """Of the instance's readers, those that stay within its host."""
+        if instance_id not in self._local:
+            self._local[instance_id] = set(self.group.same_host_readers.get(instance_id, ())) - self._forks
+        return self._local[instance_id]

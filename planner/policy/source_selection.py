@@ -1,0 +1,98 @@
+"""Among the sources that can give what a target misses, who gives which part of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from planner.policy.chunk_split import cut
+from planner.policy.plan_state import IDLE_LOAD
+from planner.policy.transports import TransportCost
+from planner.policy_types import Source, distance, link_fraction
+from rfork.image.ranges import Range, count, intersect, subtract
+
+MAX_STRIPES: Final = 4
+"""Most sources that one fork reads from at once by choice."""
+MAX_SOURCES: Final = 8
+"""Sources that one fork is divided among, where none gives everything."""
+MIN_USEFUL_SHARE: Final = 0.75
+"""Part of what a target needs that one source must have to spare to be read from alone."""
+
+
+@dataclass(frozen=True)
+class SourceOption:
+    """A source that can be read from, what it can give of the rest, and its egress to spare (0 to 1)."""
+
+    source: Source
+    available: tuple[Range, ...]
+    spare_egress: float
+    transport_cost: TransportCost
+
+
+def split_among(
+    target: Source, unassigned: tuple[Range, ...], required: float, options: list[SourceOption]
+) -> list[tuple[Source, tuple[Range, ...]]]:
+    """Divide the rest, which wants `required` of the target's speed, among the options."""
+    complete_options = [option for option in options if option.available == unassigned]
+    if not complete_options:
+        return _split_by_availability(unassigned, options)
+    first = complete_options[0]
+    if first.source.complete or not first.source.slow:
+        complete_options = [option for option in complete_options if option.source.complete or not option.source.slow]
+    complete_options = [option for option in complete_options if option.transport_cost[0] == first.transport_cost[0]]
+    nearest = distance(first.source.location, target.location)
+    equivalent = [
+        option
+        for option in complete_options
+        if option.transport_cost == first.transport_cost
+        and distance(option.source.location, target.location) == nearest
+    ]
+    idle = [option for option in equivalent if option.source.complete and option.spare_egress > 1 - IDLE_LOAD]
+    if first in idle:
+        return _split_by_capacity(target, unassigned, idle[:MAX_STRIPES])
+    if nearest == 0 or first.spare_egress >= MIN_USEFUL_SHARE * required:
+        return [(first.source, unassigned)]
+    spare_egress: list[SourceOption] = []
+    for option in complete_options:
+        if (
+            option.spare_egress > IDLE_LOAD
+            and sum(each.spare_egress for each in spare_egress) < required
+            and len(spare_egress) < MAX_STRIPES
+        ):
+            spare_egress.append(option)
+    if sum(option.spare_egress for option in spare_egress) >= MIN_USEFUL_SHARE * required:
+        return _split_by_capacity(target, unassigned, spare_egress)
+    return [(first.source, unassigned)]
+
+
+def _split_by_capacity(
+    target: Source, unassigned: tuple[Range, ...], options: list[SourceOption]
+) -> list[tuple[Source, tuple[Range, ...]]]:
+    """To each its part, by what it has to spare of what it may give; of few chunks, some get none."""
+    rates = [option.source.egress_rate or 0.0 for option in options]
+    link = target.ingress_rate or max(rates)
+    spare_rates = [link_fraction(option.source, link) * option.spare_egress for option in options]
+    total, total_spare = count(unassigned), sum(spare_rates)
+    shares: list[tuple[Source, tuple[Range, ...]]] = []
+    begin, offset = 0, 0.0
+    for option, spare_egress in zip(options, spare_rates, strict=True):
+        offset += spare_egress
+        end = math.floor(total * offset / total_spare + 0.5)
+        if begin < end:
+            shares.append((option.source, cut(unassigned, begin, end)))
+        begin = end
+    return shares
+
+
+def _split_by_availability(
+    unassigned: tuple[Range, ...], options: list[SourceOption]
+) -> list[tuple[Source, tuple[Range, ...]]]:
+    """Nobody gives all: each gives what those before it cannot."""
+    chosen: list[tuple[Source, tuple[Range, ...]]] = []
+    for option in options:
+        share = intersect(option.available, unassigned)
+        if share:
+            chosen.append((option.source, share))
+            unassigned = subtract(unassigned, share)
+    return chosen

@@ -1,0 +1,185 @@
+"""The planner as a process: one uvicorn worker on a socket that is bound before anything else starts."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import Final
+
+import uvicorn
+
+from planner.app import create_app
+from planner.connection_acceptor import BoundedServer
+from planner.integrations.in_process import InProcessRunner, create_in_process_runner
+from planner.origins import KnownHosts
+from planner.sockets import KEEP_ALIVE_S, SHUTDOWN_S, address_of, listen
+from rfork import __version__
+from rfork.errors import SettingsError
+from rfork.logs import logger
+from rfork.schema.types import VERSION_HEADER
+from rfork.settings import LOOPBACK, PlannerSettings
+from rfork.tls_files import server_context
+
+SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+
+
+def serve(settings: PlannerSettings, ready: Callable[[str], None] | None = None) -> None:
+    """Serve until SIGINT or SIGTERM; `ready` is called with the URL once requests are answered.
+
+    The hooks that the settings name run beside it. Logs through structlog as the caller has set it up.
+    Raises PortInUse, or SettingsError for an address or TLS files that cannot be used.
+    """
+    with (
+        bind(settings) as listener,
+        _record_signals() as signals_received,
+        create_in_process_runner(settings, url_of(settings, listener)) as integrations,
+    ):
+        server = _server(settings, listener, ready, integrations, signals_received)
+        # The process is the planner's own: what was made until now, modules above all, lives as long as it.
+        # Let no collection of garbage look through it again, for that holds the event loop.
+        gc.collect()
+        gc.freeze()
+        server.run(sockets=[listener])
+
+
+@contextlib.contextmanager
+def run_in_thread(settings: PlannerSettings) -> Iterator[str]:
+    """Serve on a thread of this process for the time of the `with` block; yields the URL."""
+    started = threading.Event()
+    with bind(settings) as listener:
+        server = _server(settings, listener, lambda _: started.set())
+
+        def run() -> None:
+            try:
+                server.run(sockets=[listener])
+            finally:
+                started.set()
+
+        thread = threading.Thread(target=run, name="rfork-planner", daemon=True)
+        thread.start()
+        started.wait()
+        try:
+            if not server.started:
+                raise SettingsError("the planner did not start; its log says why")
+            yield url_of(settings, listener)
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+def bind(settings: PlannerSettings) -> socket.socket:
+    """The listening socket. Raises PortInUse, or SettingsError where the address cannot be used."""
+    return listen(settings.bind, settings.port, prefix="RFORK_PLANNER_", port_setting="PORT")
+
+
+def url_of(settings: PlannerSettings, listener: socket.socket) -> str:
+    """The URL that the listening socket is reached at."""
+    return f"{'https' if settings.tls.serves else 'http'}://{address_of(settings.bind, listener)}"
+
+
+class _PlannerServer(BoundedServer):
+    """Says when it is up, and when it is about to go. Ends at once where it was `signals_received` to already."""
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        on_start: Callable[[], None],
+        on_stop: Callable[[], None],
+        signals_received: Sequence[int],
+    ) -> None:
+        super().__init__(config)
+        self._on_start = on_start
+        self._on_stop = on_stop
+        self._signals_received = signals_received
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        # uvicorn hears signals by now: none comes after this look at those from before.
+        self.should_exit = self.should_exit or bool(self._signals_received)
+        if self.started and not self.should_exit:
+            self._on_start()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._on_stop()  # first: uvicorn waits for every answer under way, and event streams have no end
+        await super().shutdown(sockets)
+
+
+def _server(
+    settings: PlannerSettings,
+    listener: socket.socket,
+    ready: Callable[[str], None] | None,
+    integrations: InProcessRunner | None = None,
+    signals_received: Sequence[int] = (),
+) -> uvicorn.Server:
+    log, tls, url = logger("planner"), settings.tls, url_of(settings, listener)
+    app = create_app(settings, hosts=KnownHosts.of(settings))
+    if integrations is not None:
+        app.metrics.registry.register(integrations.metrics)
+    config = uvicorn.Config(
+        app,
+        workers=1,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        ws="none",
+        # Or a caller on this host could name any address as its own.
+        proxy_headers=False,
+        headers=[(VERSION_HEADER, __version__)],
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=SHUTDOWN_S,
+    )
+    config.load()
+    try:
+        config.ssl = server_context(tls)
+    except SettingsError as error:
+        raise SettingsError(f"the planner's TLS files cannot be used: {error}") from error
+    if tls.certificate is not None:
+        app.metrics.follow_certificate(tls.certificate)
+    if settings.bind not in LOOPBACK and settings.token is None and settings.tokens is None:
+        log.warning(
+            "THE PLANNER IS OPEN: anyone who reaches it can get leases on the weights",
+            bind=settings.bind,
+            hint="set RFORK_PLANNER_TOKEN or RFORK_PLANNER_TOKENS",
+        )
+
+    def started() -> None:
+        log.info("planner is up", url=url)
+        if integrations is not None:
+            integrations.start()
+        if ready is not None:
+            ready(url)
+
+    def stopping() -> None:
+        app.events.close()
+        app.broadcaster.close()
+        if integrations is not None:
+            integrations.stop()
+
+    return _PlannerServer(config, started, stopping, signals_received)
+
+
+@contextlib.contextmanager
+def _record_signals() -> Iterator[list[int]]:
+    """uvicorn stops at a signal and then raises it again: let that do nothing, for an exit in order.
+
+    One that comes before uvicorn hears of it stands in the list.
+    """
+    signals_received = list[int]()
+
+    def note(number: int, frame: FrameType | None) -> None:
+        signals_received.append(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield signals_received
+        return
+    previous_handlers = {number: signal.signal(number, note) for number in SIGNALS}
+    try:
+        yield signals_received
+    finally:
+        for number, handler in previous_handlers.items():
+            signal.signal(number, handler)

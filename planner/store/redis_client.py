@@ -1,0 +1,185 @@
+"""The keys in Redis that replicas of the planner share, and what is done with them.
+
+::
+
+    meta        epoch, count of changes, the furthest that a replica's clock has come, `floor`; of the
+                stream, at which change its newer half begins and the bytes of that half
+    changes     stream of the last changes, each with the shared time; the id of the n-th is n-0, so that
+                a gap shows
+    instances   `ID PART` -> JSON text (planner.store.codec)
+    forks       the same
+    versions    group -> number of the last change of its forks; those of empty groups are forgotten, and
+                then count as `floor`, the number of the change that forgot the last one
+    ended       forks that ended, in that order
+    scaleups    id -> JSON text
+
+All of it goes when no planner has written for a day. Only this module imports the `redis` package.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import NoScriptError, RedisError
+
+from planner.store.base import StoreUnavailable
+from planner.store.codec import FORKS, INSTANCES, Codec, Record
+from planner.store.messages import (
+    CHANGE_ADAPTER,
+    READ_COUNT,
+    SCALEUP_ADAPTER,
+    ChangeMessage,
+    CommitResult,
+    LogEntry,
+    ReplicaBehind,
+    StoreSnapshot,
+    group_from,
+)
+from planner.store.scripts import COMMIT, OPEN
+from rfork.errors import SettingsError
+from rfork.settings import host_port
+
+FORMAT: Final = 7
+"""Of keys and records: planners of different formats do not see one another."""
+KEYS: Final = ("meta", "changes", "instances", "forks", "versions", "ended", "scaleups")
+KEEP_CHANGES: Final = 20_000
+"""A replica that is further behind loads everything: ten seconds of 10,000 instances' heartbeats."""
+KEEP_BYTES: Final = 64 << 20
+"""The same in bytes. A heartbeat is 130 to 300 of them, a fork's progress 900, its plan 2,100, so that the
+count comes first; but the largest report is 590,000, and 20,000 of those would be 12 GB."""
+KEEP_S: Final = 24 * 3600
+LOAD_TIMEOUTS: Final = 10
+"""Reading everything may take this many times as long as one call: it is one answer of some tens of MB."""
+COMMIT_SHA1: Final = hashlib.sha1(COMMIT.encode()).hexdigest()
+"""What Redis calls the script by."""
+
+
+class RedisClient:
+    """One replica's connections. Every method raises StoreUnavailable within `timeout_s`."""
+
+    def __init__(self, url: str, *, timeout_s: float, keep_forks: int, prefix: str) -> None:
+        """Connects to nothing yet. Raises SettingsError for a URL that cannot be used."""
+        self.block_s = min(1.0, timeout_s / 2)
+        self._timeout_s = timeout_s
+        self._keep_forks = keep_forks
+        # The braces keep all keys in one slot of a Redis cluster.
+        self._keys = {name: f"{{{prefix}}}:{FORMAT}:{name}" for name in KEYS}
+        try:
+            self.address = _address(url)
+            self._redis: Redis = Redis.from_url(
+                url,
+                protocol=2,
+                socket_timeout=timeout_s,
+                socket_connect_timeout=timeout_s,
+                retry=Retry(NoBackoff(), 0),
+            )
+        except ValueError:
+            # Never the URL itself: it may hold a password.
+            raise SettingsError(
+                "RFORK_PLANNER_STORE is no URL of a Redis", hint="redis://[USER:PASSWORD@]HOST:PORT/DB"
+            ) from None
+
+    async def load(self) -> StoreSnapshot:
+        """Read everything, in one step; an empty Redis gets a new epoch."""
+        async with self._with_timeout(LOAD_TIMEOUTS):
+            await self._call("SCRIPT LOAD", COMMIT)
+            async with self._redis.pipeline(transaction=True) as steps:
+                steps.execute_command("EVAL", OPEN, len(KEYS), *self._keys.values(), uuid.uuid4().hex, KEEP_S * 1000)
+                for name in ("instances", "forks", "versions", "scaleups"):
+                    steps.execute_command("HGETALL", self._keys[name])
+                steps.execute_command("ZRANGE", self._keys["ended"], 0, -1)
+                header, instances, forks, versions, scaleups, ended = await steps.execute()
+                epoch, number, at, floor = header
+            return StoreSnapshot(
+                epoch=epoch.decode(),
+                number=int(number),
+                time=float(at),
+                instances=_records(INSTANCES, instances),
+                forks=_records(FORKS, forks),
+                versions={group_from(group.decode()): int(version) for group, version in versions.items()},
+                floor=int(floor or 0),
+                ended=tuple(name.decode() for name in ended),
+                scaleups={name.decode(): SCALEUP_ADAPTER.validate_json(text) for name, text in scaleups.items()},
+            )
+
+    async def commit(self, epoch: str, since: int, at: float, bodies: Sequence[ChangeMessage]) -> CommitResult:
+        """Offer changes, each whole or not at all, as one that has read `since` changes; raises Behind."""
+        async with self._with_timeout():
+            reply = await self._call(
+                "EVALSHA", COMMIT_SHA1, len(KEYS), *self._keys.values(),
+                epoch, since, f"{at:.6f}", self._keep_forks, KEEP_CHANGES, KEEP_BYTES // 2,
+                KEEP_S * 1000,
+                INSTANCES.head, " ".join(INSTANCES.part_names), FORKS.head, " ".join(FORKS.part_names),
+                *(CHANGE_ADAPTER.dump_json(body) for body in bodies),
+            )  # fmt: skip
+            if reply is None:
+                raise ReplicaBehind("another epoch, or a longer way to catch up than the stream goes back")
+            missed, verdicts, last_number = reply
+            entries = tuple(_entry(name, dict(zip(*[iter(pairs)] * 2, strict=True))) for name, pairs in missed)
+            return CommitResult(entries, tuple(verdicts), float(last_number))
+
+    async def read_changes(self, since: int) -> tuple[LogEntry, ...]:
+        """The changes after `since`, READ_COUNT at most; waits up to `block_s` for one."""
+        async with self._with_timeout():
+            reply = await self._call(
+                "XREAD", "COUNT", READ_COUNT, "BLOCK", int(self.block_s * 1000),
+                "STREAMS", self._keys["changes"], f"{since}-0",
+            )  # fmt: skip
+            return tuple(_entry(name, fields) for name, fields in reply[0][1]) if reply else ()
+
+    async def _call(self, *words: str | bytes | int) -> Any:
+        return await self._redis.execute_command(*words)  # type: ignore[no-untyped-call]
+
+    async def close(self) -> None:
+        """Let go of all connections; the next call makes new ones."""
+        with contextlib.suppress(RedisError, OSError):
+            await self._redis.aclose()
+
+    @contextlib.asynccontextmanager
+    async def _with_timeout(self, timeout_factor: int = 1) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(self._timeout_s * timeout_factor):
+                yield
+        except NoScriptError:
+            raise ReplicaBehind("Redis was started anew") from None
+        except TimeoutError:
+            raise self._unavailable(f"no answer within {self._timeout_s * timeout_factor:g} s") from None
+        except (RedisError, OSError) as error:
+            raise self._unavailable(str(error) or type(error).__name__) from None
+        except ValueError as error:
+            first = str(error).partition("\n")[0]
+            raise self._unavailable(f"it holds what this version cannot read: {first}") from None
+
+    def _unavailable(self, reason: str) -> StoreUnavailable:
+        return StoreUnavailable(f"the store at {self.address} cannot be used: {reason}")
+
+
+def _address(url: str) -> str:
+    """Host and port, or the socket's path: never the user or the password. Raises ValueError."""
+    parts = urlsplit(url)
+    if parts.scheme == "unix":
+        return parts.path
+    return host_port(parts.hostname or "localhost", parts.port or 6379)
+
+
+def _entry(name: bytes, fields: dict[bytes, bytes]) -> LogEntry:
+    body, at = CHANGE_ADAPTER.validate_json(fields[b"body"]), float(fields[b"at"])
+    return LogEntry(int(name.partition(b"-")[0]), body, at)
+
+
+def _records(codec: Codec[Record], raw_records: Mapping[bytes, bytes]) -> dict[str, Record]:
+    """The records whose parts are `ID PART` -> text."""
+    patches: dict[str, dict[str, str]] = {}
+    for key, text in raw_records.items():
+        record_id, _, part = key.decode().partition(" ")
+        patches.setdefault(record_id, {})[part] = text.decode()
+    return {record_id: codec.apply(None, patch) for record_id, patch in patches.items()}

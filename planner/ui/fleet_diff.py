@@ -1,0 +1,204 @@
+"""What the pages have been told of the fleet, and what of it is otherwise by now, as messages.
+
+Only `MAX_ROWS` rows are made a turn, so that a fleet in turmoil is told later rather than planned later.
+Nothing here waits, and no page is known here: that is the feed's. Used from the event loop's thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Final, TypeVar
+
+from pydantic import JsonValue
+from pydantic_core import to_json
+
+import rfork
+from planner.api.models import model_infos
+from planner.registry import Registry
+from planner.state import PlannerState
+from planner.store.records import ForkRecord, InstanceRecord
+from planner.ui.rows import Row, fork_row, instance_row, next_change_at, row_diff
+
+TOTALS_INTERVAL_S: Final = 2.0
+"""Seconds between two looks at the sums over all instances of a model, and at scale-ups."""
+MAX_ROWS: Final = 500
+"""Rows of instances, and of forks, that one turn makes."""
+MAX_ENDED: Final = 500
+"""Forks that ended, which the page can show."""
+ROWS_PER_MESSAGE: Final = 500
+"""Rows that are sent together at the beginning."""
+SILENT_HEARTBEATS: Final = 2.5
+"""Heartbeats that an instance may miss before it is shown as silent."""
+
+ItemT = TypeVar("ItemT")
+
+
+@dataclass(frozen=True)
+class SentRow:
+    """An instance as it was told last."""
+
+    record: InstanceRecord
+    row: Row
+    next_change_at: float
+    """Its row changes then, whatever is heard."""
+
+
+class FleetDiff:
+    """The rows of instances and forks, and the sums, as they were told last."""
+
+    def __init__(self, registry: Registry, *, heartbeat_s: float) -> None:
+        """`heartbeat_s`: in which instances report."""
+        self._registry = registry
+        self._heartbeat_s = heartbeat_s
+        self._silent_after_s = SILENT_HEARTBEATS * heartbeat_s
+        self._instances: dict[str, SentRow] = {}
+        self._forks: dict[str, Row] = {}
+        self._ended: dict[str, None] = {}
+        self._changed: dict[str, None] = {}  # forks that changed since they were told
+        self._totals: dict[str, JsonValue] = {}
+        self._totals_at = 0.0
+        self._next = 0
+
+    def mark_changed(self, fork: ForkRecord) -> None:
+        """It changed: told at the next look."""
+        self._changed.setdefault(fork.fork_id)
+
+    def start(self) -> int:
+        """Nothing has been told, and all that there is has to be; returns how many looks that may take."""
+        self.clear()
+        state = self._registry.state
+        ended = sorted((fork for fork in state.forks() if not fork.live), key=lambda fork: fork.seen_at)
+        for fork in (*ended[-MAX_ENDED:], *state.live_forks()):
+            self._changed[fork.fork_id] = None
+        return 1 + max(state.instance_count, len(self._changed)) // MAX_ROWS
+
+    def clear(self) -> None:
+        """Nobody is told of anything."""
+        for table in (self._instances, self._forks, self._ended, self._changed, self._totals):
+            table.clear()
+        self._totals_at = 0.0
+
+    def next_changes(self) -> bytes:
+        """What is otherwise than at the last look, as one message; empty where nothing is."""
+        now = self._registry.now()
+        forks, ended = self._changed_forks()
+        parts: dict[str, JsonValue] = {
+            "instances": [*self._changed_instances(now)],
+            "gone": [*self._removed_instances()],
+            "forks": [*forks],
+            "dropped": [*ended],
+            **self._changed_totals(now),
+        }
+        changes = {name: part for name, part in parts.items() if part or name in self._totals}
+        return _message("change", {"now": round(now, 2), **changes}) if changes else b""
+
+    def _changed_instances(self, now: float) -> list[Row]:
+        """Heartbeats make new records, most of which tell the page nothing new."""
+        found: list[Row] = []
+        records = self._registry.state.instances()
+        # Where the last turn had to stop, or those behind would never have theirs.
+        start = self._next if self._next < len(records) else 0
+        self._next = 0
+        for index, record in enumerate(chain(records[start:], records[:start])):
+            instance_id = record.report.instance_id
+            sent_row = self._instances.get(instance_id)
+            if sent_row is not None and sent_row.record is record and now < sent_row.next_change_at:
+                continue
+            row = instance_row(record, now, self._silent_after_s)
+            self._instances[instance_id] = SentRow(record, row, next_change_at(record, now, self._silent_after_s))
+            if fields := row_diff(sent_row.row if sent_row else None, row):
+                found.append(fields)
+            if len(found) >= MAX_ROWS:
+                self._next = (start + index + 1) % len(records)
+                break
+        return found
+
+    def _removed_instances(self) -> list[str]:
+        state = self._registry.state
+        if len(self._instances) <= state.instance_count:
+            # Some of those that there are may not have been told of yet: then these wait for that.
+            return []
+        removed = [name for name in self._instances if state.instance(name) is None]
+        for name in removed:
+            del self._instances[name]
+        return removed
+
+    def _changed_forks(self) -> tuple[list[Row], list[str]]:
+        """Rows, and the ids of those that ended and are told no more: the oldest, and the forgotten."""
+        found: list[Row] = []
+        dropped: list[str] = []
+        for fork_id in list(islice(self._changed, MAX_ROWS)):
+            del self._changed[fork_id]
+            record = self._registry.state.fork(fork_id)
+            if record is None:  # it ended and was forgotten since it was told
+                if self._forks.pop(fork_id, None) is not None:
+                    self._ended.pop(fork_id, None)
+                    dropped.append(fork_id)
+                continue
+            row = fork_row(record)
+            if fields := row_diff(self._forks.get(fork_id), row):
+                found.append(fields)
+            self._forks[fork_id] = row
+            self._end(record)
+        oldest = [*islice(self._ended, max(0, len(self._ended) - MAX_ENDED))]
+        for fork_id in oldest:
+            del self._ended[fork_id], self._forks[fork_id]
+        return found, dropped + oldest
+
+    def _end(self, record: ForkRecord) -> None:
+        if record.live:
+            self._ended.pop(record.fork_id, None)
+        else:
+            self._ended.setdefault(record.fork_id)
+
+    def _changed_totals(self, now: float) -> dict[str, JsonValue]:
+        """Models and scale-ups, and whether the store is there: whole, where they changed."""
+        if now < self._totals_at:
+            return {}
+        self._totals_at = now + TOTALS_INTERVAL_S
+        registry = self._registry
+        groups = sorted(registry.state.groups(), key=lambda group: group.key)
+        totals: dict[str, JsonValue] = {
+            "models": [row.model_dump() for group in groups for row in model_infos(registry.state, group)],
+            "scaleups": [view.model_dump(exclude={"expires_in_s"}) for view in registry.scaleups.views()],
+            "ready": registry.store.ready,
+            "saved_s": _saved_s(registry.state),
+        }
+        changes = {name: value for name, value in totals.items() if self._totals.get(name) != value}
+        self._totals = totals
+        return changes
+
+    def full_state(self) -> Iterator[bytes]:
+        """All that was told until now; made while it is sent, but of the rows of this moment."""
+        instances = [sent_row.row for sent_row in self._instances.values()]
+        return self._pieces(instances, list(self._forks.values()), dict(self._totals))
+
+    def _pieces(self, instances: list[Row], forks: list[Row], totals: dict[str, JsonValue]) -> Iterator[bytes]:
+        now = round(self._registry.now(), 2)
+        header: Row = {"version": rfork.__version__, "heartbeat_s": self._heartbeat_s, "now": now}
+        yield _message("begin", header)
+        for piece in chunked(instances):
+            yield _message("change", {"now": now, "instances": [*piece]})
+        for piece in chunked(forks):
+            yield _message("change", {"now": now, "forks": [*piece]})
+        yield _message("change", {"now": now, **totals})
+        yield _message("ready", {"now": now})
+
+
+def _saved_s(state: PlannerState) -> float | None:
+    """Over all models, those that were scaled to nothing too; None where nobody can say."""
+    sent_row = [past.seconds_saved for past in state.histories() if past.seconds_saved is not None]
+    return round(sum(sent_row), 3) if sent_row else None
+
+
+def chunked(items: list[ItemT]) -> Iterator[list[ItemT]]:
+    """The items, `ROWS_PER_MESSAGE` at a time."""
+    for start in range(0, len(items), ROWS_PER_MESSAGE):
+        yield items[start : start + ROWS_PER_MESSAGE]
+
+
+def _message(event: str, data: Row) -> bytes:
+    """One event. JSON has no line break in it, so that `data` is one line."""
+    return b"event: %s\ndata: %s\n\n" % (event.encode(), to_json(data))

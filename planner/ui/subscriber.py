@@ -1,0 +1,63 @@
+"""What one page is yet to be sent; the feed never waits for it. Used from the event loop's thread only."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Iterator
+from typing import Final
+
+MAX_QUEUED: Final = 64
+"""Messages that wait for one page, half a minute of them: one that is further behind begins anew."""
+
+
+class Subscriber:
+    """What one page is yet to be sent."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[bytes] = deque()
+        self._start_messages: Iterator[bytes] | None = None
+        self._woken = asyncio.Event()
+        self.started = False
+        self.needs_restart = False
+        """It took too little for too long, and is to begin anew."""
+        self.closed = False
+
+    def reset(self, start_messages: Iterator[bytes]) -> None:
+        """Send these first, and in the place of all that waits."""
+        self._waiting.clear()
+        self._start_messages, self.started, self.needs_restart = start_messages, True, False
+        self._woken.set()
+
+    def put(self, message: bytes) -> None:
+        """Send it after what waits; before the beginning it would say nothing new."""
+        if not self.started or self.needs_restart:
+            return
+        if len(self._waiting) >= MAX_QUEUED:
+            self.needs_restart, self._start_messages = True, None
+            self._waiting.clear()
+            return
+        self._waiting.append(message)
+        self._woken.set()
+
+    def close(self) -> None:
+        """Send no more."""
+        self.closed = True
+        self._woken.set()
+
+    async def next_messages(self, within_s: float) -> bytes:
+        """What comes next; empty where it is closed, or nothing came for `within_s` seconds."""
+        if not self.closed and self._start_messages is None and not self._waiting:
+            self._woken.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(within_s):
+                    await self._woken.wait()
+        if self.closed:
+            return b""
+        if self._start_messages is not None:
+            piece = next(self._start_messages, None)
+            if piece is not None:
+                return piece
+            self._start_messages = None
+        return self._waiting.popleft() if self._waiting else b""

@@ -1,0 +1,233 @@
+"""From an image to folders: every file whole, and none over one that is there. Runs on the target.
+
+All files of a kind are written to a staging folder in the kind's own first. From there whole entries are
+renamed into place: a folder that does not exist yet moves at once with all that is in it, so an engine
+that reads meanwhile, and a process that dies at any point, finds whole entries only.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from rfork.artifacts.cache_types import CacheDir
+from rfork.artifacts.file_names import META
+from rfork.artifacts.metadata import ArtifactMetadata, bytes_of
+from rfork.artifacts.staging_dir import remove_stale, staging_dir
+from rfork.artifacts.triton_groups import is_group, to_local
+from rfork.errors import DeadlineExceeded, RforkError, StorageAccessDenied, StorageError, StorageFull
+from rfork.image.memory import Image
+from rfork.image.tensor_specs import TensorSpec
+from rfork.logs import logger
+
+log = logger(__name__)
+
+WRITERS: Final = 8
+PROGRAM, DATA = 0o777, 0o666
+"""Modes before the umask: all else that a mode says stays behind."""
+
+
+@dataclass(slots=True)
+class Unpacked:
+    """What unpacking did; see `ArtifactReport`. `skipped` says of kinds why they were."""
+
+    files: int = 0
+    bytes: int = 0
+    already_present: int = 0
+    kept_existing: int = 0
+    skipped: tuple[str, ...] = ()
+
+
+def unpack(
+    image: Image,
+    metadata: ArtifactMetadata,
+    cache_dirs: Sequence[CacheDir],
+    deadline: float,
+    done: Unpacked | None = None,
+) -> Unpacked:
+    """Put the files of the kinds in `cache_dirs` there. Their names were checked (`check_layout`).
+
+    `deadline` is on `time.monotonic()`'s clock. Raises DeadlineExceeded and StorageErrors:
+    what is in place by then is whole, and told in `done`, and nothing else stays. Two processes that do it
+    at once do it once.
+    """
+    done = Unpacked() if done is None else done
+    specs_by_type: dict[str, list[TensorSpec]] = {}
+    for spec in image.layout.tensors:
+        if spec.name != META:
+            specs_by_type.setdefault(spec.name.partition("/")[0], []).append(spec)
+    skipped_dirs: list[str] = []
+    for cache_dir in cache_dirs:
+        cache_type, specs = cache_dir.cache_type, specs_by_type.get(cache_dir.cache_type.name, [])
+        lay = metadata.cache_paths.get(cache_type.name)
+        if not specs:
+            continue
+        if cache_type.path_bound and lay != str(cache_dir.folder):
+            skipped_dirs.append(f"{cache_type.name} only fits {lay}, here it lies in {cache_dir.folder}")
+        elif (problem := cache_dir.problem()) is not None:
+            skipped_dirs.append(f"{cache_type.name}: {cache_dir.folder}: {problem}")
+        else:
+            with _folder_errors(cache_dir.folder):
+                remove_stale(cache_dir.folder)
+                _Unpacking(image, metadata.files, cache_dir, deadline, done).run(specs)
+    done.skipped = tuple(skipped_dirs)
+    for why in skipped_dirs:
+        log.info("a cache is passed over", because=why)
+    return done
+
+
+class _Unpacking:
+    """One kind, on its way into its folder."""
+
+    def __init__(
+        self,
+        image: Image,
+        files: Mapping[str, tuple[bool, int]],
+        cache_dir: CacheDir,
+        deadline: float,
+        done: Unpacked,
+    ) -> None:
+        self._image = image
+        self._files = files
+        self._folder = cache_dir.folder
+        self._cache_type = cache_dir.cache_type
+        self._deadline = deadline
+        self._done = done
+
+    def run(self, specs: Sequence[TensorSpec]) -> None:
+        with staging_dir(self._folder) as staging:
+            # Threads, as each file is brought to the disk before it gets its name.
+            with ThreadPoolExecutor(WRITERS, thread_name_prefix="rfork-unpack") as pool:
+                writes = [pool.submit(self._write, spec, staging) for spec in specs]
+                try:
+                    for write in writes:
+                        if write.result():
+                            self._done.already_present += 1
+                except BaseException:
+                    pool.shutdown(wait=True, cancel_futures=True)
+                    raise
+            self._move(staging, self._folder, top=True)
+
+    def _write(self, spec: TensorSpec, staging: Path) -> bool:
+        """Write one file to the staging folder; true where it is in place already, as it must be."""
+        if time.monotonic() > self._deadline:
+            raise DeadlineExceeded("the time for taking artifacts is over")
+        relative = spec.name.partition("/")[2]
+        final = self._folder / relative
+        content = to_local(final, bytes_of(self._image, spec))
+        if _has_content(final, content):
+            return True
+        executable, mtime_ns = self._files[spec.name]
+        path = staging / relative
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, PROGRAM if executable else DATA)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.utime(file.fileno(), ns=(mtime_ns, mtime_ns))
+            os.fsync(file.fileno())
+        return False
+
+    def _move(self, staging: Path, folder: Path, *, top: bool = False) -> None:
+        """Move what lies in `staging` into `folder`, which is there: whole folders where none is yet."""
+        names = sorted(os.listdir(staging), key=lambda name: (is_group(name), name))
+        if top:
+            names.sort(key=lambda name: name in self._cache_type.written_last)  # stable
+        with os.scandir(folder) as entries:
+            merged = any(entry.is_file(follow_symlinks=False) for entry in entries)
+        for name in names:
+            source, target = staging / name, folder / name
+            if source.is_dir():
+                self._move_folder(source, target)
+            elif self._cache_type.all_or_nothing and merged and not top:
+                self._done.kept_existing += 1
+            else:
+                self._move_file(source, target)
+
+    def _move_folder(self, source: Path, target: Path) -> None:
+        files, size = _count_files(source)
+        try:
+            os.rename(source, target)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
+            # A link that somebody put there leads elsewhere: nothing is written through it.
+            if stat.S_ISDIR(target.lstat().st_mode):
+                self._move(source, target)
+            else:
+                self._done.kept_existing += files
+        else:
+            self._done.files += files
+            self._done.bytes += size
+
+    def _move_file(self, source: Path, target: Path) -> None:
+        size = source.stat().st_size
+        try:
+            _name(source, target)
+        except FileExistsError:
+            # It came since this one was staged, or it is another.
+            same = _has_content(target, source.read_bytes())
+            self._done.already_present += same
+            self._done.kept_existing += not same
+        else:
+            self._done.files += 1
+            self._done.bytes += size
+
+
+def _name(source: Path, target: Path) -> None:
+    """Give a file its name. Raises FileExistsError where there is one: it is never written over."""
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS, errno.EXDEV):
+            raise
+        # No hard links here. One that comes before the rename has the same name, so the same use.
+        if os.path.lexists(target):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target)) from None
+        os.rename(source, target)
+    else:
+        os.unlink(source)
+
+
+def _has_content(path: Path, content: bytes) -> bool:
+    """Whether that very file is there: a plain one, of this content."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    with os.fdopen(descriptor, "rb") as file:
+        stat_result = os.fstat(file.fileno())
+        return stat.S_ISREG(stat_result.st_mode) and stat_result.st_size == len(content) and file.read() == content
+
+
+def _count_files(folder: Path) -> tuple[int, int]:
+    """Files and bytes in a folder."""
+    sizes = [os.lstat(os.path.join(below, name)).st_size for below, _, names in os.walk(folder) for name in names]
+    return len(sizes), sum(sizes)
+
+
+class _folder_errors:
+    """Turns what the disk says within the block into one line that names the folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, exc_type: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, OSError) or isinstance(error, RforkError):
+            return
+        message = f"{self._folder}: {error.strerror or error}"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StorageFull(message) from None
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise StorageAccessDenied(message, hint="RFORK_ARTIFACTS_FOLDERS names another folder") from None
+        raise StorageError(message) from None

@@ -1,0 +1,161 @@
+"""What the demo sees while it runs: the planner's view of the forks, and the seed's answers."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+from rich.tree import Tree
+
+from rfork.cli.demo.processes import Event
+from rfork.image import ranges
+from rfork.planner_client.client import PlannerClient
+from rfork.schema import ForkInfo
+
+BAR = 12
+
+
+@dataclass(frozen=True, slots=True)
+class SeedReply:
+    """One answer of the seed: when it began (Unix time), the seconds it took, and its text."""
+
+    at: float
+    seconds: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """Seconds an answer of the seed took, over a part of the demo."""
+
+    replies: int
+    median: float
+    slowest: float
+
+
+class DemoMonitor:
+    """Collects what happens; `render` draws it as it stands. Answers arrive on a reader's thread."""
+
+    def __init__(self) -> None:
+        self.seed_ready: Event = {}
+        self.victim: str | None = None
+        self.killed_at_share = 0.0
+        self._lock = threading.Lock()
+        self._replies: list[SeedReply] = []
+        self._hosts: dict[str, str] = {}
+        self._forks: list[ForkInfo] = []
+        self._warm = self._started = self._first_byte = self._ended = float("inf")
+
+    def on_seed_event(self, event: Event) -> None:
+        """A line the seed wrote."""
+        if event.get("event") == "answer":
+            reply = SeedReply(float(str(event["at"])), float(str(event["seconds"])), str(event["text"]))
+            with self._lock:
+                self._replies.append(reply)
+
+    def seed_warm(self) -> None:
+        """The seed's first answers, which load and compile things, are over."""
+        self._warm = time.time()
+
+    def forks_started(self) -> None:
+        """The new processes begin to load Python, torch and their model's code."""
+        self._started = time.time()
+
+    def forks_ended(self) -> None:
+        """The last fork is verified."""
+        self._ended = time.time()
+
+    def poll(self, client: PlannerClient) -> None:
+        """Take a fresh view of the fleet."""
+        for view in client.instances():
+            self._hosts[view.report.instance_id] = view.report.placement.host
+        self._forks = sorted(client.forks(), key=lambda fork: -fork.age_s)
+        if self._forks:
+            self._first_byte = min(self._first_byte, time.time())
+
+    def done(self, wanted: int) -> bool:
+        """Whether as many forks as wanted have finished."""
+        return sum(1 for fork in self._forks if fork.state == "finished") >= wanted
+
+    def relay_to_kill(self, min_share: float, max_share: float) -> str | None:
+        """The host of a relay that another fork reads from and that is about half done; once only."""
+        if self.victim is not None:
+            return None
+        running = [fork for fork in self._forks if fork.state == "running"]
+        source_ids = {share.source_id for fork in running for share in fork.plan}
+        for fork in running:
+            if fork.instance_id in source_ids and min_share <= _share(fork) <= max_share:
+                return self._hosts[fork.instance_id]
+        return None
+
+    def killed(self, host: str) -> None:
+        """The relay on `host` got SIGKILL."""
+        self.victim = host
+        self.killed_at_share = max(_share(fork) for fork in self._forks if self.host(fork.instance_id) == host)
+
+    def host(self, instance_id: str) -> str:
+        """The node an instance runs on, or the first part of its id."""
+        return self._hosts.get(instance_id, instance_id[:8])
+
+    @property
+    def replies(self) -> Sequence[SeedReply]:
+        """All answers of the seed so far."""
+        with self._lock:
+            return tuple(self._replies)
+
+    def latencies(self) -> Mapping[str, Latency]:
+        """The seed's latency while nothing else ran, while processes started, and while forks read."""
+        parts = {
+            "idle": (self._warm, self._started),
+            "new processes start": (self._started, self._first_byte),
+            "forks read": (self._first_byte, self._ended),
+        }
+        found: dict[str, Latency] = {}
+        for name, (begin, end) in parts.items():
+            seconds = [reply.seconds for reply in self.replies if begin <= reply.at and reply.at < end]
+            if seconds:
+                found[name] = Latency(len(seconds), statistics.median(seconds), max(seconds))
+        return found
+
+    def render(self) -> RenderableType:
+        """The fork tree with a bar for each fork, and the seed's last answer."""
+        tree = Tree(Text("node-0  seed", style="bold green"))
+        branches: dict[str, Tree] = {"node-0": tree}
+        for fork in self._forks:
+            sources = [self.host(share.source_id) for share in fork.plan]
+            above = next((branches[source] for source in sources if source in branches), tree)
+            branches[self.host(fork.instance_id)] = above.add(self._line(fork, sources))
+        last = self.replies[-1] if self.replies else None
+        status_line = f"the seed answers in {last.seconds:.2f} s: {last.text}" if last else "the seed starts"
+        return Group(tree, Text(status_line, style="dim"))
+
+    def _line(self, fork: ForkInfo, sources: list[str]) -> Text:
+        host, share = self.host(fork.instance_id), _share(fork)
+        filled = round(share * BAR)
+        rate = fork.progress.bytes_per_s / 1e6 if fork.progress is not None else 0.0
+        state, style = fork.state, "green" if fork.state == "finished" else "cyan"
+        if host == self.victim:
+            state, style = "failed", "red"
+        # One line of 80 columns: the bar says as much as "running" and "finished".
+        usual = state in ("running", "finished")
+        word = "killed (SIGKILL), " if host == self.victim else "" if usual else f"{state}, "
+        return Text(
+            f"{host}  {'█' * filled}{'·' * (BAR - filled)} {share:4.0%} {rate:6.1f} MB/s  "
+            f"{word}from {', '.join(sources) or '?'}",
+            style=style,
+            no_wrap=True,
+            overflow="ellipsis",
+        )
+
+
+def _share(fork: ForkInfo) -> float:
+    if fork.state == "finished":
+        return 1.0
+    if fork.progress is None or not fork.chunk_count:
+        return 0.0
+    return ranges.count(fork.progress.verified) / fork.chunk_count

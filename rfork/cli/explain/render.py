@@ -1,0 +1,122 @@
+"""An account and its verdict, drawn for a terminal of any width."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from rich.console import ConsoleRenderable, Group
+from rich.text import Text
+
+from rfork.cli import fleet_queries, format
+from rfork.cli.explain.diagnosis import Diagnosis, comparison
+from rfork.cli.explain.fork_stats import ForkStats
+from rfork.cli.explain.version import VersionSummary
+from rfork.cli.tables import Cell, Column, FittedTable
+
+BAR: Final = 20
+MEANINGS: Final = {
+    "capture": "the target looked at its own tensors",
+    "offer": "opened what it could read by itself",
+    "plan": "waited for the planner",
+    "transfer": "read and verified",
+    "resume": "took what a process that died had left",
+    "fallback": "loaded by itself",
+    "digest": "sealed what it loaded, to give it",
+}
+"""What each phase is."""
+COLOURS: Final = {"forked": "green", "fallback": "yellow", "failed": "red", "interrupted": "red"}
+
+
+def render_fork(
+    stats: ForkStats, diagnosis: Diagnosis, hosts: dict[str, str], version: VersionSummary | None = None
+) -> ConsoleRenderable:
+    """All of it, the verdict last; `hosts` are those of instances, as far as they are known."""
+    parts: list[ConsoleRenderable] = [_head(stats, hosts)]
+    parts += [Text(""), _phases(stats)]
+    if stats.sources:
+        parts += [Text(""), _sources(stats, hosts)]
+    words = version.words() if version is not None else ""
+    parts += [Text(line) for line in ("", *([f"version: {words}"] if words else []), *_facts(stats))]
+    if stats.reasons:
+        parts += [Text(""), Text("what went wrong, in order", "dim")]
+        parts += [Text(f"{number:>3}. {reason}") for number, reason in enumerate(stats.reasons, 1)]
+    parts.append(Text(""))
+    parts.append(Text.assemble(("why   ", "bold"), diagnosis.text))
+    if diagnosis.advice:
+        parts.append(Text.assemble(("to do ", "bold"), diagnosis.advice))
+    return Group(*parts)
+
+
+def _head(stats: ForkStats, hosts: dict[str, str]) -> Text:
+    fork, host = stats.fork, hosts.get(stats.fork.instance_id)
+    where = f" on {host}" if host else ""
+    rank = format.rank(fork.rank.key)
+    text = Text.assemble(("fork ", "bold"), (fork.fork_id, "bold"), f" of {fork.model}")
+    text.append(f" {rank}" if rank != "-" else "")
+    text.append(f"\nby {format.short(fork.instance_id)}{where}: ")
+    word = fleet_queries.phase_of(fork)
+    text.append(word, style=COLOURS.get(word, "cyan"))
+    text.append(f", {format.size(fork.image_bytes)}, {format.duration(stats.seconds)}")
+    if fork.finish is not None:
+        text.append(f", ended {format.format_age(fleet_queries.ended_s(fork))} ago", style="dim")
+    return text
+
+
+def _phases(stats: ForkStats) -> ConsoleRenderable:
+    if not stats.phases:
+        when = "(an old client)" if stats.fork.finish is not None else "yet"
+        return Text(f"phases: not told {when}", "dim")
+    columns = (
+        Column("phase"),
+        Column("took", right=True),
+        Column("", priority=1),
+        Column("", min_width=12, priority=2),
+    )
+    max_s = max(stats.phases.values()) or 1.0
+    rows: list[tuple[Cell, ...]] = []
+    for name, seconds in stats.phases.items():
+        note = MEANINGS.get(name, "")
+        if name == "transfer" and stats.min_transfer_s is not None and stats.link is not None:
+            note += f": at best {format.duration(stats.min_transfer_s)}, at {format.rate(stats.link)}"
+        bar = Text("█" * round(BAR * seconds / max_s), "cyan")
+        rows.append((name, format.duration(seconds), bar, Text(note, "dim")))
+    return FittedTable(columns, rows)
+
+
+def _sources(stats: ForkStats, hosts: dict[str, str]) -> FittedTable:
+    columns = (
+        Column("source", min_width=12),
+        Column("gave", right=True),
+        Column("share", right=True, priority=2),
+        Column("now" if stats.fork.finish is None else "at best", right=True, priority=3),
+        Column("over"),
+        Column("held to", right=True),
+        Column("on", min_width=8, priority=1),
+    )
+    rows: list[tuple[Cell, ...]] = [
+        (
+            format.format_source(each.source),
+            format.size(each.nbytes),
+            f"{each.share:.0%}",
+            format.rate(each.rate) if each.rate else "",
+            each.transport or ("storage" if each.from_storage else "not told"),
+            "" if each.rate_limit is None else Text(format.rate(each.rate_limit), "yellow"),
+            hosts.get(each.source, ""),
+        )
+        for each in stats.sources
+    ]
+    return FittedTable(columns, rows)
+
+
+def _facts(stats: ForkStats) -> list[str]:
+    link = format.rate(stats.link) if stats.link else "not known"
+    facts = [f"link: {link} in its best second"] if stats.link else [f"link: {link}"]
+    if stats.replans:
+        facts.append(f"planned again: {format.plural(stats.replans, 'time')}")
+    if stats.bytes_repeated:
+        facts.append(f"read again: {format.size(stats.bytes_repeated)}")
+    if stats.fork.reason:
+        facts.append(f"plan: {stats.fork.reason}")
+    if stats.fork.finish is not None and stats.fork.finish.fallback:
+        facts.append(f"loaded from: {stats.fork.finish.fallback}")
+    return [*facts, f"took {compared}"] if (compared := comparison(stats)) else facts

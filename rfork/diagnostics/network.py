@@ -1,0 +1,124 @@
+"""Ports, TLS and the planner."""
+
+from __future__ import annotations
+
+import math
+import socket
+import time
+from email.utils import parsedate_to_datetime
+
+import httpx
+
+from rfork.diagnostics.result import CheckResult
+from rfork.errors import SettingsError
+from rfork.settings import LOOPBACK, InstanceSettings, TlsSettings, redacted
+from rfork.tls_expiry import ca_expires_at, certificate_expires_at
+from rfork.tls_files import client_context, server_context
+
+MAX_CLOCK_SKEW_S = 5.0
+SOON_DAYS = 14
+
+
+def check_port(name: str, bind: str, port: int) -> CheckResult:
+    """Whether `bind:port` can be listened on; it is let go at once."""
+    setting = f"RFORK_{name.upper()}"
+    try:
+        family, _, _, _, address = socket.getaddrinfo(bind, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+    except OSError as error:
+        detail = f"{bind}:{port}: {error.strerror or error}"
+        return CheckResult(name, "fail", detail, f"set {setting} (0 picks one) or RFORK_BIND")
+    return CheckResult(name, "ok", f"{bind}:{port} is free" if port else f"any free port on {bind}")
+
+
+def check_tls(settings: InstanceSettings) -> CheckResult:
+    """The TLS files: readable, belonging together, and not about to expire."""
+    try:
+        tls = settings.tls
+        if not tls.enabled:
+            if settings.bind in LOOPBACK:
+                return CheckResult("tls", "skip", "off; bound to loopback")
+            detail = f"off, and bound to {settings.bind}"
+            return CheckResult("tls", "warn", detail, "set RFORK_TLS_CERTIFICATE and RFORK_TLS_KEY")
+        server_context(tls)
+        client_context(tls)
+        days = (_earliest_expiry(tls) - time.time()) / 86400
+    except (SettingsError, ValueError, OSError) as error:
+        detail = " ".join(str(error).split())
+        return CheckResult("tls", "fail", detail, "correct or renew the files that RFORK_TLS_* name")
+    if days < SOON_DAYS:
+        return CheckResult("tls", "warn", f"valid for {math.floor(days)} more days", "renew it soon")
+    return CheckResult("tls", "ok", f"valid for {math.floor(days)} more days")
+
+
+def _earliest_expiry(tls: TlsSettings) -> float:
+    ends = []
+    if tls.certificate is not None and tls.key is not None:
+        ends.append(certificate_expires_at(tls.certificate, tls.key))
+    if tls.ca is not None:
+        ends.append(ca_expires_at(tls.ca))
+    return min(ends)
+
+
+def check_planner(settings: InstanceSettings, transport: httpx.BaseTransport | None = None) -> list[CheckResult]:
+    """Whether the planner answers, takes our token, and shares our clock (`transport`: for tests)."""
+    if settings.planner is None:
+        detail = "none set: every fork falls back at once"
+        return [CheckResult("planner", "warn", detail, "set RFORK_PLANNER to its URL")]
+    url = redacted(settings.planner)
+    try:
+        token = settings.bearer
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        verify = client_context(settings.tls)
+        with httpx.Client(
+            base_url=settings.planner,
+            timeout=settings.planner_timeout_s,
+            verify=verify,
+            transport=transport,
+            headers=headers,
+            trust_env=False,  # as the planner's client: proxies do not apply
+        ) as client:
+            sent_at = time.time()
+            health = client.get("/healthz")
+            received_at = time.time()
+            listing = client.get("/v1/models")
+    except (httpx.HTTPError, httpx.InvalidURL, SettingsError, ValueError) as error:
+        reason = str(error) if url == settings.planner else ""  # it may quote a part of the password
+        detail = f"{url}: {reason or type(error).__name__}"
+        return [CheckResult("planner", "fail", detail, "start it (rfork planner), or correct RFORK_PLANNER")]
+    if health.status_code != 200:
+        detail = f"{url}/healthz answered {health.status_code}"
+        return [CheckResult("planner", "fail", detail, "is that a planner? correct RFORK_PLANNER")]
+    return [
+        CheckResult("planner", "ok", f"{url} answers in {(received_at - sent_at) * 1000:.0f} ms"),
+        check_token(listing.status_code, token_sent=token is not None),
+        check_clock(health.headers.get("Date"), (sent_at + received_at) / 2),
+    ]
+
+
+def check_token(status: int, *, token_sent: bool) -> CheckResult:
+    """What the planner's answer to a call that needs a token says about ours."""
+    if status in (401, 403):
+        detail = "the planner refuses the token" if token_sent else "the planner wants a token"
+        return CheckResult("token", "fail", detail, "set RFORK_TOKEN to the planner's RFORK_PLANNER_TOKEN")
+    if status != 200:
+        return CheckResult("token", "warn", f"the planner answered {status} to GET /v1/models", "see the planner's log")
+    return CheckResult("token", "ok", "accepted" if token_sent else "the planner asks for none")
+
+
+def check_clock(date: str | None, now: float) -> CheckResult:
+    """This clock (`now`, seconds since the epoch) against an HTTP Date header, which counts whole seconds."""
+    if date is None:
+        return CheckResult("clock", "skip", "the planner sends no Date")
+    try:
+        # The header cuts the fraction off: half a second is its mean.
+        skew = now - (parsedate_to_datetime(date).timestamp() + 0.5)
+    except ValueError:
+        return CheckResult("clock", "skip", f"the planner sends an unreadable Date ({date})")
+    if abs(skew) > MAX_CLOCK_SKEW_S:
+        side = "ahead of" if skew > 0 else "behind"
+        detail = f"{abs(skew):.0f} s {side} the planner's"
+        return CheckResult("clock", "warn", detail, "synchronise the clocks (NTP): leases have end times")
+    return CheckResult("clock", "ok", "agrees with the planner's")

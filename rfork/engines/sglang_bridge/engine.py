@@ -1,0 +1,234 @@
+"""An unmodified SGLang server, as its HTTP endpoints tell of it (read and tried: 0.5.23).
+
+Runs in the sidecar, beside the engine: nothing of SGLang is imported. The endpoints:
+
+* ``GET /health``: 200 while the scheduler answers. It takes a second, and an idle engine makes one token.
+* ``GET /server_info`` (older name: ``/get_server_info``): launch settings, of which the parallel sizes
+  count.
+* ``GET /model_info`` (``/get_model_info``): the served name, and the weights' path and version, which
+  updates move.
+* ``GET /remote_instance_transfer_engine_info?rank=N`` (``/get_remote_instance_transfer_engine_info``, the
+  one that clients ask): ``{"rank": N, "remote_instance_transfer_engine_info": [session, {name: [address,
+  numel, element size]}]}`` of the tensor-parallel rank N, from what its ranks published to the engine's
+  bootstrap port.
+
+An engine with ``--api-key`` wants it as a bearer token for all but ``/health``; clients of SGLang send
+none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Annotated, Final, Self, TypeVar
+
+import httpx
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
+
+from rfork.errors import SettingsError, SourceCorrupt, SourceError, SourceTimeout, SourceUnavailable
+from rfork.settings import TlsSettings
+from rfork.tls_files import client_context
+
+INFO_PATHS: Final = ("/remote_instance_transfer_engine_info", "/get_remote_instance_transfer_engine_info")
+SERVER_PATHS: Final = ("/server_info", "/get_server_info")
+MODEL_PATHS: Final = ("/model_info", "/get_model_info")
+SEED_FLAG: Final = "--remote-instance-weight-loader-start-seed-via-transfer-engine"
+HEALTH_S: Final = 30.0
+"""Seconds that an answer of `/health` may take: the engine itself gives up after 20."""
+TIMEOUT_S: Final = 10.0
+NO_KEEPALIVE: Final = httpx.Limits(max_keepalive_connections=0)
+"""A connection for each request: one that is kept may be closed, for nobody used it, just as it is used."""
+
+Positive = Annotated[int, Field(gt=0, lt=1 << 64)]
+Tensor = tuple[Positive, Annotated[int, Field(ge=0, lt=1 << 48)], Annotated[int, Field(gt=0, le=64)]]
+"""Address in the seed's rank, number of elements, bytes of each."""
+
+
+class TransferInfoResponse(BaseModel):
+    """What SGLang answers to a client's request, and so what a sidecar does."""
+
+    rank: Annotated[int, Field(ge=0)]
+    remote_instance_transfer_engine_info: tuple[Annotated[str, Field(min_length=1, max_length=256)], dict[str, Tensor]]
+
+
+class _ServerInfo(BaseModel):
+    tp_size: Annotated[int, Field(ge=1)] = 1
+    pp_size: Annotated[int, Field(ge=1)] = 1
+    ep_size: Annotated[int, Field(ge=1)] = 1
+    dtype: str | None = None
+    quantization: str | None = None
+    speculative_algorithm: str | None = None
+
+
+class _ModelInfo(BaseModel):
+    model_path: str
+    served_model_name: str | None = None
+    weight_version: str | None = None
+
+
+TRANSFER_INFO_RESPONSE: Final = TypeAdapter(TransferInfoResponse)
+_SERVER_INFO: Final = TypeAdapter(_ServerInfo)
+_MODEL_INFO: Final = TypeAdapter(_ModelInfo)
+ResponseT = TypeVar("ResponseT")
+
+
+@dataclass(frozen=True)
+class WeightInfo:
+    """Where the weights of one rank lie: all that a stock client is told."""
+
+    session: str
+    """host:port of the rank's TransferEngine."""
+    tensors: Mapping[str, Tensor]
+
+    @property
+    def image_bytes(self) -> int:
+        """Bytes of all tensors, each name counted for itself."""
+        return sum(count * size for _, count, size in self.tensors.values())
+
+
+@dataclass(frozen=True)
+class Version:
+    """Which weights the engine serves, as far as it tells."""
+
+    path: str
+    version: str
+
+
+@dataclass(frozen=True)
+class EngineDescription:
+    """What the engine was launched with; `served_name` is what its own clients call the model."""
+
+    served_name: str
+    tp_size: int
+    pp_size: int
+    ep_size: int
+    dtype: str
+    quantization: str
+    speculative: str
+    version: Version
+
+
+class StockEngine:
+    """Asks one engine; thread-safe. Methods raise SourceUnavailable, SourceTimeout or SourceCorrupt (an answer
+    that is none of SGLang's), and SettingsError where the engine has to be started otherwise.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        tls: TlsSettings | None = None,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        """`transport` replaces the sockets, for tests. SettingsError where the URL cannot be used."""
+        self.url = url.rstrip("/")
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        try:
+            parsed = httpx.URL(self.url)
+        except httpx.InvalidURL as error:
+            raise SettingsError(f"engine URL {url!r} cannot be used: {error}") from None
+        if parsed.scheme not in ("http", "https") or not parsed.host:
+            raise SettingsError(f"engine URL {url!r} cannot be used", hint="e.g. http://127.0.0.1:30000")
+        secure = parsed.scheme == "https" and tls is not None
+        self._http = httpx.Client(
+            base_url=self.url,
+            headers=headers,
+            timeout=TIMEOUT_S,
+            limits=NO_KEEPALIVE,
+            verify=client_context(tls) if secure and tls is not None else True,
+            transport=transport,
+            trust_env=False,
+        )
+
+    def healthy(self) -> bool:
+        """Whether its scheduler answers."""
+        try:
+            return self._http.get("/health", timeout=HEALTH_S).status_code == httpx.codes.OK
+        except httpx.HTTPError:
+            return False
+
+    def describe(self) -> EngineDescription:
+        """What it serves, and how it is split."""
+        server, model = self._get_json(_SERVER_INFO, SERVER_PATHS), self._get_json(_MODEL_INFO, MODEL_PATHS)
+        return EngineDescription(
+            served_name=model.served_model_name or model.model_path,
+            tp_size=server.tp_size,
+            pp_size=server.pp_size,
+            ep_size=server.ep_size,
+            dtype=server.dtype or "",
+            quantization=server.quantization or "",
+            speculative=server.speculative_algorithm or "",
+            version=_version(model),
+        )
+
+    def version(self) -> Version:
+        """Which weights it serves now."""
+        return _version(self._get_json(_MODEL_INFO, MODEL_PATHS))
+
+    def info(self, rank: int) -> WeightInfo:
+        """Where the weights of this rank lie."""
+        response_model = self._get_json(TRANSFER_INFO_RESPONSE, INFO_PATHS, rank=rank)
+        if response_model.rank != rank:
+            raise SourceCorrupt(f"engine {self.url} answered for rank {response_model.rank} instead of {rank}")
+        session, tensors = response_model.remote_instance_transfer_engine_info
+        if not tensors:
+            raise SourceCorrupt(f"engine {self.url} names no tensors for rank {rank}")
+        return WeightInfo(session, tensors)
+
+    def close(self) -> None:
+        """Ask no more."""
+        self._http.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _get_json(self, adapter: TypeAdapter[ResponseT], paths: tuple[str, ...], **query: int) -> ResponseT:
+        """The answer of the first of `paths` that this release has."""
+        response: httpx.Response | None = None
+        for path in paths:
+            try:
+                response = self._http.get(path, params=query)
+            except httpx.HTTPError as error:
+                raise unreachable_error(f"engine {self.url}", error, TIMEOUT_S) from error
+            if response.status_code != httpx.codes.NOT_FOUND:
+                break
+        if response is None or not response.is_success:
+            raise self._error_from_response(response)
+        try:
+            return adapter.validate_json(response.content)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"][:2]) or "body"
+            raise SourceCorrupt(f"engine {self.url} gave no answer of SGLang's: {where}: {first['msg']}") from None
+
+    def _error_from_response(self, response: httpx.Response | None) -> SourceError | SettingsError:
+        status = response.status_code if response is not None else 0
+        path = response.request.url.path if response is not None else ""
+        if status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+            return SettingsError(
+                f"engine {self.url} wants a key", hint="set RFORK_SIDECAR_ENGINE_TOKEN to its --api-key"
+            )
+        if path in INFO_PATHS and status in (httpx.codes.BAD_REQUEST, httpx.codes.NOT_FOUND):
+            return SettingsError(
+                f"engine {self.url} gives no weights",
+                hint=f"start it with {SEED_FLAG}; one that was a client itself never gives any",
+            )
+        return SourceUnavailable(f"engine {self.url} answered {path} with status {status}")
+
+
+def unreachable_error(peer_name: str, error: httpx.HTTPError, within_s: float) -> SourceError:
+    """What an HTTP failure says of the one that was asked."""
+    if isinstance(error, httpx.TimeoutException):
+        return SourceTimeout(f"{peer_name} did not answer within {within_s:g} s")
+    return SourceUnavailable(f"{peer_name} cannot be reached: {str(error) or type(error).__name__}")
+
+
+def _version(model: _ModelInfo) -> Version:
+    return Version(model.model_path, model.weight_version or "")

@@ -1,0 +1,177 @@
+"""A model of vLLM's, built empty in its final layout, or loaded by vLLM's own loader in the place of that.
+
+Runs in a worker, on the thread that loads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+from vllm.config import LoadConfig, ModelConfig, VllmConfig, replace
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
+from vllm.model_executor.model_loader.utils import device_loading_context
+from vllm.model_executor.model_loader.weight_utils import (
+    filter_files_not_needed_for_inference,
+    initialize_single_dummy_weight,
+)
+from vllm.model_executor.utils import weights_already_processed
+
+from rfork.engines.vllm import unsupported
+from rfork.errors import CheckpointError, UnsupportedTensor
+from rfork.logs import logger
+
+log = logger(__name__)
+
+WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt")
+"""What vLLM's load format ``auto`` looks for."""
+
+
+class VllmEngine:
+    """How `rfork.engines.load_or_fork` has vLLM make one model. Implements its `Engine`."""
+
+    def __init__(
+        self, load_config: LoadConfig, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str
+    ) -> None:
+        self._load_config = load_config
+        self._vllm_config = vllm_config
+        self._model_config = model_config
+        self._prefix = prefix
+        compilation = vllm_config.compilation_config
+        self._layers = frozenset(compilation.static_forward_context)
+        self._experts = len(compilation.static_all_moe_layers)
+
+    def empty(self) -> nn.Module:
+        """See `Engine.empty`. Raises UnsupportedTensor where the image would not be all it serves with."""
+        with _gc_frozen():
+            module = self._by(_EmptyWeightsLoader(plain_load_config(self._load_config, "dummy")))
+        if why := unsupported.unsupported_model(module):
+            raise UnsupportedTensor("(all)", why)
+        return module
+
+    def load(self) -> nn.Module:
+        """See `Engine.load`. Raises CheckpointError as `check`, in one line instead of vLLM's many."""
+        self.check()
+        self._release()
+        return self._by(default_loader(self._load_config))
+
+    def check(self) -> None:
+        """See `Engine.check`. What lies in a hub cannot be looked at."""
+        folder = Path(self._model_config.model)
+        if folder.is_dir() and not _has_weights(folder):
+            raise CheckpointError(
+                f"there are no weights in {folder}", hint="only a fork or a snapshot can fill this model"
+            )
+
+    def rebuild(self, module: nn.Module) -> None:
+        """Have kernels read anew what they made of the weights, which are there by now.
+
+        vLLM's own way for weights that somebody else has processed; of tensors it changes nothing, as
+        `refusing.unsupported_model` lets only methods pass of which that is known.
+        """
+        if self._model_config.quantization is None and not self._model_config.is_moe:
+            return
+        device = torch.device(self._vllm_config.device_config.device)
+        with weights_already_processed():
+            for submodule in module.modules():
+                method = getattr(submodule, "quant_method", None)
+                if isinstance(method, QuantizeMethodBase):
+                    moving = method.requires_device_loading
+                    with device_loading_context(submodule, device) if moving else contextlib.nullcontext():
+                        method.process_weights_after_loading(submodule)
+
+    def _by(self, loader: DummyModelLoader | DefaultModelLoader) -> nn.Module:
+        module: nn.Module = loader.load_model(
+            vllm_config=self._vllm_config, model_config=self._model_config, prefix=self._prefix
+        )
+        return module
+
+    def _release(self) -> None:
+        """What a model enters of itself into the configuration, where a second one finds its name taken."""
+        compilation = self._vllm_config.compilation_config
+        for name in compilation.static_forward_context.keys() - self._layers:
+            del compilation.static_forward_context[name]
+        del compilation.static_all_moe_layers[self._experts :]
+
+
+class _EmptyWeightsLoader(DummyModelLoader):  # type: ignore[misc]  # vLLM has no types
+    """vLLM's loader of dummy weights, without writing where what lies there does not matter.
+
+    Quantisation looks at what it is given: it gets vLLM's dummies. Linear layers and embeddings without
+    quantisation are only moved about; but where a checkpoint unties its embeddings vLLM compares them, to
+    see whether they are one after all.
+    """
+
+    def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
+        unread_names: tuple[type, ...] = (UnquantizedLinearMethod,)
+        if not getattr(model_config, "word_embeddings_untied_by_checkpoint", True):
+            unread_names += (UnquantizedEmbeddingMethod,)
+        for layer in model.modules():
+            info = get_layerwise_info(layer)
+            if info.can_load():
+                self._process_online_quant_layer(layer, info)
+            elif type(getattr(layer, "quant_method", None)) not in unread_names:
+                for name, tensor in get_layer_tensors(layer).items():
+                    if name not in layer._non_persistent_buffers_set:
+                        initialize_single_dummy_weight(tensor)
+
+
+@contextlib.contextmanager
+def _gc_frozen() -> Iterator[None]:
+    """Spare what is there already from garbage collection, for the `with` block.
+
+    vLLM collects twice as it makes a model, which takes longer than to build one: half a million objects of
+    modules that it has imported are looked at.
+    """
+    if gc.get_freeze_count():  # somebody else's, and not ours to thaw
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def default_loader(load_config: LoadConfig) -> DefaultModelLoader:
+    """vLLM's own loader of checkpoints."""
+    return DefaultModelLoader(plain_load_config(load_config, "auto"))
+
+
+def plain_load_config(load_config: LoadConfig, load_format: str) -> LoadConfig:
+    """The configuration for another loader, without what is rfork's."""
+    return replace(load_config, load_format=load_format, model_loader_extra_config={})
+
+
+def keep_weights_on_cpu() -> None:
+    """Have vLLM keep the weights of linear layers as tensors in this process, where it would pack them.
+
+    On a CPU vLLM gives them to oneDNN and empties the parameters, so there would be nothing to give or to
+    fill. torch computes the same with them; the last bits of the results may differ.
+    """
+    import vllm._custom_ops as custom_ops
+    from vllm.model_executor.layers import utils as layer_utils
+
+    if custom_ops._supports_onednn:
+        log.info("linear layers stay tensors: vLLM's packing for oneDNN is off in this process")
+    custom_ops._supports_onednn = False
+    layer_utils.check_cpu_sgl_kernel = _no_packing
+
+
+def _no_packing(n: int, k: int, dtype: torch.dtype) -> bool:
+    return False
+
+
+def _has_weights(folder: Path) -> bool:
+    found = [str(path) for pattern in WEIGHT_FILES for path in folder.glob(pattern)]
+    return bool(filter_files_not_needed_for_inference(found))

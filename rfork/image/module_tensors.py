@@ -1,0 +1,347 @@
+"""Finds the state of a module: each tensor it serves with, under every name it has, and its plain values.
+
+Follows everything that is reachable from the module's attributes: containers, objects of any class, what
+hangs on tensors, closures. State that cannot be carried is found too, with the reason, so that nothing is
+left out without a word.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Iterable
+from copy import copy
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from rfork.errors import UnsupportedTensor
+from rfork.image.attributes import Attributes, is_compared
+from rfork.image.compat_tags import ATTRIBUTE as MARKED
+from rfork.image.key_names import key_name
+from rfork.image.object_types import (
+    PLAIN_VALUES,
+    SCALARS,
+    ObjectType,
+    function_state,
+    is_ignored,
+    is_plain,
+    is_scalar,
+    module_of,
+    object_type,
+    own_attributes,
+    registered_modules,
+    script_state,
+    tensor_of,
+    why_hidden,
+    why_out_of_sight,
+)
+from rfork.image.wrappers import inner_tensors
+
+OWN_ATTRIBUTES = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
+"""What nn.Module itself keeps on every module: registries, hooks and compiled code."""
+HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+"""Registries of what computes with a module's inputs and outputs."""
+BASE_TENSOR_TYPES = frozenset({torch.Tensor, nn.Parameter})
+_CONTAINERS = (list, tuple, deque, dict, set, frozenset, np.ndarray)
+MAX_DEPTH = 100
+"""Containers and objects inside one another."""
+MAX_OBJECTS = 1_000_000
+"""Containers and objects of one module: more are a data set, not a model."""
+MAX_SEQUENCE = 64
+"""Plain values in one list or tuple that are compared: more are data."""
+
+Excluded = Callable[[str], object]
+"""True for the names that the caller leaves out."""
+
+
+class ModuleTensors:
+    """Tensors by dotted name, the reason for each name that is refused, and the plain values."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.refused: dict[str, str] = {}
+        self.attributes = Attributes()
+
+
+def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return every plain tensor reachable from `module` by dotted name.
+
+    As `state_of_module`. Raises UnsupportedTensor for state that has no name or is in no tensor.
+    """
+    state = state_of_module(module)
+    for name, reason in state.refused.items():
+        raise UnsupportedTensor(name, reason)
+    return state.tensors
+
+
+def state_of_module(module: nn.Module, excluded: Excluded | None = None) -> ModuleTensors:
+    """Return everything that `module` computes with; what is `excluded` by name, too.
+
+    Tensors are parameters and buffers (persistent or not), and what is reachable from attributes: of
+    modules, of objects of any class (slots and class attributes too), of other tensors, in containers and in
+    closures. A tensor subclass that wraps others is replaced by its inner tensors, as ``weight.inner``; a
+    numpy array by a tensor of its memory. A module registered at two paths has both names. Modules that are
+    only referred to (from lists or back to a parent) and other objects are walked once, and not at all when
+    they are registered in the tree as well. An object at several paths has the name of the first one that is
+    not excluded. Gradients are left out.
+    """
+    walk = _TensorWalker(module, excluded)
+    walk.modules("", module)
+    walk.postponed()
+    return walk.state
+
+
+class _TensorWalker:
+    """One traversal. Containers on the current path are not entered again, objects never: so cycles end.
+
+    Tensors are kept as they are found, and plain ones take no further step: a model has tens of thousands.
+    """
+
+    def __init__(self, root: nn.Module, excluded: Excluded | None) -> None:
+        self.state = ModuleTensors()
+        self._excluded = excluded
+        self._postponed: list[tuple[str, object, bool]] = []
+        self._registered_modules = registered_modules(root)
+        self._seen: dict[int, object] = {}
+        """Objects and referred modules that were entered; kept, as an id is only unique while they live."""
+        self._path: set[int] = set()
+        self._classes: dict[type, ObjectType] = {}
+        self._ordinary: set[type] = set()
+        """Classes of objects that are no tensors, modules, containers, code or plain values."""
+        self._visited = 0
+        self._depth = 0
+        self._compare = MARKED not in vars(root)
+        """An engine's model carries its numbers, and servers differ in limits: only flags are compared."""
+
+    def modules(self, name: str, module: nn.Module) -> None:
+        """Collect the state of a registered module and of those registered below it."""
+        if id(module) in self._path:
+            return
+        self._path.add(id(module))
+        prefix = f"{name}." if name else ""
+        for registry in (module._parameters, module._buffers):
+            for key, tensor in registry.items():
+                if tensor is not None:
+                    self._tensor(prefix + key, tensor)
+        type_info = self._classes.get(type(module))
+        if type_info is None:
+            type_info = self._classes[type(module)] = object_type(type(module), nn.Module)
+        if isinstance(module, torch.jit.ScriptModule):
+            self._script(name, module)
+        else:
+            attributes = vars(module)
+            if own := attributes.keys() - OWN_ATTRIBUTES:
+                for key in sorted(own):
+                    value = attributes[key]
+                    if type(value) in SCALARS:
+                        if (self._compare or type(value) is bool) and type_info.compares(key):
+                            self.state.attributes.add(name, key, value)
+                    elif value is not None:
+                        self._attribute(name, key, value, compare=self._compare and type_info.compares(key))
+            if type_info.slots or type_info.shared:
+                self._class_attributes(name, module, type_info, attributes, compare=self._compare)
+            for key in HOOKS:
+                if hooks := attributes.get(key):
+                    for index, hook in enumerate(hooks.values()):
+                        self._value(f"{prefix}{key}.{index}", hook, compare=False)
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            self.state.refused[f"{prefix}_extra_state"] = (
+                f"{type(module).__name__}.get_extra_state keeps state that is in no tensor"
+            )
+        for key, child in module._modules.items():
+            if child is not None:
+                self.modules(prefix + key, child)
+        self._path.discard(id(module))
+
+    def postponed(self) -> None:
+        """Collect what is only reachable under excluded names."""
+        self._excluded = None
+        for name, value, compare in self._postponed:
+            self._value(name, value, compare=compare)
+
+    def _script(self, name: str, module: torch.jit.ScriptModule) -> None:
+        """Look for what is neither parameter nor buffer; a script's other state is in its code."""
+        if id(module) in self._seen or not hasattr(module, "_c"):
+            return
+        self._seen.update((id(each), each) for each in module.modules())
+        if reason := script_state(module):
+            self.state.refused[name or "(all)"] = reason
+
+    def _attribute(self, holder: str, key: str, value: object, *, compare: bool) -> None:
+        """One attribute of a module, an object or a tensor."""
+        if type(value) in SCALARS or (type(value) not in self._ordinary and is_scalar(value)):
+            if compare:
+                self.state.attributes.add(holder, key, value)
+        elif type(value) not in PLAIN_VALUES:
+            self._value(_join(holder, key), value, compare=compare and is_compared(key))
+
+    def _class_attributes(
+        self, holder: str, value: object, type_info: ObjectType, own: dict[str, object], *, compare: bool
+    ) -> None:
+        for key, slot in type_info.slots:
+            try:
+                member = slot.__get__(value)
+            except AttributeError:  # not set
+                continue
+            self._attribute(holder, key, member, compare=compare)
+        for key, member in type_info.shared:
+            if key not in own:
+                self._value(_join(holder, key), member, compare=False)
+
+    def _value(self, name: str, value: object, *, compare: bool) -> None:
+        """The state in what hangs on a module or a tensor: anything at all."""
+        ordinary = type(value) in self._ordinary
+        if not ordinary and isinstance(value, torch.Tensor):
+            self._tensor(name, value)
+        elif self._excluded is not None and self._excluded(name):
+            self._postponed.append((name, value, compare))
+        elif not ordinary and isinstance(value, nn.Module):
+            if id(value) not in self._registered_modules and id(value) not in self._seen:
+                self._seen[id(value)] = value
+                self.modules(name, value)
+        elif (ordinary or not isinstance(value, type | ModuleType)) and self._enter(name, value):
+            self._depth += 1
+            self._contents(name, value, compare)
+            self._depth -= 1
+            self._path.discard(id(value))
+
+    def _enter(self, name: str, value: object) -> bool:
+        """Whether an object is to be walked now; the bounds of the walk."""
+        if id(value) in self._path:
+            return False
+        self._visited += 1
+        if self._depth >= MAX_DEPTH:
+            self.state.refused[name] = f"it is more than {MAX_DEPTH} objects deep"
+        elif self._visited > MAX_OBJECTS:
+            self.state.refused[name] = f"the module refers to more than {MAX_OBJECTS} objects"
+        else:
+            self._path.add(id(value))
+            return True
+        return False
+
+    def _contents(self, name: str, value: object, compare: bool) -> None:
+        if type(value) in self._ordinary:
+            pass
+        elif isinstance(value, list | tuple | deque):
+            self._sequence(name, value, compare)
+        elif isinstance(value, dict):
+            self._entries(name, value, compare)
+        elif isinstance(value, set | frozenset):
+            if not all(map(is_plain, value)):
+                self._without_names(name, value)
+            elif compare and 0 < len(value) <= MAX_SEQUENCE:
+                self._scalars(name, sorted(map(repr, filter(is_scalar, value))))
+        elif isinstance(value, np.ndarray):
+            self._array(name, value)
+        elif isinstance(value, torch.UntypedStorage):
+            self._add(name, torch.empty(0, dtype=torch.uint8, device=value.device).set_(value))
+            return
+        elif isinstance(value, functools.partial):
+            parts = {"func": value.func, "args": value.args, "keywords": value.keywords}
+            self._entries(name, parts, compare)
+        elif isinstance(value, FunctionType):
+            if is_ignored(module_of(value)):
+                return
+            self._entries(name, dict(function_state(value)), compare)
+        elif isinstance(value, MethodType):
+            self._value(f"{name}.__self__", value.__self__, compare=compare)
+            return
+        elif not isinstance(value, torch.jit.ScriptFunction):
+            self._ordinary.add(type(value))
+        self._object(name, value, compare)
+
+    def _sequence(self, name: str, items: list[object] | tuple[object, ...] | deque[object], compare: bool) -> None:
+        if PLAIN_VALUES.issuperset(map(type, items)):
+            if compare and 0 < len(items) <= MAX_SEQUENCE and torch.device not in map(type, items):
+                self._scalars(name, items)
+            return
+        for index, item in enumerate(items):
+            self._attribute(name, str(index), item, compare=compare)
+
+    def _scalars(self, name: str, values: Iterable[object]) -> None:
+        """Several plain values that are one attribute."""
+        holder, _, key = name.rpartition(".")
+        self.state.attributes.add(holder, key, (*values,))
+
+    def _entries(self, name: str, entries: dict[Any, object], compare: bool) -> None:
+        compare = compare and len(entries) <= MAX_SEQUENCE
+        for key, value in dict.items(entries):
+            if type(value) in PLAIN_VALUES and not compare:
+                continue
+            part = key_name(key)
+            if part is not None:
+                self._attribute(name, part, value, compare=compare)
+            elif not is_plain(value) or not is_plain(key):
+                self._without_names(name, (key, value))
+
+    def _without_names(self, name: str, items: Iterable[object]) -> None:
+        """Refuse tensors that have no stable name; what they are found in is walked as anything else."""
+        probe = copy(self)
+        probe.state, probe._seen = ModuleTensors(), dict(self._seen)
+        probe._sequence(name, list(items), compare=False)
+        if probe.state.tensors or probe.state.refused:
+            self.state.refused[name] = "it holds tensors in a set or under dict keys without a stable name"
+
+    def _array(self, name: str, array: np.ndarray) -> None:
+        if array.dtype.hasobject:
+            self._sequence(name, list(array.flat), compare=False)
+            return
+        try:
+            self._add(name, tensor_of(array))
+        except (TypeError, ValueError) as error:
+            self.state.refused[name] = f"it is a numpy array that is no tensor: {error}"
+
+    def _object(self, name: str, value: object, compare: bool) -> None:
+        """An object of any class: its attributes, slots and class attributes; once, under its first name."""
+        cls = type(value)
+        if id(value) in self._seen or cls in _CONTAINERS:
+            return
+        self._seen[id(value)] = value
+        type_info = self._classes.get(cls)
+        if type_info is None:
+            type_info = self._classes[cls] = object_type(cls)
+        attributes = own_attributes(value)
+        if isinstance(value, torch.jit.ScriptFunction) and (reason := script_state(value)):
+            self.state.refused[name] = reason
+        if not type_info.followed:
+            return
+        if not (attributes or type_info.slots or isinstance(value, _CONTAINERS)):
+            reason = why_hidden(value) or (why_out_of_sight(value) if self._compare else None)
+            if reason is not None:
+                self.state.refused[name] = reason
+        compare = compare and type_info.compared
+        for key in sorted(attributes):
+            self._attribute(name, key, attributes[key], compare=compare)
+        if type_info.slots or type_info.shared:
+            self._class_attributes(name, value, type_info, attributes, compare=compare)
+
+    def _tensor(self, name: str, tensor: torch.Tensor) -> None:
+        hung = vars(tensor)
+        if not hung and type(tensor) in BASE_TENSOR_TYPES:
+            self._add(name, tensor)
+            return
+        if id(tensor) in self._path:
+            return
+        self._path.add(id(tensor))
+        wraps: bool = is_traceable_wrapper_subclass(tensor)
+        if wraps:
+            for key, value in inner_tensors(tensor):
+                self._tensor(_join(name, key), value)
+        else:
+            self._add(name, tensor)
+        for key, value in hung.items():
+            self._attribute(name, key, value, compare=self._compare)
+        self._path.discard(id(tensor))
+
+    def _add(self, name: str, tensor: torch.Tensor) -> None:
+        if self.state.tensors.setdefault(name, tensor) is not tensor:
+            self.state.refused[name] = "another tensor has the same name"
+
+
+def _join(prefix: str, key: str) -> str:
+    return prefix + key if key.startswith("[") else f"{prefix}.{key}" if prefix else key

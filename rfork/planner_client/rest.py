@@ -1,0 +1,331 @@
+"""Requests to the planner and what may come of them: answers, problems, or nothing within the time.
+
+Runs inside an inference instance: synchronous, thread-safe, one connection pool.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from typing import Final, TypeVar
+
+import httpx
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from rfork import __version__
+from rfork.errors import PlannerRejected, PlannerUnreachable, SettingsError
+from rfork.planner_client.deadline_transport import DEADLINE, DeadlineTransport, untrusting_context
+from rfork.planner_client.ownership import OWNER_HEADER
+from rfork.planner_client.token_file import TokenFile
+from rfork.schema import Problem
+from rfork.schema.types import VERSION_HEADER
+from rfork.settings import TlsSettings, redacted
+from rfork.tls_files import CurrentContext, client_context
+from rfork.tracing import inject
+
+ResponseT = TypeVar("ResponseT")
+
+STALE_CONNECTION_ERRORS: Final = (
+    httpx.RemoteProtocolError,
+    httpx.ReadError,
+    httpx.WriteError,
+    httpx.CloseError,
+)
+RETRYABLE_STATUSES: Final = (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE)
+"""Statuses after which the same request may be answered a little later."""
+KEPT_HEADERS: Final = ("retry-after", VERSION_HEADER.lower())
+"""Headers of an answer that are looked at."""
+REJECTED: Final = (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN)
+"""Statuses of a token that the planner does not accept (yet, or any more)."""
+MAX_RESPONSE_BYTES: Final = 32 << 20
+"""Several times the largest page that a planner sends: 1,000 forks of a few KiB each."""
+
+Query = Mapping[str, str | int | bool | None]
+
+
+class RestClient:
+    """Speaks to one planner; see `PlannerClient` for its errors."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | TokenFile | None,
+        tls: TlsSettings | None,
+        timeout_s: float,
+        transport: httpx.BaseTransport | None,
+        owner: str = "",
+    ) -> None:
+        """`owner`: sent with each request that changes something."""
+        self.url = url.rstrip("/")
+        self.timeout_s = timeout_s
+        self._closed = threading.Event()
+        self._owner = {OWNER_HEADER: owner} if owner else {}
+        # No compression: the bound on an answer is then a bound on the memory that it takes.
+        headers = {"Accept": "application/json", "Accept-Encoding": "identity"}
+        self._token_file = token if isinstance(token, TokenFile) else None
+        if isinstance(token, str) and token:
+            headers["Authorization"] = f"Bearer {token}"
+        try:
+            parsed = httpx.URL(self.url)
+        except httpx.InvalidURL as error:
+            raise _bad_url(url, str(error)) from None
+        if parsed.scheme not in ("http", "https") or not parsed.host:
+            raise _bad_url(url, "it does not begin with http:// or https:// and a host")
+        basic: httpx.Auth | None = None
+        if parsed.userinfo:
+            # Sent as a header, and kept out of every URL that may be shown or logged.
+            basic = httpx.BasicAuth(parsed.username, parsed.password)
+            self.url = str(parsed.copy_with(username=None, password=None)).rstrip("/")
+        try:
+            self._http = httpx.Client(
+                base_url=self.url,
+                headers=headers,
+                auth=basic,
+                timeout=timeout_s,
+                transport=transport or _transport(parsed.scheme, tls),
+                trust_env=False,  # the settings module alone reads the environment; proxies do not apply
+            )
+        except UnicodeEncodeError:
+            raise SettingsError("the planner token has characters that cannot stand in a header") from None
+
+    def parsed(
+        self,
+        adapter: TypeAdapter[ResponseT],
+        method: str,
+        path: str,
+        body: BaseModel | None = None,
+        query: Query | None = None,
+        *,
+        patient: bool = False,
+        deadline: float | None = None,
+    ) -> ResponseT:
+        """Send one request; returns the body of its answer, as `adapter` has it. Arguments as of `call`."""
+        response = self.call(method, path, body, query, patient=patient, deadline=deadline)
+        try:
+            return adapter.validate_json(response.content)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"]) or "body"
+            reason = f"{where}: {first['msg']}"
+            raise self.unexpected_response_error(
+                method, path, response.status_code, reason, _skew_hint(response)
+            ) from None
+
+    def call(
+        self,
+        method: str,
+        path: str,
+        body: BaseModel | None = None,
+        query: Query | None = None,
+        *,
+        patient: bool = False,
+        deadline: float | None = None,
+    ) -> httpx.Response:
+        """Send one request; returns a 2xx answer. `patient`: where the planner says that it would answer
+        later, and within the time there is, wait and send it once more.
+
+        The time is `timeout_s`, or what is left until `deadline` (`time.monotonic()` value) if that is less.
+        """
+        latest = time.monotonic() + self.timeout_s
+        deadline = latest if deadline is None else min(deadline, latest)
+        while True:
+            response = self._send(self._request(method, path, body, query, deadline), deadline)
+            if response.is_success:
+                return response
+            if response.status_code in REJECTED and self._has_new_token(response.request):
+                continue
+            wait_s = _retry_after(response)
+            if not patient or wait_s is None or time.monotonic() + wait_s >= deadline:
+                raise self.rejected_error(response)
+            patient = False
+            self._closed.wait(wait_s)
+
+    def stream(self, path: str, query: Query, silence_s: float) -> httpx.Response:
+        """The open answer to a GET: 2xx, its body yet to be read. `silence_s` bounds each wait for a part."""
+        deadline = time.monotonic() + self.timeout_s
+        request = self._request("GET", path, None, query, deadline)
+        request.headers["Accept"] = "text/event-stream"
+        request.extensions["timeout"] = httpx.Timeout(self.timeout_s, read=silence_s).as_dict()
+        try:
+            response = self._http.send(request, stream=True)
+            if not response.is_success:
+                response = self._complete(request, response, deadline)
+        except httpx.RequestError as error:
+            raise self.unreachable_error(error) from error
+        except RuntimeError as error:  # httpx: the client has been closed
+            raise PlannerUnreachable(f"planner {self.url} was not asked: {error}") from error
+        if not response.is_success:
+            raise self.rejected_error(response)
+        try:
+            self._check_plain(request, response)
+        except PlannerRejected:
+            response.close()
+            raise
+        del request.extensions[DEADLINE]  # events come for as long as they are wanted
+        return response
+
+    def close(self) -> None:
+        """Close the connections: a request in progress ends with an error, one that waits is not sent."""
+        self._closed.set()
+        self._http.close()
+
+    def rejected_error(self, response: httpx.Response) -> PlannerRejected:
+        """The error of an answer that is no success."""
+        method, path = response.request.method, response.request.url.path
+        try:
+            problem = Problem.model_validate_json(response.content)
+        except ValidationError:
+            return self.unexpected_response_error(
+                method, path, response.status_code, "not a problem document", _skew_hint(response)
+            )
+        hint, wait_s = "", _retry_after(response)
+        if problem.type.endswith("/not-owner"):
+            hint = "call it where the instance runs, with its RFORK_OWNER_SECRET, or with an operator's token"
+        elif problem.type.endswith(("/unknown-host", "/cross-origin")):
+            hint = "reach the planner by its address, or set RFORK_PLANNER_ALLOWED_HOSTS there"
+        elif response.status_code in REJECTED:
+            hint = "set RFORK_TOKEN, or the file RFORK_TOKEN_FILE, to one of the planner's tokens"
+        elif wait_s is not None:
+            hint = f"ask again in {wait_s:g} s"
+        elif response.status_code == httpx.codes.UNPROCESSABLE_ENTITY:
+            hint = _skew_hint(response)
+        return PlannerRejected(
+            f"planner {self.url} refused {method} {path}: {problem.detail}",
+            status=response.status_code,
+            problem=problem.type.rsplit("/", 1)[-1],
+            hint=hint,
+        )
+
+    def unreachable_error(self, error: httpx.RequestError, within_s: float | None = None) -> PlannerUnreachable:
+        """The error of a request that was not answered, or not within a time (`timeout_s`, unless given)."""
+        if isinstance(error, httpx.TimeoutException):
+            allowed_s = self.timeout_s if within_s is None else within_s
+            reason = f"no answer within {round(allowed_s, 1):g} s"
+        else:
+            reason = str(error) or type(error).__name__
+        message = f"planner {self.url} cannot be reached: {reason}"
+        hint = _tls_hint(reason) or "start it (`rfork planner`), or correct RFORK_PLANNER"
+        if "WRONG_VERSION_NUMBER" in reason:
+            hint = f"a server without TLS answers there: use http://{httpx.URL(self.url).netloc.decode()}"
+        return PlannerUnreachable(message, hint=hint, silent=isinstance(error, httpx.ReadTimeout))
+
+    def unexpected_response_error(
+        self, method: str, path: str, status: int, reason: str, hint: str = ""
+    ) -> PlannerRejected:
+        """The error of an answer that no planner gives."""
+        return PlannerRejected(
+            f"{self.url} gave no planner's answer to {method} {path} (status {status}): {reason}",
+            status=status,
+            problem="not-a-planner",
+            hint=hint or "check that RFORK_PLANNER names an rfork planner of this release",
+        )
+
+    def _has_new_token(self, rejected_error: httpx.Request) -> bool:
+        """Whether the token file holds another token by now than the one that was refused."""
+        if self._token_file is None:
+            return False
+        return f"Bearer {self._token_file.reread()}" != str(rejected_error.headers.get("Authorization"))
+
+    def _request(
+        self, method: str, path: str, body: BaseModel | None, query: Query | None, deadline: float
+    ) -> httpx.Request:
+        headers = inject() | ({} if body is None else {"Content-Type": "application/json"})
+        if self._token_file is not None:
+            headers["Authorization"] = f"Bearer {self._token_file.token}"
+        return self._http.build_request(
+            method,
+            path,
+            params={name: value for name, value in (query or {}).items() if value is not None},
+            content=None if body is None else body.model_dump_json(),
+            headers=headers | ({} if method == "GET" else self._owner),
+            timeout=max(0.001, deadline - time.monotonic()),
+            extensions={DEADLINE: deadline},
+        )
+
+    def _send(self, request: httpx.Request, deadline: float) -> httpx.Response:
+        """Send, once more if the pooled connection was dead, and read the body within `deadline`."""
+        within_s = max(0.0, deadline - time.monotonic())
+        try:
+            try:
+                return self._read(request, deadline)
+            except STALE_CONNECTION_ERRORS:
+                return self._read(request, deadline)
+        except httpx.RequestError as error:
+            raise self.unreachable_error(error, within_s) from error
+        except RuntimeError as error:  # httpx: the client has been closed
+            raise PlannerUnreachable(f"planner {self.url} was not asked: {error}") from error
+
+    def _read(self, request: httpx.Request, deadline: float) -> httpx.Response:
+        return self._complete(request, self._http.send(request, stream=True), deadline)
+
+    def _complete(self, request: httpx.Request, response: httpx.Response, deadline: float) -> httpx.Response:
+        """The answer with its body, which is bounded in time and in size."""
+        try:
+            self._check_plain(request, response)
+            content = bytearray()
+            for piece in response.iter_bytes():
+                content += piece
+                if len(content) > MAX_RESPONSE_BYTES:
+                    raise self._unusable(request, response, f"it is larger than {MAX_RESPONSE_BYTES >> 20} MiB")
+                if time.monotonic() > deadline:
+                    raise httpx.ReadTimeout("the answer trickled in too slowly", request=request)
+        finally:
+            response.close()
+        kept = {name: value for name, value in response.headers.items() if name in KEPT_HEADERS}
+        return httpx.Response(response.status_code, headers=kept, content=bytes(content), request=request)
+
+    def _check_plain(self, request: httpx.Request, response: httpx.Response) -> None:
+        """Raises PlannerRejected for a compressed body, which takes far more memory than it has bytes."""
+        encoding = response.headers.get("Content-Encoding", "identity")
+        if encoding != "identity":
+            raise self._unusable(request, response, f"its body is encoded ({encoding[:20]!r})")
+
+    def _unusable(self, request: httpx.Request, response: httpx.Response, reason: str) -> PlannerRejected:
+        return self.unexpected_response_error(request.method, request.url.path, response.status_code, reason)
+
+
+def _retry_after(response: httpx.Response) -> float | None:
+    """Seconds after which a busy planner would answer, if it says so (RFC 9110, section 10.2.3)."""
+    if response.status_code not in RETRYABLE_STATUSES:
+        return None
+    header = response.headers.get("Retry-After", "")
+    # A date, its other form, is never sent by a planner.
+    return float(header) if header.isascii() and header.isdigit() else None
+
+
+def _skew_hint(response: httpx.Response) -> str:
+    """Return what to do where the two sides run different releases; empty where they do not."""
+    theirs = response.headers.get(VERSION_HEADER)
+    if theirs in (None, __version__):
+        return ""
+    return f"here is rfork {__version__}, the planner is {theirs[:40]}: upgrade the planner, then instances"
+
+
+def _tls_hint(reason: str) -> str:
+    """Return what to do about a handshake that failed over a certificate; empty for other reasons."""
+    if "certificate has expired" in reason:
+        return "renew the planner's certificate (its RFORK_TLS_CERTIFICATE), or set this host's clock"
+    if "ALERT_CERTIFICATE_EXPIRED" in reason.upper().replace(" ", "_"):
+        return "renew the certificate of this process (RFORK_TLS_CERTIFICATE), or set the planner's clock"
+    if "CERTIFICATE_VERIFY_FAILED" in reason:
+        return "set RFORK_TLS_CA to the authority of its certificate, and RFORK_PLANNER to a name in that"
+    return ""
+
+
+def _bad_url(url: str, reason: str) -> SettingsError:
+    redacted_url = redacted(url)
+    # The parser's reason may quote a part of the password.
+    reason = reason if redacted_url == url else "malformed; quote special characters of the password (%40 for @)"
+    return SettingsError(f"planner URL {redacted_url!r} cannot be used: {reason}", hint="e.g. http://127.0.0.1:8700")
+
+
+def _transport(scheme: str, tls: TlsSettings | None) -> DeadlineTransport:
+    if scheme != "https":  # to read this machine's authorities takes 20 ms
+        return DeadlineTransport(untrusting_context)
+    try:
+        # Made at each connection, if the files have changed.
+        return DeadlineTransport(CurrentContext(tls or TlsSettings(), client_context))
+    except SettingsError as error:
+        raise SettingsError(f"the TLS files of the planner client cannot be used: {error}") from error

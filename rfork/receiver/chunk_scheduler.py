@@ -1,0 +1,231 @@
+"""Which chunk is read next, and from whom: the state of one fork, without threads, clocks or sockets.
+
+The puller holds its lock around every call here. A chunk is in one of these states: verified; in
+flight (one reader fills it); assigned to a source by the newest plan, or by a claim, which plans do not
+change; unassigned (its source failed, and a new plan is wanted).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from rfork.image import ranges
+from rfork.image.ranges import Range
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRead:
+    """One chunk to be read from one source."""
+
+    source_id: str
+    chunk: int
+
+
+def _unlimited(_source_id: str) -> int:
+    return 1 << 30
+
+
+class ChunkScheduler:
+    """The chunks of one fork; every chunk is read by at most one reader at a time."""
+
+    def __init__(self, chunk_count: int, verified: Iterable[Range] = ()) -> None:
+        self.chunk_count = chunk_count
+        self._verified = set(ranges.indices(verified))
+        self._assigned: dict[int, str] = {}
+        self._claimed: dict[int, str] = {}
+        self._in_flight: dict[int, str] = {}
+        self._readable: dict[str, set[int]] = {}
+        self._ready: dict[str, list[int]] = {}  # heaps; what is no longer true of an entry is seen in `next_read`
+        self._attempts: dict[int, int] = {}
+        self.late: frozenset[str] = frozenset()
+        """Sources that have given nothing yet, though others have: these may read their chunks meanwhile."""
+
+    def assign(self, routes: Mapping[str, Iterable[Range]]) -> None:
+        """Follow a new plan: chunk ranges by source. What is in flight stays with its reader."""
+        self._assigned = {
+            chunk: source
+            for source, parts in routes.items()
+            for chunk in ranges.indices(parts)
+            if chunk not in self._verified
+        } | self._claimed
+        self._ready = {}
+        for source in routes:
+            self._readable.setdefault(source, set())
+        for chunk in self._assigned:
+            self._queue(chunk)
+
+    def mark_available(self, source_id: str, chunks: Iterable[Range]) -> None:
+        """A source says that these chunks can be read from it."""
+        readable = self._readable.setdefault(source_id, set())
+        # Clipped first: a source that offers 2**60 chunks must not cost the memory to list them.
+        for chunk in ranges.indices(ranges.intersect(chunks, ((0, self.chunk_count),))):
+            if chunk not in readable:
+                readable.add(chunk)
+                self._queue(chunk)
+
+    def next_read(self, window: Callable[[str], int] = _unlimited) -> ChunkRead | None:
+        """The next read, now in flight; None when no assigned chunk is readable yet.
+
+        From no source that as many reads as its `window` are under way from already.
+
+        From the source that has the fewest reads under way, so that several sources are drawn on at
+        once, and of its chunks the lowest, so that a chain of relays stays in step.
+        """
+        load = Counter(self._in_flight.values())
+        first = {
+            source: heap[0]
+            for source, heap in self._ready.items()
+            if load[source] < window(source) and self._is_current(source, heap)
+        }
+        source = min(first, key=lambda source: (load[source], first[source]), default=None)
+        if source is None and not self._reassign_from_slowest(load, window):
+            return None
+        if source is None:
+            return self.next_read(window)
+        chunk = heapq.heappop(self._ready[source])
+        self._in_flight[chunk] = source
+        self._attempts[chunk] = self._attempts.get(chunk, 0) + 1
+        return ChunkRead(source, chunk)
+
+    def _reassign_from_slowest(self, load: Mapping[str, int], window: Callable[[str], int]) -> bool:
+        """Assign one chunk of a late source to another, which has nothing else to read; whether one was."""
+        for source, readable in self._readable.items():
+            if source in self.late or load.get(source, 0) >= window(source):
+                continue
+            for chunk, late in self._assigned.items():
+                free = late in self.late and chunk not in self._in_flight and chunk not in self._claimed
+                if free and chunk in readable:
+                    self._assigned[chunk] = source
+                    self._queue(chunk)
+                    return True
+        return False
+
+    def upcoming(self, source_id: str, count: int) -> tuple[list[int], list[int]]:
+        """The chunks that are read from this source now, and the next `count` that `next_read` will give of it."""
+        waiting = (
+            chunk
+            for chunk in self._ready.get(source_id, ())
+            if self._assigned.get(chunk) == source_id and chunk not in self._in_flight
+        )
+        in_flight_chunks = [chunk for chunk, source in self._in_flight.items() if source == source_id]
+        return in_flight_chunks, heapq.nsmallest(count, set(waiting))
+
+    def reserve(self, source_id: str, chunks: Iterable[int]) -> None:
+        """These are read from a source that no plan names, whatever plans say; not what is in flight."""
+        for chunk in chunks:
+            if chunk not in self._verified and chunk not in self._in_flight:
+                self._assigned[chunk] = self._claimed[chunk] = source_id
+
+    def next_reserved(self) -> ChunkRead | None:
+        """The next read of a claimed chunk, now in flight; None: all are in flight, or there is none."""
+        chunk = next((chunk for chunk in self._claimed if chunk not in self._in_flight), None)
+        if chunk is None:
+            return None
+        source = self._in_flight[chunk] = self._claimed[chunk]
+        return ChunkRead(source, chunk)
+
+    @property
+    def claimed(self) -> list[int]:
+        """What `next_reserved` has still to give, in order."""
+        return [chunk for chunk in self._claimed if chunk not in self._in_flight]
+
+    def unreserve(self, chunks: Iterable[int] | None = None) -> None:
+        """These chunks, or all, are claimed no more: a new plan says from whom they are read."""
+        for chunk in list(self._claimed if chunks is None else chunks):
+            if self._claimed.pop(chunk, None) is not None:
+                self._assigned.pop(chunk, None)
+
+    def _queue(self, chunk: int) -> None:
+        """Have the chunk taken, if its source is known and it can be read from there."""
+        source = self._assigned.get(chunk)
+        if source is not None and chunk not in self._in_flight and chunk in self._readable.get(source, ()):
+            heapq.heappush(self._ready.setdefault(source, []), chunk)
+
+    def _is_current(self, source: str, heap: list[int]) -> bool:
+        """Drop what can no longer be taken from the heap's top; whether anything is left."""
+        while heap and (self._assigned.get(heap[0]) != source or heap[0] in self._in_flight):
+            heapq.heappop(heap)
+        return bool(heap)
+
+    def verified(self, read: ChunkRead) -> None:
+        """The read ended with the right bytes."""
+        self._in_flight.pop(read.chunk, None)
+        self._assigned.pop(read.chunk, None)
+        self._claimed.pop(read.chunk, None)
+        self._verified.add(read.chunk)
+
+    def dropped(self, read: ChunkRead) -> None:
+        """The read ended without the right bytes: the chunk is read again, from whoever it is assigned to."""
+        self._in_flight.pop(read.chunk, None)
+        self._queue(read.chunk)
+
+    def fail(self, source_id: str) -> None:
+        """Take all chunks back from a source; those in flight are dropped by their readers."""
+        self._assigned = {chunk: source for chunk, source in self._assigned.items() if source != source_id}
+        self._readable.pop(source_id, None)
+        self._ready.pop(source_id, None)
+
+    def invalidate(self, chunks: Iterable[int]) -> None:
+        """These verified chunks turned out wrong: they are read again, once a plan says from whom."""
+        self._verified.difference_update(chunks)
+
+    def mark_found(self, chunks: Iterable[int]) -> list[int]:
+        """These hold the right bytes already; returns them without those verified before or in flight."""
+        fresh = [chunk for chunk in chunks if chunk not in self._verified and chunk not in self._in_flight]
+        for chunk in fresh:
+            self._assigned.pop(chunk, None)
+            self._claimed.pop(chunk, None)
+        self._verified.update(fresh)
+        return fresh
+
+    def mark_all_verified(self) -> None:
+        """Every chunk was verified by other means; nothing is in flight."""
+        self._verified.update(range(self.chunk_count))
+        self._assigned.clear()
+        self._claimed.clear()
+
+    @property
+    def shares(self) -> dict[str, tuple[Range, ...]]:
+        """What is read, or will be by the newest plan, by source."""
+        chunks: dict[str, list[int]] = {}
+        for chunk, source in (self._assigned | self._in_flight).items():
+            chunks.setdefault(source, []).append(chunk)
+        return {source: ranges.from_indices(indices) for source, indices in chunks.items()}
+
+    def has_assigned(self, source_id: str) -> bool:
+        """Whether the newest plan, or a reader, still needs something of this source."""
+        return source_id in self._assigned.values() or source_id in self._in_flight.values()
+
+    def is_starved(self, source_id: str) -> bool:
+        """Whether chunks are assigned to this source and none of them can be read or is being read."""
+        readable = self._readable.get(source_id, set())
+        wanted = {chunk for chunk, source in self._assigned.items() if source == source_id}
+        return bool(wanted) and not wanted & readable and source_id not in self._in_flight.values()
+
+    @property
+    def unassigned(self) -> bool:
+        """Whether a chunk is missing that no source is asked for: a new plan is needed."""
+        covered = self._verified | self._assigned.keys() | self._in_flight.keys()
+        return len(covered) < self.chunk_count
+
+    @property
+    def complete(self) -> bool:
+        """Whether every chunk is verified."""
+        return len(self._verified) == self.chunk_count
+
+    def inflight_with(self, read: ChunkRead) -> int:
+        """How many other reads are under way from the same source."""
+        return Counter(self._in_flight.values())[read.source_id] - 1
+
+    @property
+    def in_flight(self) -> int:
+        """How many reads are under way."""
+        return len(self._in_flight)
+
+    @property
+    def rereads(self) -> dict[int, int]:
+        """Chunks that were read more than once, and how many times more."""
+        return {chunk: count - 1 for chunk, count in self._attempts.items() if count > 1}

@@ -1,0 +1,82 @@
+"""A loader that fills the whole image, in the stead of a pull. Runs on the target, on the caller's thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from rfork.errors import RforkError
+from rfork.image.chunk_state import ChunkState
+from rfork.image.manifest import Manifest
+from rfork.logs import logger
+from rfork.receiver.active_sources import ActiveSources
+from rfork.receiver.chunk_scheduler import ChunkScheduler
+from rfork.receiver.chunk_verifier import ChunkVerifier, ServingState
+from rfork.receiver.loader_liveness import LoaderLiveness
+from rfork.schema import StorageAssignment
+from rfork.storage.base import storage_name
+
+log = logger(__name__)
+
+POLL_INTERVAL_S = 0.25
+
+RunLoader = Callable[[StorageAssignment], Manifest]
+"""Fills the image by a loader that this instance offered; raises RforkError kinds where that failed."""
+
+
+class ElectedLoader:
+    """Runs the loader that the planner elected this instance for; it writes every byte itself."""
+
+    def __init__(
+        self,
+        board: ChunkState,
+        schedule: ChunkScheduler,
+        digests: ChunkVerifier,
+        sources: ActiveSources,
+        serving_state: ServingState,
+        run_loader: RunLoader,
+        changed: threading.Condition,
+        identity: tuple[str, str],
+    ) -> None:
+        """`changed` is the puller's lock and its bell; `identity` this instance's id and host."""
+        self.bytes_read = 0
+        """Bytes that the loader left."""
+        self._board = board
+        self._schedule = schedule
+        self._digests = digests
+        self._sources = sources
+        self._serving_state = serving_state
+        self._run_loader = run_loader
+        self._changed = changed
+        self._identity = identity
+
+    def load(self, read: StorageAssignment) -> None:
+        """Fill the image, or keep the fault for the planner. No thread but this one writes meanwhile."""
+        name, size = storage_name(read.kind, read.uri), self._board.chunks.image_bytes
+        instance_id, host = self._identity
+        log.info("loading for all that wait", storage=name)
+        with self._changed:
+            self._sources.close_all()
+            retired = self._sources.pop_retired()
+        for feed in retired:
+            feed.close()
+        with self._changed:
+            while self._schedule.in_flight:
+                self._changed.wait(POLL_INTERVAL_S)
+            self._digests.invalidate_all("a loader writes them anew")
+            self._serving_state.report_storage_activity(LoaderLiveness().last_activity)
+        try:
+            manifest = self._run_loader(read)
+        except RforkError as error:
+            with self._changed:
+                self._sources.fail_storage(name, instance_id, error)
+            return
+        finally:
+            self._serving_state.report_storage_activity(None)
+        with self._changed:
+            self._digests.set_manifest(manifest)
+            for chunk, digest in enumerate(manifest.digests):
+                self._board.mark_verified(chunk, digest)
+            self._schedule.mark_all_verified()
+            self.bytes_read += size
+            self._sources.record_verified(name, host, read.kind, len(self._board.chunks), size)

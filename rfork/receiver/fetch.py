@@ -1,0 +1,149 @@
+"""The image of a running instance without its module: forked into plain memory. Runs on the target.
+
+For whoever wants the bytes of an image and not the model: `rfork snapshot`, `rfork artifacts`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from uuid import uuid4
+
+from torch import nn
+
+from rfork.errors import DeadlineExceeded, LayoutMismatch, NoSource, SourceWeightsChanged
+from rfork.image.buffer_views import allocate_buffer
+from rfork.image.layout import Layout
+from rfork.image.manifest import Manifest
+from rfork.image.memory import Image
+from rfork.peer.base import Dial
+from rfork.peer.client import PeerClient
+from rfork.planner_client.client import PlannerClient
+from rfork.receiver.deadline import final_report_deadline
+from rfork.receiver.progress import OnProgress
+from rfork.receiver.report import ForkReport
+from rfork.receiver.session import ForkSession
+from rfork.schema import ForkRequest, ForkResult, InstanceReport
+from rfork.settings import InstanceSettings
+from rfork.source.seed import InstanceIdentity
+from rfork.transport.selection import select_transports
+
+TRANSIENT_EGRESS_SHARE = 0.01
+"""Weight of an instance that is gone once it has the weights: others are sent to it last."""
+
+CheckLayout = Callable[[Layout], None]
+"""Told the layout before memory is taken for it; refuses it by raising."""
+
+
+def fetch(
+    source_instance: InstanceReport,
+    connect: Callable[[], PlannerClient],
+    settings: InstanceSettings,
+    on_progress: OnProgress | None = None,
+) -> tuple[Image, Manifest]:
+    """Fork the image that `source_instance` holds, from whomever the planner sends to, into this process's memory.
+
+    `connect` makes planner clients, one for each use. The image is verified chunk by chunk; nothing is given
+    once this returns. Raises what `rfork.fork` raises.
+    """
+    image, manifest, _ = fetch_with_report(source_instance, connect, settings, on_progress)
+    return image, manifest
+
+
+def fetch_with_report(
+    source_instance: InstanceReport,
+    connect: Callable[[], PlannerClient],
+    settings: InstanceSettings,
+    on_progress: OnProgress | None = None,
+    check: CheckLayout | None = None,
+) -> tuple[Image, Manifest, ForkReport]:
+    """As `fetch`, with the report of the fork (whose seed is closed). Raises what `check` raises, too.
+
+    All of it takes `InstanceSettings.deadline_s` at most, asking for the layout included.
+    """
+    until = time.monotonic() + settings.deadline_s
+    # What passes through maps nothing: its source would keep files of the chunks ever after, laid out for a
+    # reader that has gone and not for the instances to come.
+    settings = settings.model_copy(update={"shared_memory": "copy"})
+    with connect() as planner:
+        layout = _layout(planner, source_instance, settings, until)
+    if check is not None:
+        check(layout)
+    left = until - time.monotonic()
+    if left <= 0:
+        raise DeadlineExceeded(
+            f"the {settings.deadline_s:g} s are over before the first byte of {source_instance.model}"
+        )
+    module = nn.Module()
+    _, tensors = allocate_buffer(layout)
+    # Names as they are in the image, dots and all, which `register_buffer` would refuse.
+    module._buffers.update(tensors)
+    report = ForkSession(
+        module,
+        InstanceIdentity(
+            source_instance.model,
+            source_instance.rank,
+            version=source_instance.version,
+            replica=f"fetch-{uuid4().hex[:12]}",
+        ),
+        settings.model_copy(update={"weight": TRANSIENT_EGRESS_SHARE, "snapshot": None, "deadline_s": left}),
+        select_transports(settings),
+        planner=connect(),
+        dial=_dial(settings),
+        on_progress=on_progress,
+        like=layout,
+    ).run()
+    seed = report.seed
+    if seed is None or seed.manifest is None:
+        raise SourceWeightsChanged(f"the weights of {source_instance.model} changed while they were fetched")
+    image, manifest = seed.image, seed.manifest
+    seed.close()
+    return image, manifest, report
+
+
+def _layout(
+    planner: PlannerClient, source_instance: InstanceReport, settings: InstanceSettings, until: float
+) -> Layout:
+    """The layout of the holder's image, with all its tensors, from an instance that holds it, by `until`."""
+    fork_request = ForkRequest(
+        fork_id=uuid4().hex,
+        instance=source_instance.model_copy(
+            update={
+                "instance_id": uuid4().hex,
+                "replica": None,
+                "weights_id": None,
+                "state": "loading",
+                "verified": (),
+                "storage": (),
+                "readers": (),
+                "address": "none:0",
+                "max_readers": 0,  # nobody is to wait behind it
+            }
+        ),
+    )
+    retry_until = min(time.monotonic() + settings.source_idle_timeout_s, until)
+    try:
+        plan = planner.request_plan(fork_request, deadline=until)
+        while not plan.routes and plan.retry_after_s is not None and time.monotonic() < retry_until:
+            time.sleep(min(plan.retry_after_s, max(0.0, retry_until - time.monotonic())))
+            plan = planner.request_plan(fork_request, deadline=until)
+        # By these routes nothing is read: their leases are for questions.
+        if not plan.routes:
+            raise NoSource(f"nobody tells the layout of {source_instance.model}: {plan.reason}")
+        route = plan.routes[0]
+        peer = _dial(settings)(route.address, lambda: route.lease.token)
+        try:
+            layout = peer.full_manifest(retry_until).layout
+        finally:
+            peer.close()
+    finally:
+        end = final_report_deadline(until)
+        planner.finish(fork_request.fork_id, ForkResult(outcome="interrupted", seconds=0, bytes_read=0), deadline=end)
+        planner.remove(fork_request.instance.instance_id, deadline=end)
+    if layout.layout_id != source_instance.layout_id:
+        raise LayoutMismatch(f"the instances of {source_instance.model} changed meanwhile", hint="try again")
+    return layout
+
+
+def _dial(settings: InstanceSettings) -> Dial:
+    return lambda address, token: PeerClient(address, token, settings.tls)

@@ -1,0 +1,66 @@
+"""Where the seconds of a fork go. Runs on the target."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rfork.tracing import NOOP_TRACER, Span, Tracer
+
+
+class PhaseTimer:
+    """Collects the seconds of named phases. Each second counts in one phase: the innermost that goes on.
+
+    A phase entered twice adds up. One thread enters phases; any may ask.
+    """
+
+    def __init__(self, tracer: Tracer = NOOP_TRACER) -> None:
+        """`tracer`: each phase is a span, too."""
+        self._tracer = tracer
+        self.began = time.monotonic()
+        self._lock = threading.Lock()
+        self._ended: dict[str, float] = {}
+        self._running: list[str] = []
+        self._since = self.began  # when the innermost phase that goes on began, or went on
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the stopwatch was made."""
+        return time.monotonic() - self.began
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Seconds by phase so far, in the order in which they began; the one that goes on is last."""
+        with self._lock:
+            totals = dict(self._ended)
+            if self._running:
+                name = self._running[-1]
+                totals[name] = totals.pop(name) + time.monotonic() - self._since
+            return totals
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[Span]:
+        """Time the `with` block as part of phase `name`."""
+        with self._lock:
+            self._record()
+            if name not in self._ended:
+                self._ended[name] = 0.0
+                for around in self._running:  # what is within another is told before it
+                    self._ended[around] = self._ended.pop(around)
+            self._running.append(name)
+        try:
+            with self._tracer.span(name) as span:
+                yield span
+        finally:
+            with self._lock:
+                self._record()
+                self._running.pop()
+
+    def _record(self) -> None:
+        """What has passed counts in the phase that goes on, if any. Under the lock."""
+        now = time.monotonic()
+        if self._running:
+            self._ended[self._running[-1]] += now - self._since
+        self._since = now

@@ -1,0 +1,128 @@
+"""Tells the planner and the caller how a fork goes, and keeps its leases alive, while it runs.
+
+Runs on the target, on threads of its own: whatever the fork waits for, also its own loader, it is heard of.
+What the caller sees does not wait for the planner either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from rfork.errors import PlannerRejected, PlannerUnreachable
+from rfork.image.chunk_state import ChunkState
+from rfork.logs import logger
+from rfork.planner_client.client import PlannerClient
+from rfork.receiver.phase_timer import PhaseTimer
+from rfork.receiver.report import transports_by_source
+from rfork.receiver.throughput import ThroughputMeter, measurable_bytes, top_rates
+from rfork.receiver.transfer import Transfer
+from rfork.schema import ForkProgress
+from rfork.tracing import TraceContext, current_context, use_context
+
+log = logger(__name__)
+
+REPORT_INTERVAL_S = 1.0
+POLL_INTERVAL_S = REPORT_INTERVAL_S / 4
+
+OnProgress = Callable[[ForkProgress, int], None]
+"""Told the progress about four times a second, and the image's size in bytes."""
+
+
+class ProgressReporter:
+    """One fork's reports. `puller` is asked how it goes, and told what the planner answers."""
+
+    def __init__(
+        self,
+        fork_id: str,
+        planner: PlannerClient,
+        puller: Transfer,
+        board: ChunkState,
+        watch: PhaseTimer,
+        on_progress: OnProgress | None,
+    ) -> None:
+        self.meter = ThroughputMeter()
+        self._fork_id = fork_id
+        self._planner = planner
+        self._puller = puller
+        self._board = board
+        self._watch = watch
+        self._on_progress = on_progress
+        self._done = threading.Event()
+        self._latest: ForkProgress | None = None
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Report while the block runs, and show how it stands once more at its end."""
+        threads = [
+            threading.Thread(target=partial(self._work, work, current_context()), name=name, daemon=True)
+            for name, work in (("rfork-progress", self._poll), ("rfork-telling", self._report_to_planner))
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            self._done.set()
+            # A planner that does not answer must not hold up a fork that is done.
+            until = time.monotonic() + POLL_INTERVAL_S
+            for thread in threads:
+                thread.join(max(0.0, until - time.monotonic()))
+
+    def _work(self, work: Callable[[], None], trace: TraceContext | None) -> None:
+        with use_context(trace):
+            work()
+
+    def _poll(self) -> None:
+        self.meter.add(time.monotonic(), 0)
+        while True:
+            last = self._done.wait(POLL_INTERVAL_S)
+            now = time.monotonic()
+            shares = self._puller.shares
+            bytes_by_source = {share.source_id: share.verified_bytes for share in shares}
+            self.meter.add(now, self._puller.measurable_bytes, measurable_bytes(bytes_by_source))
+            self._latest = progress = ForkProgress(
+                verified=self._board.verified,
+                bytes_read=self._puller.bytes_read,
+                bytes_per_s=self.meter.last,
+                sources=bytes_by_source,
+                source_bytes_per_s=top_rates(self.meter.last_sources),
+                link_bytes_per_s=self.meter.best,
+                transports=transports_by_source(shares),
+                phases={phase: round(seconds, 4) for phase, seconds in self._watch.phases.items()},
+            )
+            self._run_callback(progress)
+            if last:
+                return
+
+    def _report_to_planner(self) -> None:
+        while not self._done.wait(REPORT_INTERVAL_S):
+            if self._latest is not None:
+                self._send_progress(self._latest)
+
+    def _send_progress(self, progress: ForkProgress) -> None:
+        try:
+            ack = self._planner.progress(self._fork_id, progress)
+        except PlannerRejected as error:
+            if error.problem == "unknown-fork":
+                self._puller.request_replan("the planner does not know this fork")
+            else:
+                log.warning("progress refused, so leases will run out", detail=str(error))
+        except PlannerUnreachable as error:
+            log.debug("progress not told", detail=str(error))
+        else:
+            self._puller.update_leases(ack.leases)
+            if ack.replan_suggested is not None:
+                self._puller.request_replan(ack.replan_suggested)
+
+    def _run_callback(self, progress: ForkProgress) -> None:
+        if self._on_progress is None:
+            return
+        try:
+            self._on_progress(progress, self._board.chunks.image_bytes)
+        except Exception:  # what shows the progress may fail; the planner is told of it all the same
+            log.exception("progress not shown, and not shown again")
+            self._on_progress = None

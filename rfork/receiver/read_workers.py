@@ -1,0 +1,158 @@
+"""The workers of a pull: a window of threads that each read one chunk and check it where it landed.
+
+Runs on the target. Verification of one chunk overlaps the arrival of others; a verified chunk goes to
+the board, from where this instance, as a relay, gives it onwards.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from rfork.errors import RforkError, SourceCorrupt, SourceUnavailable, StorageError, TargetError
+from rfork.image.chunk_state import ChunkState
+from rfork.image.memory import Image
+from rfork.logs import logger
+from rfork.receiver.chunk_scheduler import ChunkRead, ChunkScheduler
+from rfork.receiver.chunk_verifier import ChunkVerifier
+from rfork.receiver.deadline import Deadline
+from rfork.receiver.read_concurrency import ReadConcurrency
+from rfork.receiver.source import ChunkSource
+from rfork.receiver.source_events import SourceEventHandler
+from rfork.receiver.storage_source import StorageSource
+from rfork.settings import InstanceSettings
+
+log = logger(__name__)
+
+
+class ReadWorkers:
+    """The threads, and the work of one read. `changed` is the puller's lock and its bell."""
+
+    def __init__(
+        self,
+        image: Image,
+        board: ChunkState,
+        settings: InstanceSettings,
+        schedule: ChunkScheduler,
+        digests: ChunkVerifier,
+        intake: SourceEventHandler,
+        changed: threading.Condition,
+        deadline: Deadline,
+    ) -> None:
+        self.bytes_read = 0
+        """Bytes of the chunks that arrived so far, right or wrong."""
+        self._image = image
+        self._board = board
+        self._settings = settings
+        self._schedule = schedule
+        self._digests = digests
+        self._intake = intake
+        self._sources = intake.sources
+        self._changed = changed
+        self._deadline = deadline
+        self._chunks = image.layout.chunks
+        self._stopping = False
+        self._pace = ReadConcurrency(settings.max_inflight_chunks)
+        self._threads = [
+            threading.Thread(target=self._work, name=f"rfork-pull-{number}", daemon=True)
+            for number in range(settings.max_inflight_chunks)
+        ]
+
+    def start(self) -> None:
+        """Begin to read whatever the schedule gives."""
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """Take nothing new."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+
+    def join(self) -> None:
+        """Wait until nothing more is written to the image; after `stop`."""
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                read = None
+                while not self._stopping and (read := self._schedule.next_read(self._limit_for)) is None:
+                    self._changed.wait()
+                if read is None:
+                    return
+                feed = self._sources.find(read.source_id)
+                window = self._limit_for(read.source_id)
+            error: RforkError | None = None
+            digest: bytes | None = None
+            try:
+                if feed is None:
+                    raise SourceUnavailable("the source was given up")
+                digest = self._fetch(feed, read, window)
+            except RforkError as caught:
+                error = caught
+            except Exception as caught:  # out of memory, or a bug: this side's failure, and not a hang
+                log.exception("reader failed", source=read.source_id[:8])
+                error = TargetError(f"{type(caught).__name__}: {caught}")
+            with self._changed:
+                self._complete(feed, read, digest, error)
+
+    def _limit_for(self, source_id: str) -> int:
+        """Most reads under way from a source; the caller holds the lock."""
+        feed = self._sources.find(source_id)
+        return self._pace.window("" if feed is None else feed.transport)
+
+    def _fetch(self, feed: ChunkSource, read: ChunkRead, window: int) -> bytes | None:
+        """Read one chunk; returns its digest, where that is wanted. `window`: the source's, before."""
+        begin, end = self._chunks[read.chunk]
+        timeout_s = self._settings.source_idle_timeout_s + (end - begin) / self._settings.min_throughput
+        began = time.monotonic()
+        feed.read(begin, end, min(began + timeout_s, self._deadline.monotonic_time))
+        with self._changed:
+            self.bytes_read += end - begin
+            inflight = self._schedule.inflight_with(read)
+            if isinstance(feed, StorageSource):
+                # It reads ahead, so a chunk takes as long as it took since the one before.
+                began, inflight = feed.last_progress_at, 0
+            feed.last_progress_at = time.monotonic()
+            self._pace.record_chunk(end - begin, feed.last_progress_at - began, inflight)
+            if self._limit_for(read.source_id) > window:
+                self._changed.notify_all()
+        wanted = self._settings.verify or isinstance(feed, StorageSource)
+        return self._image.digest(read.chunk) if wanted else None
+
+    def _complete(
+        self, feed: ChunkSource | None, read: ChunkRead, digest: bytes | None, error: RforkError | None
+    ) -> None:
+        """A read has ended; the caller holds the lock. What the chunk must hold is asked only now."""
+        if error is None and feed is not None:
+            try:
+                right = self._verify(feed, read, digest)
+            except RforkError as caught:
+                error = caught
+            else:
+                begin, end = self._chunks[read.chunk]
+                if isinstance(feed, StorageSource):
+                    self._digests.mark_from_local_files(read.chunk)
+                self._board.mark_verified(read.chunk, right)
+                self._schedule.verified(read)
+                self._sources.record_verified(feed.source_id, feed.host, feed.transport, 1, end - begin)
+                # One chunk less is news for the caller's thread only, and only if it was the last.
+                if self._schedule.complete:
+                    self._changed.notify_all()
+                return
+        self._schedule.dropped(read)
+        if feed is not None and error is not None:
+            self._intake.fail(feed, error)
+        self._changed.notify_all()
+
+    def _verify(self, feed: ChunkSource, read: ChunkRead, digest: bytes | None) -> bytes | None:
+        """The right digest of a chunk, which is also what was read."""
+        expected = self._digests.expected(read.source_id, read.chunk)
+        if digest is None:
+            return expected
+        if expected is not None and digest != expected:
+            text = f"{feed.address}: chunk {read.chunk} does not match its digest"
+            raise StorageError(text) if isinstance(feed, StorageSource) else SourceCorrupt(text)
+        return digest

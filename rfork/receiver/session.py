@@ -1,0 +1,417 @@
+"""One fork from end to end: capture, plan, pull, verify, or fall back; then be a seed.
+
+Runs on the target. The order of design section 4, in one place.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Literal
+from uuid import uuid4
+
+from torch import nn
+
+from rfork.errors import (
+    AllSourcesFailed,
+    CheckpointError,
+    DeadlineExceeded,
+    EngineMismatch,
+    ForkFailed,
+    NetworkError,
+    NoSource,
+    PlannerRejected,
+    PlannerUnreachable,
+    RforkError,
+    StorageError,
+    UnsupportedTensor,
+    WrongVersion,
+)
+from rfork.image.capture import capture
+from rfork.image.chunk_state import ChunkState
+from rfork.image.layout import Layout
+from rfork.image.memory import Image
+from rfork.image.writability import check_writable
+from rfork.logs import logger
+from rfork.peer.base import Dial
+from rfork.peer.server import PeerServer, ServePeer
+from rfork.planner_client.client import PlannerClient
+from rfork.planner_client.heartbeat import STOP_S
+from rfork.receiver.chunk_persister import ChunkPersister
+from rfork.receiver.cold_start import ModuleReplaced, StorageCandidates
+from rfork.receiver.deadline import FINAL_REPORT_S, Deadline, final_report_deadline
+from rfork.receiver.fallback import DerivedTensors, Fallback, LoaderError, run_fallbacks
+from rfork.receiver.module_replacement import ModuleReplacement
+from rfork.receiver.phase_timer import PhaseTimer
+from rfork.receiver.plan_requester import PlanRequester
+from rfork.receiver.progress import OnProgress, ProgressReporter
+from rfork.receiver.report import (
+    RESUME_SOURCE_ID,
+    ForkReport,
+    TransferStats,
+    add_fallback_share,
+    build_fork_result,
+    current_trace_id,
+    phase_seconds,
+)
+from rfork.receiver.source_factory import SourceFactory
+from rfork.receiver.throughput import ThroughputMeter
+from rfork.receiver.transfer import Transfer
+from rfork.schema import source_kind
+from rfork.schema.types import Outcome
+from rfork.settings import InstanceSettings
+from rfork.source.image_state import VersionOf
+from rfork.source.seed import InstanceIdentity, Seed
+from rfork.tracing import Tracer
+from rfork.tracing import get_tracer as process_tracer
+from rfork.transport.base import Transport
+from rfork.weights_version import UNSTATED, is_first, is_single, is_unnamed
+
+log = logger(__name__)
+
+REPORT_TIMEOUT_S = 0.5
+"""How long the end of a fork waits, at most, for the planner to hear what this instance holds by then."""
+
+
+class ForkSession:
+    """Fills one module's tensors. Call `run` once.
+
+    `fallbacks`, best first, are what this instance could read by itself. A planner that knows of no
+    source is offered them (unless `settings.cold_start` is ``own``), and may elect it to read one of
+    them for all that wait; they are tried in order once nothing else works. Without a planner they are
+    all there is.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        identity: InstanceIdentity,
+        settings: InstanceSettings,
+        transports: Sequence[Transport],
+        *,
+        planner: PlannerClient | None,
+        dial: Dial,
+        fallbacks: Sequence[Fallback] = (),
+        on_progress: OnProgress | None = None,
+        exclude: Sequence[str] = (),
+        serve_peer: ServePeer = PeerServer,
+        tracer: Tracer | None = None,
+        current_version: Callable[[], str | None] | None = None,
+        on_filled: Callable[[], None] | None = None,
+        like: Layout | None = None,
+    ) -> None:
+        """`current_version` computes the version of this instance's own files again, where the identity's is
+        theirs. `on_filled` is called once the transfer has filled the module, before this instance is a seed.
+        If it raises EngineMismatch, the fallbacks are tried. `like` is the layout that the module was made
+        of, if it was: see `capture`. `tracer`: this process's, unless it is given. Raises what
+        `rfork.tracing.tracer` raises.
+        """
+        self._module = module
+        self._identity = identity
+        self._settings = settings
+        self._transports = list(transports)
+        self._planner = planner
+        self._dial = dial
+        self._fallbacks = fallbacks
+        self._on_progress = on_progress
+        self._exclude = exclude
+        self._current_version = current_version
+        self._serve_peer = serve_peer
+        self._on_filled = on_filled
+        self._like = like
+        self._fork_id = uuid4().hex
+        self._tracer = tracer or process_tracer()
+        self._watch = PhaseTimer(self._tracer)
+        self._meter = ThroughputMeter()
+        self._puller: Transfer | None = None
+        self._storage_reasons: Sequence[RforkError] = ()  # why it was sent to its own storage
+        self._deadline = Deadline(time.monotonic() + settings.deadline_s)
+
+    def run(self) -> ForkReport:
+        """Fill the module; returns what was done, with the seed that this process now is.
+
+        Raises AllSourcesFailed when neither a source nor a fallback worked: the module's content is then
+        undefined, and what a loader raised that builds a model of its own. On any exception the giving side
+        is closed and the planner told.
+        """
+        rank = self._identity.rank
+        with self._tracer.span(
+            "fork", fork=self._fork_id, instance=self._identity.instance_id, host=self._settings.host,
+            model=self._identity.model, rank=rank.key, data_parallel_rank=rank.dp,
+        ) as span:  # fmt: skip
+            try:
+                report = self._run()
+            except BaseException:
+                if self._planner is not None:
+                    self._planner.close()
+                raise
+            report.describe(span)
+            return report
+
+    def _run(self) -> ForkReport:
+        with self._watch.phase("capture"):
+            image = capture(self._module, exclude=self._exclude, like=self._like)
+            if not image.layout.image_bytes:
+                raise UnsupportedTensor("(all)", "the module has no tensor with bytes, so there is nothing to fork")
+            check_writable(image)
+            derived = DerivedTensors(self._module, image) if self._fallbacks else None
+            log.debug("captured", model=self._identity.model, layout=image.layout.layout_id)
+        board = ChunkState(image.layout.chunks)
+        # Before the seed, whose threads and sockets would outlive an error here.
+        keeper = ChunkPersister(self._settings.resume_dir, self._identity, image, board)
+        seed = Seed(
+            image,
+            self._identity,
+            self._settings,
+            self._transports,
+            board=board,
+            planner=self._planner,
+            serve_peer=self._serve_peer,
+            tracer=self._tracer,
+        ).start()
+        reasons: list[RforkError] = []
+        try:
+            keeper.start()
+            report = self._transfer_or_fallback(image, board, seed, keeper, derived, reasons)
+            keeper.close(remove=True)
+            return report
+        except BaseException as error:
+            ended: Outcome = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+            known = error.reasons if isinstance(error, AllSourcesFailed) else ()
+            reported_error = error.error if isinstance(error, LoaderError) else error
+            try:
+                self._finish(ended, known or (*reasons, reported_error))
+            finally:
+                keeper.close(remove=False)
+                late = time.monotonic() >= self._deadline.monotonic_time
+                seed.close(leave_s=FINAL_REPORT_S if late else STOP_S)
+            if reported_error is not error:
+                raise reported_error from None
+            raise
+
+    def _transfer_or_fallback(
+        self,
+        image: Image,
+        board: ChunkState,
+        seed: Seed,
+        keeper: ChunkPersister,
+        derived: DerivedTensors | None,
+        reasons: list[RforkError],
+    ) -> ForkReport:
+        used_fallback: Fallback | None = None
+        replacing = ModuleReplacement(
+            image, seed, keeper, derived, self._exclude, lambda: self._version_of_loaded(seed, reasons)
+        )
+        try:
+            self._pull(image, board, seed, keeper, derived, reasons, replacing)
+            if self._on_filled is not None:
+                self._on_filled()
+        except ModuleReplaced as loaded:
+            used_fallback = loaded.fallback
+        except (ForkFailed, NetworkError, DeadlineExceeded, EngineMismatch) as error:
+            reasons.append(error)
+            keeper.pause()
+            # Whoever reads from this relay must not see what the fallback writes over it.
+            seed.fence()
+            with self._watch.phase("fallback") as span:
+                span.set(because=f"{error.kind}: {error}")
+                used_fallback = run_fallbacks(
+                    self._module, derived, self._fallbacks_of(seed, reasons), reasons, replacing.load
+                )
+                span.set(source=used_fallback.name)
+        seed.storage = ()
+        if replacing.replaced:
+            can_serve = replacing.can_serve
+        else:
+            can_serve = used_fallback is None or image.shares_memory_with(capture(self._module, exclude=self._exclude))
+        if used_fallback is None:
+            read_files = any(share.transport in ("checkpoint", "loader") for share in self._pulled.sources)
+            rename = self._version_of_loaded(seed, reasons) if read_files else None
+            if rename is not None and seed.manifest is not None:
+                seed.version = rename(seed.manifest)
+            seed.serve()
+        elif can_serve and not replacing.replaced:
+            with self._watch.phase("digest"):
+                seed.publish(version=self._version_of_loaded(seed, reasons))
+        report = self._report(image, board, seed, used_fallback, reasons)
+        if can_serve:
+            # Before the end: who asks between the two would find one that has nothing and waits for nobody.
+            seed.wait_report_acked(REPORT_TIMEOUT_S)
+        self._finish(report.outcome, reasons, report)
+        if not can_serve:
+            # Last: those that wait here ask again at once, and the planner knows by now how it ended.
+            seed.fence()
+            log.warning("not a seed: new tensors were put in the module's place", by=report.fallback)
+        log.info("fork done", report=report.line())
+        return report
+
+    def _fallbacks_of(self, seed: Seed, reasons: list[RforkError]) -> Sequence[Fallback]:
+        """Return the fallbacks that may follow a failed fork.
+
+        None where another rank of the replica may have a version that no fallback of this rank is known to
+        give: a replica of two versions is worse than one that does not start.
+        """
+        version = seed.version
+        shared = version is not None and seed.adopts_version and not is_unnamed(version)
+        if shared and self._fallbacks and not is_single(self._identity.rank):
+            reasons.append(
+                WrongVersion(
+                    f"the replica began with version {version}, and this rank has no files of that version",
+                    hint="state the version (RFORK_VERSION), or start all ranks again",
+                )
+            )
+            return ()
+        return self._fallbacks
+
+    def _check_files(self) -> None:
+        """Raise CheckpointError where this instance's files are not those that it began with."""
+        if self._current_version is None:
+            return
+        current = self._current_version()
+        if current != self._identity.version:
+            raise CheckpointError(
+                f"the weight files changed after this instance started: they were version "
+                f"{self._identity.version} and are {current or 'gone'}",
+                hint="start the instance again",
+            )
+
+    def _version_of_loaded(self, seed: Seed, reasons: list[RforkError]) -> VersionOf | None:
+        """Return what names weights that this instance read by itself; None: they are of `seed.version`."""
+        try:
+            self._check_files()
+        except (CheckpointError, StorageError) as error:
+            log.warning("served as a version of its own", because=str(error))
+            reasons.append(error)
+            return seed.version_by_content
+        if not seed.adopts_version or (seed.version is not None and is_unnamed(seed.version)):
+            return None
+        return seed.version_by_content
+
+    def _report(
+        self,
+        image: Image,
+        board: ChunkState,
+        seed: Seed,
+        used_fallback: Fallback | None,
+        reasons: Sequence[RforkError],
+    ) -> ForkReport:
+        manifest, layout, pulled = seed.manifest, image.layout, self._pulled
+        phases = phase_seconds(self._watch, pulled)
+        transfer_s = phases.get("transfer", 0.0)
+        fetched = layout.image_bytes - pulled.resumed_bytes
+        return ForkReport(
+            fork_id=self._fork_id,
+            instance_id=self._identity.instance_id,
+            model=self._identity.model,
+            version=seed.version,
+            version_from=self._version_from(seed, used_fallback, reasons),
+            first=any(is_first(str(error)) for error in (*reasons, *self._storage_reasons)),
+            outcome="forked" if used_fallback is None else "fallback",
+            layout_id=layout.layout_id,
+            weights_id=manifest.weights_id if manifest is not None else "",
+            image_bytes=layout.image_bytes,
+            chunks=len(layout.chunks),
+            chunks_verified=len(board) if self._settings.verify or used_fallback is not None else 0,
+            seconds=self._watch.seconds,
+            phases=phases,
+            bytes_read=pulled.bytes_read,
+            bytes_repeated=pulled.bytes_repeated,
+            replans=pulled.replans,
+            sources=pulled.sources
+            if used_fallback is None
+            else add_fallback_share(pulled.sources, used_fallback, layout, self._settings.host),
+            link_bytes_per_s=self._meter.best,
+            efficiency=self._meter.efficiency(fetched, transfer_s) if used_fallback is None else None,
+            fallback=used_fallback.name if used_fallback is not None else None,
+            reasons=tuple(f"{error.kind}: {error}" for error in reasons),
+            trace_id=current_trace_id(),
+            seed=seed,
+        )
+
+    def _version_from(
+        self, seed: Seed, used_fallback: Fallback | None, reasons: Sequence[RforkError]
+    ) -> Literal["own", "served", "none"]:
+        """Return where the version of the weights is from; see `ForkReport`."""
+        version = seed.version
+        if any(UNSTATED in str(error) for error in (*reasons, *self._storage_reasons)):
+            return "none"
+        if used_fallback is not None or version is None or is_unnamed(version) or not seed.adopts_version:
+            return "own"
+        sources = [share.source_id for share in self._pulled.sources if share.source_id != RESUME_SOURCE_ID]
+        return "served" if any(source_kind(source_id) == "peer" for source_id in sources) else "own"
+
+    @property
+    def _pulled(self) -> TransferStats:
+        return self._puller.pulled if self._puller is not None else TransferStats(0, 0, 0, ())
+
+    def _pull(
+        self,
+        image: Image,
+        board: ChunkState,
+        seed: Seed,
+        keeper: ChunkPersister,
+        derived: DerivedTensors | None,
+        reasons: list[RforkError],
+        replacing: ModuleReplacement,
+    ) -> None:
+        planner, chosen = self._planner, self._settings
+        if planner is None:
+            raise NoSource("no planner is set", hint="set RFORK_PLANNER or pass planner=")
+        shared = derived is not None and chosen.cold_start == "share"
+        fallbacks = self._fallbacks if shared else ()
+        timeout_s = min(chosen.storage_idle_timeout_s, chosen.deadline_s)
+        with StorageCandidates(
+            fallbacks,
+            self._module,
+            image,
+            derived,
+            seed,
+            timeout_s,
+            self._exclude,
+            replacing.load,
+            self._tracer,
+            self._check_files,
+        ) as offers:
+            opening = SourceFactory(
+                image,
+                {transport.name: transport for transport in self._transports},
+                self._dial,
+                chosen,
+                offers,
+                self._identity.instance_id,
+                self._deadline,
+                self._tracer,
+            )
+            plan_requester = PlanRequester(
+                self._fork_id, planner, seed, offers, self._dial, chosen, self._watch, self._deadline
+            )
+            self._storage_reasons = plan_requester.reasons
+            puller = self._puller = Transfer(
+                image,
+                board,
+                chosen,
+                identity=(self._identity.instance_id, chosen.host),
+                opening=opening,
+                replan=plan_requester,
+                run_loader=offers.run_loader,
+                serving_state=seed,
+                deadline=self._deadline,
+                spool=keeper.spool,
+            )
+            reporter = ProgressReporter(self._fork_id, planner, puller, board, self._watch, self._on_progress)
+            self._meter = reporter.meter
+            try:
+                with reporter.running(), self._watch.phase("transfer"):
+                    puller.run()
+            finally:
+                reasons.extend((*offers.reasons, *self._storage_reasons, *puller.reasons))
+
+    def _finish(self, outcome: Outcome, reasons: Sequence[BaseException], report: ForkReport | None = None) -> None:
+        """Tell the planner how it ended, which also gives the leases back. Best effort: leases expire."""
+        if self._planner is None:
+            return
+        finish = build_fork_result(outcome, self._watch, self._pulled, self._meter, reasons, report)
+        try:
+            self._planner.finish(self._fork_id, finish, deadline=final_report_deadline(self._deadline.monotonic_time))
+        except (PlannerUnreachable, PlannerRejected) as error:
+            log.debug("finish not told", detail=str(error))

@@ -1,0 +1,228 @@
+"""What a process that came back takes from the spool of the one that died. Runs on the target.
+
+Once the first source's manifest is known, and before anything can be read from it, the chunks whose record
+says what the manifest says are claimed: no source is asked for them. Each is digested where it lands, and
+counts only if that is what the manifest says. Where no manifest is known, in a cold start, there is
+nothing to compare with, and nothing is taken.
+
+A disk may be slower than the network. What it would give later than a fork without it would have ended
+is left to the sources; it is too after `source_idle_timeout_s` seconds without a byte. Blocks are read beside the image,
+so that a disk that hangs cannot write to it later.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from dataclasses import replace
+from typing import Final
+
+from rfork.image.chunk_state import ChunkState
+from rfork.image.chunks import MIB
+from rfork.image.host_memory import copy_block
+from rfork.image.manifest import Manifest
+from rfork.image.memory import Image
+from rfork.logs import logger
+from rfork.receiver.chunk_scheduler import ChunkRead, ChunkScheduler
+from rfork.receiver.chunk_verifier import ChunkVerifier
+from rfork.receiver.report import RESUME_SOURCE_ID, SourceShare
+from rfork.settings import InstanceSettings
+from rfork.storage.spool import Spool
+
+log = logger(__name__)
+
+BLOCK_BYTES: Final = 4 * MIB
+WARMUP_S: Final = 1.0
+"""Seconds after which the speeds of the disk and of the sources are known."""
+STOP_S: Final = 1.0
+"""Most seconds to wait for a thread that hangs in a read."""
+
+
+class SpoolSource:
+    """Fills chunks of one pull from its spool, on a thread of its own.
+
+    `changed` is the puller's lock and its bell. A chunk that is not there, or not right, is read from
+    the sources as if there were no spool.
+    """
+
+    def __init__(
+        self,
+        spool: Spool | None,
+        image: Image,
+        board: ChunkState,
+        settings: InstanceSettings,
+        schedule: ChunkScheduler,
+        digests: ChunkVerifier,
+        changed: threading.Condition,
+    ) -> None:
+        """Without a spool nothing is ever filled."""
+        self.seconds = 0.0
+        """From the first chunk that was asked for to the last that came."""
+        self._spool = spool
+        self._image = image
+        self._board = board
+        self._settings = settings
+        self._schedule = schedule
+        self._digests = digests
+        self._changed = changed
+        self._chunks = image.layout.chunks
+        self._share = SourceShare(RESUME_SOURCE_ID, settings.host, "file", 0, 0)
+        self._writing = threading.Lock()
+        self._finished = spool is None
+        self._wanted: dict[int, bytes] = {}
+        self._loading: ChunkRead | None = None
+        self._began_at = self._advanced_at = 0.0
+        self._known_at = math.inf
+        self._loaded = 0  # bytes
+        self._fetched = self._fetched_before = 0  # bytes; of weights before those of the claim
+        self._rate = 0.0  # bytes a second, of all sources at their best
+        self._thread = threading.Thread(target=self._run, name="rfork-resume", daemon=True)
+
+    def start(self) -> None:
+        """Wait for chunks to be claimed, and fill them."""
+        if not self._finished:
+            self._thread.start()
+
+    def set_manifest(self, manifest: Manifest) -> None:
+        """What the image must hold; the caller holds the lock, and nothing was offered yet under it."""
+        if self._spool is None or self._finished:
+            return
+        candidates = {
+            chunk: digest
+            for chunk, digest in sorted(self._spool.records.items())
+            if digest == manifest.digests[chunk] and chunk not in self._board
+        }
+        if candidates:
+            log.info("resuming", chunks=len(candidates), of=len(self._chunks), spool=str(self._spool.path))
+            self._wanted = candidates
+            self._known_at = time.monotonic()
+            self._loaded, self._rate, self._fetched_before = 0, 0.0, self._fetched
+            self._schedule.reserve(RESUME_SOURCE_ID, candidates)
+            self._changed.notify_all()
+
+    def poll(self, now: float, fetched: int) -> None:
+        """Leave a disk that gives nothing, or too little; the caller holds the lock.
+
+        `fetched` is how many bytes the sources have given so far.
+        """
+        self._fetched = fetched
+        if self._loading is not None and now - self._advanced_at > self._settings.source_idle_timeout_s:
+            log.warning("the spool is left: it gave nothing", seconds=round(now - self._advanced_at, 1))
+            self._abandon()
+        elif now - self._known_at >= WARMUP_S:
+            self._is_worth_reading(now - self._known_at, fetched - self._fetched_before)
+
+    def _is_worth_reading(self, seconds: float, fetched: int) -> None:
+        """Keep only what comes before the sources would have given the whole image.
+
+        So a fork is no slower for what was kept, and where the disk keeps up the sources are spared.
+        """
+        self._rate = max(self._rate, fetched / seconds)
+        if self._rate:
+            left_s = self._chunks.image_bytes / self._rate - seconds
+            max_chunks = int(max(0.0, left_s) * self._loaded / seconds) // self._chunks.chunk_size
+            late = self._schedule.claimed[max_chunks:]
+            if late:
+                log.info("the spool is slower than the sources, which give its last chunks", chunks=len(late))
+                self._schedule.unreserve(late)
+                self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Nothing is written to the image any more; what is claimed still is not."""
+        with self._changed:
+            self._abandon()
+        if self._thread.is_alive():
+            self._thread.join(STOP_S)
+
+    @property
+    def share(self) -> tuple[SourceShare, ...]:
+        """What came from the spool, if anything did."""
+        return (self._share,) if self._share.verified_chunks else ()
+
+    def _run(self) -> None:
+        try:
+            scratch = memoryview(bytearray(min(BLOCK_BYTES, self._chunks.chunk_size)))
+            while (read := self._next()) is not None:
+                digest = self._load(read.chunk, scratch)
+                with self._changed:
+                    if self._finished:
+                        return
+                    self._finish_chunk(read, digest)
+        except OSError as error:
+            with self._changed:
+                if not self._finished:  # else the fork is over, and the spool closed
+                    log.warning("the spool is left: it cannot be read", because=str(error))
+        except Exception:  # out of memory, or a bug: the sources have to give what is left
+            log.exception("the spool is left")
+        finally:
+            with self._changed:
+                if not self._finished:
+                    self._abandon()
+
+    def _next(self) -> ChunkRead | None:
+        with self._changed:
+            while not self._finished:
+                read = self._loading = self._schedule.next_reserved()
+                if read is not None:
+                    self._began_at = self._advanced_at = time.monotonic()
+                    return read
+                self._changed.wait()
+            return None
+
+    def _load(self, chunk: int, scratch: memoryview) -> bytes | None:
+        """Fill one chunk; the digest of what is in it now, if the spool had all of it."""
+        if self._spool is None:
+            return None
+        begin, end = self._chunks[chunk]
+        is_complete = True
+        for at in range(begin, end, scratch.nbytes):
+            block = scratch[: min(scratch.nbytes, end - at)]
+            is_complete = self._spool.read(at, block)
+            if not is_complete:
+                break
+            with self._writing:
+                if self._finished:
+                    return None
+                with self._image.writable(at, at + block.nbytes) as views:
+                    copy_block(block, views)
+            self._advanced_at = time.monotonic()
+            self._loaded += block.nbytes
+        digest = self._image.digest(chunk) if is_complete else None
+        if not self._finished and (digest is None or digest != self._wanted.get(chunk)):
+            self._spool.erase(chunk)  # so that it is kept anew once a source gave it
+        return digest
+
+    def _finish_chunk(self, read: ChunkRead, digest: bytes | None) -> None:
+        """A chunk was filled, or could not be; the caller holds the lock."""
+        self.seconds += time.monotonic() - self._began_at
+        # Asked only now: the manifest may be another than that of the claim.
+        manifest = self._digests.manifest
+        if digest is not None and manifest is not None and manifest.digests[read.chunk] == digest:
+            begin, end = self._chunks[read.chunk]
+            self._board.mark_verified(read.chunk, digest)
+            self._schedule.verified(read)
+            self._loading = None
+            self._share = replace(
+                self._share,
+                verified_chunks=self._share.verified_chunks + 1,
+                verified_bytes=self._share.verified_bytes + end - begin,
+            )
+            if self._schedule.complete:
+                self._changed.notify_all()
+            return
+        log.info("a kept chunk is not right: it is fetched", chunk=read.chunk)
+        self._loading = None
+        self._schedule.dropped(read)
+        self._schedule.unreserve([read.chunk])
+        self._changed.notify_all()
+
+    def _abandon(self) -> None:
+        """Whatever is claimed has to come from the sources; the caller holds the lock."""
+        self._finished = True
+        with self._writing:  # a copy that is under way ends
+            read, self._loading = self._loading, None
+        if read is not None:
+            self._schedule.dropped(read)
+        self._schedule.unreserve()
+        self._changed.notify_all()

@@ -1,0 +1,75 @@
+"""How fast a fork's bytes come: now and at best, all together and by source. Runs on the target."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+from rfork.schema import source_kind
+from rfork.schema.types import MAX_RATES
+
+WINDOW_S: Final = 1.0
+"""Rates are those of windows about so long: shorter ones see a chunk that landed, not a link."""
+ZERO_SAMPLE: Final[Mapping[str, int]] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """What had come at one moment."""
+
+    at: float
+    total: int
+    sources: Mapping[str, int]
+
+
+class ThroughputMeter:
+    """The rate now and the best rate, in bytes a second, over windows of about `window_s`."""
+
+    def __init__(self, window_s: float = WINDOW_S) -> None:
+        self.best: float | None = None
+        """None until a window has passed."""
+        self.last = 0.0
+        """Over the last window; until one has passed, the mean so far."""
+        self.best_sources: Mapping[str, float] = {}
+        """By source, each over its own best window; empty until one has passed."""
+        self.last_sources: Mapping[str, float] = {}
+        """The same as `last` by source, of those that gave something."""
+        self._window_s = window_s
+        self._points: deque[_Sample] = deque()
+
+    def add(self, now: float, total: int, sources: Mapping[str, int] = ZERO_SAMPLE) -> None:
+        """In all `total` bytes had come at `now`, and so many of them from each source.
+
+        They need not add up: what has come of a source may count only once it is verified.
+        """
+        self._points.append(_Sample(now, total, sources))
+        while len(self._points) > 2 and now - self._points[1].at >= self._window_s:
+            self._points.popleft()
+        before = self._points[0]
+        passed_s = now - before.at
+        if passed_s > 0:
+            self.last = max(0.0, (total - before.total) / passed_s)
+            grown = {name: count - before.sources.get(name, 0) for name, count in sources.items()}
+            self.last_sources = {name: count / passed_s for name, count in grown.items() if count > 0}
+        if passed_s >= self._window_s:
+            self.best = max(self.best or 0.0, self.last)
+            better = {name: max(rate, self.best_sources.get(name, 0.0)) for name, rate in self.last_sources.items()}
+            self.best_sources = {**self.best_sources, **better}
+
+    def efficiency(self, nbytes: int, seconds: float) -> float | None:
+        """The rate of `nbytes` in `seconds` against the best one; None where that is not known."""
+        return nbytes / seconds / self.best if self.best and seconds else None
+
+
+def measurable_bytes(bytes_by_source: Mapping[str, int]) -> dict[str, int]:
+    """Of the bytes by source those that have a rate: what a loader read is known all at once, at its end."""
+    return {name: count for name, count in bytes_by_source.items() if source_kind(name) != "loader"}
+
+
+def top_rates(rates: Mapping[str, float]) -> dict[str, float]:
+    """Rates by source as they are told: whole bytes a second, the fastest first, of `MAX_RATES` at most."""
+    ranked = sorted(rates.items(), key=lambda item: -item[1])[:MAX_RATES]
+    return {name: float(round(rate)) for name, rate in ranked}

@@ -1,0 +1,292 @@
+"""The puller: fills an image from the sources of a plan, verifies each chunk, and re-plans when it must.
+
+Runs on the target. Sources are peers and, where the planner elected this instance, its own storage. A
+window of workers reads and checks chunks; a feed thread a source follows what can be read from it;
+the caller's thread watches over both.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from rfork.errors import (
+    DeadlineExceeded,
+    NoSource,
+    PlannerRejected,
+    PlannerUnreachable,
+    RforkError,
+)
+from rfork.image.chunk_state import ChunkState
+from rfork.image.memory import Image
+from rfork.logs import logger
+from rfork.receiver.active_sources import SourceFactoryProtocol
+from rfork.receiver.chunk_scheduler import ChunkScheduler
+from rfork.receiver.chunk_verifier import ChunkVerifier, ServingState
+from rfork.receiver.deadline import Deadline
+from rfork.receiver.elected_loader import ElectedLoader, RunLoader
+from rfork.receiver.read_workers import ReadWorkers
+from rfork.receiver.report import SourceShare, TransferStats
+from rfork.receiver.source_events import SourceEventHandler
+from rfork.receiver.spool_source import SpoolSource
+from rfork.schema import ChunkAssignment, Lease, Plan, SourceFault
+from rfork.settings import InstanceSettings
+from rfork.storage.spool import Spool
+
+log = logger(__name__)
+
+POLL_INTERVAL_S = 0.25
+"""How often stalls, silence and the deadline are looked at; events are acted on at once."""
+SUSPEND_THRESHOLD_S = 2 * POLL_INTERVAL_S
+"""Without a look for so long, this process was held up (stopped, or a call kept the interpreter)."""
+FIRST_RETRY_S = 0.2
+MIN_REPLAN_INTERVAL_S = 0.05
+PARTIAL_PLAN_RETRY_S = 0.8
+"""Time to the next request for a plan while some chunks have a source and others have none."""
+
+Replan = Callable[[tuple[SourceFault, ...], tuple[ChunkAssignment, ...]], Plan]
+"""Asks the planner, given the faults since the last plan, and what is read by that plan now."""
+
+
+class Transfer:
+    """One fork's pull. `run` it once.
+
+    `opening` makes the (not yet started) feeds of a plan; `replan` asks the planner for a (new) one;
+    `run_loader` is called on the caller's thread where the planner elected this instance to run its
+    loader; `serving_state` is told the manifest before the first chunk that was checked against it is given.
+    `identity` is this instance's id and host; `spool` is taken from as `rfork.receiver.spool_source` says. Without
+    a manifest, a fork that did not read all its chunks from files of its own waits at the end for whoever
+    did: only that one can tell that they belong together.
+    """
+
+    def __init__(
+        self,
+        image: Image,
+        board: ChunkState,
+        settings: InstanceSettings,
+        *,
+        identity: tuple[str, str],
+        opening: SourceFactoryProtocol,
+        replan: Replan,
+        run_loader: RunLoader,
+        serving_state: ServingState,
+        deadline: Deadline,
+        spool: Spool | None = None,
+    ) -> None:
+        self._board = board
+        self._settings = settings
+        self._replan = replan
+        self._serving_state = serving_state
+        self._deadline = deadline
+        self._chunks = image.layout.chunks
+        self._changed = threading.Condition()
+        self._schedule = ChunkScheduler(len(self._chunks), board.verified)
+        self._digests = ChunkVerifier(image, board, self._schedule, serving_state)
+        self._resume = SpoolSource(spool, image, board, settings, self._schedule, self._digests, self._changed)
+        self._intake = SourceEventHandler(
+            self._changed, board, self._schedule, self._digests, opening, self._resume, deadline
+        )
+        self._sources = self._intake.sources
+        self._workers = ReadWorkers(
+            image, board, settings, self._schedule, self._digests, self._intake, self._changed, deadline
+        )
+        self._elected_loader = ElectedLoader(
+            board,
+            self._schedule,
+            self._digests,
+            self._sources,
+            serving_state,
+            run_loader,
+            self._changed,
+            identity,
+        )
+        self._complete_since: float | None = None
+        self._last_poll = self._timeouts_apply_from = -math.inf
+        self._was_suspended = False
+        self._plans = 0
+        self._replan_reason: str | None = None
+
+    # -- the caller's thread --------------------------------------------------------------------
+
+    def run(self) -> TransferStats:
+        """Fill the image; returns once every chunk is verified.
+
+        Raises DeadlineExceeded, NoSource (the planner knows none, or none that is left works),
+        PlannerUnreachable or PlannerRejected. Nothing is written to the image after it returns or
+        raises.
+        """
+        self._workers.start()
+        self._resume.start()
+        try:
+            self._supervise()
+        finally:
+            with self._changed:
+                self._intake.stopping = True
+                feeds = self._sources.all_sources
+            self._workers.stop()
+            self._resume.stop()
+            for feed in feeds:
+                feed.close()
+            self._workers.join()
+            for feed in feeds:
+                feed.join()
+            self._serving_state.report_storage_activity(None)
+        return self.pulled
+
+    @property
+    def pulled(self) -> TransferStats:
+        """What was done so far, also by a pull that failed."""
+        repeated = sum(
+            times * (self._chunks[chunk][1] - self._chunks[chunk][0]) for chunk, times in self._schedule.rereads.items()
+        )
+        shares = sorted((*self.shares, *self._resume.share), key=lambda share: -share.verified_bytes)
+        replans = max(0, self._plans - 1)
+        return TransferStats(self.bytes_read, repeated, replans, tuple(shares), self._resume.seconds)
+
+    @property
+    def shares(self) -> tuple[SourceShare, ...]:
+        """What each source gave so far, most first."""
+        with self._changed:
+            return self._sources.shares
+
+    @property
+    def reasons(self) -> tuple[RforkError, ...]:
+        """Each failure of a source so far, in order."""
+        with self._changed:
+            return tuple(self._sources.reasons)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of the chunks that arrived so far, right or wrong."""
+        return self.measurable_bytes + self._elected_loader.bytes_read
+
+    @property
+    def measurable_bytes(self) -> int:
+        """Of them those that were counted as they came: what a loader reads is known all at once."""
+        return self._workers.bytes_read
+
+    def update_leases(self, leases: Mapping[str, Lease]) -> None:
+        """Newer lease tokens, by source."""
+        with self._changed:
+            self._sources.renew(leases)
+
+    def request_replan(self, reason: str) -> None:
+        """Ask for a new plan soon; until there is one the old one holds. Nothing is given up for it."""
+        with self._changed:
+            if self._replan_reason is None:
+                log.info("a new plan is wanted", because=reason)
+            self._replan_reason = reason
+            self._changed.notify_all()
+
+    def _supervise(self) -> None:
+        no_source_since: float | None = None
+        retry_at = 0.0
+        while True:
+            with self._changed:
+                retired = self._sources.pop_retired()
+            # Outside the lock: closing a reader waits until nothing more of it can land.
+            for feed in retired:
+                feed.close()
+            with self._changed:
+                if self._schedule.complete and self._digests.finalize_manifest():
+                    return
+                now = time.monotonic()
+                self._check_timeouts(now)
+                if self._sources.any_retired:
+                    continue
+                due = self._schedule.unassigned or self._replan_reason is not None
+                if self._schedule.complete or not due or now < retry_at:
+                    until = now + POLL_INTERVAL_S if self._schedule.complete or not due else retry_at
+                    self._changed.wait(
+                        max(0.01, min(until, now + POLL_INTERVAL_S, self._deadline.monotonic_time) - now)
+                    )
+                    continue
+            plan, refusal = self._request_plan()
+            now = time.monotonic()
+            loader_read = next((read for read in plan.storage if read.kind == "loader"), None) if plan else None
+            if loader_read is not None and not self._schedule.complete:
+                self._plans += 1
+                self._replan_reason = None
+                self._resume.stop()  # the loader writes every byte
+                self._elected_loader.load(loader_read)
+                no_source_since, retry_at = None, time.monotonic() + FIRST_RETRY_S
+                continue
+            with self._changed:
+                if plan is not None and (plan.routes or plan.storage) and not self._intake.is_stale_plan(plan):
+                    if self._intake.is_other_version(plan):
+                        if self._schedule.in_flight:
+                            retry_at = now + MIN_REPLAN_INTERVAL_S  # what lands must not count for the next weights
+                            continue
+                        self._intake.restart()
+                    self._plans += 1
+                    self._replan_reason, no_source_since = None, None
+                    self._intake.apply_plan(plan)
+                    plan_retry_s = plan.retry_after_s if self._schedule.unassigned else MIN_REPLAN_INTERVAL_S
+                    retry_at = now + max(
+                        MIN_REPLAN_INTERVAL_S, PARTIAL_PLAN_RETRY_S if plan_retry_s is None else plan_retry_s
+                    )
+                    continue
+                if self._schedule.in_flight or self._sources.has_work or not self._schedule.unassigned:
+                    retry_at = now + PARTIAL_PLAN_RETRY_S  # others still give: no hurry
+                    continue
+                plan_retry_s = plan.retry_after_s if plan is not None else FIRST_RETRY_S
+                changing = self._intake.weights_changing
+                if changing and plan_retry_s is None and self._intake.restart():
+                    continue  # it asks for any weights now
+                no_source_since = no_source_since or now
+                should_retry = changing or (plan_retry_s is not None and (plan is not None or self._plans > 0))
+                if not should_retry or now - no_source_since >= self._settings.no_source_timeout_s:
+                    raise refusal
+                retry_at = now + (plan_retry_s or FIRST_RETRY_S)
+
+    def _check_timeouts(self, now: float) -> None:
+        """What time brings; the caller holds the lock. Raises DeadlineExceeded."""
+        last_block_at = self._sources.last_storage_block_at
+        if last_block_at is not None:
+            self._deadline.extend(last_block_at + self._settings.storage_idle_timeout_s)
+        if now >= self._deadline.monotonic_time:
+            raise DeadlineExceeded(
+                f"the deadline passed with {len(self._board)} of {len(self._chunks)} chunks verified"
+            )
+        if self._timeouts_apply(now):
+            self._resume.poll(now, self.bytes_read)
+            self._sources.fail_stalled(now)
+            if self._sources.find_stragglers(now):
+                self._changed.notify_all()
+        at, relayed = self._sources.storage_activity or (None, False)
+        self._serving_state.report_storage_activity((lambda: at) if at is not None else None, relayed=relayed)
+        if not self._schedule.complete:
+            self._complete_since = None
+            return
+        # All chunks are held, but not yet known to be of one image: whoever reads storage will say so.
+        self._complete_since = self._complete_since or now
+        if not self._sources.any_active or now - self._complete_since > 3 * self._settings.source_idle_timeout_s:
+            self._complete_since = None
+            self._digests.invalidate_unconfirmed()
+
+    def _timeouts_apply(self, now: float) -> bool:
+        """Whether silence counts: not right after this process itself stood still for a while.
+
+        What the sources said meanwhile has yet to be heard; the threads that do so get a moment first.
+        """
+        late, self._last_poll = SUSPEND_THRESHOLD_S < now - self._last_poll < math.inf, now
+        if late and not self._was_suspended:
+            self._was_suspended, self._timeouts_apply_from = True, now + POLL_INTERVAL_S
+        if now < self._timeouts_apply_from:
+            return False
+        self._was_suspended = False
+        return True
+
+    def _request_plan(self) -> tuple[Plan | None, RforkError]:
+        """One call to the planner: its plan, if any, and the error to end with if there is no route."""
+        with self._changed:
+            faults, current = self._sources.faults, self._sources.current_assignments
+        try:
+            plan = self._replan(faults, current)
+        except (NoSource, PlannerUnreachable, PlannerRejected) as error:
+            return None, error
+        with self._changed:
+            self._sources.mark_reported(faults)
+        return plan, NoSource(plan.reason or "the planner knows no source")

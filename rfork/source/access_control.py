@@ -1,0 +1,239 @@
+"""What the readers of a seed ask: the exporters' `Gate`, and the peer service's `PeerBackend`.
+
+Runs on the source.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from uuid import uuid4
+
+from rfork.errors import LayoutMismatch, SourceBusy, SourceWeightsChanged, TransportUnavailable
+from rfork.image.chunk_state import ChunkState
+from rfork.image.manifest import Manifest
+from rfork.image.memory import Image
+from rfork.planner_client.lease import LeaseClaims
+from rfork.planner_client.planner_clock import PlannerClock
+from rfork.schema import Rank
+from rfork.settings import InstanceSettings
+from rfork.source.channels import ChannelTable
+from rfork.source.egress_limiter import EgressLimiter
+from rfork.source.image_state import VersionOf
+from rfork.source.latency_controller import MIN_RATE, LatencyController
+from rfork.source.leases import LeaseVerifier
+from rfork.source.rate_advisor import ReaderRateAdvisor
+from rfork.source.serving_spans import ServingSpans
+from rfork.source.suspend import SuspendableImage
+from rfork.tracing import Tracer
+from rfork.transport.base import AccessGate, ControlStream, Endpoint, Transport
+from rfork.weights_version import is_single, of_update, of_weights, unnamed
+
+EXPORTER_READY_TIMEOUT_S = 3.0
+"""What a transport gets to become ready, when a reader asks for it, before the next one is taken."""
+MIN_RATE_PER_READER = 4 << 20
+"""Bytes a second: above `InstanceSettings.min_throughput` for each chunk of a reader's usual window."""
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceIdentity:
+    """Who an instance is to the planner: one rank of one model in one process."""
+
+    model: str
+    rank: Rank = field(default_factory=Rank)
+    instance_id: str = field(default_factory=lambda: uuid4().hex)
+    version: str | None = None
+    """Of its own weights; None: it takes over the version that is served."""
+    replica: str | None = None
+    """The replica that it is a rank of, if its ranks agreed on a name."""
+
+    @classmethod
+    def of(
+        cls,
+        model: str,
+        rank: Rank,
+        server: str | None,
+        *,
+        version: str | None = None,
+        replica: str | None = None,
+    ) -> InstanceIdentity:
+        """One with an id of its own at each start, under its server's name (`InstanceSettings.replica`) if any.
+
+        So all ranks of a server can be drained together, and whoever gave it the name knows them.
+        """
+        instance_id = uuid4().hex
+        if server is not None:
+            instance_id = f"{server}-{rank.key}-dp{rank.dp}-{instance_id[:8]}"
+        return cls(model, rank, instance_id, version, replica)
+
+
+class AccessControl(SuspendableImage):
+    """What an instance holds, given to whoever shows a lease, within the rate that its governor allows."""
+
+    def __init__(
+        self,
+        image: Image,
+        identity: InstanceIdentity,
+        settings: InstanceSettings,
+        transports: Sequence[Transport],
+        board: ChunkState | None,
+        manifest: Manifest | None,
+        tracer: Tracer,
+    ) -> None:
+        super().__init__(image, board, manifest, transports)
+        self.identity = identity
+        self.version = identity.version
+        self.settings = settings
+        self.served_bytes = 0
+        self._planner_clock = PlannerClock()
+        self._leases = LeaseVerifier(
+            identity.instance_id,
+            settings.max_readers,
+            layout_id=image.layout.layout_id,
+            clock=self._planner_clock.now,
+        )
+        self._serving_spans = ServingSpans(tracer, lambda: self._egress_limiter.current_limit, identity.instance_id)
+        self._channels = ChannelTable(self._leases, self._exports, self._notify, self._serving_spans)
+        self._latency = LatencyController(settings.max_latency_ratio, floor=self._min_rate)
+        self._egress_limiter = EgressLimiter(settings.egress_rate, self._latency, part=self._governed_fraction)
+        self._rate_advisor: ReaderRateAdvisor | None = None
+
+    @property
+    def adopts_version(self) -> bool:
+        """Whether the version is not this instance's own: it takes over the one that is served."""
+        return self.identity.version is None
+
+    def version_by_content(self, manifest: Manifest) -> str:
+        """Return a version for weights of which nothing is known but their bytes."""
+        identity = self.identity
+        if is_single(identity.rank):
+            return of_weights(manifest.weights_id)
+        return unnamed(identity.replica or identity.instance_id)
+
+    def version_after_update(self, stated: str | None, count: int) -> VersionOf:
+        """See `ImageState.version_after_update`: the stated version, else one that only these weights have."""
+        identity, before, sealed = self.identity, self.version, self._sealed_id
+
+        def choose(manifest: Manifest) -> str | None:
+            if stated is not None and stated != before:
+                return stated
+            if not is_single(identity.rank):
+                return of_update(identity.replica or identity.instance_id, count)
+            return before if manifest.weights_id == sealed else of_weights(manifest.weights_id)
+
+        return choose
+
+    @property
+    def _gate(self) -> AccessGate:
+        return self
+
+    def _min_rate(self) -> int:
+        """So much is given however long the engine's work takes: none of the readers must look stalled."""
+        return max(MIN_RATE, MIN_RATE_PER_READER * len(self._leases.readers))
+
+    # -- Gate: what the exporters ask --------------------------------------------------------------
+
+    def authorize(self, token: str, begin: int, end: int) -> str:
+        """See `rfork.transport.base.AccessGate.authorize`."""
+        claims = self._claims(token)
+        if not self.board.contains_range(begin, end):
+            self._claims(token)  # it may have been fenced between the two
+            raise SourceBusy(f"bytes {begin}-{end} are not verified here yet")
+        return claims.fork_id
+
+    @contextmanager
+    def read_guard(self, token: str, begin: int, end: int, cut: Callable[[], None]) -> Iterator[None]:
+        """See `rfork.transport.base.AccessGate.read_guard`."""
+        with self._inflight_reads.track(cut):
+            # Asked only now: a fence that comes later waits for this block, one that came before refuses it.
+            self.authorize(token, begin, end)
+            yield
+
+    def acquire_bytes(self, max_bytes: int, fork_id: str) -> int:
+        """See `rfork.transport.base.AccessGate.acquire_bytes`."""
+        granted = self._egress_limiter.grant(max_bytes, fork_id)
+        with self._lock:
+            self.served_bytes += granted
+        self._serving_spans.add(fork_id, granted)
+        return granted
+
+    def version_tag(self) -> str:
+        """See `rfork.transport.base.AccessGate.version_tag`."""
+        return f"{self.identity.instance_id}-{self.generation}"
+
+    def _claims(self, token: str) -> LeaseClaims:
+        manifest = self._manifest
+        weights_id = manifest.weights_id if manifest is not None else None
+        return self._leases.check(token, self.generation, weights_id)
+
+    # -- PeerBackend: what the peer service asks --------------------------------------------------------
+
+    def check(self, token: str) -> str:
+        """The fork_id a token was leased to; raises as `Gate.admit` does."""
+        return self._claims(token).fork_id
+
+    def open_channel(self, fork_id: str, layout_id: str, transports: list[str], address: str) -> tuple[str, Endpoint]:
+        """Give the reader at this address a slot, and an endpoint of the first transport both sides have."""
+        if layout_id != self.image.layout.layout_id:
+            raise LayoutMismatch(f"the source's layout is {self.image.layout.layout_id}, not {layout_id}")
+        if self.draining:
+            raise SourceBusy("the source is draining")
+        if self.suspended:
+            raise SourceBusy("the source has put its weights away for a while")
+        self._settled.wait(EXPORTER_READY_TIMEOUT_S)
+        opened = self._open(fork_id, transports, address)
+        self._notify()  # there is one more to share the rate with
+        return opened
+
+    def _open(self, fork_id: str, transports: list[str], address: str) -> tuple[str, Endpoint]:
+        busy: SourceBusy | None = None
+        for name in transports:
+            exporter = self._exports.get(name)
+            if exporter is None:
+                continue
+            # A reader that is sent to another transport stays there: the better one is worth a wait.
+            if not exporter.ready(time.monotonic() + EXPORTER_READY_TIMEOUT_S):
+                busy = busy or SourceBusy(f"{name} is not ready yet")
+                continue
+            try:
+                return self._channels.open(fork_id, name, address)
+            except SourceBusy as error:  # maybe only not ready yet: it stays on offer
+                busy = busy or error
+            except TransportUnavailable as error:
+                # Only found out now, on a thread of its exporter's own: the next one is taken.
+                self._exports.disable(name, error)
+                self.notify_planner()
+        # Who may come again is told so; else why there is nothing to come for, which blames nobody.
+        known = busy or self._exports.disabled_reason(transports)
+        raise known or SourceWeightsChanged(f"the source offers {sorted(self._exports)}, not {transports}")
+
+    def has_channel(self, channel_id: str, fork_id: str) -> bool:
+        """Whether this fork holds an open channel of this id."""
+        return self._leases.has_channel(channel_id, fork_id)
+
+    def control_stream(self, channel_id: str, line: ControlStream) -> None:
+        """Let what gives this channel its bytes talk with the reader until the line ends; blocks."""
+        self._channels.run_control_stream(channel_id, line)
+
+    def close_channel(self, channel_id: str) -> None:
+        """Take a reader's place back."""
+        self._channels.close(channel_id)
+        self._notify()
+
+    def _advised_rate(self) -> int | None:
+        return self._rate_advisor.per_reader_rate() if self._rate_advisor is not None else None
+
+    def _governed_fraction(self) -> float:
+        """What part of the rate passes the governor: readers on one-sided transports have the rest.
+
+        Each that has a slot has the same; those without (a lease alone reads over http) share in what is
+        granted, of which there is at least one reader's.
+        """
+        readers = len(self._leases.readers)
+        return max(1, readers - self._channels.reader_count(self._exports.one_sided)) / max(1, readers)
+
+    def _close_channels(self) -> None:
+        if self._channels.close_all():
+            self._notify()

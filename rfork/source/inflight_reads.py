@@ -1,0 +1,62 @@
+"""The reads of an image's memory that are under way. Runs on the source.
+
+Whoever is about to change the bytes waits for these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+
+from rfork.logs import logger
+
+WARN_S = 1.0
+"""A read that goes on for so long after it was cut is worth a line in the log."""
+
+log = logger(__name__)
+
+
+class InflightReads:
+    """Thread-safe; a read is one block of `track`."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._inflight: dict[int, Callable[[], None]] = {}
+        self._next_id = 0
+
+    @contextlib.contextmanager
+    def track(self, cut: Callable[[], None]) -> Iterator[None]:
+        """The block touches the image's memory; `cut`, called from another thread, makes it end soon."""
+        with self._changed:
+            self._next_id += 1
+            number = self._next_id
+            self._inflight[number] = cut
+        try:
+            yield
+        finally:
+            with self._changed:
+                del self._inflight[number]
+                self._changed.notify_all()
+
+    def drain(self, timeout_s: float) -> int:
+        """Return once every read that had begun by now has ended; how many were cut for that.
+
+        Those that are still under way after `timeout_s` seconds are.
+        """
+        with self._changed:
+            last = self._next_id
+            if self._changed.wait_for(lambda: not self._started_before(last), timeout_s):
+                return 0
+            cuts = self._started_before(last)
+        for cut in cuts:
+            cut()
+        with self._changed:
+            # However long it takes: bytes that change while they go out are worse than a late update.
+            while not self._changed.wait_for(lambda: not self._started_before(last), WARN_S):
+                log.warning("cut reads still go on, and hold up a change of the bytes", reads=len(cuts))
+        return len(cuts)
+
+    def _started_before(self, last: int) -> list[Callable[[], None]]:
+        """How to cut the reads that are under way and began as number `last` or before."""
+        return [cut for number, cut in self._inflight.items() if number <= last]

@@ -1,0 +1,67 @@
+"""What units of the engine's own work take while nobody reads from this instance. Runs on the source."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from typing import Final
+
+MAX_RATIO: Final = 4.0
+"""A unit counts as no more than so many usual ones: one pause of seconds says little about giving."""
+MAX_GAIN, MIN_GAIN = 0.5, 0.05
+NOISE: Final = 0.005
+"""Gain times variance, in means: chance alone then moves the rate by no more than a factor of two or so."""
+
+BASELINE_STEPS, RECENT_STEPS, MIN_STEPS, MISFITS = 256, 32, 8, 7
+BASELINE_S: Final = 10.0
+"""Older units count for nothing, as long as there are KEPT_UNITS newer ones."""
+
+
+class LatencyBaseline:
+    """What units take while nobody reads: the newest of them. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self.known = False
+        self.mean = 0.0
+        """Seconds; of each unit at most WORST usual ones."""
+        self.gain = MIN_GAIN
+        self._units: deque[tuple[float, float, bool]] = deque(maxlen=BASELINE_STEPS)
+        self._max_duration = math.inf
+        self._expected_range = (0.0, math.inf)
+
+    def slowdown_ratio(self, seconds: float) -> float:
+        """How long a unit took, in means."""
+        return min(seconds, self._max_duration) / self.mean
+
+    def add(self, at: float, seconds: float, *, resting: bool) -> None:
+        """One more unit; where nearly all of the newest are unusual, they begin another baseline.
+
+        `resting`: there are readers, who are held to the floor. What these units take compares best with what
+        they take otherwise; those before the readers came were beside their coming, or long ago.
+        """
+        self._units.append((at, max(seconds, 1e-9), resting))
+        if not self.known or len(self._units) <= MIN_STEPS:
+            return
+        newest = sorted(self._units[-index][1] for index in range(1, MIN_STEPS + 1))
+        low, high = self._expected_range
+        if newest[MISFITS - 1] < low or newest[-MISFITS] > high:
+            while len(self._units) > MIN_STEPS:
+                self._units.popleft()
+
+    def measure(self, now: float) -> bool:
+        """Take in what was added; whether it is known only now."""
+        while len(self._units) > RECENT_STEPS and now - self._units[0][0] > BASELINE_S:
+            self._units.popleft()
+        if len(self._units) < MIN_STEPS:
+            return False
+        rested = [seconds for _, seconds, resting in self._units if resting]
+        ordered = sorted(rested if len(rested) >= RECENT_STEPS else [unit[1] for unit in self._units])
+        self._max_duration = MAX_RATIO * ordered[len(ordered) // 2]
+        self._expected_range = ordered[len(ordered) // 8], ordered[-1 - len(ordered) // 8]
+        cut = [min(seconds, self._max_duration) for seconds in ordered]
+        self.mean = statistics.fmean(cut)
+        variance = statistics.pvariance(cut, self.mean) / self.mean**2
+        self.gain = max(MIN_GAIN, min(MAX_GAIN, NOISE / max(variance, 1e-9)))
+        first, self.known = not self.known, True
+        return first

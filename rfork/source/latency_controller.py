@@ -1,0 +1,222 @@
+"""How much an instance may give without its own work growing slow, as that work's latency alone tells.
+
+Runs on the source. The engine says how long each unit of its work took (a decode step, a request). What
+units take while (next to) nothing is given is the *baseline*; giving is held to the rate at which they take
+`setpoint` times as long on average. The mean is what decides: unlike a high quantile it shows a small
+disturbance also where units differ much by themselves, and it shows a few very late ones too.
+
+- Each unit moves the rate: by ``exp(gain · (setpoint - seconds / mean))``, so that it stands still where
+  units take as long as they may. The more units differ by themselves, the smaller is the gain. Units
+  side by side count together as one.
+- The baseline is made of units beside which nothing, or no more than `floor`, was given. Whoever gives for
+  long rests for a tenth of the time, so that the baseline follows the load: a heavier one is not taken
+  for a disturbance, and the disturbance is not learnt as normal.
+- While no unit is under way, and none ended lately, there is no limit.
+
+The rate never falls below `floor`: what is slowed down must not look stalled.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import Final, Self
+
+from rfork.image.chunks import MIB
+from rfork.source.latency_baseline import MAX_RATIO, LatencyBaseline
+
+FIRST_RATE: Final = 64 * MIB
+"""Bytes a second to begin with, for whoever was not giving while it served."""
+MAX_RATE: Final = 8 << 30
+MIN_RATE: Final = 8 * MIB
+
+MAX_DECREASE: Final = 0.5
+"""No unit lowers the rate by more."""
+MAX_PENDING_STEPS: Final = 1024
+
+IDLE_S: Final = 0.5
+"""Seconds since the last unit ended, and a few times what one takes, after which nothing is served."""
+SETTLE_S: Final = 0.1
+"""Seconds until what was given before has left, and readers elsewhere have heard of a new rate."""
+EGRESS_IDLE_S: Final = 1.0
+"""Seconds without a question for the rate after which nothing is given any more: who gives and is held up
+by the engine's work does not ask, and the units that did so are no baseline."""
+CALIBRATION_STEPS: Final = 48
+MAX_PAUSE_S: Final = 2.0
+REST_SHARE, FIRST_REST_SHARE = 0.1, 0.3
+FIRST_PAUSE_S: Final = 5.0
+"""Without a baseline: most seconds to wait for one at `floor`."""
+
+
+class LatencyController:
+    """Yields the rate at which this instance may give. Thread-safe; no thread that serves ever waits for it.
+
+    `setpoint` 0 turns it off. `floor` gives the least rate, in bytes a second. `clock` is monotonic.
+    """
+
+    def __init__(
+        self,
+        setpoint: float,
+        *,
+        floor: Callable[[], int] = lambda: MIN_RATE,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._setpoint = setpoint
+        self._floor = floor
+        self._clock = clock
+        # The serving threads only append here; threads that give take it in, under the lock.
+        self._ended: deque[tuple[float, float]] = deque(maxlen=MAX_PENDING_STEPS)
+        self._running: dict[int, float] = {}
+        self._lock = threading.Lock()
+        self._baseline = LatencyBaseline()
+        self._rate: float = FIRST_RATE
+        self._last_end = -math.inf
+        self._judged_until = self._late_until = -math.inf
+        self._egress_since = self._egress_until = -math.inf
+        self._noisy_since = self._noisy_until = -math.inf
+        self._paused_until = -math.inf
+        self._has_paused = False
+
+    # -- the serving threads ----------------------------------------------------------------------
+
+    def record_step(self, seconds: float) -> None:
+        """One unit of the engine's own work took so long and ended now. Costs about a microsecond."""
+        self._ended.append((self._clock(), seconds))
+
+    def measure_step(self) -> StepTimer:
+        """A context manager around one unit of work. A block that raises is not counted."""
+        return StepTimer(self._clock, self._running, self.record_step)
+
+    # -- the threads that give --------------------------------------------------------------------
+
+    def rate(self, *, active: bool) -> int | None:
+        """Bytes a second that may be given now; None: no limit. `active`: somebody takes them."""
+        if not self._setpoint:
+            return None
+        with self._lock:
+            now = self._clock()
+            self._add_sample(now)
+            if active:
+                self._record_egress(now)
+            rate = self._rate_at(now)
+            if active:
+                self._record_noise(now, quiet=rate is not None and rate <= self._floor())
+            return rate
+
+    def current_limit(self) -> int | None:
+        """The rate that whoever reads now is held to; None: nobody is, or nobody reads."""
+        with self._lock:
+            now = self._clock()
+            if not self._setpoint or now > self._egress_until or not self._is_serving(now):
+                return None
+            return max(self._floor(), int(self._rate))
+
+    def _rate_at(self, now: float) -> int | None:
+        if not self._is_serving(now):
+            return None
+        floor = self._floor()
+        return floor if now < self._paused_until else max(floor, int(self._rate))
+
+    def _is_serving(self, now: float) -> bool:
+        return bool(self._running) or now - self._last_end < max(IDLE_S, 4 * self._baseline.mean)
+
+    def _record_egress(self, now: float) -> None:
+        if now > self._egress_until + IDLE_S:
+            self._egress_since, self._has_paused = now, False
+            self._rate = min(self._rate, FIRST_RATE)
+        self._egress_until = now + SETTLE_S
+        if self._pause_due(now):
+            self._has_paused = True
+            self._paused_until = now + self._pause_seconds()
+
+    def _record_noise(self, now: float, *, quiet: bool) -> None:
+        if quiet:
+            self._noisy_until = min(self._noisy_until, now + SETTLE_S)
+            return
+        if now > self._noisy_until:
+            self._noisy_since = now
+        self._noisy_until = now + EGRESS_IDLE_S
+
+    def _pause_due(self, now: float) -> bool:
+        if now < self._paused_until or not self._is_serving(now):
+            return False
+        if not self._baseline.known and not self._has_paused:
+            return True
+        # Soon for the first time: the readers that just came were work too, and are in the baseline.
+        share = REST_SHARE if self._has_paused else FIRST_REST_SHARE
+        return now - max(self._paused_until, self._egress_since) >= self._pause_seconds() * (1 / share - 1)
+
+    def _pause_seconds(self) -> float:
+        if not self._baseline.known:
+            return FIRST_PAUSE_S
+        return SETTLE_S + min(MAX_PAUSE_S, CALIBRATION_STEPS * self._baseline.mean)
+
+    def _add_sample(self, now: float) -> None:
+        """Learn from the units that ended since, and from those that are far too late already."""
+        learnt = False
+        while self._ended:
+            at, seconds = self._ended.popleft()
+            self._last_end = at
+            self._adjust_rate(at, seconds)
+            if self._is_idle(at - seconds, at):
+                self._baseline.add(at, seconds, resting=at - seconds >= self._egress_since)
+                learnt = True
+        if learnt and self._baseline.measure(now):
+            self._paused_until = min(self._paused_until, now)
+        if self._baseline.known and now - self._late_until >= self._baseline.mean:
+            began = min(self._running.copy().values(), default=now)
+            if now - began > MAX_RATIO * self._baseline.mean:
+                self._adjust_rate(now, now - began, ended=False)
+
+    def _adjust_rate(self, at: float, seconds: float, *, ended: bool = True) -> None:
+        """Move the rate by one unit, if what was given may have had to do with it."""
+        began = at - seconds
+        if not self._baseline.known or at < self._egress_since or began > self._egress_until:
+            return
+        # The part of its time that no other unit has spoken for: so many side by side are one. One that has
+        # not ended speaks for late ones only: it may hang for good, and the others tell how the work goes.
+        late = seconds > MAX_RATIO * self._baseline.mean
+        until = max(self._judged_until, self._late_until) if late else self._judged_until
+        if at <= max(self._paused_until, until):
+            return
+        part = (at - until) / seconds if began < until else 1.0
+        if ended:
+            self._judged_until = at
+        else:
+            self._late_until = at
+        slow = self._baseline.slowdown_ratio(seconds)
+        step = math.exp(self._baseline.gain * part * (self._setpoint - slow))
+        self._rate = min(max(self._rate * max(MAX_DECREASE, step), self._floor()), MAX_RATE)
+
+    def _is_idle(self, began: float, ended: float) -> bool:
+        if ended <= self._noisy_since:
+            return False  # it ended before the last loud time, and of those before nothing is known any more
+        return began >= self._noisy_until
+
+
+class StepTimer:
+    """One unit of work under way: from the `with` statement to its end."""
+
+    def __init__(
+        self, clock: Callable[[], float], running: dict[int, float], record_step: Callable[[float], None]
+    ) -> None:
+        self._clock = clock
+        self._running = running
+        self._observe = record_step
+        self._began = 0.0
+
+    def __enter__(self) -> Self:
+        self._began = self._clock()
+        self._running[id(self)] = self._began
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._running.pop(id(self), None)
+        if exc_type is None:
+            self._observe(self._clock() - self._began)

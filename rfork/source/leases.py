@@ -1,0 +1,158 @@
+"""Who may read from this instance: lease tokens and reader slots.
+
+Runs on the source. Tokens are checked here without asking the planner: the planner signs them with a
+key that it gives to this instance alone, in the answer to each heartbeat. While it changes its secret
+it gives several; a key that it no longer gives opens tokens until those that it opened are over.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+
+from rfork.errors import LeaseRejected, SourceBusy, SourceWeightsChanged
+from rfork.planner_client.lease import LeaseClaims, verify
+
+MAX_CHANNELS_PER_FORK = 16
+"""Most channels of one fork: it needs one, and a few more while it gives up one for the next."""
+
+
+class LeaseVerifier:
+    """Checks tokens and counts readers; one fork may hold several channels but takes one place.
+
+    `clock` is wall time, in seconds since the epoch, as in the tokens.
+    """
+
+    def __init__(self, source_id: str, max_readers: int, *, layout_id: str, clock: Callable[[], float]) -> None:
+        """`layout_id`: of the image that is read."""
+        self._source_id = source_id
+        self._layout_id = layout_id
+        self._max_readers = max_readers
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._keys: tuple[bytes, ...] = ()
+        self._withdrawn: dict[bytes, float] = {}  # keys no longer given, and until when they open tokens
+        self._opened_until: dict[bytes, float] = {}  # when the last token that a key opened expires
+        self._known: dict[str, LeaseClaims] = {}
+        self._channels: dict[str, str] = {}  # channel_id -> fork_id
+        self._expired: list[str] = []  # channels whose lease ended, not yet told by `sweep`
+        self._leased_until: dict[str, float] = {}
+
+    def set_keys(self, keys: Sequence[bytes]) -> None:
+        """Take the keys that tokens are signed with from now on, in place of those given before."""
+        with self._lock:
+            if tuple(keys) == self._keys:
+                return
+            now = self._clock()
+            for key in self._keys:
+                # Never put off again: a key that leaked is of no use for longer than this.
+                self._withdrawn.setdefault(key, self._opened_until.get(key, 0.0))
+            self._withdrawn = {key: until for key, until in self._withdrawn.items() if key not in keys and until > now}
+            self._keys = tuple(keys)
+            self._opened_until = {key: until for key, until in self._opened_until.items() if key in keys}
+            self._known.clear()
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether the planner has given any keys."""
+        return bool(self._keys)
+
+    def check(self, token: str, generation: int, weights_id: str | None) -> LeaseClaims:
+        """The claims of a good token, for the weights that are here now (None: not known yet).
+
+        Raises LeaseRejected (none, expired, forged, for another source or layout) or SourceWeightsChanged (leased
+        for another generation, or for other weights).
+        """
+        claims = self._known.get(token)
+        if claims is None:
+            claims = self._verify(token)
+        elif claims.expires_at <= self._clock():
+            with self._lock:
+                self._known.pop(token, None)
+            raise LeaseRejected("the lease has expired", hint="ask the planner for a new one")
+        if claims.generation != generation:
+            raise SourceWeightsChanged(
+                f"the lease is for generation {claims.generation} of the weights, here is {generation}"
+            )
+        if claims.weights_id is not None and claims.weights_id != weights_id:
+            current_text = f"these are {weights_id}" if weights_id else "it is not known yet which these are"
+            raise SourceWeightsChanged(f"the lease is for the weights {claims.weights_id}, {current_text}")
+        return claims
+
+    def _verify(self, token: str) -> LeaseClaims:
+        if not token:
+            raise LeaseRejected("no lease token", hint="send 'Authorization: Bearer TOKEN' from the planner's plan")
+        if not self._keys:
+            raise LeaseRejected("this instance has not reached its planner yet, so it cannot check leases")
+        now = self._clock()
+        with self._lock:
+            keys = (*self._keys, *(key for key, until in self._withdrawn.items() if until > now))
+        claims = verify(token, keys, source_id=self._source_id, now=now)
+        if claims.layout_id != self._layout_id:
+            raise LeaseRejected(f"the lease is for layout {claims.layout_id}, this is {self._layout_id}")
+        opened_by = next(key for key in keys if self._verify_with(key, token, now))
+        with self._lock:
+            if opened_by in self._keys:
+                self._opened_until[opened_by] = max(claims.expires_at, self._opened_until.get(opened_by, 0.0))
+            self._known = {text: known for text, known in self._known.items() if known.expires_at > now}
+            self._known[token] = claims
+            self._leased_until[claims.fork_id] = max(claims.expires_at, self._leased_until.get(claims.fork_id, 0.0))
+        return claims
+
+    def _verify_with(self, key: bytes, token: str, now: float) -> bool:
+        try:
+            verify(token, key, source_id=self._source_id, now=now)
+        except LeaseRejected:
+            return False
+        return True
+
+    def open(self, fork_id: str) -> str:
+        """Give a reader a slot; returns the channel's id.
+
+        Raises SourceBusy when all slots are taken, or this fork has `MAX_CHANNELS_PER_FORK` already.
+        """
+        with self._lock:
+            self._drop_expired()
+            holders = list(self._channels.values())
+            readers = set(holders)
+            if fork_id not in readers and len(readers) >= self._max_readers:
+                raise SourceBusy(f"all {self._max_readers} reader slots are taken")
+            if holders.count(fork_id) >= MAX_CHANNELS_PER_FORK:
+                raise SourceBusy(f"fork {fork_id} has {MAX_CHANNELS_PER_FORK} channels open, and gets no more")
+            channel_id = secrets.token_hex(8)
+            self._channels[channel_id] = fork_id
+            return channel_id
+
+    def has_channel(self, channel_id: str, fork_id: str) -> bool:
+        """Whether this fork holds an open channel of this id."""
+        with self._lock:
+            return self._channels.get(channel_id) == fork_id
+
+    def close(self, channel_id: str) -> None:
+        """Take a slot back; one that is gone is no error."""
+        with self._lock:
+            self._channels.pop(channel_id, None)
+
+    def sweep(self) -> tuple[str, ...]:
+        """The channels whose lease has ended since this was last asked; each is told once."""
+        with self._lock:
+            self._drop_expired()
+            expired, self._expired = tuple(self._expired), []
+            return expired
+
+    @property
+    def readers(self) -> tuple[str, ...]:
+        """The forks that hold a slot."""
+        with self._lock:
+            self._drop_expired()
+            return tuple(sorted(set(self._channels.values())))
+
+    def _drop_expired(self) -> None:
+        # A reader that died without closing keeps its place no longer than its lease.
+        now = self._clock()
+        self._leased_until = {fork: until for fork, until in self._leased_until.items() if until > now}
+        for channel_id, fork in list(self._channels.items()):
+            if fork not in self._leased_until:
+                del self._channels[channel_id]
+                self._expired.append(channel_id)

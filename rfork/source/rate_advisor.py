@@ -1,0 +1,98 @@
+"""What each reader may take where the source cannot hold it back: one-sided reads run no code here.
+
+Runs on the source. The rate goes out in the progress stream, and the reader keeps to it by itself: that is
+cooperation and no enforcement, since whoever can read memory can read it as fast as it likes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from rfork.source.egress_limiter import POLL_INTERVAL_S, EgressLimiter
+
+LOWER, HIGHER = 0.9, 1.25
+"""A rate that changed by less is no news."""
+INCREASE_INTERVAL_S = 0.2
+"""Good news waits this long for the next; bad news does not."""
+
+
+class ReaderRateAdvisor:
+    """Divides the governor's rate among the readers, and calls `notify` when it has changed for them.
+
+    `readers` says how many there are. The thread starts with the first question for the share.
+    """
+
+    def __init__(
+        self,
+        governor: EgressLimiter,
+        readers: Callable[[], int],
+        notify: Callable[[], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._governor = governor
+        self._readers = readers
+        self._notify = notify
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._advised: int | None = None
+        self._advised_at = clock()
+        self._closed = threading.Event()
+        self._refresh_requested = threading.Event()
+        self._pending_notification = threading.Event()  # news that only one of the readers has heard
+        self._thread: threading.Thread | None = None
+
+    def per_reader_rate(self) -> int | None:
+        """Bytes a second that one reader may take now, for the next message to it; None: no limit."""
+        if self.refresh():
+            self._pending_notification.set()
+        with self._lock:
+            if self._thread is None and not self._closed.is_set():
+                self._thread = threading.Thread(target=self._run, name="rfork-pacing", daemon=True)
+                self._thread.start()
+        self._refresh_requested.set()
+        return self._advised
+
+    def refresh(self) -> bool:
+        """Take the rate as it is now; whether that is news for the readers."""
+        readers = self._readers()
+        rate = self._governor.rate(active=readers > 0)
+        per_reader_rate = None if rate is None else max(1, rate // max(1, readers))
+        with self._lock:
+            if not self._has_changed(per_reader_rate):
+                return False
+            self._advised, self._advised_at = per_reader_rate, self._clock()
+            return True
+
+    def close(self) -> None:
+        """End the thread; safe to call twice."""
+        with self._lock:
+            self._closed.set()
+            thread = self._thread
+        self._refresh_requested.set()
+        self._pending_notification.set()
+        if thread is not None:
+            thread.join()
+
+    def _has_changed(self, per_reader_rate: int | None) -> bool:
+        advised = self._advised
+        if per_reader_rate is None or advised is None:
+            return per_reader_rate is not advised
+        if per_reader_rate < advised * LOWER:
+            return True
+        return per_reader_rate > advised * HIGHER and self._clock() - self._advised_at >= INCREASE_INTERVAL_S
+
+    def _run(self) -> None:
+        while True:
+            self._refresh_requested.clear()
+            if self._closed.is_set():
+                return
+            if not self._readers():
+                self._refresh_requested.wait()
+                continue
+            if self.refresh() or self._pending_notification.is_set():
+                self._pending_notification.clear()
+                self._notify()
+            self._pending_notification.wait(POLL_INTERVAL_S)

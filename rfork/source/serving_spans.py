@@ -1,0 +1,59 @@
+"""What is given on each channel, as one span of the reader's trace. Runs on the source."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+
+from rfork.tracing import NO_SPAN, Span, Tracer
+
+
+class ServingSpans:
+    """Counts what forks are given, where that is traced; `current_limit` is the rate that all readers are held to now.
+
+    A transport whose reads run no code here is not counted: its spans have no bytes. Thread-safe.
+    """
+
+    def __init__(self, tracer: Tracer, current_limit: Callable[[], int | None], instance_id: str = "") -> None:
+        self._tracer = tracer
+        self._instance_id = instance_id
+        self._current_limit = current_limit
+        self._lock = threading.Lock()
+        self._bytes: Counter[str] = Counter()  # by fork, of those with a channel
+        self._channels: Counter[str] = Counter()
+
+    def begin(self, fork_id: str, transport: str, address: str) -> Span:
+        """A channel was opened for the reader at this IP address, in whose name the call was made."""
+        if not self._tracer.enabled:
+            return NO_SPAN
+        with self._lock:
+            self._channels[fork_id] += 1
+        return self._tracer.start_span(
+            "give",
+            kind="server",
+            instance=self._instance_id,
+            fork=fork_id,
+            transport=transport,
+            reader=address,
+            held_bytes_per_s=self._current_limit(),
+        )
+
+    def add(self, fork_id: str, nbytes: int) -> None:
+        """So much is about to be given."""
+        if self._tracer.enabled:
+            with self._lock:
+                if fork_id in self._channels:
+                    self._bytes[fork_id] += nbytes
+
+    def end(self, fork_id: str, span: Span) -> None:
+        """A channel is over. Of several at once, each says what the fork was given by then."""
+        if not self._tracer.enabled:
+            return
+        with self._lock:
+            nbytes = self._bytes[fork_id]
+            self._channels[fork_id] -= 1
+            if self._channels[fork_id] <= 0:
+                del self._channels[fork_id], self._bytes[fork_id]
+        span.set(bytes=nbytes or None, held_bytes_per_s=self._current_limit())
+        span.end()

@@ -1,0 +1,94 @@
+"""Stored tensors as blocks: runs of a file read into one allocation each, and the tensors in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rfork.image.strides import contiguous_stride
+from rfork.storage.formats.safetensors_file import TensorLocation
+from rfork.storage.io.reader import Extent
+from rfork.storage.io.staging import allocate_host
+
+MAX_ITEM_SIZE = 16
+"""Bytes of the widest item."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorBlock:
+    """File range `[begin, end)` of one blob, that holds all of `locations`: not empty, all of that blob."""
+
+    begin: int
+    end: int
+    locations: Sequence[TensorLocation]
+
+    def extent(self, device: torch.device | str) -> Extent:
+        """The block's bytes, and memory of its own for them: the caller's, and the tensors'."""
+        return Extent(self.locations[0].blob, self.begin, _memory(self.end - self.begin, self.begin, device))
+
+
+def group_into_blocks(
+    locations: Iterable[TensorLocation], gap: int, max_bytes: int | None = None
+) -> Iterator[TensorBlock]:
+    """Cut places, sorted by blob and offset, into blocks of at most `max_bytes` bytes, if no tensor is longer.
+
+    What lies between two tensors is read with them where it has at most `gap` bytes. Tensors that overlap
+    are in one block, so that they are tied again.
+    """
+    members: list[TensorLocation] = []
+    begin = end = 0
+    for location in locations:
+        last = location.offset + location.nbytes
+        if members and (
+            location.blob is not members[0].blob
+            or location.offset > end + gap
+            or (max_bytes is not None and last - begin > max_bytes and location.offset >= end)
+        ):
+            yield TensorBlock(begin, end, members)
+            members = []
+        if not members:
+            begin, end = location.offset, last
+        members.append(location)
+        end = max(end, last)
+    if members:
+        yield TensorBlock(begin, end, members)
+
+
+def tensors_in(block: TensorBlock, memory: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a block as views of its memory; copies nothing. Each must lie as `aligned` says."""
+    storage, shift = memory.untyped_storage(), int(memory.storage_offset()) - block.begin
+    bases: dict[torch.dtype, torch.Tensor] = {}
+    strides: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for name, _, offset, _, dtype, shape, stride in block.locations:
+        base = bases.get(dtype)
+        if base is None:
+            base = bases[dtype] = torch.empty(0, dtype=dtype, device=memory.device).set_(storage)
+        if stride is None:
+            stride = strides.get(shape)
+            if stride is None:
+                stride = strides[shape] = contiguous_stride(shape)
+        yield name, base.as_strided(shape, stride, (shift + offset) // base.itemsize)
+
+
+def aligned(location: TensorLocation) -> bool:
+    """Whether a tensor in a block's memory is at a multiple of its item's size, as in its file."""
+    return location.offset % location.dtype.itemsize == 0
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor's memory as uint8, 1-D; to be called where autograd is off."""
+    if tensor.is_contiguous():
+        return tensor.view(-1).view(torch.uint8)
+    storage = tensor.untyped_storage()
+    memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return memory.set_(storage, tensor.storage_offset() * tensor.itemsize, (tensor.nbytes,), (1,))
+
+
+def _memory(nbytes: int, offset: int, device: torch.device | str) -> torch.Tensor:
+    """Memory of undefined content, as far from a page, and from a widest item, as `offset` of a file."""
+    shift = offset % MAX_ITEM_SIZE
+    if torch.device(device).type == "cpu":
+        return allocate_host(nbytes + shift, offset - shift)[shift:]
+    return torch.empty(nbytes + shift, dtype=torch.uint8, device=device)[shift:]

@@ -1,0 +1,142 @@
+"""What a web server's answer to a range says: which object, which bytes, and why not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from http import HTTPStatus
+
+from rfork.errors import StorageAccessDenied, StorageChanged, StorageError, StorageNotFound
+from rfork.storage.http.retry import RetryableError, retry_after
+from rfork.transport.http.headers import parse_content_range
+from rfork.transport.http.parser import ResponseHead
+
+Explain = Callable[[int, bytes], StorageError | None]
+"""What a kind of server means by a refusal's status and text; None: what every web server means by it."""
+
+RETRYABLE_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
+"""Statuses that another attempt may not meet."""
+REDIRECTS = frozenset({301, 302, 303, 307, 308})
+_UNSATISFIED_RANGE = re.compile(r"bytes\s+\*/([0-9]{1,19})", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectVersion:
+    """What an object was when it was opened; its tag and date are empty where the server tells none."""
+
+    size: int
+    etag: str
+    modified: str
+
+    @classmethod
+    def of(cls, fields: Mapping[str, str], size: int) -> ObjectVersion:
+        """As an answer's fields tell it."""
+        return cls(size, fields.get("etag", ""), fields.get("last-modified", ""))
+
+    @property
+    def version(self) -> str | None:
+        """What tells it from others of the same name, as well as the server can."""
+        return self.etag or self.modified or None
+
+    @property
+    def conditions(self) -> dict[str, str]:
+        """The fields by which a server is to refuse a range of any other object."""
+        if self.etag and not self.etag.startswith("W/"):  # weak tags never match (RFC 9110 13.1.1)
+            return {"If-Match": self.etag}
+        return {"If-Unmodified-Since": self.modified} if self.modified else {}
+
+    def check(self, uri: str, other: ObjectVersion) -> None:
+        """Raises StorageChanged where an answer is of another object; servers may ignore conditions."""
+        strong = bool(self.etag) and not self.etag.startswith("W/")
+        for ours, theirs, what in (
+            # Proxies weaken tags of what they pass on; the condition that we sent was about the strong one.
+            (self.etag.removeprefix("W/"), other.etag.removeprefix("W/"), "its tag"),
+            ("" if strong else self.modified, other.modified, "its date"),
+            (str(self.size), str(other.size), "its size"),
+        ):
+            if ours and theirs and ours != theirs:
+                raise StorageChanged(f"{uri} was replaced while it was read: {what} is {theirs[:80]}, not {ours[:80]}")
+
+
+def version_from_response(uri: str, head: ResponseHead, max_bytes: int = 1) -> ObjectVersion:
+    """The object, by the answer to a request for its first `max_bytes` bytes, or all where it has fewer.
+
+    Raises StorageError kinds or Passing.
+    """
+    if head.status == 206:
+        size = _parse_content_range(uri, head)[2]
+        _part(uri, head, 0, max_bytes if size is None else min(size, max_bytes))
+        if size is None:
+            raise StorageError(f"{uri}: the server does not say how large it is")
+        return ObjectVersion.of(head.fields, size)
+    if head.status == 416 and (match := _UNSATISFIED_RANGE.fullmatch(head.fields.get("content-range", ""))):
+        if int(match.group(1)) == 0:
+            return ObjectVersion.of(head.fields, 0)
+    elif head.status == 200 and head.fields.get("content-length") == "0":
+        return ObjectVersion.of(head.fields, 0)
+    raise _unusable(uri, head)
+
+
+def check_content_range(uri: str, head: ResponseHead, identity: ObjectVersion, begin: int, end: int) -> None:
+    """Raises StorageError kinds unless an answer's body is bytes `[begin, end)` of the object."""
+    if head.status in (412, 416):
+        raise StorageChanged(f"{uri} was replaced while it was read")
+    if head.status != 206:
+        raise _unusable(uri, head)
+    size = _part(uri, head, begin, end)
+    identity.check(uri, ObjectVersion.of(head.fields, identity.size if size is None else size))
+
+
+def error_from_response(uri: str, head: ResponseHead, text: bytes, explain: Explain | None) -> Exception:
+    """The error that any status but those of ranges means: a StorageError, or Passing."""
+    status_text = status_line(head.status)
+    if head.status in RETRYABLE_STATUSES:
+        after_s = retry_after(head.fields.get("retry-after", ""), datetime.now(UTC))
+        return RetryableError(f"answered {status_text}", after_s)
+    if explain is not None and (explained := explain(head.status, text)) is not None:
+        return explained
+    if head.status in (401, 403):
+        return StorageAccessDenied(f"{uri}: access denied ({status_text})")
+    if head.status in (404, 410):
+        return StorageNotFound(f"{uri}: there is no such file ({status_text})")
+    return StorageError(f"{uri}: the server answered {status_text}")
+
+
+def status_line(status: int) -> str:
+    """A status with its usual words."""
+    try:
+        return f"{status} {HTTPStatus(status).phrase}"
+    except ValueError:
+        return str(status)
+
+
+def _parse_content_range(uri: str, head: ResponseHead) -> tuple[int, int, int | None]:
+    """Begin and end of what an answer says its body is, and the object's size where it tells that."""
+    try:
+        return parse_content_range(head.fields.get("content-range", ""))
+    except ValueError as error:
+        raise StorageError(f"{uri}: {error}") from None
+
+
+def _part(uri: str, head: ResponseHead, begin: int, end: int) -> int | None:
+    """The object's size, where it is told. Raises StorageError kinds unless the body is `[begin, end)`."""
+    fields = head.fields
+    got_begin, got_end, size = _parse_content_range(uri, head)
+    if (got_begin, got_end) != (begin, end):
+        requested_text = f"where [{begin}, {end}) were asked for"
+        if size is not None and size < end and got_begin == begin:
+            raise StorageChanged(f"{uri} was replaced while it was read: it has {size} bytes now")
+        raise StorageError(f"{uri}: the server gives bytes [{got_begin}, {got_end}) {requested_text}")
+    if fields.get("content-length") != str(end - begin) or "transfer-encoding" in fields:
+        raise StorageError(f"{uri}: the server does not say that its answer has {end - begin} bytes")
+    if fields.get("content-encoding", "identity") != "identity":
+        raise StorageError(f"{uri}: the server sends it encoded as {fields['content-encoding'][:40]}")
+    return size
+
+
+def _unusable(uri: str, head: ResponseHead) -> StorageError:
+    if head.status == 200:
+        return StorageError(f"{uri}: this server has no ranges: it answers with the whole file")
+    return StorageError(f"{uri}: the server answered {status_line(head.status)} to a range")

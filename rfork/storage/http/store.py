@@ -1,0 +1,59 @@
+"""Files behind any web server that has ranges: read by name, never listed or written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+
+from rfork.errors import SettingsError
+from rfork.settings import StorageSettings
+from rfork.storage.blob import Blob, BlobEntry, BlobWriter
+from rfork.storage.http.blob import HttpConnectionPool, HttpRequest, RangedBlob
+from rfork.storage.location import Location
+
+
+class HttpStore:
+    """A `Store` behind ``http://`` or ``https://``; all its blobs share one pool of connections."""
+
+    def __init__(self, folder: Location, settings: StorageSettings) -> None:
+        self._folder = folder.folder
+        self._settings = settings
+        self._pool = HttpConnectionPool(settings)
+
+    @property
+    def uri(self) -> str:
+        """See `Store`."""
+        return self._folder.uri
+
+    def open(self, name: str, *, front: int = 0) -> Blob:
+        """See `Store`. A `name` may carry the ``?query`` of a presigned URL, which no error will show.
+
+        What is quoted in a name (``%2F``) is asked for as it is written.
+        """
+        path, mark, query = name.partition("?")
+        uri = self._folder.child(path).uri
+        token = self._settings.http_token
+        headers = {"Authorization": f"Bearer {token.get_secret_value()}"} if token is not None else {}
+        request = HttpRequest(f"{uri}{mark}{query}", headers)
+        return RangedBlob.open(uri, lambda: request, self._pool, self._settings, front=front)
+
+    def list(self, prefix: str = "") -> Iterator[BlobEntry]:
+        """A web server cannot be listed: raises SettingsError."""
+        raise SettingsError(
+            f"{self.uri} cannot be listed: it is a web server", hint="name the file, or use s3:// or a path"
+        )
+
+    def write(self, name: str, *, replace: bool = True) -> AbstractContextManager[BlobWriter]:
+        """A web server can only be read: raises SettingsError."""
+        raise self._read_only_error()
+
+    def remove(self, name: str) -> None:
+        """A web server can only be read: raises SettingsError."""
+        raise self._read_only_error()
+
+    def close(self) -> None:
+        """See `Store`."""
+        self._pool.close()
+
+    def _read_only_error(self) -> SettingsError:
+        return SettingsError(f"{self.uri} can only be read: it is a web server", hint="write to s3:// or a path")

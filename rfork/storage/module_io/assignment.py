@@ -1,0 +1,275 @@
+"""Assignment of stored tensors to the tensors of a module, with the meaning of torch's `load_state_dict`.
+
+Most tensors are read straight into the module's memory. Those whose values are not their bytes, or that
+share memory with others, are read first and copied then, in the order of torch. A module that loads its
+state itself (an override, a hook) gets its stored tensors through its own `load_state_dict`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from rfork.errors import CheckpointError, RforkError
+from rfork.image.writability import first_overlap, raise_read_only, read_only_mappings
+from rfork.storage.formats.safetensors_source import SafetensorsSource
+from rfork.storage.module_io.extents import (
+    extent_of,
+    has_plain_bytes,
+    is_dense,
+    overlapping,
+    overlaps_itself,
+    uncovered,
+)
+from rfork.storage.module_io.state_dict import SelfLoading, registered_state, self_loading
+from rfork.storage.tensors import TensorSource
+
+EXTRA_STATE = "_extra_state"
+"""The name of what `get_extra_state` returns, behind the prefix of its module."""
+OnBytes = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorAssignment:
+    """`direct` and `staged` are filled; `missing` names are the module's alone, `unexpected` the storage's.
+
+    `direct` share no memory with each other; `staged` are copied in their order. A tied weight that is
+    stored under one of its names is not missing under the others, nor is a view of what is filled.
+    """
+
+    uri: str
+    state: Mapping[str, torch.Tensor]
+    direct: Mapping[str, torch.Tensor]
+    staged: Mapping[str, torch.Tensor]
+    names: Sequence[str]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    self_loading: Sequence[SelfLoading] = ()
+
+    def require_all(self) -> None:
+        """Raise CheckpointError, naming the first, where one side has what the other lacks."""
+        require_all(self.uri, self.missing, self.unexpected)
+
+    def check_memory(self) -> None:
+        """Raise CheckpointError where a module that loads its state itself has tensors without memory."""
+        for prefix, _, why in self.self_loading:
+            for name, tensor in self.state.items():
+                if tensor.is_meta and name.startswith(prefix):
+                    raise CheckpointError(
+                        f"{name} has no memory, and {why}: it cannot be loaded so",
+                        hint="build this part of the model outside no_init and the meta device",
+                    )
+
+    def own_names(self, source: TensorSource) -> list[str]:
+        """The stored names that `self_loading` get."""
+        prefixes = tuple(own.prefix for own in self.self_loading)
+        return [name for name in names_of(source) if name.startswith(prefixes)] if prefixes else []
+
+    def check_writable(self) -> None:
+        """Raise TargetError where a tensor lies in memory that is mapped read-only."""
+        protected = read_only_mappings()
+        for name, tensor in (*self.direct.items(), *self.staged.items()):
+            is_host = tensor.is_cpu and tensor.numel() > 0 and has_plain_bytes(tensor)
+            if is_host and first_overlap([extent_of(tensor)], protected) is not None:
+                raise_read_only(name)
+
+    def fill(self, source: TensorSource, progress: OnBytes | None = None) -> None:
+        """Read `direct` and `staged`, none of which may be on the meta device."""
+        source.read_into(self.direct, progress)
+        for name, tensor in self.staged.items():
+            copy_into(self.uri, name, tensor, source[name])
+            if progress is not None:
+                progress(source.specs[name].nbytes)
+
+    def load_own(
+        self, source: TensorSource, *, strict: bool, progress: OnBytes | None = None
+    ) -> tuple[list[str], list[str]]:
+        """Have each of `self_loading` load its state; return the names that were missing and unexpected.
+
+        Keeps all stored tensors of such a module in memory at once. Raises CheckpointError where it refuses.
+        """
+        missing: list[str] = []
+        unexpected: list[str] = []
+        for own in self.self_loading:
+            lacks, ignored = self._load_one(own, source, strict, progress)
+            missing += lacks
+            unexpected += ignored
+        if strict:
+            require_all(self.uri, missing, unexpected)
+        return missing, unexpected
+
+    def _load_one(
+        self, own: SelfLoading, source: TensorSource, strict: bool, progress: OnBytes | None
+    ) -> tuple[list[str], list[str]]:
+        prefix, module, _ = own
+        inside = {name: tensor for name, tensor in self.state.items() if name.startswith(prefix)}
+        stored = [name for name in names_of(source) if name.startswith(prefix)]
+        read = _read(source, stored, progress)
+        sub_state = {name.removeprefix(prefix): read[name] for name in stored}
+        overridden = type(module).load_state_dict is not nn.Module.load_state_dict
+        try:
+            if prefix or not overridden:  # of modules below the root torch calls no such override
+                result = nn.Module.load_state_dict(module, sub_state, strict=False)
+            else:
+                result = module.load_state_dict(sub_state, strict=strict)
+        except RforkError:
+            raise
+        except Exception as error:  # a module's own code may raise anything
+            what = " ".join(f"{type(error).__name__}: {error}".split())
+            raise CheckpointError(f"{self.uri}: {prefix.rstrip('.') or 'the module'} refused it: {what}") from error
+        missing = [prefix + name for name in getattr(result, "missing_keys", ())]
+        unexpected = [prefix + name for name in getattr(result, "unexpected_keys", ())]
+        if missing:
+            filled = [tensor for name, tensor in inside.items() if name not in missing]
+            missing = uncovered(missing, self.state, filled)
+        return missing, unexpected
+
+
+def assign(module: nn.Module, source: TensorSource) -> TensorAssignment:
+    """Assign what is stored to a module as `load_state_dict` does.
+
+    Raises CheckpointError where no name is on both sides, or a tensor cannot take what is stored for it.
+    """
+    state = registered_state(module)
+    own = self_loading(module, names_of(source))
+    if own and (shared := _shared(state, own)):
+        own = [SelfLoading("", module, shared)]
+    return assign_state(state, source, own)
+
+
+def assign_state(
+    state: Mapping[str, torch.Tensor], source: TensorSource, own: Sequence[SelfLoading] = ()
+) -> TensorAssignment:
+    """Assign what is stored to these tensors, less what `own` load themselves. Raises as `assign`."""
+    stored = names_of(source)
+    prefixes = tuple(one.prefix for one in own)
+    plain = {name: tensor for name, tensor in state.items() if not name.startswith(prefixes)} if own else state
+    names = tuple(name for name in plain if name in stored)
+    if not names and stored and not own:
+        raise CheckpointError(
+            f"{source.uri} holds {next(iter(stored))} and {len(stored) - 1} others, none of them the model's"
+        )
+    filled = names
+    if aliases := source.aliases if isinstance(source, SafetensorsSource) else frozenset[str]():
+        # A second name of stored bytes may be a view in the model, which the first name fills.
+        kept = [plain[name] for name in names if name not in aliases]
+        wanted = frozenset(uncovered((name for name in names if name in aliases), plain, kept))
+        filled = tuple(name for name in names if name not in aliases or name in wanted)
+    direct, staged = _split({name: _fitted(name, plain[name], source) for name in filled}, source.uri)
+    missing: Sequence[str] = [name for name in plain if name not in stored]
+    if missing:
+        missing = uncovered(missing, state, [plain[name] for name in names])
+    unexpected = {name for name in stored if name not in state and not (prefixes and name.startswith(prefixes))}
+    if unexpected and isinstance(source, SafetensorsSource):
+        # A second name of bytes that are loaded under the first, or the other way round.
+        loaded = {source.locations[name][1:] for name in names if source.locations[name].nbytes}
+        unexpected = {name for name in unexpected if source.locations[name][1:] not in loaded}
+    return TensorAssignment(
+        source.uri, plain if not own else state, direct, staged, names,
+        tuple(sorted(missing)), tuple(sorted(unexpected)), own,
+    )  # fmt: skip
+
+
+def require_all(uri: str, missing: Sequence[str], unexpected: Sequence[str]) -> None:
+    """Raise CheckpointError, naming the first, where one side has what the other lacks."""
+    if unexpected:
+        raise CheckpointError(f"{uri} holds {unexpected[0]}, which the model has not ({len(unexpected)} such)")
+    if missing:
+        extra = missing[0].endswith(EXTRA_STATE)
+        raise CheckpointError(
+            f"{uri} lacks {missing[0]}, which the model needs ({len(missing)} such)",
+            hint="files of tensors hold no extra state: strict=False loads the rest" if extra else "",
+        )
+
+
+def names_of(source: TensorSource) -> Mapping[str, object]:
+    """The names that a source holds, those of tied tensors too."""
+    return source.locations if isinstance(source, SafetensorsSource) else source.specs
+
+
+def copy_into(uri: str, name: str, tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy a stored tensor into a module's as torch does. Raises CheckpointError where that fails."""
+    try:
+        with torch.inference_mode():  # parameters are written in place, and those made for inference too
+            tensor.copy_(value)
+    except (RuntimeError, NotImplementedError, TypeError) as error:
+        what = str(error).partition("\n")[0]
+        raise CheckpointError(f"{uri}: {name} cannot be copied into a {type(tensor).__name__}: {what}") from error
+
+
+def _fitted(name: str, tensor: torch.Tensor, source: TensorSource) -> torch.Tensor:
+    """The tensor, seen in the shape in which it is stored. Raises CheckpointError where it does not fit."""
+    stored = source.locations[name] if isinstance(source, SafetensorsSource) else source.specs[name]
+    shape, own = stored.shape, tensor.shape
+    if shape != own:
+        if tuple(shape) != (1,) or own or tensor.is_meta:  # old checkpoints have scalars so
+            raise CheckpointError(f"{source.uri}: {name} has shape {list(shape)}, the model's is {list(own)}")
+        tensor = tensor.detach().unsqueeze(0)
+    if stored.dtype is not tensor.dtype and not torch.can_cast(stored.dtype, tensor.dtype):
+        raise CheckpointError(f"{source.uri}: {name} is {stored.dtype}, and the model's {tensor.dtype}")
+    return tensor
+
+
+def _split(tensors: Mapping[str, torch.Tensor], uri: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Tensors that can be read into at once, and those that have to be copied in order."""
+    direct: dict[str, torch.Tensor] = {}
+    staged: set[str] = set()
+    extents: dict[torch.device, list[tuple[int, int, str]]] = {}
+    for name, tensor in tensors.items():
+        if tensor.is_meta or not tensor.numel():
+            direct[name] = tensor
+        elif not has_plain_bytes(tensor):
+            staged.add(name)
+        else:
+            if not tensor.is_contiguous() and overlaps_itself(tensor):
+                raise CheckpointError(
+                    f"{uri}: {name} cannot be loaded: several of its elements are one place in memory"
+                )
+            extents.setdefault(tensor.device, []).append((*extent_of(tensor), name))
+            direct[name] = tensor
+            if tensor.is_conj() or tensor.is_neg():
+                staged.add(name)
+    order = {name: turn for turn, name in enumerate(tensors)}
+    for line in extents.values():
+        line.sort()
+        for group in overlapping(line):
+            if len({(begin, end) for begin, end, _ in group}) == 1 and all(
+                name not in staged and is_dense(tensors[name]) for *_, name in group
+            ):
+                last = max((name for *_, name in group), key=order.__getitem__)
+                for *_, name in group:
+                    if name != last:
+                        del direct[name]
+            else:
+                staged.update(name for *_, name in group)
+    return (
+        {name: tensor for name, tensor in direct.items() if name not in staged},
+        {name: tensors[name] for name in sorted(staged, key=order.__getitem__)},
+    )
+
+
+def _shared(state: Mapping[str, torch.Tensor], own: Sequence[SelfLoading]) -> str | None:
+    """Why these cannot be loaded apart from the rest: they share memory with it, or are parts of it twice."""
+    prefixes = tuple(one.prefix for one in own)
+    line: dict[torch.device, list[tuple[int, int, str]]] = {}
+    for name, tensor in state.items():
+        if not tensor.is_meta and tensor.numel() and has_plain_bytes(tensor):
+            line.setdefault(tensor.device, []).append((*extent_of(tensor), name))
+    for extents in line.values():
+        extents.sort()
+        for group in overlapping(extents):
+            inside = [name.startswith(prefixes) for *_, name in group]
+            if any(inside) and not all(inside):
+                return own[0].why
+    return None
+
+
+def _read(source: TensorSource, names: Sequence[str], progress: OnBytes | None) -> dict[str, torch.Tensor]:
+    if isinstance(source, SafetensorsSource):
+        return source.load(names, "cpu", progress)
+    found = {name: torch.empty(spec.shape, dtype=spec.dtype) for name in names if (spec := source.specs[name])}
+    source.read_into(found, progress)
+    return found

@@ -1,0 +1,50 @@
+"""Which store a URI is of. Each kind's module is imported when the first URI of its kind comes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rfork import settings as options
+from rfork.settings import StorageSettings
+from rfork.storage.blob import Blob, BlobStore
+from rfork.storage.location import Location
+
+
+def open_store(folder: Location, settings: StorageSettings | None = None) -> BlobStore:
+    """The store at a folder's location; nothing is asked of it yet.
+
+    Raises SettingsError, or MissingExtra where the kind needs a package that is not installed.
+    """
+    chosen = settings or options.load(StorageSettings)
+    match folder.scheme:
+        case "file":
+            from rfork.storage.local.files import LocalStore
+
+            return LocalStore(folder, chosen)
+        case "s3":
+            from rfork.storage.s3.store import S3Store
+
+            return S3Store(folder, chosen)
+        case "gs" | "az":
+            from rfork.storage.object_store.store import CloudStore
+
+            return CloudStore(folder, chosen)
+        case _:
+            from rfork.storage.http.store import HttpStore
+
+            return HttpStore(folder, chosen)
+
+
+@contextmanager
+def open_blob(location: Location, settings: StorageSettings | None = None) -> Iterator[Blob]:
+    """The one blob at a location, for the length of the block. Raises as `Store.open` does."""
+    store = open_store(location.parent, settings)
+    try:
+        blob = store.open(location.name + (f"?{location.query}" if location.query else ""))
+        try:
+            yield blob
+        finally:
+            blob.close()
+    finally:
+        store.close()

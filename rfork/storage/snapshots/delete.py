@@ -1,0 +1,104 @@
+"""Removing snapshots, and what writers that died left behind. Runs where `rfork snapshot rm` does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rfork.errors import StorageNotFound
+from rfork.settings import StorageSettings
+from rfork.storage.location import Location
+from rfork.storage.snapshots.chunk_refs import pending_delete
+from rfork.storage.snapshots.entry import SnapshotEntry
+from rfork.storage.snapshots.files import chunk_folder, folder_store, manifest_name
+from rfork.storage.snapshots.repository import OBJECT, Repository
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteResult:
+    """Snapshots or leftovers that are gone, and their bytes; `retained_bytes` are of chunks that others need."""
+
+    count: int
+    freed: int
+    retained_bytes: int = 0
+
+    def merge(self, other: DeleteResult) -> DeleteResult:
+        """Both together."""
+        return DeleteResult(
+            self.count + other.count, self.freed + other.freed, self.retained_bytes + other.retained_bytes
+        )
+
+
+def remove_snapshots(snapshots: Sequence[SnapshotEntry], settings: StorageSettings | None = None) -> DeleteResult:
+    """Remove these: each manifest first, then the data; of shared chunks those that no other snapshot names.
+
+    Raises StorageCorrupt where a manifest that may name the same chunks cannot be read (nothing of these
+    chunks' snapshots is removed then), SettingsError for storage that can only be read, and StorageErrors.
+    """
+    removed = DeleteResult(len(snapshots), 0)
+    shared: dict[Location, list[SnapshotEntry]] = {}
+    for found in snapshots:
+        if found.manifest_file is not None and found.manifest_file.chunks is not None:
+            shared.setdefault(chunk_folder(found.folder, found.manifest_file.chunks), []).append(found)
+        else:
+            removed = removed.merge(_remove_file(found, settings))
+    for chunks, group in shared.items():
+        removed = removed.merge(_remove_shared(chunks, group, settings))
+    return removed
+
+
+def remove_leftovers(repository: Repository) -> DeleteResult:
+    """Remove what no snapshot needs. A writer that is at work there then fails, and has to begin again."""
+    count = freed = 0
+    with repository.store() as store:
+        for leftover in repository.contents().leftovers:
+            if not OBJECT.fullmatch(leftover.name):
+                store.remove(leftover.name)
+                count, freed = count + 1, freed + leftover.size
+        # Seen anew: without the notes that are gone now, more chunks may have become nobody's.
+        folders = {
+            leftover.name.rpartition("/")[0].rpartition("/")[0]
+            for leftover in repository.contents().leftovers
+            if OBJECT.fullmatch(leftover.name)
+        }
+        for folder in sorted(folders):
+            chunks = repository.folder.child(f"{folder}/")
+            with folder_store(chunks, repository.settings) as objects, pending_delete(objects):
+                for leftover in repository.contents(strict=True).leftovers:
+                    if OBJECT.fullmatch(leftover.name) and leftover.name.startswith(f"{folder}/"):
+                        store.remove(leftover.name)
+                        count, freed = count + 1, freed + leftover.size
+    return DeleteResult(count, freed)
+
+
+def _remove_file(found: SnapshotEntry, settings: StorageSettings | None) -> DeleteResult:
+    with folder_store(found.folder, settings) as store:
+        store.remove(manifest_name(found.name))
+        try:
+            blob = store.open(found.name)
+        except StorageNotFound:
+            return DeleteResult(0, 0)
+        blob.close()
+        store.remove(found.name)
+        return DeleteResult(0, blob.size)
+
+
+def _remove_shared(chunks: Location, group: Sequence[SnapshotEntry], settings: StorageSettings | None) -> DeleteResult:
+    going = {found.uri for found in group}
+    above = Location(chunks.scheme, chunks.host, chunks.path.rstrip("/").rpartition("/")[0]).folder
+    with folder_store(chunks, settings) as objects, pending_delete(objects):
+        # All who may name these chunks lie below the folder that theirs lies in.
+        contents = Repository(above, settings).contents(strict=True)
+        others = [found for found in contents.snapshots if found.uri not in going]
+        needed = contents.pending.union(*(found.objects for found in others))
+        for found in group:
+            with folder_store(found.folder, settings) as store:
+                store.remove(manifest_name(found.name))
+        freed = retained_bytes = 0
+        for path, length in {path: size for found in group for path, size in found.objects.items()}.items():
+            if path in needed:
+                retained_bytes += length
+            else:
+                objects.remove(path.removeprefix(chunks.path))
+                freed += length
+    return DeleteResult(0, freed, retained_bytes)

@@ -1,0 +1,104 @@
+"""Tensors of ``.tensors`` files into memory, each checked as soon as it is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rfork.errors import StorageAccessDenied, StorageCorrupt
+from rfork.image.host_memory import host_view
+from rfork.settings import StorageSettings
+from rfork.storage.blob import Blob
+from rfork.storage.io.reader import Extent, fill
+from rfork.storage.tensorizer.encryption import Decryptor
+from rfork.storage.tensorizer.format import TensorEntry
+from rfork.storage.tensorizer.header import read_header
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensorRef:
+    """A tensor, and the file it lies in."""
+
+    blob: Blob
+    encrypted: bool
+    entry: TensorEntry
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRead:
+    """A tensor to be read, and the host memory for it: uint8, 1-D, `spec.nbytes` long."""
+
+    stored: StoredTensorRef
+    into: torch.Tensor
+
+
+def read_checked(
+    reads: Sequence[TensorRead],
+    opener: Decryptor | None,
+    settings: StorageSettings,
+    progress: Callable[[int], None] | None = None,
+    on_complete: Callable[[int], None] | None = None,
+) -> None:
+    """Read, decrypt and check; `on_complete` is told the index of each tensor that is right, on any thread.
+
+    Raises StorageCorrupt or StorageAccessDenied, naming the tensor, and what the blobs raise.
+    """
+    sizes = [read.stored.entry.data - read.stored.entry.header for read in reads]
+    header_buffer, at = torch.empty(sum(sizes), dtype=torch.uint8), 0
+    headers: list[torch.Tensor] = []
+    extents: list[Extent] = []
+    for read, size in zip(reads, sizes, strict=True):
+        stored, header = read.stored, header_buffer[at : at + size]
+        headers.append(header)
+        at += size
+        extents.append(Extent(stored.blob, stored.entry.header, header))
+        extents.append(Extent(stored.blob, stored.entry.data, read.into[: stored.entry.length]))
+    lacking = set(range(len(reads)))
+
+    def filled(index: int) -> None:
+        index //= 2
+        try:
+            # The first of the two only leaves. By one step that needs no lock, of many small tensors.
+            lacking.remove(index)
+            return
+        except KeyError:
+            pass
+        _check(reads[index], bytes(headers[index].numpy()), opener)
+        if on_complete is not None:
+            on_complete(index)
+
+    total = sum(read.stored.entry.length for read in reads)
+    report = _capped_progress(total, progress) if progress is not None else None
+    fill(extents, settings, on_filled=filled, progress=report)
+
+
+def _check(read: TensorRead, header: bytes, opener: Decryptor | None) -> None:
+    blob, entry = read.stored.blob, read.stored.entry
+    memory = host_view(read.into.data_ptr(), entry.length) if entry.length else memoryview(b"")
+    try:
+        header_info = read_header(entry, header, encrypted=read.stored.encrypted)
+        if opener is not None:
+            opener.open(header_info.crypt, memory)
+        right = header_info.fits(memory)
+    except StorageAccessDenied as error:
+        raise StorageAccessDenied(f"{blob.uri}: {entry.name}: {error}") from None
+    except ValueError as error:
+        raise StorageCorrupt(f"{blob.uri}: {entry.name}: {error}") from None
+    if not right:
+        raise StorageCorrupt(f"{blob.uri}: {entry.name} does not match its hash")
+    if not entry.length:
+        read.into.zero_()  # what was saved from the meta device
+
+
+def _capped_progress(total: int, progress: Callable[[int], None]) -> Callable[[int], None]:
+    """`progress`, told of `total` bytes in all: headers are read too, and nobody counts them."""
+    left = [total]
+
+    def report(count: int) -> None:
+        reported = min(count, left[0])
+        left[0] -= reported
+        progress(reported)
+
+    return report

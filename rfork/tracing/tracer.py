@@ -1,0 +1,30 @@
+"""The tracer of this process, as its settings have it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Final
+
+from rfork import settings as options
+from rfork.errors import MissingExtra
+from rfork.settings import TracingSettings
+from rfork.tracing.api import NOOP_TRACER, Tracer
+
+INSTANCE: Final = "rfork-instance"
+PLANNER: Final = "rfork-planner"
+
+
+@functools.cache
+def get_tracer(service: str = INSTANCE) -> Tracer:
+    """The tracer of all that is called `service` in this process: made once, ended with the process.
+
+    Raises SettingsError for settings that cannot be used, MissingExtra without OpenTelemetry's packages.
+    """
+    chosen = options.load(TracingSettings)
+    if chosen.endpoint is None:
+        return NOOP_TRACER
+    try:
+        from rfork.tracing.sdk import sending_tracer
+    except ImportError as error:
+        raise MissingExtra("tracing (RFORK_TRACING_ENDPOINT)", extra="tracing", why=str(error)) from None
+    return sending_tracer(chosen.endpoint, chosen, service)

@@ -1,0 +1,5 @@
+"""One-sided reads through Mooncake's TransferEngine: over RDMA on a cluster, over TCP where allowed."""
+
+from rfork.transport.mooncake.transport import TransferEngineTransport
+
+__all__ = ["TransferEngineTransport"]

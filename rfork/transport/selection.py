@@ -1,0 +1,109 @@
+"""Which transports an instance uses, best first, and why: the one table that names them all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from rfork.errors import SettingsError
+from rfork.schema.types import OPT_IN_TRANSPORTS
+from rfork.settings import InstanceSettings
+from rfork.transport.base import Availability, Transport
+from rfork.transport.collective import GlooTransport, NcclTransport
+from rfork.transport.cuda_ipc import CudaIpcTransport
+from rfork.transport.http import HttpTransport
+from rfork.transport.mooncake import TransferEngineTransport
+from rfork.transport.shared_memory import SharedMemoryTransport
+
+TransportRegistry = Mapping[str, Callable[[InstanceSettings], Transport]]
+
+TRANSPORTS: TransportRegistry = {
+    "cuda_ipc": CudaIpcTransport,
+    "shared_memory": SharedMemoryTransport,
+    "transfer_engine": TransferEngineTransport,
+    "http": HttpTransport,
+    "nccl": NcclTransport,
+    "gloo": GlooTransport,
+}
+"""Every transport by its name in settings, best first."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransportStatus:
+    """One row of what `rfork doctor` explains: a transport, whether it will be used, and why (not)."""
+
+    name: str
+    used: bool
+    rank: int | None
+    reason: str
+    hint: str = ""
+
+
+def select_transports(settings: InstanceSettings, table: TransportRegistry = TRANSPORTS) -> list[Transport]:
+    """The transports to offer and to accept, best first.
+
+    With `settings.transports` exactly those, in that order; else each of `table` that can run here, but
+    those that have to be asked for.
+    Raises SettingsError when one that was asked for is unknown, named twice or cannot run here, and
+    when none is left.
+    """
+    if settings.transports is not None:
+        return _requested(settings.transports, settings, table)
+    usable = [
+        transport
+        for transport in (make(settings) for name, make in table.items() if name not in OPT_IN_TRANSPORTS)
+        if transport.availability().usable
+    ]
+    if not usable:
+        raise SettingsError("no transport can run here", hint="rfork doctor says why")
+    return usable
+
+
+def explain_selection(settings: InstanceSettings, table: TransportRegistry = TRANSPORTS) -> list[TransportStatus]:
+    """What `select_transports` does, row by row, those in use first; never raises."""
+    unnamed: tuple[str, ...] = tuple(name for name in table if name not in OPT_IN_TRANSPORTS)
+    names: tuple[str, ...] = settings.transports if settings.transports is not None else unnamed
+    rows = [_row(name, settings, table) for name in dict.fromkeys(names)]
+    rank = 0
+    chosen: list[TransportStatus] = []
+    for name, available in rows:
+        if available.usable:
+            rank += 1
+        chosen.append(
+            TransportStatus(
+                name,
+                available.usable,
+                rank if available.usable else None,
+                available.reason,
+                available.hint,
+            )
+        )
+    chosen.sort(key=lambda choice: choice.rank or len(rows) + 1)
+    return chosen + [
+        TransportStatus(name, False, None, "not asked for (RFORK_TRANSPORTS)") for name in table if name not in names
+    ]
+
+
+def _requested(names: tuple[str, ...], settings: InstanceSettings, table: TransportRegistry) -> list[Transport]:
+    if not names:
+        raise SettingsError("RFORK_TRANSPORTS: names no transport", hint=f"known: {', '.join(table)}")
+    if len(set(names)) < len(names):
+        raise SettingsError(f"RFORK_TRANSPORTS: names one twice (got {', '.join(names)})")
+    chosen: list[Transport] = []
+    for name in names:
+        if name not in table:
+            raise SettingsError(f"RFORK_TRANSPORTS: no transport {name!r}", hint=f"known: {', '.join(table)}")
+        transport = table[name](settings)
+        available = transport.availability()
+        if not available.usable:
+            raise SettingsError(
+                f"RFORK_TRANSPORTS: {name} cannot be used here: {available.reason}", hint=available.hint
+            )
+        chosen.append(transport)
+    return chosen
+
+
+def _row(name: str, settings: InstanceSettings, table: TransportRegistry) -> tuple[str, Availability]:
+    if name not in table:
+        return name, Availability(False, "unknown", f"known: {', '.join(table)}")
+    return name, table[name](settings).availability()

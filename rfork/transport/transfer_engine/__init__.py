@@ -1,5 +1,0 @@
-"""One-sided reads through Mooncake's TransferEngine: over RDMA on a cluster, over TCP where allowed."""
-
-from rfork.transport.transfer_engine.transport import TransferEngineTransport
-
-__all__ = ["TransferEngineTransport"]

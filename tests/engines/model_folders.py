@@ -1,0 +1,57 @@
+"""Folders of models for the engines to serve, made without a network."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+Architecture = Literal["llama", "qwen3"]
+# What holds weights in a Hugging Face folder, and the index that says where they are.
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.gguf")
+
+
+def copy_without_weights(folder: Path, parent: Path) -> Path:
+    """A copy of a model's folder under `parent`, of the same name, in which no weights are."""
+    return Path(shutil.copytree(folder, parent / folder.name, ignore=shutil.ignore_patterns(*WEIGHTS)))
+
+
+def copy_with_weights(folder: Path, parent: Path) -> Path:
+    """A copy of a model's folder under `parent`, of the same name, with its weights."""
+    return Path(shutil.copytree(folder, parent / folder.name))
+
+
+def make_tiny(folder: Path, tokenizer: Path, architecture: Architecture, *, seed: int) -> None:
+    """Write a random float32 model of hidden size 256 and 4 layers (16 MB, two shards or more) into `folder`.
+
+    The same `seed` gives the same weights. The tokenizer's files and their vocabulary of 512 come from the
+    folder `tokenizer`. Contexts of 1,024 tokens.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        architecture,
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=1024,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=2,
+        dtype="float32",
+        # Five times the usual, with which a random model only repeats its last token.
+        initializer_range=0.1,
+    )
+    folder.mkdir(parents=True)
+    for file in tokenizer.glob("*token*.json"):
+        shutil.copy(file, folder)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(folder, max_shard_size="8MB")

@@ -1,0 +1,47 @@
+"""What the tests of both engines ask: prompts, greedy answers, and what the planner knows of a fleet."""
+
+from __future__ import annotations
+
+import httpx
+
+from rfork.schema import InstanceReport
+from tests.engines.engine_server import EngineServer, wait_until
+from tests.engines.planner_process import PlannerProcess
+
+PROMPTS = (
+    "The capital of France is", "Water boils at", "Once upon a time", "The largest planet is", "2 + 2 =",
+    "def fibonacci(n):", "The sun rises in the", "A fork is a", "Light travels at", "To be or not to be,",
+    "The opposite of hot is", "My favourite colour is", "In the beginning", "The first president of",
+    "Machine learning is", "SELECT name FROM", "Roses are red,", "The speed of sound", "Paris is known for",
+    "Dear Sir or Madam,",
+)  # fmt: skip
+TOKENS = 16
+SLOW_FORK_ENVIRONMENT = {"RFORK_TRANSPORTS": "http", "RFORK_MIN_RATE": "1000", "RFORK_PATIENCE_S": "1"}
+"""Bytes go by a socket, and a source may give few of them."""
+MIB = 1 << 20
+
+
+def instances(planner: PlannerProcess) -> list[InstanceReport]:
+    """Those that the planner knows."""
+    items = httpx.get(f"{planner.url}/v1/instances").json()["items"]
+    return [InstanceReport.model_validate(item["report"]) for item in items]
+
+
+def serving_instances(planner: PlannerProcess) -> list[InstanceReport]:
+    """Those that hold all of their weights, and give them."""
+    return [report for report in instances(planner) if report.state == "serving" and report.weights_id]
+
+
+def wait_serving(planner: PlannerProcess, count: int) -> None:
+    """Until so many do."""
+    wait_until(lambda: len(serving_instances(planner)) == count, deadline_s=60, what=f"{count} instances that serve")
+
+
+def weights_ids(planner: PlannerProcess) -> set[str | None]:
+    """Of what is given."""
+    return {report.weights_id for report in serving_instances(planner)}
+
+
+def greedy_tokens(server: EngineServer, prompts: tuple[str, ...] = PROMPTS) -> list[tuple[int, ...]]:
+    """Greedy tokens for each prompt."""
+    return [server.complete(prompt, TOKENS, ignore_eos=True).tokens for prompt in prompts]

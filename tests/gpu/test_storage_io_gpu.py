@@ -1,0 +1,123 @@
+"""Files into CUDA tensors: through page-locked staging, and by GPUDirect Storage where the machine has it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from rfork.settings import StorageSettings
+from rfork.storage.io.cuda import CudaBlockCopier, pinned_staging
+from rfork.storage.io.gds import DirectStorage
+from rfork.storage.io.reader import Extent, fill
+from rfork.storage.local.files import LocalStore
+from rfork.storage.location import Location
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device here"),
+]
+
+MIB = 1 << 20
+SIZE = 70 * MIB + 4321
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one file of 70 MiB and some."""
+    folder = tmp_path_factory.mktemp("files")
+    (folder / "data").write_bytes(os.urandom(SIZE))
+    return folder
+
+
+def drop_page_cache(path: Path) -> None:
+    """Have the file's bytes out of the page cache."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+@pytest.mark.parametrize("direct", ["auto", "always", "never"])
+@pytest.mark.parametrize("memory", [16 * MIB, 128 * MIB])
+@pytest.mark.parametrize(
+    "sizes", [[SIZE - 77], [50_000] * 1000, [1, 33 * MIB + 5, 7, 20 * MIB]], ids=["one", "small", "mixed"]
+)
+def test_every_byte_is_on_the_device(folder: Path, direct: str, memory: int, sizes: list[int]) -> None:
+    """Whatever the sizes, the bound on staging and the way of reading: the tensors hold the file's bytes."""
+    settings = StorageSettings.model_validate({"direct": direct, "memory": memory})
+    data = torch.frombuffer(bytearray((folder / "data").read_bytes()), dtype=torch.uint8)
+    drop_page_cache(folder / "data")
+    store = LocalStore(Location.parse(folder), settings)
+    blob = store.open("data")
+    line, extents, filled, at = torch.zeros(SIZE, dtype=torch.uint8, device="cuda"), [], list[int](), 0
+    for size in sizes:
+        extents.append(Extent(blob, 77 + at, line[at : at + size]))
+        at += size
+    fill(extents, settings, on_filled=filled.append)
+    blob.close()
+    assert torch.equal(data[77 : 77 + at], line[:at].cpu())
+    assert (list(range(len(sizes))), 0) == (sorted(filled), int(line[at:].sum()))
+
+
+def test_copies_come_after_what_the_device_was_told_before(folder: Path) -> None:
+    """Memory that a kernel of the caller's still writes to is filled after that kernel."""
+    settings = StorageSettings()
+    store = LocalStore(Location.parse(folder), settings)
+    blob = store.open("data")
+    line = torch.empty(SIZE, dtype=torch.uint8, device="cuda")
+    busy = torch.ones(4096, 4096, device="cuda")
+    for _ in range(50):
+        busy = busy @ busy / 4096
+    line.fill_(0)
+    fill([Extent(blob, 0, line)], settings)
+    blob.close()
+    assert (folder / "data").read_bytes() == line.cpu().numpy().tobytes()
+
+
+def test_staging_is_page_locked_and_let_go() -> None:
+    """Buffers are such as the copy engine reads by itself; once closed, others can be made."""
+    staging = pinned_staging(32 * MIB, 16 * MIB)
+    for _ in range(2):
+        with staging.lease() as buffer:
+            assert buffer.is_pinned()
+        staging.close()
+
+
+def test_a_copier_copies_on_a_stream_of_its_own() -> None:
+    """A copy waits for no kernel that was given to the device after the copier was made."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    staging, into = pinned_staging(16 * MIB, 16 * MIB), torch.zeros(MIB, dtype=torch.uint8, device=device)
+    copier = CudaBlockCopier([device], StorageSettings(direct_io="never"))
+    with staging.lease() as buffer:
+        buffer[:MIB].fill_(7)
+        copier.copy([into], [buffer[:MIB]]).wait()
+    staging.close()
+    copier.close()
+    assert 7 * MIB == int(into.sum())
+
+
+def test_gpudirect_storage(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where kvikio and the machine can, cold blocks pass through no staging."""
+    pytest.importorskip("kvikio")
+    settings = StorageSettings()
+    if DirectStorage.find(settings) is None:
+        pytest.skip("this machine has no GPUDirect Storage")
+    straight: list[bool] = []
+    read: Callable[..., bool] = DirectStorage.read
+
+    def noted(self: DirectStorage, *arguments: object) -> bool:
+        straight.append(read(self, *arguments))
+        return straight[-1]
+
+    monkeypatch.setattr(DirectStorage, "read", noted)
+    drop_page_cache(folder / "data")
+    store = LocalStore(Location.parse(folder), settings)
+    blob = store.open("data")
+    line = torch.zeros(SIZE, dtype=torch.uint8, device="cuda")
+    fill([Extent(blob, 0, line)], settings)
+    blob.close()
+    assert (folder / "data").read_bytes() == line.cpu().numpy().tobytes()
+    assert {True} == set(straight)

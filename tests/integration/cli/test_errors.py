@@ -1,0 +1,123 @@
+"""Planners that are not there, tokens and URLs that are wrong, readers that went away, and bugs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from pydantic import SecretStr
+from typer.testing import CliRunner
+
+from planner.server import run_in_thread
+from rfork.cli.app import app
+from rfork.planner_client.client import PlannerClient
+from rfork.settings import PlannerSettings
+from tests.integration.cli.command_result import Rfork
+
+DEBUG = {"RFORK_LOG_LEVEL": "debug"}
+
+
+COMMANDS = (
+    ("status",),
+    ("forks",),
+    ("forks", "--follow"),
+    ("explain", "x"),
+    ("top",),
+    ("drain", "x", "--wait", "0"),
+)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_a_planner_that_is_not_there(rfork: Rfork, free_port: int, command: tuple[str, ...]) -> None:
+    """One line and a hint, as text and as JSON; exit code 5."""
+    url = f"http://127.0.0.1:{free_port}"
+    done = rfork(*command, "--planner", url)
+    assert (5, True) == (done.code, done.err.startswith(f"error: planner {url} cannot be reached: "))
+    result = rfork(*command, "--planner", url, "--json")
+    assert (5, "PlannerUnreachable", True) == (result.code, result.json["error"], bool(result.json["hint"]))
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_a_token_that_is_wrong(rfork: Rfork, command: tuple[str, ...]) -> None:
+    """The hint names the variable to set."""
+    with run_in_thread(PlannerSettings(port=0, token=SecretStr("right"))) as url:
+        done = rfork(*command, "--planner", url, RFORK_TOKEN="wrong")
+    assert (5, True) == (done.code, "set RFORK_TOKEN" in done.err)
+
+
+@pytest.mark.parametrize(("url", "code"), [("127.0.0.1:8700", 2), ("", 2), ("http://no.such.host.invalid", 5)])
+def test_a_url_that_is_none(rfork: Rfork, url: str, code: int) -> None:
+    """What cannot be a planner's URL is said to be none, with an example."""
+    done = rfork("status", "--planner", url)
+    assert (code, 2) == (done.code, len(done.err.splitlines()))
+
+
+@pytest.mark.parametrize("words", [("forks",), ("version",)], ids=" ".join)
+def test_nobody_reads_on(fleet: str, words: tuple[str, ...]) -> None:
+    """`rfork forks | head -1` ends without a word of broken pipes, and not as a failure."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "rfork", *words]
+    environment = {**os.environ, "RFORK_PLANNER": fleet}
+    done = subprocess.run(command, env=environment, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
+    assert (0, "") == (done.returncode, done.stderr)
+
+
+def test_nobody_reads_errors() -> None:
+    """Where stderr is closed at the other end, a command ends with its own exit code."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "rfork", "status", "--planner", "none"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=writing, check=False)
+    os.close(writing)
+    assert 2 == done.returncode
+
+
+def test_a_bug_is_one_line(rfork: Rfork, monkeypatch: pytest.MonkeyPatch, fleet: str) -> None:
+    """Even what should not happen is told without a traceback, and says how to see one."""
+
+    def broken(*_: object) -> None:
+        raise KeyError("what")
+
+    monkeypatch.setattr(PlannerClient, "models", broken)
+    assert "Traceback" in CliRunner().invoke(app, ["status", "--planner", fleet], env=DEBUG).stderr
+    done = rfork("status", "--planner", fleet)
+    assert (1, "error: rfork failed where it should not: KeyError: 'what'") == (
+        done.code,
+        done.err.splitlines()[0],
+    )
+
+
+IN_TORCH = """
+import atexit, sys, threading
+import torch
+from rfork.cli import app
+
+given, working = torch.zeros(1 << 26, dtype=torch.uint8), threading.Barrier(3)
+
+def work():
+    taken = given.clone()
+    working.wait()
+    while True:
+        taken.copy_(given)
+
+def command():
+    for _ in range(2):
+        threading.Thread(target=work, daemon=True).start()
+    working.wait()
+    print("unflushed", end="")
+    raise SystemExit(130)
+
+atexit.register(lambda: print(", at exit", end=""))
+app.app = command
+app.main()
+"""
+
+
+def test_a_command_that_is_interrupted_ends_as_it_says() -> None:
+    """Also with threads that are in torch at that moment; what is to be done at exit is done."""
+    done = subprocess.run([sys.executable, "-c", IN_TORCH], capture_output=True, text=True, check=False)
+    assert (130, "unflushed, at exit", "") == (done.returncode, done.stdout, done.stderr)

@@ -1,0 +1,202 @@
+"""The http transport over loopback: the contract, any client, what a source does."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import subprocess
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from safetensors.torch import load_file
+
+from rfork.errors import PortInUse
+from rfork.image.safetensors_header import header
+from rfork.settings import InstanceSettings
+from rfork.transport.http import HttpTransport
+from rfork.transport.http.connection import SLICE_BYTES
+from tests.fake_device import FakeDeviceCopier, image_on_fake_device
+from tests.integration.http_transport.pairs import (
+    AUTHORIZATION,
+    LARGE,
+    SIZES,
+    connection_threads,
+    open_connection,
+    pair,
+    request,
+    url_of,
+)
+from tests.transport_contract import CONTRACT, MIXED, TOKEN, FakeGate, TransportPair, content, image_of
+
+
+@contextmanager
+def staged_pair(copies: FakeDeviceCopier, sizes: tuple[int, ...]) -> Iterator[TransportPair]:
+    """A pair whose tensors lie, on both sides, on a device."""
+    transport, gate = HttpTransport(InstanceSettings()), FakeGate()
+    source, target = (
+        image_on_fake_device(image_of(sizes, seed=1), copies),
+        image_on_fake_device(image_of(sizes), copies),
+    )
+    made = TransportPair(transport, gate, source, target, transport.export(source, gate))
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize("check", CONTRACT, ids=[check.__name__ for check in CONTRACT])
+def test_http_keeps_the_contract(check: Callable[[TransportPair], None]) -> None:
+    """Every check of the contract holds over http."""
+    with pair(MIXED) as made:
+        check(made)
+
+
+@pytest.mark.parametrize("check", CONTRACT, ids=[check.__name__ for check in CONTRACT])
+def test_http_keeps_the_contract_between_devices(check: Callable[[TransportPair], None]) -> None:
+    """Every check of the contract holds where source and target are reached by copies only, step by step."""
+    copies = FakeDeviceCopier()
+    with staged_pair(copies, MIXED) as made:
+        check(made)
+    assert [] == copies.pending
+
+
+def test_curl_saves_a_live_seed_as_safetensors(tmp_path: Path) -> None:
+    """What curl saves from a live seed is a file that safetensors loads, with the seed's bytes."""
+    with pair() as made:
+        saved = tmp_path / "model.safetensors"
+        command = ["curl", "-sS", "--fail", "-H", f"Authorization: Bearer {TOKEN}", "-o", str(saved)]
+        subprocess.run([*command, url_of(made.exporter.endpoint())], check=True, timeout=60)
+        tensors = load_file(saved)
+        parts = b"".join(tensors[f"tensor.{index}"].numpy().tobytes() for index in range(len(SIZES)))
+        assert content(made.source) == parts
+
+
+def test_curl_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    """curl --continue-at asks for an open-ended range and gets the rest of the file."""
+    with pair() as made:
+        file_bytes = header(made.source.layout) + content(made.source)
+        saved = tmp_path / "model.safetensors"
+        saved.write_bytes(file_bytes[:10_000])
+        command = [
+            "curl",
+            "-sS",
+            "--fail",
+            "-C",
+            "-",
+            "-H",
+            f"Authorization: Bearer {TOKEN}",
+            "-o",
+            str(saved),
+        ]
+        subprocess.run([*command, url_of(made.exporter.endpoint())], check=True, timeout=60)
+        assert file_bytes == saved.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("range_header", "begin", "end"),
+    [("bytes=0-99", 0, 100), ("bytes=5000-9000", 5000, 9001), ("bytes=-77", -77, None)],
+)
+def test_httpx_reads_ranges(range_header: str, begin: int, end: int | None) -> None:
+    """Ranges over header and data are what a plain file would give."""
+    with pair() as made, httpx.Client(headers=AUTHORIZATION) as client:
+        file_bytes = header(made.source.layout) + content(made.source)
+        response = client.get(url_of(made.exporter.endpoint()), headers={"Range": range_header})
+        assert (206, file_bytes[begin:end]) == (response.status_code, response.content)
+
+
+def test_urllib_reads_the_whole_file() -> None:
+    """urllib, which closes each connection, gets header and image."""
+    with pair() as made:
+        http_request = urllib.request.Request(url_of(made.exporter.endpoint()), headers=AUTHORIZATION)
+        with urllib.request.urlopen(http_request, timeout=30) as response:
+            assert header(made.source.layout) + content(made.source) == response.read()
+
+
+def test_one_connection_serves_many_requests() -> None:
+    """GET, HEAD and refusals follow one another on one connection."""
+    with pair() as made:
+        location = urlsplit(url_of(made.exporter.endpoint()))
+        client = http.client.HTTPConnection(location.netloc, timeout=30)
+        client.connect()
+        used = client.sock
+        size = str(len(header(made.source.layout)) + sum(SIZES))
+        seen = []
+        for method, fields in (
+            ("HEAD", AUTHORIZATION),
+            ("GET", AUTHORIZATION | {"Range": "bytes=0-9"}),
+            ("GET", {"Authorization": "Bearer forged"}),
+            ("GET", {}),
+            ("GET", AUTHORIZATION | {"Range": "bytes=99999999-"}),
+            ("DELETE", AUTHORIZATION),
+            ("GET", AUTHORIZATION | {"Range": "bytes=0-9"}),
+        ):
+            client.request(method, location.path, headers=fields)
+            response = client.getresponse()
+            seen.append((response.status, response.headers["Content-Length"] == size, len(response.read()) == 10))
+        assert [
+            (200, True, False), (206, False, True), (403, False, False), (401, False, False),
+            (416, False, False), (405, False, False), (206, False, True),
+        ] == seen  # fmt: skip
+        assert used is client.sock
+        client.close()
+
+
+def test_weights_that_change_cut_a_body_short() -> None:
+    """A client in mid-body when the weights change gets fewer bytes than it was promised."""
+    with pair(sizes=LARGE) as made:
+
+        def change(nbytes: int) -> None:
+            made.gate.weights_changed = len(made.gate.admitted) >= 4
+
+        made.gate.before_slice = change
+        http_request = urllib.request.Request(url_of(made.exporter.endpoint()), headers=AUTHORIZATION)
+        with (
+            urllib.request.urlopen(http_request, timeout=30) as response,
+            pytest.raises(http.client.IncompleteRead),
+        ):
+            response.read()
+
+
+def test_nothing_is_fetched_from_a_device_before_it_is_admitted() -> None:
+    """Where the third slice is refused, what was copied is the first two, and no copy is under way."""
+    copies = FakeDeviceCopier()
+    with staged_pair(copies, LARGE) as made:
+
+        def change(nbytes: int) -> None:
+            made.gate.weights_changed = len(made.gate.admitted) >= 4
+
+        made.gate.before_slice = change
+        http_request = urllib.request.Request(url_of(made.exporter.endpoint()), headers=AUTHORIZATION)
+        with (
+            urllib.request.urlopen(http_request, timeout=30) as response,
+            pytest.raises(http.client.IncompleteRead),
+        ):
+            response.read()
+        made.exporter.close()
+        expected = 2 * SLICE_BYTES - len(header(made.source.layout))
+        assert (expected, []) == (copies.started_bytes, copies.pending)
+
+
+def test_closing_cuts_readers_and_leaves_no_thread() -> None:
+    """`close` returns with a reader in mid-body, twice, and no thread of the server is left."""
+    made = TransportPair.create(HttpTransport(InstanceSettings()), LARGE)
+    with open_connection(made.exporter.endpoint()) as connection:
+        connection.sendall(request(**AUTHORIZATION))
+        assert b"HTTP/1.1 200 OK" == connection.recv(15)
+        made.exporter.close()
+        made.exporter.close()
+        assert [] == connection_threads()
+
+
+def test_a_port_in_use_is_named() -> None:
+    """A taken port is one clear error that names the setting."""
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        transport = HttpTransport(InstanceSettings(http_port=holder.getsockname()[1]))
+        with pytest.raises(PortInUse) as raised:
+            transport.export(image_of((10,)), FakeGate())
+    assert "RFORK_HTTP_PORT" in raised.value.hint

@@ -1,0 +1,108 @@
+"""Starts and ends: of the scaler, of its planner, and of a scaler in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from planner.integrations.health import IntegrationStatus
+from planner.integrations.keda.scaler import SERVICE, run
+from planner.integrations.keda.v1 import externalscaler_pb2 as pb
+from planner.integrations.keda.v1.externalscaler_pb2_grpc import ExternalScalerStub
+from planner.integrations.planner_client import PlannerRestClient
+from rfork.errors import PortInUse, SettingsError
+from rfork.settings import InstanceSettings, KubernetesSettings
+from tests.conftest import StartRfork
+from tests.integration.keda.scaler_harness import (
+    ENGINE_S,
+    HOSTS,
+    READER,
+    EngineServers,
+    ReportingPlanner,
+    RunningScaler,
+    next_state,
+    running_scaler,
+)
+from tests.processes import RforkProcess
+from tests.unit.planner.integrations.keda.fakes import MODEL, engine, instance
+
+
+async def test_a_planner_that_dies(
+    rfork_process: StartRfork, free_port: int, engines: EngineServers, scaler_port: int
+) -> None:
+    """UNAVAILABLE says so, a stream holds; when it is back, engines count before they report to it."""
+
+    def start() -> RforkProcess:
+        environment = {"RFORK_PLANNER_HEARTBEAT_S": "60", "RFORK_PLANNER_FORGET_S": "600"}
+        arguments = ("planner", "--port", str(free_port))
+        return rfork_process(*arguments, until="planner ready", environment=environment)
+
+    planner, process = ReportingPlanner(f"http://127.0.0.1:{free_port}"), start()
+    planner.report(*map(instance, HOSTS))
+    engines.pages = dict.fromkeys(HOSTS, engine(3))
+    metadata = {"model": MODEL, "metric": "waiting", "target": "10", "port": str(engines.port)}
+    async with running_scaler(planner.url, metadata, port=scaler_port) as scaler:
+        stream = scaler.stub.StreamIsActive(scaler.scaled_object(poll="0.1"))
+        states = [await next_state(stream)]
+        process.signal(signal.SIGKILL)
+        process.wait()
+        await scaler.until(scaler.value, "UNAVAILABLE")
+        with pytest.raises(grpc.aio.AioRpcError, match=f"planner {planner.url} did not answer GET /v1/instances"):
+            await scaler.active()
+        await asyncio.to_thread(start)
+        await scaler.until(scaler.value, 6.0)
+        engines.pages = dict.fromkeys(HOSTS, engine(0))
+        states.append(await next_state(stream))
+    assert [True, False] == states
+
+
+async def test_the_end(scaler: RunningScaler) -> None:
+    """Readiness and health say it, and streams end in order, so that KEDA opens them anew at once."""
+    health = health_pb2_grpc.HealthStub(scaler.channel)
+    healthy = [(await health.Check(health_pb2.HealthCheckRequest(service=name))).status for name in ("", SERVICE)]
+    stream = scaler.stub.StreamIsActive(scaler.scaled_object(metric="forks"))
+    states, before = [await next_state(stream)], scaler.status.not_ready_reason
+    scaler.task.cancel()
+    states += [each.result async for each in stream]
+    assert ([1, 1], [False], grpc.StatusCode.OK, None, "it is ending") == (
+        healthy, states, await stream.code(), before, scaler.status.not_ready_reason,
+    )  # fmt: skip
+
+
+async def test_an_address_that_cannot_be_listened_on(scaler: RunningScaler, scaler_port: int) -> None:
+    """A port that is taken, and an address of another machine."""
+    fleet = PlannerRestClient(InstanceSettings(planner="http://127.0.0.1:1"))
+    with pytest.raises(PortInUse, match=f"127.0.0.1:{scaler_port}: the address is in use"):
+        await run(KubernetesSettings(scaler_port=scaler_port), fleet, IntegrationStatus("scaler"))
+    with pytest.raises(SettingsError, match=r"cannot listen on 192\.0\.2\.1"):
+        await run(KubernetesSettings(bind="192.0.2.1", scaler_port=0), fleet, IntegrationStatus("scaler"))
+    await fleet.close()
+
+
+async def test_as_a_process(
+    planner: ReportingPlanner, engines: EngineServers, rfork_process: StartRfork, scaler_port: int
+) -> None:
+    """`rfork hook scaler` answers KEDA, and ends in order."""
+    planner.report(*map(instance, HOSTS))
+    engines.pages = dict.fromkeys(HOSTS, engine(2))
+    process = rfork_process(
+        "hook", "scaler", until="scaler is up",
+        environment={
+            "RFORK_PLANNER": planner.url, "RFORK_TOKEN": READER, "RFORK_HOOK_HEALTH_PORT": "0",
+            "RFORK_HOOK_SCALER_PORT": str(scaler_port), "RFORK_HOOK_ENGINE_TIMEOUT_S": str(ENGINE_S),
+        },
+    )  # fmt: skip
+    metadata = {"model": MODEL, "metric": "waiting", "target": "10", "port": str(engines.port)}
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{scaler_port}") as channel:
+        about = pb.ScaledObjectRef(name="llama", namespace="default", scalerMetadata=metadata)
+        response = await ExternalScalerStub(channel).GetMetrics(pb.GetMetricsRequest(scaledObjectRef=about))
+    process.signal(signal.SIGTERM)
+    assert ([("rfork-waiting-5bc623025e", 4, 4.0)], 0) == (
+        [(each.metricName, each.metricValue, each.metricValueFloat) for each in response.metricValues],
+        await asyncio.to_thread(process.wait),
+    )

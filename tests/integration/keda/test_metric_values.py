@@ -1,0 +1,100 @@
+"""What KEDA asks at each look: the spec, the value, whether there is work, and why that is not known."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+
+import grpc
+import grpc.aio
+import pytest
+
+from planner.integrations.keda.v1 import externalscaler_pb2 as pb
+from tests.integration.keda.scaler_harness import (
+    HOSTS,
+    EngineServers,
+    ReportingPlanner,
+    RunningScaler,
+    next_state,
+)
+from tests.unit.planner.integrations.keda.fakes import SGLANG, VLLM, engine, instance
+
+
+async def test_pull(planner: ReportingPlanner, engines: EngineServers, scaler: RunningScaler) -> None:
+    """What KEDA asks at each look: the spec, the value over both engines, and whether there is work."""
+    planner.report(*map(instance, HOSTS))
+    engines.pages = {HOSTS[0]: VLLM, HOSTS[1]: SGLANG}
+    spec = (await scaler.stub.GetMetricSpec(scaler.scaled_object(target="0.5"))).metricSpecs
+    values = [
+        (await scaler.value(metric=metric), await scaler.active(metric=metric))
+        for metric in ("waiting", "running", "kv_cache", "forks", "expected")
+    ]
+    assert (
+        [("rfork-waiting-5bc623025e", 1, 0.5)],
+        [(25.0, True), (16.0, True), (0.78, True), (0.0, False), (0.0, False)],
+    ) == ([(each.metricName, each.targetSize, each.targetSizeFloat) for each in spec], values)
+
+
+async def test_engines_that_do_not_answer(
+    planner: ReportingPlanner, engines: EngineServers, scaler: RunningScaler
+) -> None:
+    """One of two is left out; of none a value is not known, and KEDA's fallback takes over."""
+    planner.report(*map(instance, HOSTS))
+    engines.pages = {HOSTS[0]: 503, HOSTS[1]: engine(7)}
+    values = [await scaler.value()]
+    engines.pages = {HOSTS[0]: 302, HOSTS[1]: 200}  # a redirect to another host is not followed
+    await scaler.until(scaler.value, "UNAVAILABLE")
+    with pytest.raises(grpc.aio.AioRpcError) as unknown:
+        await scaler.active()
+    url = f"http://{HOSTS[0]}:{engines.port}/metrics"
+    assert ([7.0], grpc.StatusCode.UNAVAILABLE, True) == (
+        values,
+        unknown.value.code(),
+        f"waiting of org/llama is not known: {HOSTS[0]} answers {url} with HTTP 302" in str(unknown.value.details()),
+    )
+
+
+async def test_engines_that_answer_without_end(
+    planner: ReportingPlanner, engines: EngineServers, scaler: RunningScaler
+) -> None:
+    """One that takes the connection and says nothing, and one that never ends, hold nobody up."""
+    planner.report(*map(instance, (*HOSTS, "127.0.0.3", "127.0.0.4")))
+    engines.pages = dict.fromkeys(HOSTS, engine(4))
+    ended = threading.Event()
+
+    def send_endless_response(connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+            while not ended.is_set():
+                connection.sendall(b"vllm:num_requests_waiting 9\n" * 4096)
+
+    with (
+        socket.create_server(("127.0.0.3", engines.port)),
+        socket.create_server(("127.0.0.4", engines.port)) as pours,
+    ):
+        accepting = threading.Thread(target=lambda: send_endless_response(pours.accept()[0]))
+        accepting.start()
+        value = await scaler.value()
+        ended.set()
+        accepting.join()
+    silent = scaler.status.registry.get_sample_value("rfork_scaler_engine_looks_total", {"answer": "silent"})
+    assert (8.0, 2.0) == (value, silent)
+
+
+async def test_metadata_that_cannot_be_used(scaler: RunningScaler) -> None:
+    """Each call says what is wrong, as KEDA's log and the ScaledObject's events show it."""
+    about = scaler.scaled_object(port="http")
+    calls = (
+        scaler.stub.IsActive(about),
+        scaler.stub.GetMetricSpec(about),
+        scaler.stub.GetMetrics(pb.GetMetricsRequest(scaledObjectRef=about, metricName="s0-x")),
+        next_state(scaler.stub.StreamIsActive(about)),
+    )
+    errors = []
+    for call in calls:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await call
+        errors.append((refused.value.code(), refused.value.details()))
+    expected = (grpc.StatusCode.INVALID_ARGUMENT, "`port` is a number from 1 to 65535: not 'http'")
+    assert [expected] * 4 == errors

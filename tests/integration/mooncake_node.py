@@ -1,0 +1,109 @@
+"""A seed over TransferEngine in a process of its own, and images that tests know byte for byte."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import torch
+
+from rfork.image.layout import Layout
+from rfork.image.memory import Image, Segment
+from rfork.image.tensor_specs import TensorSpec
+from rfork.settings import InstanceSettings
+from rfork.transport.base import Endpoint
+from rfork.transport.mooncake import TransferEngineTransport
+from tests.processes import send
+
+ROOT = Path(__file__).resolve().parents[2]
+SETTINGS = InstanceSettings(allow_unauthenticated_tcp=True)
+
+
+class UnusedGate:
+    """A gate that a one-sided transport never asks."""
+
+    def authorize(self, token: str, begin: int, end: int) -> str:
+        raise AssertionError("one-sided reads do not pass the gate")
+
+    def read_guard(self, token: str, begin: int, end: int, cut: Callable[[], None]) -> AbstractContextManager[None]:
+        raise AssertionError("one-sided reads do not pass the gate")
+
+    def acquire_bytes(self, max_bytes: int, fork_id: str) -> int:
+        raise AssertionError("one-sided reads do not pass the gate")
+
+    def version_tag(self) -> str:
+        raise AssertionError("one-sided reads do not pass the gate")
+
+
+def image_of(sizes: list[int], tensors: list[torch.Tensor]) -> Image:
+    """An image of separately allocated byte tensors, one behind the other."""
+    specs, offset = [], 0
+    for index, size in enumerate(sizes):
+        specs.append(TensorSpec(f"t{index}", "uint8", (size,), (1,), offset))
+        offset += size
+    return Image(Layout(tuple(specs), offset), tensors)
+
+
+def pattern(index: int, size: int, salt: int) -> torch.Tensor:
+    """Bytes that differ between tensors, between places and between salts."""
+    period = ((torch.arange(251) * 7 + index * 13 + salt) % 251).to(torch.uint8)
+    return period.repeat(size // 251 + 1)[:size].clone()
+
+
+class MooncakeSeedProcess:
+    """A seed in a process of its own."""
+
+    def __init__(self, sizes: list[int], salt: int = 0) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, json.dumps(sizes), str(salt)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        assert self.process.stdout is not None
+        endpoint_line = next((line for line in self.process.stdout if line.startswith('{"parameters"')), None)
+        if endpoint_line is None:
+            self.kill()
+            raise ChildProcessError("the seed did not start")
+        description = json.loads(endpoint_line)
+        self.endpoint = Endpoint(
+            "transfer_engine",
+            description["parameters"],
+            tuple(Segment(*segment) for segment in description["segments"]),
+        )
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to the seed."""
+        send(self.process, number)
+
+    def kill(self) -> None:
+        """Kill the seed, if it lives."""
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+def _serve(sizes: list[int], salt: int) -> None:
+    tensors = [pattern(index, size, salt) for index, size in enumerate(sizes)]
+    exporter = TransferEngineTransport(SETTINGS).export(image_of(sizes, tensors), UnusedGate())
+    assert exporter.ready(time.monotonic() + 10)
+    exporter.authorize_peer("channel", "127.0.0.1")
+    endpoint = exporter.endpoint()
+    print(json.dumps({"parameters": dict(endpoint.parameters), "segments": endpoint.segments}), flush=True)
+    sys.stdin.readline()
+    exporter.close()
+
+
+if __name__ == "__main__":
+    _serve(json.loads(sys.argv[1]), int(sys.argv[2]))

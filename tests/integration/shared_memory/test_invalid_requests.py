@@ -1,0 +1,98 @@
+"""Who asks a source of shared_memory for what it must not have, or from where it cannot."""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+import pytest
+
+from rfork.errors import NotSameHost, SourceBusy
+from rfork.image.chunks import MIB
+from rfork.transport.base import Endpoint
+from rfork.transport.shared_memory import exporter
+from rfork.transport.unix_socket.connection import close_all
+from rfork.transport.unix_socket.messages import Message
+from tests.integration.shared_memory.pairs import pair, send_request, transport
+from tests.transport_contract import TOKEN, content, soon
+
+
+def test_a_reader_cannot_write() -> None:
+    """What it is given is sealed: it cannot be written, cut or mapped to be written."""
+    with pair() as made:
+        message, descriptors = send_request(
+            made.exporter.endpoint(), {"token": TOKEN, "begin": 0, "end": MIB, "wishes": [0, 64]}
+        )
+        assert "sealed" in message
+        refused = 0
+        for attempt in (
+            lambda: os.pwrite(descriptors[0], b"x", 0),
+            lambda: os.ftruncate(descriptors[0], 0),
+            lambda: mmap.mmap(descriptors[0], MIB, mmap.MAP_SHARED),
+        ):
+            with pytest.raises(OSError, match="not permitted"):
+                attempt()
+            refused += 1
+        close_all(descriptors)
+        assert 3 == refused
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {},
+        {"token": TOKEN},
+        {"token": 5, "begin": 0, "end": MIB},
+        {"token": TOKEN, "begin": "0", "end": MIB},
+        {"token": TOKEN, "begin": MIB, "end": 0},
+        {"token": TOKEN, "begin": -1, "end": MIB},
+        {"token": TOKEN, "begin": 0, "end": 1 << 80},
+        {"token": TOKEN, "begin": 0, "end": MIB, "wishes": "all"},
+        {"token": TOKEN, "begin": 0, "end": MIB, "wishes": [0]},
+        {"token": TOKEN, "begin": 0, "end": MIB, "wishes": [5, 0, 3, 0]},
+        {"token": TOKEN, "begin": 0, "end": MIB, "wishes": [0, 4096]},
+        {"token": "forged", "begin": 0, "end": MIB},
+    ],
+)
+def test_a_request_that_makes_no_sense(message: Message) -> None:
+    """It is refused without a descriptor, and the next reader is served."""
+    with pair() as made:
+        reply, descriptors = send_request(made.exporter.endpoint(), message)
+        assert (True, []) == ("error" in reply, descriptors)
+        made.connect().read(0, MIB, soon())
+        assert content(made.source, 0, MIB) == content(made.target, 0, MIB)
+
+
+def test_an_image_that_is_not_on_this_host() -> None:
+    """The reader is told so at once: another kernel, or another network namespace."""
+    with pair() as made:
+        parameters = dict(made.exporter.endpoint().parameters)
+        for other in (
+            {"boot": "another"},
+            {"socket": "@nobody", "network": "net:[1]"},
+            {"socket": "/nowhere/x.socket", "folder": "1:1"},
+            {},
+        ):
+            with pytest.raises(NotSameHost):
+                transport().connect(
+                    Endpoint("shared_memory", {**parameters, **other} if other else {}),
+                    made.target,
+                    str,
+                    soon(),
+                )
+
+
+def test_a_source_out_of_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is busy, not broken."""
+
+    def refuse(*, sealable: bool = True) -> None:
+        raise OSError(24, "Too many open files")
+
+    with pair() as made:
+        reader = made.connect()
+        monkeypatch.setattr(exporter, "memory_file", refuse)
+        with pytest.raises(SourceBusy):
+            reader.read(0, MIB, soon())
+        monkeypatch.undo()
+        reader.read(0, MIB, soon())
+        assert content(made.source, 0, MIB) == content(made.target, 0, MIB)

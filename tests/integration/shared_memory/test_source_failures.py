@@ -1,0 +1,91 @@
+"""Sources of shared_memory in another process: they die, stand still, change."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from rfork.errors import SourceTimeout, SourceUnavailable, SourceWeightsChanged
+from rfork.image.chunks import MIB
+from rfork.settings import InstanceSettings
+from rfork.transport.shared_memory.chunk_cache import SealedChunkCache
+from rfork.transport.shared_memory.exporter import SharedMemoryExporter
+from rfork.transport.unix_socket.client import ConnectionPool
+from rfork.transport.unix_socket.connection import close_all
+from rfork.transport.unix_socket.messages import Message
+from tests.integration.shared_memory.pairs import fork_of, open_reader, pair, receive_reply
+from tests.integration.shared_memory_node import NEW, OLD, SIZES, SharedMemoryNode
+from tests.transport_contract import TOKEN, FakeGate, content, image_of, soon
+
+
+def test_a_source_that_is_killed() -> None:
+    """Who waits for it gets SourceUnavailable; what was mapped is still right."""
+    expected, target = image_of(SIZES, seed=OLD), image_of(SIZES)
+    with (
+        SharedMemoryNode() as source,
+        open_reader(source.endpoint, target) as reader,
+        ThreadPoolExecutor() as pool,
+    ):
+        reader.read(0, MIB, soon())
+        source.request("hold")
+        waits = pool.submit(reader.read, MIB, 2 * MIB, soon())
+        source.wait_until_blocked()
+        source.signal(signal.SIGKILL)
+        assert SourceUnavailable is type(waits.exception())
+        with pytest.raises(SourceUnavailable):
+            reader.read(MIB, 2 * MIB, soon())
+    assert content(expected, 0, MIB) + bytes(MIB) == content(target, 0, 2 * MIB)
+
+
+def test_a_source_that_stands_still() -> None:
+    """Its reader gives up at the deadline."""
+    with SharedMemoryNode() as source, open_reader(source.endpoint, image_of(SIZES)) as reader:
+        reader.read(0, MIB, soon())
+        source.signal(signal.SIGSTOP)
+        with pytest.raises(SourceTimeout):
+            reader.read(MIB, 2 * MIB, soon(0.3))
+
+
+def test_an_update_in_place() -> None:
+    """Who has forked keeps the weights that it has; who comes later gets the new ones."""
+    with SharedMemoryNode() as source:
+        old = fork_of(source.endpoint)
+        source.request("update")
+        new = fork_of(source.endpoint)
+    assert content(image_of(SIZES, seed=OLD)) == content(old)
+    assert content(image_of(SIZES, seed=NEW)) == content(new)
+
+
+def test_weights_that_change_while_a_chunk_waits_for_its_turn() -> None:
+    """A chunk that was made before the change is not given after it."""
+    with pair() as made:
+        made.connect().read(0, MIB, soon())
+
+        def change(nbytes: int) -> None:
+            made.gate.weights_changed = True
+
+        made.gate.before_slice = change
+        with pytest.raises(SourceWeightsChanged):
+            made.connect().read(0, MIB, soon())
+
+
+def test_who_waits_for_a_chunk_that_another_has_made_hears_so() -> None:
+    """Memory may be found slowly: a source that makes a chunk is not taken for one that stands still."""
+    shelf, image = SealedChunkCache(), image_of((MIB,), seed=OLD)
+    exporter = SharedMemoryExporter(image, FakeGate(), shelf, InstanceSettings())
+    connections = ConnectionPool(exporter.endpoint().parameters, 30)
+    request: Message = {"token": TOKEN, "begin": 0, "end": MIB, "wishes": []}
+    with (
+        contextlib.closing(exporter),
+        contextlib.closing(connections),
+        connections.lease(soon()) as connection,
+    ):
+        with shelf.building(0, lambda: None):
+            connection.send(request, deadline=soon())
+            assert ({"wait": 0}, []) == connection.receive(soon())
+        message, descriptors = receive_reply(connection)
+        close_all(descriptors)
+    assert ([0, 0], 1) == (message["sealed"], len(descriptors))

@@ -1,0 +1,161 @@
+"""Cold starts from storage on a network: read once between them, and given up in order when it fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from benchmarks.seaweed import WRITER, SeaweedServer
+from rfork.engines.transformers import loaded_model
+from rfork.image.capture import capture
+from rfork.image.checksum import image_sha256
+from rfork.image.memory import Image
+from rfork.storage.snapshots.writer import write_snapshot
+from rfork.storage.versions.version import version_of
+from tests.conftest import StartRfork
+from tests.integration.test_cold_start import ColdGroup, Report, results, storage_bytes
+from tests.processes import startup_patch
+from tests.storage_faults import ResetFault, StallFault
+from tests.storage_server import StorageServer
+
+NAME = "model-rank-000.safetensors"
+BEFORE = 6
+"""Answers that a server gives before it stalls: to have it opened, and some chunks."""
+SEQUENTIAL_READS = {
+    "RFORK_STORAGE_STREAMS": "1",
+    "RFORK_STORAGE_HEDGE": "0",
+    "RFORK_STORAGE_ATTEMPTS": "2",
+    "RFORK_STORAGE_TIMEOUT_S": "120",
+    "RFORK_STORAGE_STALL_S": "120",
+}
+"""One request after the other, and each once where nothing fails: they can be counted."""
+FAST_RETRY_PATCH = """
+from rfork.storage.http import blob
+attempts = blob.Attempts
+blob.Attempts = lambda least, least_s, *rest: attempts(least, 0.0, *rest)
+"""
+"""What a process runs at its start that gives a server up after its attempts, however soon they failed."""
+
+
+@pytest.fixture
+def cold_group(rfork_process: StartRfork, tiny_model: Path, tmp_path: Path) -> Iterator[ColdGroup]:
+    """A planner that knows nobody yet."""
+    made = ColdGroup(rfork_process, tiny_model, tmp_path)
+    yield made
+    made.client.close()
+
+
+@pytest.fixture(scope="module")
+def image(tiny_model: Path) -> Image:
+    """The tiny model's image."""
+    return capture(loaded_model(tiny_model))
+
+
+@pytest.fixture
+def server(image: Image, tiny_model: Path, tmp_path: Path) -> Iterator[StorageServer]:
+    """A web server that holds its snapshot."""
+    folder = tmp_path / "served"
+    folder.mkdir()
+    write_snapshot(image, image.manifest(), folder / NAME, version=version_of(tiny_model))
+    with StorageServer(folder) as running:
+        yield running
+
+
+def stored_in(server: StorageServer, name: str) -> bytes:
+    stored = server.get_object(name)
+    assert stored is not None
+    return stored.data
+
+
+def verified_chunks(report: Report) -> dict[str, int]:
+    """Verified chunks by source."""
+    shares = cast(list[dict[str, str | int]], report["sources"])
+    return {str(share["source_id"]): int(share["verified_chunks"]) for share in shares}
+
+
+def reasons_text(report: Report) -> str:
+    """All that went wrong on the way."""
+    return "; ".join(cast(list[str], report["reasons"]))
+
+
+def test_a_group_reads_its_snapshot_once_over_http(cold_group: ColdGroup, image: Image, server: StorageServer) -> None:
+    """Three start at once: they take one image of it, the server gives little more, and all are right."""
+    snapshot = {"RFORK_SNAPSHOT": server.url(f"{NAME}?signature=secret"), **SEQUENTIAL_READS}
+    started = [cold_group.pull(environment=snapshot) for _ in range(3)]
+    reports = results(started)
+    size = image.layout.image_bytes
+    assert ([image_sha256(image)] * 3, ["forked"] * 3, size) == (
+        [report["sha256"] for report in reports],
+        [report["outcome"] for report in reports],
+        storage_bytes(reports),
+    )
+    # Besides manifests and headers, what one had read ahead when a plan gave it to another that came later.
+    besides = server.bytes_sent - size
+    assert (True, {f"snapshot:{server.url(NAME)}"}) == (
+        0 < besides < size // 2,
+        {name for report in reports for name in verified_chunks(report) if ":" in name},
+    )
+    assert not [process for process in started if "secret" in process.transcript()]
+
+
+def test_an_object_that_is_replaced_in_mid_read(
+    cold_group: ColdGroup, image: Image, server: StorageServer, tiny_model: Path
+) -> None:
+    """What was read of it by then stays, nothing of the other is taken, and the checkpoint gives the rest."""
+    server.script.then(*[None] * BEFORE, StallFault())
+    reader = cold_group.pull(
+        checkpoint=tiny_model, environment={"RFORK_SNAPSHOT": server.url(NAME), **SEQUENTIAL_READS}
+    )
+    server.script.wait_stalled()
+    server.put(NAME, bytes(len(stored_in(server, NAME))))
+    server.script.release()
+    [report] = results([reader])
+    assert (image_sha256(image), True) == (report["sha256"], "StorageChanged" in reasons_text(report))
+
+
+def test_a_server_that_dies_in_mid_read(
+    cold_group: ColdGroup, image: Image, server: StorageServer, tmp_path: Path
+) -> None:
+    """What was verified is kept: another, whose server lives, reads the rest, and nothing is read twice."""
+    size = image.layout.image_bytes
+    with StorageServer({name: stored_in(server, name) for name in (NAME, f"{NAME}.manifest.json")}) as other:
+        server.script.then(*[None] * BEFORE, StallFault())
+        server.script.always(ResetFault(None))
+        # The stall is waited out for as long as the other reader takes to start, the dead server is not.
+        brief = {**SEQUENTIAL_READS, **startup_patch(tmp_path / "impatient", FAST_RETRY_PATCH)}
+        unlucky = cold_group.pull(environment={"RFORK_SNAPSHOT": server.url(NAME), **brief})
+        server.script.wait_stalled()
+        lucky = cold_group.pull(environment={"RFORK_SNAPSHOT": other.url(NAME), **SEQUENTIAL_READS})
+        lucky.wait_for('"event": "planned"')
+        server.script.release()
+        reports = results([unlucky, lucky])
+        assert ([image_sha256(image)] * 2, ["forked"] * 2, size) == (
+            [report["sha256"] for report in reports],
+            [report["outcome"] for report in reports],
+            storage_bytes(reports),
+        )
+        assert (True, True) == (
+            0 < storage_bytes(reports[:1]) < size,
+            "StorageError" in reasons_text(reports[0]),
+        )
+
+
+def test_wrong_credentials_are_told_and_passed_over(
+    cold_group: ColdGroup, image: Image, seaweed_server: SeaweedServer, tiny_model: Path
+) -> None:
+    """A bucket that lets nobody in with such a key: the checkpoint is read, and the report says why."""
+    wrong = {**seaweed_server.environment(WRITER), "AWS_SECRET_ACCESS_KEY": "quite-another-secret"}
+    reader = cold_group.pull(
+        checkpoint=tiny_model,
+        environment={"RFORK_SNAPSHOT": "s3://models/cold/", **wrong, **SEQUENTIAL_READS},
+    )
+    [report] = results([reader])
+    assert (image_sha256(image), ["checkpoint"], True, False) == (
+        report["sha256"],
+        [name.partition(":")[0] for name in verified_chunks(report)],
+        "StorageDenied" in reasons_text(report),
+        "quite-another-secret" in reader.transcript(),
+    )

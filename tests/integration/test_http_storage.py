@@ -1,0 +1,347 @@
+"""Files behind web servers, over real sockets: what is read, what is asked again, and what fails how."""
+
+from __future__ import annotations
+
+import random
+import ssl
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import Literal
+
+import pytest
+import trustme
+
+from rfork.errors import (
+    SettingsError,
+    StorageAccessDenied,
+    StorageChanged,
+    StorageError,
+    StorageNotFound,
+)
+from rfork.settings import StorageSettings
+from rfork.storage.blob import Blob, read_range
+from rfork.storage.http.store import HttpStore
+from rfork.storage.location import Location
+from rfork.storage.registry import open_blob
+from tests.fault_proxy import FaultProxy
+from tests.storage_faults import (
+    ErrorStatus,
+    Fault,
+    FullObject,
+    HeaderFields,
+    ReplaceObject,
+    ResetFault,
+    StallFault,
+    TruncateFault,
+)
+from tests.storage_server import StorageServer
+
+DATA = random.Random(5).randbytes(3_000_000)
+OTHER = random.Random(6).randbytes(3_000_000)
+NAME = "model.bin"
+
+
+@pytest.fixture
+def server() -> Iterator[StorageServer]:
+    with StorageServer({NAME: DATA, "folder with blank/é.bin": OTHER, "empty.bin": b""}) as made:
+        yield made
+
+
+@contextmanager
+def blob_of(server: StorageServer, name: str = NAME, **settings: object) -> Iterator[Blob]:
+    chosen = StorageSettings.model_validate({"attempts": 3, "timeout_s": 30, **settings})
+    with open_blob(Location.parse(server.url(name)), chosen) as blob:
+        yield blob
+
+
+def read_all(blob: Blob) -> bytes:
+    return read_range(blob, 0, blob.size)
+
+
+def ranges(server: StorageServer) -> list[str]:
+    """What was asked for since the blob was opened."""
+    return [seen.range for seen in server.requests_matching()[1:]]
+
+
+def test_a_file_is_read_whole(server: StorageServer) -> None:
+    """Size, tag and bytes are the server's; it is asked for the first byte, and for all of them."""
+    with blob_of(server) as blob:
+        stored = server.get_object(NAME)
+        assert stored is not None
+        assert (len(DATA), stored.etag, server.url(NAME)) == (blob.size, blob.version, blob.uri)
+        assert DATA == read_all(blob)
+    assert ["bytes=0-0", f"bytes=0-{len(DATA) - 1}"] == [seen.range for seen in server.requests_matching()]
+
+
+def test_every_read_is_held_to_the_tag(server: StorageServer) -> None:
+    """Each range is asked for under If-Match with the tag that the file had when it was opened."""
+    with blob_of(server) as blob:
+        read_range(blob, 5, 10)
+        assert [blob.version] == [seen.fields.get("if-match") for seen in server.requests_matching()[1:]]
+
+
+def test_many_small_views_are_one_request(server: StorageServer) -> None:
+    """Views of any size, more than one system call takes, are filled in order by one answer."""
+    target = bytearray(len(DATA))
+    view = memoryview(target)
+    sizes = [1, 0, 7, 4096, 999]
+    views, at = [], 0
+    for index in range(2500):
+        views.append(view[at : at + sizes[index % 5]])
+        at += sizes[index % 5]
+    with blob_of(server) as blob:
+        blob.read(100, views)
+    assert DATA[100 : 100 + at] == bytes(target[:at])
+    assert [f"bytes=100-{99 + at}"] == ranges(server)
+
+
+def test_the_front_comes_with_the_opening(server: StorageServer) -> None:
+    """What opening brought along is read without a request, and only what lacks is asked for."""
+    store = HttpStore(Location.parse(server.url()), StorageSettings())
+    with closing(store), closing(store.open(NAME, front=1000)) as blob:
+        assert (DATA[10:1000], DATA[900:1100]) == (read_range(blob, 10, 990), read_range(blob, 900, 200))
+    assert ["bytes=0-999", "bytes=1000-1099"] == [seen.range for seen in server.requests_matching()]
+
+
+def test_a_small_file_is_all_front(server: StorageServer) -> None:
+    """A file that is no longer than what was wanted of it comes whole with its opening."""
+    server.put("small.json", b"{}")
+    store = HttpStore(Location.parse(server.url()), StorageSettings())
+    with closing(store), closing(store.open("small.json", front=1000)) as blob:
+        assert (b"{}", 2, 1) == (read_all(blob), blob.size, len(server.requests_matching()))
+
+
+def test_names_are_quoted_and_the_query_is_passed_on(server: StorageServer) -> None:
+    """A name with blanks and letters of any language is found; a presigned URL's query reaches the server."""
+    location = Location.parse(server.url("folder with blank/é.bin?signature=secret&x=1"))
+    with open_blob(location, StorageSettings()) as blob:
+        assert OTHER == read_all(blob)
+        assert "secret" not in blob.uri
+    assert {"signature=secret&x=1"} == {seen.query for seen in server.requests_matching("é.bin")}
+
+
+def test_an_empty_file_has_no_bytes(server: StorageServer) -> None:
+    """A file of no bytes is opened by the server's 416, and reading nothing of it asks for nothing."""
+    with blob_of(server, "empty.bin") as blob:
+        blob.read(0, [])
+        assert (0, b"", 1) == (blob.size, read_all(blob), len(server.requests_matching()))
+
+
+def test_reading_past_the_end_asks_for_nothing(server: StorageServer) -> None:
+    """A range that is not in the file is refused here."""
+    with blob_of(server) as blob:
+        with pytest.raises(StorageError, match=r"has 3000000 bytes, not \[2999999, 3000001\)"):
+            read_range(blob, len(DATA) - 1, 2)
+        assert [] == ranges(server)
+
+
+@pytest.mark.parametrize(
+    ("faults", "expected"),
+    [
+        ([ResetFault(after=None)], [0, 0]),
+        ([TruncateFault(after=None)], [0, 0]),
+        ([TruncateFault(after=700_000)], [0, 700_000]),
+        ([ErrorStatus(503), ErrorStatus(500, text=b"oh", chunked=True)], [0, 0, 0]),
+        ([ErrorStatus(429, {"Retry-After": "0"}), TruncateFault(after=1_500_000)], [0, 0, 1_500_000]),
+        # What brings a megabyte is no attempt in vain: four failures, where three in vain end it.
+        ([TruncateFault(1), TruncateFault(1_500_000), TruncateFault(1), None], [0, 1, 1_500_001, 1_500_002]),
+    ],
+    ids=str,
+)
+def test_what_passes_is_asked_again(server: StorageServer, faults: list[Fault | None], expected: list[int]) -> None:
+    """After each failure the rest is asked for, from the byte where it broke off, and all bytes are right."""
+    with blob_of(server) as blob:
+        server.script.then(*faults)
+        assert DATA == read_all(blob)
+    last = len(DATA) - 1
+    # A connection that was kept and ends before an answer is idle ones' way: it is replaced at once.
+    assert [f"bytes={begin}-{last}" for begin in expected] == ranges(server)
+
+
+def test_a_reset_in_mid_body_goes_on_from_what_came(server: StorageServer) -> None:
+    """A reset may cost bytes that were on their way; what arrived before it is not asked for again."""
+    with blob_of(server) as blob:
+        server.script.then(ResetFault(after=900_000))
+        assert DATA == read_all(blob)
+    begins = [int(range_header.removeprefix("bytes=").partition("-")[0]) for range_header in ranges(server)]
+    assert (0, 2, True) == (begins[0], len(begins), 0 <= begins[1] <= 900_000)
+
+
+def test_a_silent_server_is_asked_again(server: StorageServer) -> None:
+    """An answer that stops coming is given up after the timeout, and the rest is asked for."""
+    with blob_of(server, timeout_s=0.5) as blob:
+        server.script.then(StallFault(after=100_000), StallFault(after=None))
+        assert DATA == read_all(blob)
+    last = len(DATA) - 1
+    assert [f"bytes={begin}-{last}" for begin in (0, 100_000, 100_000)] == ranges(server)
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [
+        (ErrorStatus(503), "answered 503 Service Unavailable"),
+        (TruncateFault(after=0), "ended its answer 3000000 bytes early"),
+        (StallFault(after=0), "sent nothing for 0.5 s"),
+        (ResetFault(after=None), "the connection broke: Connection reset by peer"),
+        (TruncateFault(after=None), "the connection broke: closed the connection before it answered"),
+        (ErrorStatus(408, {"Retry-After": "Thu, 01 Jan 1970 00:00:00 GMT"}), "answered 408 Request Timeout"),
+    ],
+    ids=str,
+)
+def test_nothing_is_asked_for_ever(server: StorageServer, fault: Fault, cause: str) -> None:
+    """After the attempts and the time of the settings a read fails, and says how often it asked and why."""
+    with blob_of(server, timeout_s=0.5) as blob:
+        server.script.always(fault)
+        with pytest.raises(StorageError) as raised:
+            read_all(blob)
+    # One more where the connection of the first had been kept, and ended before it was answered.
+    extra = 1 if isinstance(fault, ResetFault | TruncateFault) and fault.after is None else 0
+    made = len(ranges(server)) - extra
+    message = f"{server.url(NAME)}: gave up on bytes [0, 3000000) after {made} attempts: {cause}"
+    assert (StorageError, message, True) == (type(raised.value), str(raised.value), 3 <= made <= 8)
+
+
+@pytest.mark.parametrize(
+    ("status", "error_type", "message"),
+    [
+        (401, StorageAccessDenied, "access denied (401 Unauthorized)"),
+        (403, StorageAccessDenied, "access denied (403 Forbidden)"),
+        (404, StorageNotFound, "there is no such file (404 Not Found)"),
+        (400, StorageError, "the server answered 400 Bad Request"),
+    ],
+)
+def test_refusals_are_final(server: StorageServer, status: int, error_type: type[StorageError], message: str) -> None:
+    """Other refusals fail at once, when a file is opened and when it is read, with one request each."""
+    server.script.then(ErrorStatus(status))
+    with pytest.raises(StorageError) as raised, blob_of(server, f"{NAME}?signature=secret"):
+        pass
+    assert (error_type, f"{server.url(NAME)}: {message}", 1) == (
+        type(raised.value),
+        str(raised.value),
+        len(server.requests_matching()),
+    )
+    with blob_of(server) as blob:
+        server.script.then(ErrorStatus(status, text=b"no", chunked=True))
+        with pytest.raises(StorageError) as raised:
+            read_all(blob)
+    assert (error_type, f"{server.url(NAME)}: {message}", 3) == (
+        type(raised.value),
+        str(raised.value),
+        len(server.requests_matching()),
+    )
+
+
+@pytest.mark.parametrize("between", [True, False], ids=["between reads", "in mid-read"])
+@pytest.mark.parametrize("tags", ["strong", "weak", "none"])
+@pytest.mark.parametrize("heeds", [True, False])
+def test_a_replaced_file_is_noticed(tags: Literal["strong", "weak", "none"], heeds: bool, between: bool) -> None:
+    """By tag or date, with a server that heeds conditions or not: the read fails at once."""
+    with (
+        StorageServer({NAME: DATA}, tags=tags, honours_preconditions=heeds) as server,
+        blob_of(server) as blob,
+    ):
+        if between:
+            server.put(NAME, OTHER)
+        else:
+            server.script.then(ReplaceObject(OTHER, after=1000))
+        with pytest.raises(StorageChanged, match=r"model\.bin was replaced while it was read"):
+            read_all(blob)
+        assert (1 if between else 2) == len(ranges(server))
+
+
+def test_another_tag_in_an_answer_is_another_file(server: StorageServer) -> None:
+    """A server whose answer has another tag than the file had is not read from, and not asked again."""
+    with blob_of(server) as blob:
+        server.script.then(HeaderFields({"ETag": '"other"'}))
+        with pytest.raises(StorageChanged, match=r'its tag is "other", not "[0-9a-f]{32}"'):
+            read_all(blob)
+        assert 1 == len(ranges(server))
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (FullObject(), "this server has no ranges: it answers with the whole file"),
+        (HeaderFields({"Content-Range": None}), "cannot understand Content-Range ''"),
+        (
+            HeaderFields({"Content-Range": "bytes 1-3000000/3000000"}),
+            "the server gives bytes [1, 3000001) where [0, 3000000) were asked for",
+        ),
+        (HeaderFields({"Content-Length": "12"}), "the server does not say that its answer has 3000000 bytes"),
+        (HeaderFields({"Content-Encoding": "gzip"}), "the server sends it encoded as gzip"),
+    ],
+    ids=str,
+)
+def test_what_is_no_range_of_the_file_is_refused(server: StorageServer, fault: Fault, message: str) -> None:
+    """An answer that is not the very bytes asked for fails the read at once, by one line."""
+    with blob_of(server) as blob:
+        server.script.then(fault)
+        with pytest.raises(StorageError) as raised:
+            read_all(blob)
+    assert (StorageError, f"{server.url(NAME)}: {message}", 1) == (
+        type(raised.value),
+        str(raised.value),
+        len(ranges(server)),
+    )
+
+
+def test_a_server_without_ranges_is_refused_when_the_file_is_opened(server: StorageServer) -> None:
+    """A 200 to the first request says that nothing here can be read by ranges."""
+    server.script.then(FullObject())
+    with pytest.raises(StorageError, match="this server has no ranges"), blob_of(server):
+        pass
+
+
+def test_what_is_no_http_is_asked_again_and_given_up(server: StorageServer) -> None:
+    """A port that speaks TLS is no web server in the clear: one line, after the attempts."""
+    authority = trustme.CA()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    with StorageServer({NAME: DATA}, tls=context) as secure:
+        plain = secure.url(NAME).replace("https:", "http:")
+        with (
+            pytest.raises(StorageError, match=r"gave up on its first byte after \d+ attempts: "),
+            open_blob(Location.parse(plain), StorageSettings(max_attempts=2, timeout_s=0.5)),
+        ):
+            pass
+
+
+def test_a_server_that_is_not_there_is_given_up(free_port: int) -> None:
+    """Nobody listens: one line that says so, after the attempts."""
+    location = Location.parse(f"http://127.0.0.1:{free_port}/{NAME}?signature=secret")
+    settings = StorageSettings(max_attempts=2, timeout_s=0.5)
+    cause = r"cannot connect to 127\.0\.0\.1: Connection refused"
+    expected = rf"^{location.uri}: gave up on its first byte after \d+ attempts: {cause}$"
+    with pytest.raises(StorageError, match=expected), open_blob(location, settings):
+        pass
+
+
+def test_a_web_server_is_only_read() -> None:
+    """Listing, writing and removing are refused before anything is asked."""
+    store = HttpStore(Location.parse("https://models.example/llama/"), StorageSettings())
+    with pytest.raises(SettingsError, match=r"https://models\.example/llama/ cannot be listed"):
+        store.list()
+    with pytest.raises(SettingsError, match="can only be read"):
+        store.write(NAME)
+    with pytest.raises(SettingsError, match="can only be read"):
+        store.remove(NAME)
+
+
+@pytest.mark.parametrize(
+    ("fault", "requests"),
+    [
+        (ErrorStatus(503), 2),
+        (TruncateFault(after=1000), 2),
+        (ResetFault(after=None), 2),
+        (StallFault(after=1000), 2),
+    ],
+    ids=str,
+)
+def test_faults_of_a_proxy_are_survived(server: StorageServer, fault: Fault, requests: int) -> None:
+    """What a proxy between does wrong is asked again, through it, and the bytes are right."""
+    with FaultProxy(server.port) as proxy:
+        location = Location.parse(f"{proxy.url}/{NAME}")
+        with open_blob(location, StorageSettings(timeout_s=4.0 if isinstance(fault, StallFault) else 30.0)) as blob:
+            proxy.script.then(fault, path=f"GET /{NAME}")
+            assert DATA == read_all(blob)
+        assert requests + 1 == len(proxy.requests_matching(f"GET /{NAME}"))

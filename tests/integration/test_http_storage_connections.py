@@ -1,0 +1,300 @@
+"""Connections to web storage: many at once, TLS, redirects, second requests, and ends in mid-read."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import socket
+import ssl
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import trustme
+
+from rfork.errors import SettingsError, StorageAccessDenied, StorageError, StorageNotFound
+from rfork.settings import StorageSettings
+from rfork.storage.blob import read_range
+from rfork.storage.http.blob import HttpConnectionPool, HttpRequest, RangedBlob
+from rfork.storage.http.connect import Cancelled, CancelScope, client_context, open_connection
+from rfork.storage.http.hedging import MIN_SAMPLES
+from rfork.storage.http.request import HttpOrigin
+from rfork.transport.http.stream import TlsStream
+from tests.storage_faults import ErrorStatus, Fault, StallFault
+from tests.storage_server import StorageServer
+
+DATA = random.Random(7).randbytes(3_000_000)
+NAME = "model.bin"
+GUARD_S = 20
+"""Far less than the timeouts in these tests: what ends by then was ended."""
+
+
+@pytest.fixture
+def server() -> Iterator[StorageServer]:
+    with StorageServer({NAME: DATA}) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def authority() -> trustme.CA:
+    return trustme.CA()
+
+
+@pytest.fixture
+def ca(authority: trustme.CA, tmp_path: Path) -> Path:
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    return tmp_path / "ca.pem"
+
+
+@contextmanager
+def tls_server(authority: trustme.CA, token: str | None = None) -> Iterator[StorageServer]:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    with StorageServer({NAME: DATA}, tls=context, token=token) as made:
+        yield made
+
+
+@contextmanager
+def pooled(server: StorageServer, **settings: object) -> Iterator[tuple[RangedBlob, HttpConnectionPool]]:
+    chosen = StorageSettings.model_validate({"timeout_s": 60, **settings})
+    pool = HttpConnectionPool(chosen)
+    url = server.url(NAME)
+    blob = RangedBlob.open(url, lambda: HttpRequest(url), pool, chosen)
+    try:
+        yield blob, pool
+    finally:
+        blob.close()
+        pool.close()
+
+
+def read_all(blob: RangedBlob) -> bytes:
+    return read_range(blob, 0, blob.size)
+
+
+def test_one_connection_serves_reads_in_turn(server: StorageServer) -> None:
+    """A connection whose answer was read is used for the next request, refusals and all."""
+    with pooled(server) as (blob, _):
+        server.script.then(None, ErrorStatus(503, text=b"busy", chunked=True), ErrorStatus(500, text=b"oh"))
+        assert [DATA[:10], DATA[5:50]] == [read_range(blob, 0, 10), read_range(blob, 5, 45)]
+    assert (5, 1) == (len(server.requests_matching()), server.connections)
+
+
+def test_sixteen_threads_share_the_streams_of_the_settings(server: StorageServer) -> None:
+    """Threads that read at once get their own bytes, over no more connections than the settings allow."""
+    with pooled(server, streams=4, hedge=0) as (blob, _), ThreadPoolExecutor(16) as threads:
+        begins = [at * 7919 for at in range(200)]
+        read = list(threads.map(lambda begin: read_range(blob, begin, 60_000), begins))
+    assert [DATA[begin : begin + 60_000] for begin in begins] == read
+    assert (201, True) == (len(server.requests_matching()), server.connections <= 4)
+
+
+def test_a_blob_outlives_its_store(server: StorageServer) -> None:
+    """A pool that is closed keeps its connections for the blobs that are still open, and no longer."""
+    with pooled(server) as (blob, pool):
+        pool.close()
+        assert DATA == read_all(blob)
+        assert DATA[:5] == read_range(blob, 0, 5)
+        assert 1 == server.connections
+
+
+def test_each_attempt_is_signed_anew(server: StorageServer) -> None:
+    """A URL that may expire is made for each request."""
+    count = itertools.count()
+    chosen = StorageSettings()
+    pool = HttpConnectionPool(chosen)
+    blob = RangedBlob.open(NAME, lambda: HttpRequest(f"{server.url(NAME)}?n={next(count)}"), pool, chosen)
+    server.script.then(ErrorStatus(503), ErrorStatus(503))
+    assert DATA == read_all(blob)
+    blob.close()
+    pool.close()
+    assert ["n=0", "n=1", "n=2", "n=3"] == [seen.query for seen in server.requests_matching()]
+
+
+def test_refusals_may_be_explained(server: StorageServer) -> None:
+    """What a kind of server says of a refusal goes before what its status means to all."""
+    chosen = StorageSettings()
+    pool = HttpConnectionPool(chosen)
+
+    def explain(status: int, text: bytes) -> StorageError | None:
+        return StorageNotFound("there is no such bucket") if b"NoSuchBucket" in text else None
+
+    def opening() -> RangedBlob:
+        return RangedBlob.open(NAME, lambda: HttpRequest(server.url(NAME)), pool, chosen, explain)
+
+    server.script.then(ErrorStatus(403, text=b"<Code>NoSuchBucket</Code>", chunked=True), ErrorStatus(403, text=b"no"))
+    with pytest.raises(StorageNotFound, match=r"^there is no such bucket$"):
+        opening()
+    with pytest.raises(StorageAccessDenied, match="access denied"):
+        opening()
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [StallFault(after=1000), StallFault(after=None), ErrorStatus(503, {"Retry-After": "30"})],
+    ids=str,
+)
+def test_closing_ends_reads_that_are_under_way(server: StorageServer, fault: Fault) -> None:
+    """A read that waits for bytes, an answer or its next attempt ends at once when the blob is closed."""
+    with pooled(server) as (blob, _), ThreadPoolExecutor(1) as threads:
+        server.script.then(fault)
+        reading = threads.submit(read_all, blob)
+        if isinstance(fault, StallFault):
+            server.script.wait_stalled()
+        blob.close()
+        with pytest.raises(StorageError, match=f"{NAME} was closed"):
+            reading.result(GUARD_S)
+        with pytest.raises(StorageError, match=f"{NAME} was closed"):
+            read_all(blob)
+
+
+def test_closing_ends_reads_that_wait_for_a_connection(server: StorageServer) -> None:
+    """A read that waits for its turn, while another holds the only stream, ends at once too."""
+    with pooled(server, streams=1) as (first, pool), ThreadPoolExecutor(2) as threads:
+        chosen = StorageSettings(timeout_s=60, concurrency=1)
+        second = RangedBlob.open(NAME, lambda: HttpRequest(server.url(NAME)), pool, chosen)
+        server.script.then(StallFault())
+        slow_read = threads.submit(read_all, first)
+        server.script.wait_stalled()
+        waiting = threads.submit(read_all, second)
+        second.close()
+        with pytest.raises(StorageError, match="was closed"):
+            waiting.result(GUARD_S)
+        server.script.release()
+        assert DATA == slow_read.result(GUARD_S)
+
+
+def test_a_connection_in_the_making_can_be_ended() -> None:
+    """A server that takes no more connections is not waited for once the wait is ended."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
+        waiting = [socket.socket() for _ in range(4)]
+        for client in waiting:
+            client.setblocking(False)
+            client.connect_ex(full.getsockname())
+        leg = CancelScope()
+        origin = HttpOrigin(False, "127.0.0.1", full.getsockname()[1])
+        with ThreadPoolExecutor(1) as threads:
+            dialling = threads.submit(open_connection, origin, None, 60.0, leg)
+            leg.end()
+            with pytest.raises((Cancelled, OSError)):
+                dialling.result(GUARD_S)
+        for client in waiting:
+            client.close()
+
+
+def test_a_connection_that_is_ended_as_it_begins_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux says of a socket that was shut down before that it is connected."""
+    leg = CancelScope()
+    connect = socket.socket.connect
+
+    def late(connecting: socket.socket, address: tuple[str, int]) -> None:
+        leg.end()
+        connect(connecting, address)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        monkeypatch.setattr(socket.socket, "connect", late)
+        with pytest.raises(Cancelled):
+            open_connection(HttpOrigin(False, "127.0.0.1", listening.getsockname()[1]), None, GUARD_S, leg)
+
+
+def test_a_connection_that_cannot_be_used_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where TLS cannot even begin, the server sees the connection end."""
+
+    def broken(connected: ssl.SSLSocket) -> TlsStream:
+        raise OSError("not connected any more")
+
+    monkeypatch.setattr("rfork.storage.http.connect.TlsStream", broken)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        origin = HttpOrigin(True, "127.0.0.1", listening.getsockname()[1])
+        with pytest.raises(OSError, match="not connected") as raised:
+            open_connection(origin, client_context(StorageSettings()), GUARD_S, CancelScope())
+        with listening.accept()[0] as connected:
+            connected.settimeout(GUARD_S)
+            assert (b"", True) == (connected.recv(1), raised.tb is not None)
+
+
+def warm_up_pool(blob: RangedBlob) -> None:
+    """Let the pool see how long requests take."""
+    for _ in range(MIN_SAMPLES):
+        read_range(blob, 0, 300_000)
+
+
+def test_a_slow_answer_is_asked_for_a_second_time(server: StorageServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer that stalls is overtaken by a second request for what is missing, long before its timeout."""
+    with pooled(server) as (blob, pool):
+        begin = pool.hedges.begin
+
+        def once_it_stalls(lacking: int) -> bool:
+            return lacking <= len(DATA) - 1_000_000 and begin(lacking)
+
+        monkeypatch.setattr(pool.hedges, "begin", once_it_stalls)
+        warm_up_pool(blob)
+        server.script.then(StallFault(after=1_000_000))
+        target = bytearray(len(DATA))
+        view = memoryview(target)
+        blob.read(0, [view[at : at + 70_000] for at in range(0, len(view), 70_000)])
+        requested_ranges = [seen.range for seen in server.requests_matching()[-2:]]
+        assert (DATA, 1, 0) == (bytes(target), pool.hedges.started, pool.hedges.inflight_bytes)
+        assert [f"bytes=0-{len(DATA) - 1}", f"bytes=1000000-{len(DATA) - 1}"] == requested_ranges
+
+
+def test_a_second_request_that_fails_leaves_the_first_alone(server: StorageServer) -> None:
+    """The first goes on where the second is refused."""
+    with pooled(server) as (blob, pool), ThreadPoolExecutor(1) as threads:
+        warm_up_pool(blob)
+        server.script.then(StallFault(after=1000), ErrorStatus(403))
+        reading = threads.submit(read_all, blob)
+        server.wait_requests(MIN_SAMPLES + 3)
+        server.script.release()
+        assert (DATA, 1) == (reading.result(GUARD_S), pool.hedges.started)
+
+
+def test_nothing_writes_into_views_after_the_read(server: StorageServer) -> None:
+    """Whichever of two requests loses, what it still brings goes nowhere near the caller's memory."""
+    with pooled(server) as (blob, _), ThreadPoolExecutor(1) as threads:
+        warm_up_pool(blob)
+        target = bytearray(len(DATA))
+        server.script.then(StallFault(after=1000), StallFault(after=10))
+        reading = threads.submit(blob.read, 0, [memoryview(target)])
+        server.script.wait_stalled()
+        server.script.wait_stalled()
+        server.script.release()
+        reading.result(GUARD_S)
+        assert DATA == bytes(target)
+        target[:] = bytes(len(DATA))
+        for thread in threading.enumerate():
+            if thread.name == "rfork-hedge":
+                thread.join(GUARD_S)
+        server.close()
+        assert bytes(len(DATA)) == bytes(target)
+
+
+def test_tls_is_checked_by_the_authorities_of_the_settings(authority: trustme.CA, ca: Path) -> None:
+    """With `ca`, a server that this authority vouches for is read from, into many views."""
+    with tls_server(authority) as server, pooled(server, ca=ca) as (blob, _):
+        target = bytearray(len(DATA))
+        view = memoryview(target)
+        blob.read(0, [view[at : at + 50_000] for at in range(0, len(view), 50_000)])
+        assert (DATA, 1) == (bytes(target), server.connections)
+
+
+def test_a_certificate_that_is_not_trusted_is_final(authority: trustme.CA) -> None:
+    """A server that nobody vouches for is asked once, and the line says what to set."""
+    with tls_server(authority) as server:
+        message = r"the certificate of 127\.0\.0\.1 is not trusted"
+        with pytest.raises(StorageError, match=message) as raised, pooled(server):
+            pass
+        assert (1, "RFORK_STORAGE_CA") == (server.connections, raised.value.hint.split()[0])
+
+
+def test_authorities_that_cannot_be_read_are_a_wrong_setting(authority: trustme.CA, tmp_path: Path) -> None:
+    """A `ca` that is no file is named."""
+    with (
+        tls_server(authority) as server,
+        pytest.raises(SettingsError, match="RFORK_STORAGE_CA: cannot use"),
+        pooled(server, ca=tmp_path / "none.pem"),
+    ):
+        pass

@@ -1,0 +1,135 @@
+"""Redirects of web storage, and who is shown the token."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import trustme
+from pydantic import SecretStr
+
+from rfork.errors import StorageAccessDenied, StorageError
+from rfork.settings import StorageSettings
+from rfork.storage.blob import read_range
+from rfork.storage.location import Location
+from rfork.storage.registry import open_blob
+from tests.storage_faults import ErrorStatus
+from tests.storage_server import StorageServer
+
+DATA = bytes(range(256)) * 40
+NAME = "model.bin"
+TOKEN = "let-me-in"
+SETTINGS = StorageSettings(http_token=SecretStr(TOKEN))
+
+
+@pytest.fixture
+def server() -> Iterator[StorageServer]:
+    with StorageServer({NAME: DATA}) as made:
+        yield made
+
+
+@pytest.fixture
+def authenticated_server() -> Iterator[StorageServer]:
+    """What wants the token."""
+    with StorageServer({NAME: DATA}, token=TOKEN) as made:
+        yield made
+
+
+def redirect_to(location: str, status: int = 302) -> ErrorStatus:
+    return ErrorStatus(status, {"Location": location}, b"elsewhere")
+
+
+def authorization_headers(server: StorageServer) -> set[str | None]:
+    """What its requests had for Authorization."""
+    return {seen.fields.get("authorization") for seen in server.requests_matching()}
+
+
+def test_the_token_is_shown(authenticated_server: StorageServer) -> None:
+    """A server that wants the token gets it with every request."""
+    with open_blob(Location.parse(authenticated_server.url(NAME)), SETTINGS) as blob:
+        assert DATA == read_range(blob, 0, blob.size)
+    assert {f"Bearer {TOKEN}"} == authorization_headers(authenticated_server)
+
+
+@pytest.mark.parametrize("settings", [StorageSettings(), StorageSettings(http_token=SecretStr("wrong"))])
+def test_another_token_is_denied(authenticated_server: StorageServer, settings: StorageSettings) -> None:
+    """Without the right token there is one request, one clear line, and no word of the token."""
+    with (
+        pytest.raises(StorageAccessDenied) as raised,
+        open_blob(Location.parse(authenticated_server.url(NAME)), settings),
+    ):
+        pass
+    assert (1, False) == (
+        len(authenticated_server.requests_matching()),
+        "wrong" in str(raised.value) + repr(raised.value),
+    )
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_redirect_to_another_server_is_followed_without_the_token(
+    authenticated_server: StorageServer, server: StorageServer, status: int
+) -> None:
+    """The other server is asked for the same bytes and shown no token; later reads go there at once."""
+    authenticated_server.script.always(redirect_to(f"{server.url(NAME)}?signature=secret", status))
+    with open_blob(Location.parse(authenticated_server.url(NAME)), SETTINGS) as blob:
+        assert (DATA, DATA[7:9]) == (read_range(blob, 0, blob.size), read_range(blob, 7, 2))
+        assert authenticated_server.url(NAME) == blob.uri
+    assert (1, 3, {None}) == (
+        len(authenticated_server.requests_matching()),
+        len(server.requests_matching()),
+        authorization_headers(server),
+    )
+
+
+def test_a_redirect_on_the_same_server_keeps_the_token(authenticated_server: StorageServer) -> None:
+    """A path may lead to another path, and the token goes along."""
+    authenticated_server.script.then(redirect_to(f"/{NAME}"))
+    with open_blob(Location.parse(authenticated_server.url("latest")), SETTINGS) as blob:
+        assert DATA == read_range(blob, 0, blob.size)
+    assert ({f"Bearer {TOKEN}"}, 1) == (
+        authorization_headers(authenticated_server),
+        authenticated_server.connections,
+    )
+
+
+@pytest.mark.parametrize(("status", "text"), [(403, b"Request has expired"), (400, b"ExpiredToken")])
+def test_a_redirect_that_has_expired_is_asked_for_again(
+    authenticated_server: StorageServer, server: StorageServer, status: int, text: bytes
+) -> None:
+    """Where the place that a redirect led to refuses, the first server is asked for the way once more."""
+    authenticated_server.script.always(redirect_to(f"{server.url(NAME)}?signature=secret"))
+    with open_blob(Location.parse(authenticated_server.url(NAME)), SETTINGS) as blob:
+        server.script.then(ErrorStatus(status, text=text))
+        assert DATA == read_range(blob, 0, blob.size)
+    assert (2, [206, status, 206]) == (
+        len(authenticated_server.requests_matching()),
+        [seen.status for seen in server.requests_matching()],
+    )
+
+
+def test_redirects_in_a_ring_end(authenticated_server: StorageServer) -> None:
+    """Five redirects are followed, and no more."""
+    authenticated_server.script.always(redirect_to(f"/{NAME}"))
+    with (
+        pytest.raises(StorageError, match=f"{NAME} redirects more than 5 times"),
+        open_blob(Location.parse(authenticated_server.url(NAME)), SETTINGS),
+    ):
+        pass
+    assert 6 == len(authenticated_server.requests_matching())
+
+
+def test_a_redirect_out_of_tls_is_not_followed(server: StorageServer, tmp_path: Path) -> None:
+    """What was to come over https is not taken over http, and the server there is not even asked."""
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    settings = StorageSettings(ca=tmp_path / "ca.pem")
+    with StorageServer({NAME: DATA}, tls=context) as secure:
+        secure.script.always(redirect_to(f"{server.url(NAME)}?signature=secret"))
+        with pytest.raises(StorageError) as raised, open_blob(Location.parse(secure.url(NAME)), settings):
+            pass
+        expected = f"{secure.url(NAME)} redirects from https to http, which is not followed"
+        assert (expected, []) == (str(raised.value), server.requests_matching())

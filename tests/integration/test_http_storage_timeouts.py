@@ -1,0 +1,178 @@
+"""Web servers that die, trickle, or forget connections, and readers that fork: over real sockets."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+
+import pytest
+
+from rfork.errors import StorageError
+from rfork.settings import StorageSettings
+from rfork.storage.blob import Blob, read_range
+from rfork.storage.http.blob import HttpConnectionPool, HttpRequest, RangedBlob
+from rfork.storage.http.connect import CancelScope
+from rfork.storage.http.store import HttpStore
+from rfork.storage.location import Location
+from rfork.storage.registry import open_blob
+from tests.storage_faults import ErrorStatus, StallFault
+from tests.storage_server import StorageServer
+
+DATA = random.Random(9).randbytes(400_000)
+NAME = "model.bin"
+GUARD_S = 60
+
+
+@contextmanager
+def blob_of(url: str, **settings: object) -> Iterator[Blob]:
+    chosen = StorageSettings.model_validate({"timeout_s": 0.5, "attempts": 3, "hedge": 0, **settings})
+    with open_blob(Location.parse(url), chosen) as blob:
+        yield blob
+
+
+class TricklingServer:
+    """A server of one connection at a time: sends `begin` at once, and then byte after byte of `rest`."""
+
+    def __init__(self, begin: bytes, rest: bytes) -> None:
+        self._requested: list[str] = []
+        self._request_received = threading.Condition()
+        self._begin = begin
+        self._rest = rest
+        self._ended = threading.Event()
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._listening.getsockname()[1]}/{NAME}"
+
+    def requested_ranges(self, count: int) -> list[str]:
+        """The ranges asked for, once they are so many: those who left are heard after whom it answers."""
+        with self._request_received:
+            self._request_received.wait_for(lambda: len(self._requested) >= count, GUARD_S)
+            return list(self._requested)
+
+    def close(self) -> None:
+        self._ended.set()
+        self._listening.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._listening.close()
+
+    def _run(self) -> None:
+        while not self._ended.is_set():
+            try:
+                connected = self._listening.accept()[0]
+            except OSError:
+                return
+            with connected:
+                self._respond(connected)
+
+    def _respond(self, connected: socket.socket) -> None:
+        try:
+            head = connected.recv(4096).decode()
+            with self._request_received:
+                self._requested += [line for line in head.split("\r\n") if line.startswith("Range")]
+                self._request_received.notify_all()
+            connected.sendall(self._begin)
+            for byte in self._rest:
+                if self._ended.wait(0.1):
+                    return
+                connected.sendall(bytes([byte]))
+        except OSError:
+            return  # the reader has left
+
+
+HEAD = b"HTTP/1.1 206 Partial Content\r\nContent-Range: bytes 0-999/1000\r\nContent-Length: 1000\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("begin", "rest"),
+    [
+        (b"", HEAD),
+        (b"HTTP/1.1 503 Busy\r\nContent-Length: 1000\r\n\r\n", b"x" * 1000),
+        (HEAD, b"x" * 1000),
+    ],
+    ids=["head", "text", "body"],
+)
+def test_a_server_that_trickles_is_given_up(begin: bytes, rest: bytes) -> None:
+    """A byte now and then is no answer: each attempt has its time, and after the last the read fails."""
+    with closing(TricklingServer(begin, rest)) as server, ThreadPoolExecutor(1) as threads:
+        settings = StorageSettings(timeout_s=0.5, max_attempts=2)
+
+        def read() -> None:
+            location = Location.parse(server.url)
+            with closing(HttpStore(location.parent, settings)) as store:
+                store.open(NAME, front=1000).close()
+
+        with pytest.raises(StorageError, match="gave up on its first byte after 2 attempts: "):
+            threads.submit(read).result(GUARD_S)
+        assert ["Range: bytes=0-999"] * 2 == server.requested_ranges(2)
+
+
+def test_connections_that_were_forgotten_cost_one_timeout() -> None:
+    """Where one that was kept is silent, the others kept with it are not tried in their turn."""
+    settings = StorageSettings(timeout_s=0.5, max_attempts=3, hedge_ratio=0)
+    with StorageServer({NAME: DATA}) as server, closing(HttpConnectionPool(settings)) as pool:
+        request = HttpRequest(server.url(NAME))
+        made = [pool.acquire(request.origin, CancelScope(), fresh=True, extra=True) for _ in range(3)]
+        for connection in made:
+            pool.release(connection, usable=True)
+        with closing(RangedBlob.open(NAME, lambda: request, pool, settings)) as blob:
+            server.script.then(StallFault(after=None))
+            assert DATA == read_range(blob, 0, len(DATA))
+        assert (4, 3) == (server.connections, len(server.requests_matching()))
+
+
+def test_a_server_that_starts_again_is_waited_for() -> None:
+    """More refusals than there are attempts are survived within the time of the settings."""
+    with StorageServer({NAME: DATA}) as server, blob_of(server.url(NAME), timeout_s=30) as blob:
+        server.script.then(*[ErrorStatus(503)] * 5)
+        assert DATA == read_range(blob, 0, len(DATA))
+        assert 7 == len(server.requests_matching())
+
+
+def test_a_fork_has_connections_of_its_own() -> None:
+    """What two processes read after a fork, at the same time, is what each of them asked for."""
+    with StorageServer({NAME: DATA}) as server, blob_of(server.url(NAME), timeout_s=10) as blob:
+        wrong = []
+        for at in range(0, 200_000, 10_000):
+            assert DATA[:1000] == read_range(blob, 0, 1000)  # a connection is kept
+            child = os.fork()
+            if child == 0:
+                # Nothing of the test's own may run here.
+                try:
+                    os._exit(0 if read_range(blob, at, 200_000) == DATA[at : at + 200_000] else 1)
+                finally:
+                    os._exit(2)
+            try:
+                mine = read_range(blob, at + 1, 190_000)
+            finally:
+                status = os.waitpid(child, 0)[1]
+            if (status, mine) != (0, DATA[at + 1 : at + 190_001]):
+                wrong.append(at)
+        assert ([], 21) == (wrong, server.connections)
+
+
+def test_closing_in_a_fork_leaves_the_other_process_alone() -> None:
+    """A child that closes what it inherited ends no read of its parent's that is under way."""
+    with StorageServer({NAME: DATA}) as server, blob_of(server.url(NAME), timeout_s=30) as blob:
+        server.script.then(StallFault(after=1000))
+        with ThreadPoolExecutor(1) as threads:
+            reading = threads.submit(read_range, blob, 0, len(DATA))
+            server.script.wait_stalled()
+            child = os.fork()
+            if child == 0:
+                try:
+                    blob.close()
+                    os._exit(0)
+                finally:
+                    os._exit(2)
+            assert 0 == os.waitpid(child, 0)[1]
+            server.script.release()
+            assert (DATA, 2) == (reading.result(GUARD_S), len(server.requests_matching()))

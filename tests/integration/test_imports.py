@@ -1,0 +1,64 @@
+"""What is imported with what, asked of fresh interpreters."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+IMPORT_ALL = """
+import importlib, json, pkgutil, sys
+# Whoever imports these has their extra, or gRPC.
+GUESTS = ("planner.store.redis_client", "planner.integrations.kubernetes.", "planner.integrations.keda.")
+for name in sys.argv[2:]:
+    package = importlib.import_module(name)
+    for module in pkgutil.walk_packages(getattr(package, "__path__", ()), f"{name}."):
+        guest = module.name.startswith(GUESTS) and name == "planner"
+        if not module.name.endswith(".__main__") and not guest:
+            importlib.import_module(module.name)
+print(json.dumps(sorted(set(json.loads(sys.argv[1])) & set(sys.modules))))
+"""
+OPTIONAL = ["boto3", "gguf", "mooncake", "redis", "sglang", "transformers", "vllm"]
+
+
+def imported_with(packages: list[str], watched: list[str]) -> list[str]:
+    """Which of `watched` a fresh interpreter holds once it has imported every module of `packages`."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", IMPORT_ALL, json.dumps(watched), *packages],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=150,
+    )
+    assert (0, "") == (done.returncode, done.stderr)
+    imported: list[str] = json.loads(done.stdout)
+    return imported
+
+
+def test_planner_runs_without_torch() -> None:
+    """No module of the planner brings torch or an extra, but those that speak to Redis, a cluster, KEDA."""
+    assert [] == imported_with(["planner"], ["torch", "grpc", "lightkube", *OPTIONAL])
+
+
+def test_hooks_run_without_torch() -> None:
+    """Those bring no torch either: the image of planner and hooks has none."""
+    hooks = ["planner.integrations.kubernetes", "planner.integrations.keda"]
+    assert [] == imported_with(hooks, ["torch", "jsonpatch", *OPTIONAL])
+
+
+@pytest.mark.parametrize("package", ["image", "transport", "storage", "control", "peer", "seed", "fork"])
+def test_rooms_import_without_extras(package: str) -> None:
+    """Every module of a room below the engines imports with the base dependencies alone."""
+    assert [] == imported_with([f"rfork.{package}"], OPTIONAL)
+
+
+def test_commands_start_without_extras() -> None:
+    """The command line is there on a machine without extras, so that it can name the one that is missing."""
+    assert [] == imported_with(["rfork.cli.app"], OPTIONAL)
+
+
+def test_help_comes_without_torch() -> None:
+    """Help, and the commands that move no bytes, do not wait for torch."""
+    assert [] == imported_with(["rfork.cli.app"], ["torch"])

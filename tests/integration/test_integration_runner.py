@@ -1,0 +1,322 @@
+"""Hooks as processes: `rfork hook`, and beside the planner; and a TLS server whose certificate is changed."""
+
+from __future__ import annotations
+
+import base64
+import json
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonpatch
+import pytest
+import trustme
+
+from planner.integrations.kubernetes import certs
+from planner.integrations.kubernetes.certs import CertBundle
+from planner.integrations.kubernetes.reloading_tls import ReloadingContext
+from planner.sockets import listen, run_server
+from tests.conftest import StartRfork
+
+DAYS = 30.0
+HOSTS = ("localhost", "127.0.0.1")
+POD = {
+    "apiVersion": "v1",
+    "kind": "Pod",
+    "metadata": {"name": "a", "namespace": "default", "labels": {"rfork.dev/model": "llama"}},
+    "spec": {
+        "containers": [{"name": "engine", "image": "vllm", "command": ["vllm", "serve", "meta-llama/Llama-3.1-8B"]}]
+    },
+}
+
+
+def review(pod: dict[str, Any]) -> dict[str, Any]:
+    """What the API server asks when a Pod is created."""
+    request = {
+        "uid": "1",
+        "operation": "CREATE",
+        "kind": {"group": "", "version": "v1", "kind": "Pod"},
+        "namespace": "default",
+        "object": pod,
+    }
+    return {"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "request": request}
+
+
+class WebhookCertificates:
+    """A folder of certificates, and what it is trusted by."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.own = self.renew()
+
+    def renew(self, days: float = DAYS) -> CertBundle:
+        """Another certificate, by another authority."""
+        self.own = certs.generate_bundle(HOSTS, days, time.time())
+        for name, content in self.own.data().items():
+            (self.path / name).write_bytes(content)
+        return self.own
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> WebhookCertificates:
+    return WebhookCertificates(tmp_path)
+
+
+@pytest.fixture
+def environment(folder: WebhookCertificates, tmp_path: Path) -> dict[str, str]:
+    """A webhook that needs no cluster, and finds none."""
+    return {
+        "HOME": str(tmp_path),
+        "KUBECONFIG": str(tmp_path / "none"),
+        "RFORK_HOOK_PLANNER": "http://planner:8700",
+        "RFORK_HOOK_CERTIFICATES": str(folder.path),
+        "RFORK_HOOK_WEBHOOK_PORT": "0",
+        "RFORK_HOOK_HEALTH_PORT": "0",
+        "RFORK_HOOK_LOOK_S": "0.05",
+    }
+
+
+def trusted_context(own: CertBundle) -> ssl.SSLContext:
+    return ssl.create_default_context(cadata=own.ca.decode())
+
+
+def mutate(url: str, own: CertBundle) -> dict[str, Any]:
+    """The labelled Pod as the webhook makes it."""
+    response = httpx.post(f"{url}/mutate", json=review(POD), verify=trusted_context(own))
+    patch = json.loads(base64.b64decode(response.raise_for_status().json()["response"]["patch"]))
+    changed: dict[str, Any] = jsonpatch.apply_patch(POD, patch)
+    return changed
+
+
+def injected_planner_urls(pod: dict[str, Any]) -> list[str]:
+    """Where the Pod's containers are told that the planner is."""
+    return [
+        variable["value"]
+        for container in pod["spec"]["containers"]
+        for variable in container.get("env", ())
+        if variable["name"] == "RFORK_PLANNER"
+    ]
+
+
+async def test_a_certificate_is_changed_under_a_connection() -> None:
+    """One that lives goes on; new ones see the new certificate, though its key is of another kind."""
+    first = trustme.CA(key_type=trustme.KeyType.RSA).issue_cert(*HOSTS, key_type=trustme.KeyType.RSA)
+    second = certs.generate_bundle(HOSTS, DAYS, time.time())
+    live = ReloadingContext()
+    live.set_certificate(
+        certs.load_pair(b"".join(pem.bytes() for pem in first.cert_chain_pems), first.private_key_pem.bytes())
+    )
+    listener = listen("127.0.0.1", 0, prefix="RFORK_HOOK_", port_setting="WEBHOOK_PORT")
+    port = listener.getsockname()[1]
+    unchecked = ssl.create_default_context()
+    unchecked.check_hostname, unchecked.verify_mode = False, ssl.CERT_NONE
+    async with (
+        run_server(hello, listener, live.context),
+        httpx.AsyncClient(verify=unchecked, base_url=f"https://127.0.0.1:{port}") as old,
+    ):
+        before = await old.get("/")
+        connection = before.extensions["network_stream"].get_extra_info("ssl_object")
+        live.set_certificate(second.pair)
+        after = await old.get("/")
+        same = after.extensions["network_stream"].get_extra_info("ssl_object") is connection
+        seen = []
+        for host in HOSTS:  # by name (SNI), and by address (without)
+            async with httpx.AsyncClient(verify=trusted_context(second)) as new:
+                seen.append((await new.get(f"https://{host}:{port}/")).text)
+    assert (("hello", "hello"), True, ["hello", "hello"]) == ((before.text, after.text), same, seen)
+
+
+async def test_without_a_certificate_no_handshake_succeeds() -> None:
+    """Until there is one the server listens, and refuses; it does not fail."""
+    live = ReloadingContext()
+    listener = listen("127.0.0.1", 0, prefix="RFORK_HOOK_", port_setting="WEBHOOK_PORT")
+    url = f"https://127.0.0.1:{listener.getsockname()[1]}/"
+    own = certs.generate_bundle(HOSTS, DAYS, time.time())
+    async with (
+        run_server(hello, listener, live.context),
+        httpx.AsyncClient(verify=trusted_context(own)) as client,
+    ):
+        with pytest.raises(httpx.ConnectError):
+            await client.get(url)
+        live.set_certificate(own.pair)
+        assert "hello" == (await client.get(url)).text
+
+
+async def hello(scope: Any, receive: Any, send: Any) -> None:
+    """An ASGI application that says one word."""
+    if scope["type"] == "http":
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"hello"})
+
+
+def test_hooks_need_no_torch() -> None:
+    """The planner's image has none: what runs hooks imports without it, and the command too."""
+    code = (
+        "import sys; sys.modules['torch'] = None;"
+        "import rfork.cli.app, planner.server, planner.integrations.keda.scaler, planner.integrations.planner_client;"
+        "import planner.integrations.kubernetes.webhook, planner.integrations.kubernetes.controller.loop"
+    )
+    assert 0 == subprocess.run([sys.executable, "-c", code], check=False).returncode
+
+
+def test_the_webhook_serves_without_a_cluster(
+    rfork_process: StartRfork, environment: dict[str, str], folder: WebhookCertificates
+) -> None:
+    """With certificates of others it needs none: Pods are changed, probes green, SIGTERM ends it with 0."""
+    process = rfork_process("hook", "webhook", until="webhook is up", environment=environment)
+    url = process.wait_for(r"webhook is up.*url=(\S+)")[1]
+    probes = process.wait_for(r"probes=(\S+)")[1]
+    process.wait_for("no cluster is known")
+    planner_urls = injected_planner_urls(mutate(url, folder.own))
+    ready = httpx.get(f"{probes}/readyz")
+    metrics = httpx.get(f"{probes}/metrics").text
+    process.signal(signal.SIGTERM)
+    assert (["http://planner:8700"], (200, "webhook: ready\n"), True, 0) == (
+        planner_urls,
+        (ready.status_code, ready.text),
+        'rfork_webhook_reviews_total{path="mutate",result="injected"} 1.0' in metrics,
+        process.wait(),
+    )
+
+
+def test_the_webhook_takes_a_renewed_certificate(
+    rfork_process: StartRfork, environment: dict[str, str], folder: WebhookCertificates
+) -> None:
+    """Files that change are shown without a restart; a broken key in between is one log line."""
+    process = rfork_process("hook", "webhook", until="webhook is up", environment=environment)
+    url, old = process.wait_for(r"webhook is up.*url=(\S+)")[1], folder.own
+    (folder.path / "tls.key").write_text("half of")
+    process.wait_for("cannot be used.*the key is no PEM")
+    planner_urls = [injected_planner_urls(mutate(url, old))]
+    new = folder.renew(2 * DAYS)
+    process.wait_for(f"certificate shown.*{certs.date(new.pair.not_after)}")
+    planner_urls.append(injected_planner_urls(mutate(url, new)))
+    assert [["http://planner:8700"]] * 2 == planner_urls
+
+
+@pytest.fixture
+def port_in_use() -> Iterator[str]:
+    """A port that somebody holds."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        yield str(holder.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "changed", "error"),
+    [
+        (("webhook",), {"RFORK_HOOK_WEBHOOK_PORT": "taken"}, "the address is in use"),
+        (("webhook",), {"RFORK_HOOK_HEALTH_PORT": "taken"}, "the address is in use"),
+        (
+            ("webhook",),
+            {"RFORK_HOOK_CERTIFICATES": "/nowhere"},
+            "/nowhere/tls.crt: No such file or directory",
+        ),
+        (("webhook",), {"RFORK_HOOK_CERTIFICATES": ""}, "cannot use the kubeconfig"),
+        (("webhook",), {"RFORK_HOOK_PLANNER": ""}, "does not know where Pods find the planner"),
+        (("webhook",), {"RFORK_HOOK_BIND": "203.0.113.1"}, "cannot listen on 203.0.113.1"),
+        (("controller",), {}, "cannot use the kubeconfig"),
+        (("webhook", "nothing"), {}, "no hook is called 'nothing': there are webhook, controller, scaler"),
+    ],
+)
+def test_what_cannot_work_is_one_line(
+    rfork_process: StartRfork,
+    environment: dict[str, str],
+    port_in_use: str,
+    arguments: tuple[str, ...],
+    changed: dict[str, str],
+    error: str,
+) -> None:
+    """Exit code 2, no traceback, and the reason."""
+    changed = {name: port_in_use if value == "taken" else value for name, value in changed.items()}
+    process_environment = environment | {"RFORK_PLANNER": "http://planner:8700"} | changed
+    if not changed.get("RFORK_HOOK_PLANNER", "set"):
+        process_environment["RFORK_PLANNER"] = ""
+    process = rfork_process("hook", *arguments, environment=process_environment)
+    assert (2, True, False) == (
+        process.wait(),
+        error in process.stderr,
+        "Traceback" in process.stderr,
+    ), process.transcript()
+
+
+def test_one_that_fails_ends_the_others(
+    rfork_process: StartRfork, environment: dict[str, str], port_in_use: str
+) -> None:
+    """A Pod with two hooks is restarted as a whole."""
+    process_environment = {"RFORK_PLANNER": "http://planner:8700", "RFORK_HOOK_SCALER_PORT": port_in_use}
+    process = rfork_process("hook", "webhook", "scaler", environment=environment | process_environment)
+    assert 2 == process.wait(), process.transcript()
+
+
+def test_the_planner_runs_the_webhook(
+    rfork_process: StartRfork, environment: dict[str, str], folder: WebhookCertificates, free_port: int
+) -> None:
+    """One process serves its API, and Pods over TLS; its metrics tell of the hook, and it ends with 0."""
+    process_environment = {"RFORK_PLANNER_HOOKS": "webhook", "RFORK_PLANNER_PORT": str(free_port)}
+    process = rfork_process("planner", until="webhook is up", environment=environment | process_environment)
+    url = process.wait_for(r"webhook is up.*url=(\S+)")[1]
+    planner = f"http://127.0.0.1:{free_port}"
+    process.wait_for("certificate shown")
+    changed = mutate(url, folder.own)
+    models = httpx.get(f"{planner}/v1/models").status_code
+    metrics = httpx.get(f"{planner}/metrics").text
+    process.signal(signal.SIGTERM)
+    assert (["http://planner:8700"], 200, [True, True], 0) == (
+        injected_planner_urls(changed),
+        models,
+        [
+            line in metrics
+            for line in (
+                'rfork_hook_ready{hook="webhook"} 1.0',
+                'rfork_webhook_reviews_total{path="mutate",result="injected"} 1.0',
+            )
+        ],
+        process.wait(),
+    )
+
+
+def test_a_hook_that_fails_does_not_hurt_the_planner(
+    rfork_process: StartRfork, environment: dict[str, str], free_port: int
+) -> None:
+    """Its port is taken: the log says so and when it is tried again; the planner answers, and ends with 0."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = str(holder.getsockname()[1])
+        process_environment = {
+            "RFORK_PLANNER_HOOKS": "webhook",
+            "RFORK_PLANNER_PORT": str(free_port),
+            "RFORK_HOOK_WEBHOOK_PORT": port,
+        }
+        process = rfork_process(
+            "planner", until="hook failed.*again_in_s=1", environment=environment | process_environment
+        )
+        status_code = httpx.get(f"http://127.0.0.1:{free_port}/v1/models").status_code
+    process.wait_for("webhook is up")
+    process.signal(signal.SIGTERM)
+    assert (200, 0) == (status_code, process.wait())
+
+
+def test_a_planner_with_hooks_that_cannot_work_does_not_start(
+    rfork_process: StartRfork, environment: dict[str, str]
+) -> None:
+    """Settings that are wrong are one line, as all others of the planner."""
+    process_environment = {
+        "RFORK_PLANNER_HOOKS": "webhook",
+        "RFORK_PLANNER_PORT": "0",
+        "RFORK_HOOK_PLANNER": "",
+    }
+    process = rfork_process("planner", environment=environment | process_environment)
+    assert (2, True) == (
+        process.wait(),
+        "does not know where Pods find this planner" in process.stderr,
+    ), process.transcript()

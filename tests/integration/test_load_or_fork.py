@@ -1,0 +1,264 @@
+"""A toy engine's model brought up in real processes: forked where somebody has it, else loaded once."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from queue import SimpleQueue
+from typing import cast
+
+import pytest
+
+from rfork.image import ranges
+from rfork.image.chunks import MIB
+from rfork.planner_client.client import PlannerClient
+from tests.conftest import StartRfork
+from tests.integration.engine_node import RESPONSE_TIMEOUT_S, EngineNode, expected_proof
+
+READY = r'"event": ?"ready"'
+LOADING = "loading for all that wait"
+SIZE = 6 * MIB
+LARGE = 300 * 1000 * 1000
+Start = Callable[..., EngineNode]
+
+
+class ToyEngineFleet:
+    """A planner, and toy engines of one model."""
+
+    def __init__(self, start: StartRfork, folder: Path) -> None:
+        environment = {"RFORK_PLANNER_HEARTBEAT_S": "0.5", "RFORK_PLANNER_FORGET_S": "8"}
+        planner = start("planner", "--port", "0", "--json", until=READY, environment=environment)
+        self.url = cast(str, json.loads(planner.wait_for(rf"^.*{READY}.*$").group())["url"])
+        self.client = PlannerClient(self.url)
+        self.folder = folder
+        self.nodes: list[EngineNode] = []
+        (folder / "weights").write_text("1")
+        os.mkfifo(folder / "gate")
+
+    def node(self, *arguments: str, **options: str) -> EngineNode:
+        """One more engine's process."""
+        made = EngineNode(options.pop("planner", self.url), self.folder, *arguments, **options)
+        self.nodes.append(made)
+        return made
+
+    def open_gate(self) -> None:
+        """Let one gated loader go on."""
+        (self.folder / "gate").write_text("")
+
+    def wait_for_chunks(self, min_chunks: int) -> None:
+        """Wait until some instance that is not whole has verified so many chunks."""
+        until = time.monotonic() + 40
+        while not any(
+            ranges.count(view.report.verified) >= min_chunks
+            for view in self.client.instances()
+            if view.report.state == "loading"
+        ):
+            if time.monotonic() > until:
+                raise TimeoutError("nobody reads")
+
+    @property
+    def loads(self) -> list[str]:
+        """The processes whose own loader was run, in that order."""
+        loads_file = self.folder / "loads"
+        return loads_file.read_text().split() if loads_file.exists() else []
+
+
+@pytest.fixture
+def fleet(rfork_process: StartRfork, tmp_path: Path) -> Iterator[ToyEngineFleet]:
+    """A planner that knows nobody yet."""
+    made = ToyEngineFleet(rfork_process, tmp_path)
+    yield made
+    for node in made.nodes:
+        node.close()
+        print("".join(node.lines))
+    made.client.close()
+
+
+def test_forks_of_a_cold_seed_are_equal(fleet: ToyEngineFleet) -> None:
+    """The first loads by its engine; the next has all of it, hidden or not, and reads no file."""
+    first = fleet.node().request("up")
+    second = fleet.node("--config-only").request("up")
+    assert ("fallback", 1, "forked", 0, expected_proof(1, SIZE), first["proof"], first["weights_id"]) == (
+        first["outcome"], first["loads"], second["outcome"], second["loads"],
+        first["proof"], second["proof"], second["weights_id"],
+    )  # fmt: skip
+
+
+def test_a_cold_group_loads_once(fleet: ToyEngineFleet) -> None:
+    """Of several that start together one is elected; the others wait for it, and fork from it."""
+    # As long as a process that just starts may be silent on a busy machine.
+    nodes = [fleet.node("--gate", no_source_timeout_s="1", source_idle_timeout_s="4") for _ in range(3)]
+    for node in nodes:
+        node.start_request("up")
+    loader = wait_elected(nodes)
+    for node in nodes:
+        if node is not loader:
+            node.wait_for("planned")
+    # Longer than a fork without any route waits for one, and than a source may be silent for.
+    assert [False] * 3 == [node.has_response(within_s=5) for node in nodes]
+    fleet.open_gate()
+    responses = [node.next_response() for node in nodes]
+    assert ([str(loader.pid)], [expected_proof(1, SIZE)] * 3, ["fallback", "forked", "forked"]) == (
+        fleet.loads,
+        [response["proof"] for response in responses],
+        sorted(cast(str, response["outcome"]) for response in responses),
+    )
+
+
+@pytest.mark.parametrize("failure", ["--fail-load", pytest.param("--fail-load-as-rfork", marks=pytest.mark.slow)])
+def test_another_is_elected_where_a_loader_fails(fleet: ToyEngineFleet, failure: str) -> None:
+    """The engine gets its own loader's error, once; whoever waited for it loads, and is right."""
+    failing = fleet.node("--gate", failure, source_idle_timeout_s="2")
+    failing.start_request("up")
+    failing.wait_for(LOADING)
+    other = fleet.node(source_idle_timeout_s="2")
+    other.start_request("up")
+    other.wait_for("planned")
+    fleet.open_gate()
+    failed, loaded = failing.next_response(), other.next_response()
+    expected = "OSError" if failure == "--fail-load" else "CheckpointError"
+    assert (expected, 1, expected_proof(1, SIZE), 1) == (
+        failed["error"], failed["loads"], loaded["proof"], loaded["loads"]
+    )  # fmt: skip
+
+
+def test_one_without_weights_is_never_elected(fleet: ToyEngineFleet) -> None:
+    """A folder that has only the configuration stands behind one that has the weights, and forks from it."""
+    rich, poor = fleet.node("--gate"), fleet.node("--config-only")
+    rich.start_request("up")
+    rich.wait_for(LOADING)
+    poor.start_request("up")
+    poor.wait_for("planned")
+    fleet.open_gate()
+    loaded, forked = rich.next_response(), poor.next_response()
+    assert ([str(rich.pid)], 0, expected_proof(1, SIZE), loaded["proof"]) == (
+        fleet.loads,
+        forked["loads"],
+        forked["proof"],
+        forked["proof"],
+    )
+
+
+def test_the_report_says_why_it_was_elected(fleet: ToyEngineFleet) -> None:
+    """A cold start is no failure without a reason: in the report, on its line, and at the planner."""
+    response = fleet.node().request("up")
+    expected = "no instance holds model toy: elected to read 7 of 7 chunks from loader, for all that wait"
+    assert ([f"NoSource: {expected}"], True, [f"NoSource: {expected}"]) == (
+        response["reasons"],
+        cast(str, response["line"]).endswith(f"because: NoSource: {expected}"),
+        [reason for fork in fleet.client.forks() if fork.finish for reason in fork.finish.reasons],
+    )
+
+
+def test_another_engines_layout_is_refused_in_words(fleet: ToyEngineFleet) -> None:
+    """It loads by itself, and says in which subject the two differ, here and at the planner."""
+    fleet.node().request("up")
+    other = fleet.node("--engine", "2.0").request("up")
+    reason = cast(list[str], other["reasons"])[-1]
+    differences = [
+        fork.finish.reasons[-1] for fork in fleet.client.forks() if fork.finish and fork.instance_id == other["id"]
+    ]
+    assert (True, 1, True, [reason]) == (
+        reason.endswith("first difference: engine: here toy 2.0; there toy 1.0"),
+        other["loads"],
+        cast(str, other["line"]).endswith(reason),
+        differences,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transports", ["http", "shared_memory,http"])
+def test_a_seed_that_dies_midway_costs_no_second_model(fleet: ToyEngineFleet, transports: str) -> None:
+    """What had arrived is given back before the engine loads: the process never holds two models."""
+    options = {"transports": transports, "stall_s": "2", "patience_s": "1"}
+    seed = fleet.node("--size", str(LARGE), egress_rate=str(60_000_000), **options)
+    seed.request("up")
+    target = fleet.node("--size", str(LARGE), **options)
+    target.start_request("up")
+    fleet.wait_for_chunks(2)
+    seed.kill()
+    response = target.next_response()
+    assert ("fallback", 1, expected_proof(1, LARGE)) == (
+        response["outcome"],
+        response["loads"],
+        response["proof"],
+    )
+    assert 1.3 * LARGE > cast(int, response["peak"]) - cast(int, response["before"])
+
+
+@pytest.mark.slow
+def test_a_cold_load_costs_no_second_model(fleet: ToyEngineFleet) -> None:
+    """Nor where nobody holds it: the model that was to be filled has gone before the other is made."""
+    response = fleet.node("--size", str(LARGE)).request("up")
+    assert expected_proof(1, LARGE) == response["proof"]
+    assert 1.3 * LARGE > cast(int, response["peak"]) - cast(int, response["before"])
+
+
+def test_without_a_planner_the_engine_loads(fleet: ToyEngineFleet) -> None:
+    """One that is down, and none at all, are no reason not to serve."""
+    down = fleet.node(planner="http://127.0.0.1:9", no_source_timeout_s="1").request("up")
+    none = fleet.node(planner="").request("up")
+    assert ([expected_proof(1, SIZE)] * 2, [True, False]) == (
+        [down["proof"], none["proof"]],
+        [down["instance"], none["instance"]],
+    )
+
+
+def test_what_is_required_is_never_loaded(fleet: ToyEngineFleet) -> None:
+    """With the setting, no planner, nobody to fork from, and a bug are errors of rfork's kinds."""
+    alone = fleet.node(required="1", no_source_timeout_s="1").request("up")
+    none = fleet.node(required="1", planner="").request("up")
+    bug = fleet.node("--fail-empty", required="1").request("up")
+    assert (["NothingLeft", "SettingsError", "TargetError"], [0, 0, 0]) == (
+        [response["error"] for response in (alone, none, bug)],
+        [response["loads"] for response in (alone, none, bug)],
+    )
+
+
+def test_a_bug_of_the_plug_in_does_not_keep_the_engine_from_serving(fleet: ToyEngineFleet) -> None:
+    """Where no model can be made to be filled, the engine loads as if there were no rfork."""
+    response = fleet.node("--fail-empty").request("up")
+    assert (expected_proof(1, SIZE), 1, False) == (response["proof"], response["loads"], response["instance"])
+
+
+def test_two_models_of_one_process_do_not_collide(fleet: ToyEngineFleet) -> None:
+    """The draft's image is its own: each role forks from its own seed."""
+    seed, target = fleet.node(replica="one"), fleet.node("--config-only", replica="two")
+    loaded = [seed.request("up", role) for role in ("target", "draft")]
+    forked = [target.request("up", role) for role in ("target", "draft")]
+    assert (["forked"] * 2, [each["proof"] for each in loaded], 4) == (
+        [each["outcome"] for each in forked],
+        [each["proof"] for each in forked],
+        len({each["id"] for each in (*loaded, *forked)}),
+    )
+
+
+def test_an_update_is_fenced_and_later_forks_have_it(fleet: ToyEngineFleet) -> None:
+    """Weights and numbers that change on the seed are what later forks get; so after memory has moved."""
+    seed = fleet.node()
+    seed.request("up")
+    seed.request("update", "2")
+    updated = fleet.node("--config-only", no_source_timeout_s="20").request("up")
+    seed.request("suspend")
+    seed.request("renew")
+    moved = fleet.node("--config-only", no_source_timeout_s="20").request("up")
+    assert [expected_proof(2, SIZE)] * 2 == [updated["proof"], moved["proof"]]
+
+
+def wait_elected(nodes: list[EngineNode]) -> EngineNode:
+    """Wait until one runs its loader, and say which."""
+    found: SimpleQueue[EngineNode] = SimpleQueue()
+
+    def wait_for_loader(node: EngineNode) -> None:
+        with contextlib.suppress(TimeoutError):
+            node.wait_for(LOADING)
+            found.put(node)
+
+    for node in nodes:
+        threading.Thread(target=wait_for_loader, args=(node,), daemon=True).start()
+    return found.get(timeout=RESPONSE_TIMEOUT_S)

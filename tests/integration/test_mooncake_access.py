@@ -1,0 +1,296 @@
+"""transfer_engine over TCP between hosts with addresses of their own: who holds no channel reaches nothing.
+
+Mooncake itself lets everybody in, so these tests show what its ports do to strangers and, the other way
+round, that the attacks work from a host that was let in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import pytest
+
+from benchmarks import netlab
+from benchmarks.netlab import NetworkLab
+from rfork.transport.mooncake.library import library_state
+from tests.integration.bad_peer_node import (
+    TIMEOUT_S,
+    BadPeerNode,
+    Facts,
+    ForgedLease,
+    accepts_connections,
+    pattern,
+    start_node,
+)
+
+STATE = library_state()
+SKIP_REASON = f"mooncake cannot be used: {STATE.error}" if STATE.error else netlab.unavailable_reason()
+pytestmark = pytest.mark.skipif(bool(SKIP_REASON), reason=SKIP_REASON or "all is there")
+
+SIZE = 8 << 20
+CLONE_NEWNET = 0x40000000
+READ, WRITE = 0, 1
+Result = TypeVar("Result")
+
+
+@dataclass
+class MooncakeLab:
+    """A seed and a reader on hosts of their own, and a third host, `stranger`."""
+
+    lab: NetworkLab
+    seed: BadPeerNode
+    reader: BadPeerNode
+    address: str
+    layout_id: str
+    memory: int
+    engine_ports: list[int]
+    """The ports of the seed's engine: all it has but that of the peer service."""
+
+    def open(self, fork_id: str = "fork-1", lifetime_s: float = 600.0) -> Facts:
+        """Have the reader take a place."""
+        return self.reader.request(
+            "open",
+            address=self.address,
+            layout_id=self.layout_id,
+            token=ForgedLease(self.layout_id, fork_id, lifetime_s).token,
+            size=SIZE,
+            transport="transfer_engine",
+        )
+
+    def fork(self) -> tuple[Facts, Facts, Facts]:
+        """Have the reader open a channel, read everything and close it; what it said."""
+        return self.open(), self.reader.request("read"), self.reader.request("close")
+
+    def run_on_host(self, host: str, function: Callable[[], Result]) -> Result:
+        """Do something with the network of a host: sockets stay in the one they were made in."""
+        return in_namespace(self.lab.namespace(host), function)
+
+    def reachable_ports(self, host: str) -> list[int]:
+        """The ports of the seed's engine that take a connection from this host."""
+        there = self.lab.address("seed")
+        return self.run_on_host(
+            host, lambda: [port for port in self.engine_ports if accepts_connections(there, port, 0.5)]
+        )
+
+    def open_connections(self, host: str) -> list[socket.socket]:
+        """A connection from this host to each port of the seed's engine."""
+        there = self.lab.address("seed")
+        return self.run_on_host(
+            host, lambda: [socket.create_connection((there, port), 5.0) for port in self.engine_ports]
+        )
+
+    def send(self, host: str, message: bytes, max_response_bytes: int = 0, within_s: float = 0.3) -> bytes:
+        """Send this to both ports of the seed's engine; up to so many bytes that came back in time."""
+        there = self.lab.address("seed")
+        return self.run_on_host(host, lambda: exchange(there, self.engine_ports, message, max_response_bytes, within_s))
+
+    def read(self, expected: bytes) -> bytes:
+        """What the reader's host reads at the start of the weights, as soon as it is that."""
+        until = time.monotonic() + TIMEOUT_S
+        while True:
+            size = len(expected)
+            got = self.send("reader", request(READ, self.memory, size), size, TIMEOUT_S)
+            if got == expected or time.monotonic() > until:
+                return got
+
+
+def exchange(host: str, ports: list[int], message: bytes, max_bytes: int, within_s: float) -> bytes:
+    """Send a message on a connection to each port; up to `max_bytes` bytes that came in that time."""
+    received, until = b"", time.monotonic() + within_s
+    with contextlib.ExitStack() as stack, selectors.DefaultSelector() as selector:
+        for port in ports:
+            with contextlib.suppress(OSError):
+                connection = stack.enter_context(socket.create_connection((host, port), timeout=within_s))
+                connection.sendall(message)
+                selector.register(connection, selectors.EVENT_READ, connection)
+        while len(received) < max_bytes and selector.get_map():
+            ready = selector.select(max(0.0, until - time.monotonic()))
+            for key, _ in ready:
+                part = b""
+                with contextlib.suppress(OSError):
+                    part = key.data.recv(max_bytes - len(received))
+                received += part
+                if not part:
+                    selector.unregister(key.fileobj)
+            if not ready:
+                break
+    return received
+
+
+def in_namespace(name: str, function: Callable[[], Result]) -> Result:
+    """Call `function` on a thread that is in a network namespace."""
+    done: list[Result] = []
+    failed: list[OSError] = []
+
+    def run() -> None:
+        with open(f"/run/netns/{name}") as namespace:
+            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET):
+                failed.append(OSError(ctypes.get_errno(), "setns"))
+                return
+        try:
+            done.append(function())
+        except OSError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+    return done[0]
+
+
+@pytest.fixture(scope="module")
+def mooncake_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeLab]:
+    """One seed for all tests: it has to live on."""
+    folder = tmp_path_factory.mktemp("nodes")
+    with NetworkLab(["seed", "reader", "stranger"]) as lab, contextlib.ExitStack() as nodes:
+        made = []
+        for name in ("seed", "reader"):
+            environment = {
+                "RFORK_BIND": lab.address(name),
+                "RFORK_UNGUARDED_TCP": "1",
+                "RFORK_TRANSPORTS": "transfer_engine",
+                "RFORK_STALL_S": "5",
+                "BAD_PEER_BYTES": str(SIZE),
+            }
+            made.append(start_node(partial(lab.start, name), folder, name, name, **environment))
+            nodes.callback(made[-1].close)
+        seed, reader = made
+        facts = seed.request("facts")
+        memory = facts["memory"]
+        assert isinstance(memory, list)
+        address = str(facts["address"])
+        engine_ports = sorted(seed.ports() - {int(address.rpartition(":")[2])})
+        yield MooncakeLab(lab, seed, reader, address, str(facts["layout_id"]), memory[0], engine_ports)
+
+
+def request(operation: int, address: int, length: int) -> bytes:
+    """The head of a transfer on Mooncake's data port."""
+    return struct.pack("<QQB7x", length, address, operation)
+
+
+FORKED: tuple[Facts, Facts, Facts] = ({"channel": "open"}, {"right": 1}, {})
+MALFORMED = [
+    b"\x03[]",
+    b'\x01{"name": []}',
+    b'\x00{"local_nic_path": {}, "peer_nic_path": [1]}',
+    b'\x02{"name": {}}',
+    b"\x01" + b"[" * 100_000,
+    b"\x00" + b'{"a":' * 100_000,
+]
+
+
+def test_a_stranger_reaches_no_port_of_the_engine(mooncake_lab: MooncakeLab) -> None:
+    """While a reader reads, another host connects to neither port, and the reader's own to both."""
+    mooncake_lab.open()
+    reachable_ports = mooncake_lab.reachable_ports("stranger"), mooncake_lab.reachable_ports("reader")
+    right = mooncake_lab.reader.request("read")
+    mooncake_lab.reader.request("close")
+    assert (([], mooncake_lab.engine_ports), {"right": 1}) == (reachable_ports, right)
+
+
+def test_the_targets_engine_is_reached_by_nobody(mooncake_lab: MooncakeLab) -> None:
+    """It listens too, but over TCP not even the source has to reach it."""
+    mooncake_lab.open()
+    there, ports = mooncake_lab.lab.address("reader"), sorted(mooncake_lab.reader.ports())
+    reachable_ports = {
+        host: mooncake_lab.run_on_host(host, lambda: [port for port in ports if accepts_connections(there, port, 0.5)])
+        for host in ("seed", "stranger", "reader")
+    }
+    mooncake_lab.reader.request("close")
+    assert (2, {"seed": [], "stranger": [], "reader": []}) == (len(ports), reachable_ports)
+
+
+def test_malformed_handshakes_of_a_stranger_kill_nobody(mooncake_lab: MooncakeLab) -> None:
+    """Messages that end a process which reads them do not get to the seed."""
+    mooncake_lab.open()
+    for body in MALFORMED:
+        mooncake_lab.send("stranger", struct.pack("<Q", len(body)) + body, 1)
+    right = mooncake_lab.reader.request("read")
+    mooncake_lab.reader.request("close")
+    assert ({"right": 1}, None, FORKED) == (right, mooncake_lab.seed.process.poll(), mooncake_lab.fork())
+
+
+def test_idle_connections_of_a_stranger_delay_nobody(mooncake_lab: MooncakeLab) -> None:
+    """The engine would wait five seconds for each of them before it answers the next reader."""
+    there = mooncake_lab.lab.address("seed")
+
+    def begin() -> list[socket.socket]:
+        sockets = [socket.socket() for _ in range(2) for _ in mooncake_lab.engine_ports]
+        for number, idle in enumerate(sockets):
+            idle.setblocking(False)
+            idle.connect_ex((there, mooncake_lab.engine_ports[number % len(mooncake_lab.engine_ports)]))
+        return sockets
+
+    with contextlib.ExitStack() as idle:
+        for connection in mooncake_lab.run_on_host("stranger", begin):
+            idle.enter_context(connection)
+        assert FORKED == mooncake_lab.fork()
+
+
+def test_a_stranger_reads_and_writes_nothing(mooncake_lab: MooncakeLab) -> None:
+    """A bare request to the data port gets no byte, and changes none."""
+    mooncake_lab.open()
+    got = mooncake_lab.send("stranger", request(READ, mooncake_lab.memory, 64), 64)
+    mooncake_lab.send("stranger", request(WRITE, mooncake_lab.memory, 64) + b"\xff" * 64)
+    right = mooncake_lab.reader.request("read")
+    mooncake_lab.reader.request("close")
+    assert (b"", {"right": 1}) == (got, right)
+
+
+def test_a_host_that_was_let_in_reads_and_writes(mooncake_lab: MooncakeLab) -> None:
+    """What is left: any process of the reader's host gets at the weights as long as a channel is open."""
+    mooncake_lab.open()
+    weights_bytes = bytes(pattern(4).tolist())
+    before = mooncake_lab.read(weights_bytes)
+    mooncake_lab.send("reader", request(WRITE, mooncake_lab.memory, 4) + b"evil")
+    changed = mooncake_lab.read(b"evil")
+    mooncake_lab.send("reader", request(WRITE, mooncake_lab.memory, 4) + before)
+    mooncake_lab.read(before)
+    right = mooncake_lab.reader.request("read")
+    mooncake_lab.reader.request("close")
+    assert (weights_bytes, b"evil", {"right": 1}) == (before, changed, right)
+
+
+def test_a_reader_whose_channel_ended_is_out(mooncake_lab: MooncakeLab) -> None:
+    """Its connections are cut, and it gets no new ones."""
+    before = mooncake_lab.reachable_ports("reader")
+    mooncake_lab.open()
+    connections = mooncake_lab.open_connections("reader")
+    mooncake_lab.reader.request("close")
+    cut = [is_closed_by_peer(connection) for connection in connections]
+    assert ([], [True, True], []) == (before, cut, mooncake_lab.reachable_ports("reader"))
+
+
+def test_a_reader_whose_lease_ended_is_out(mooncake_lab: MooncakeLab) -> None:
+    """Nobody has to ask: the channel ends with the lease, and the way in with the channel."""
+    mooncake_lab.open("fork-2", lifetime_s=8.0)
+    connections = mooncake_lab.open_connections("reader")
+    ended = mooncake_lab.reader.request("wait_end")
+    cut = [is_closed_by_peer(connection) for connection in connections]
+    read = mooncake_lab.reader.request("read")
+    mooncake_lab.reader.request("close")
+    assert ({"ended": 1}, [True, True], []) == (ended, cut, mooncake_lab.reachable_ports("reader"))
+    assert "error" in read
+
+
+def is_closed_by_peer(connection: socket.socket) -> bool:
+    """Whether the other side ends this connection."""
+    with connection:
+        try:
+            return connection.recv(1) == b""
+        except ConnectionResetError:
+            return True
+        except TimeoutError:
+            return False

@@ -1,0 +1,82 @@
+"""Ports that are fixed, for several ranks of one host: each takes the first of the range that is free."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import ExitStack, suppress
+
+import pytest
+import torch
+
+from rfork.errors import PortInUse
+from rfork.image.capture import image_from_tensors
+from rfork.settings import InstanceSettings
+from rfork.source.seed import InstanceIdentity, Seed
+from rfork.transport.http import HttpTransport
+from tests.ports import free_port
+
+RANKS = 3
+
+
+@pytest.fixture
+def first() -> int:
+    """A port with some free ones after it."""
+    while True:
+        port = free_port()
+        with ExitStack() as stack, suppress(OSError):
+            for offset in range(2 * RANKS):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port + offset))
+            break
+    return port
+
+
+def seed_of(settings: InstanceSettings) -> Seed:
+    image = image_from_tensors({"weight": torch.ones(64)})
+    return Seed(image, InstanceIdentity("model"), settings, [HttpTransport(settings)], manifest=image.manifest())
+
+
+def settings_of(first: int) -> InstanceSettings:
+    return InstanceSettings(peer_port=first, http_port=first + RANKS, port_range_size=RANKS)
+
+
+def test_each_rank_takes_the_first_free_port(first: int) -> None:
+    """Three that are told the same ports run side by side, on these ports and no others."""
+    settings = settings_of(first)
+    with ExitStack() as running:
+        seeds = [running.enter_context(seed_of(settings)) for _ in range(RANKS)]
+        peers = [seed.report().address for seed in seeds]
+        urls = [seed._exports["http"].endpoint().parameters["url"] for seed in seeds]
+    assert (
+        [f"127.0.0.1:{first + rank}" for rank in range(RANKS)],
+        [f":{first + RANKS + rank}/" for rank in range(RANKS)],
+    ) == (peers, [url[len("http://127.0.0.1") :][: len(f":{first}/")] for url in urls])
+
+
+@pytest.mark.parametrize("setting", ["peer_port", "http_port"])
+def test_ports_that_are_all_taken_are_named(first: int, setting: str) -> None:
+    """One more than there are ports fails, and says which were tried and what sets them."""
+    settings = InstanceSettings(**{setting: first}, port_range_size=RANKS)  # type: ignore[arg-type]
+    with ExitStack() as running:
+        for _ in range(RANKS):
+            running.enter_context(seed_of(settings))
+        with pytest.raises(PortInUse) as caught, seed_of(settings):
+            pass
+    message = f"{caught.value} {caught.value.hint}"
+    assert [True, True, True] == [
+        part in message
+        for part in (f"127.0.0.1:{first}-{first + RANKS - 1}", f"RFORK_{setting.upper()}", "RFORK_PORTS")
+    ]
+
+
+def test_one_port_is_named_alone(first: int) -> None:
+    """Without a range the one port is named, as it always was."""
+    settings = InstanceSettings(peer_port=first)
+    with seed_of(settings), pytest.raises(PortInUse) as caught, seed_of(settings):
+        pass
+    assert f"cannot listen on 127.0.0.1:{first}: the address is in use" == str(caught.value)
+
+
+def test_any_port_will_do() -> None:
+    """Without a port asked for there is no range; and none goes past the last port."""
+    settings = InstanceSettings(port_range_size=RANKS)
+    assert ([0], [65534, 65535]) == ([*settings.ports_from(0)], [*settings.ports_from(65534)])

@@ -1,0 +1,162 @@
+"""vLLM-Ascend's RFork planner protocol over real sockets, as its clients speak it."""
+
+from __future__ import annotations
+
+import http.client
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import urlsplit
+
+from planner.server import run_in_thread
+from rfork.planner_client.client import PlannerClient
+from rfork.settings import PlannerSettings
+from tests.processes import RedisServer
+from tests.unit.planner.builders import fork_request, seed_report
+
+KEY = "qwen3$bf16$kv_both$0$1"
+LEASE = ("SEED_IP", "SEED_PORT", "SEED_RANK", "USER_ID")
+HttpResponse = tuple[int, dict[str, str], bytes]
+
+
+def seed(number: int) -> dict[str, str]:
+    """Where the seed of this number is served."""
+    return {"SEED_IP": f"10.0.0.{number}", "SEED_PORT": "40123", "SEED_RANK": "1"}
+
+
+def send_request(url: str, method: str, path: str, headers: dict[str, str]) -> HttpResponse:
+    """One request as an HTTP/1.1 client writes it: status, headers in upper case, body."""
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=10)
+    try:
+        connection.request(method, path, headers=headers)
+        response = connection.getresponse()
+        return (
+            response.status,
+            {name.upper(): value for name, value in response.getheaders()},
+            response.read(),
+        )
+    finally:
+        connection.close()
+
+
+def register_seed(url: str, number: int, references: str = "0") -> int:
+    """Register the seed of this number; the status."""
+    headers = {"SEED_KEY": KEY, **seed(number), "SEED_REFCNT": references}
+    return send_request(url, "POST", "/add_seed", headers)[0]
+
+
+def request_lease(url: str) -> HttpResponse:
+    """Ask for a seed."""
+    return send_request(url, "GET", "/get_seed", {"SEED_KEY": KEY})
+
+
+def post_lease(url: str, path: str, lease_headers: dict[str, str]) -> int:
+    """Give back or renew a lease that `request_lease` answered with; the status."""
+    return send_request(url, "POST", path, {name: lease_headers[name] for name in LEASE})[0]
+
+
+def settings(**options: str | int) -> PlannerSettings:
+    """Any free port of the loopback interface."""
+    return PlannerSettings(**{"port": 0, **options})  # type: ignore[arg-type]
+
+
+def test_one_seed_from_its_first_heartbeat_to_its_removal() -> None:
+    """As their client goes: nobody seeds; the first seeds; the next leases, renews, gives back; it leaves."""
+    with run_in_thread(settings()) as url:
+        empty_response = request_lease(url)
+        added = register_seed(url, 7)
+        status, lease_headers, body = request_lease(url)
+        after = [
+            post_lease(url, "/renew_seed_lease", lease_headers),
+            post_lease(url, "/put_seed", lease_headers),
+            post_lease(url, "/put_seed", lease_headers),
+        ]
+        removed = send_request(url, "POST", "/remove_seed", {"SEED_KEY": KEY, **seed(7)})
+        assert (404, b"", 200, 200, b"", [200, 200, 404], 200, b"") == (
+            empty_response[0], empty_response[2], added, status, body, after, removed[0], removed[2],
+        )  # fmt: skip
+        assert (seed(7), 30.0, "0") == (
+            {name: lease_headers[name] for name in LEASE[:3]}, float(lease_headers["LEASE_TTL_SEC"]), lease_headers["CONTENT-LENGTH"],
+        )  # fmt: skip
+
+
+def test_many_clients_at_once_share_no_seed() -> None:
+    """Twelve ask for three seeds in one moment: three get one each, the others fall back at once."""
+    with run_in_thread(settings()) as url, ThreadPoolExecutor(12) as clients:
+        for number in (1, 2, 3):
+            register_seed(url, number)
+        responses = list(clients.map(lambda _: request_lease(url), range(12)))
+        leased = [lease_headers["SEED_IP"] for status, lease_headers, _ in responses if status == 200]
+        assert ({200: 3, 404: 9}, ["10.0.0.1", "10.0.0.2", "10.0.0.3"]) == (
+            Counter(status for status, _, _ in responses), sorted(leased),
+        )  # fmt: skip
+
+
+def test_a_planner_that_restarted_goes_on_with_the_next_heartbeat(free_port: int) -> None:
+    """Leases from before are refused, which these clients take; new ones are given again."""
+    with run_in_thread(settings(port=free_port)) as url:
+        register_seed(url, 7)
+        lease_headers = request_lease(url)[1]
+    with run_in_thread(settings(port=free_port)) as url:
+        before = [
+            post_lease(url, "/renew_seed_lease", lease_headers),
+            post_lease(url, "/put_seed", lease_headers),
+            request_lease(url)[0],
+        ]
+        register_seed(url, 7)
+        assert ([404, 404, 404], 200) == (before, request_lease(url)[0])
+
+
+def test_both_kinds_of_clients_share_a_planner() -> None:
+    """Each gets its own kind of seed; one list shows all."""
+    with run_in_thread(settings()) as url, PlannerClient(url) as planner:
+        register_seed(url, 7)
+        planner.report(seed_report("native", model=KEY))
+        routes = planner.request_plan(fork_request("target", model=KEY)).routes
+        _, lease_headers, _ = request_lease(url)
+        listed = {view.report.instance_id for view in planner.instances()}
+        assert (["native"], "10.0.0.7", True) == (
+            [route.source_id for route in routes], lease_headers["SEED_IP"],
+            {"ascend:10.0.0.7:40123:1", "native"} <= listed,
+        )  # fmt: skip
+
+
+def test_a_malformed_request_is_refused_over_the_wire() -> None:
+    """400 without a body; nothing of it is echoed."""
+    with run_in_thread(settings()) as url:
+        headers = {"SEED_KEY": KEY, **seed(7), "SEED_PORT": "4o123", "SEED_REFCNT": "0"}
+        status, response_headers, body = send_request(url, "POST", "/add_seed", headers)
+        assert (400, "SEED_PORT is no number from 1 to 65535", b"") == (
+            status,
+            response_headers["RFORK_REASON"],
+            body,
+        )
+
+
+def wait_until_known(url: str, *, forks: int, ended: int) -> None:
+    """Until this replica knows of so many forks, so many of them finished; TimeoutError where it does not."""
+    deadline = time.monotonic() + 20
+    with PlannerClient(url) as planner:
+        while len(states := [fork.state for fork in planner.forks()]) < forks or (states.count("finished") < ended):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{url} knows of {states}")
+
+
+def test_two_planners_over_one_redis_give_no_seed_twice(redis_server: RedisServer) -> None:
+    """Six clients ask each of two replicas for three seeds at once; what one leased the other takes back."""
+    shared = settings(store=redis_server.url, secret="s" * 32)
+    with run_in_thread(shared) as left, run_in_thread(shared) as right, ThreadPoolExecutor(12) as clients:
+        for number in (1, 2, 3):
+            register_seed(left, number)
+        responses = list(clients.map(request_lease, [left, right] * 6))
+        leased_headers = [response_headers for status, response_headers, _ in responses if status == 200]
+        wait_until_known(right, forks=12, ended=9)
+        returned = [post_lease(right, "/put_seed", each) for each in leased_headers]
+        wait_until_known(left, forks=12, ended=12)
+        assert (["10.0.0.1", "10.0.0.2", "10.0.0.3"], 9, [200, 200, 200], 404, 200) == (
+            sorted(each["SEED_IP"] for each in leased_headers),
+            [status for status, _, _ in responses].count(404),
+            returned,
+            post_lease(left, "/put_seed", leased_headers[0]),
+            request_lease(left)[0],
+        )

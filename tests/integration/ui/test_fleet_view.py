@@ -1,0 +1,219 @@
+"""What the planner's page shows of a fleet, in a real Chromium, over a real planner."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import re
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from rfork.weights_version import short
+from tests.fleet_player import (
+    GB,
+    LLAMA,
+    FleetPlayer,
+    advance_forks,
+    llama,
+    play_busy_fleet,
+    play_large_fleet,
+    play_rollout,
+    play_unhealthy_fleet,
+)
+from tests.integration.ui.planner_page import accessibility_violations, drawn_rows, open_page
+
+WATCH_EDGES = """
+  window.edges = [];
+  let edge = false;
+  const pen = CanvasRenderingContext2D.prototype;
+  const { clearRect, beginPath, bezierCurveTo, stroke } = pen;
+  pen.clearRect = function (...box) { window.edges = []; return clearRect.apply(this, box); };
+  pen.beginPath = function () { edge = false; return beginPath.apply(this); };
+  pen.bezierCurveTo = function (...to) { edge = true; return bezierCurveTo.apply(this, to); };
+  pen.stroke = function (...path) {
+    if (edge) window.edges.push(this.lineWidth);
+    return stroke.apply(this, path);
+  };
+"""
+"""Keeps the widths of the edges of the fork tree as it was drawn last."""
+
+
+def edges(page: Page) -> list[float]:
+    """How wide the edges of the fork tree are, the thinnest first; after `WATCH_EDGES`."""
+    page.evaluate("new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)))")
+    return sorted(page.evaluate("window.edges"))
+
+
+@contextlib.contextmanager
+def repeating_progress(fleet: FleetPlayer) -> Iterator[None]:
+    """Its forks go on telling, as forks do: the page takes a rate that is some seconds old for none."""
+    stopped = threading.Event()
+
+    def resend_progress() -> None:
+        while not stopped.wait(1.0):
+            fleet.resend_progress()
+
+    with ThreadPoolExecutor(1) as thread:
+        future = thread.submit(resend_progress)
+        try:
+            yield
+        finally:
+            stopped.set()
+    future.result()
+
+
+def test_an_empty_fleet_says_how_to_begin(page: Page, planner: str) -> None:
+    """Nobody is there: the page says so, and names the commands with this planner's URL in them."""
+    open_page(page, planner)
+    expect(page.locator("#headline")).to_have_text("No instance is here yet")
+    assert planner in page.locator("#commands").inner_text()
+    assert [False] * 4 == [page.locator(f"#{name}").is_visible() for name in ("tree", "models", "times", "troubles")]
+    assert [] == accessibility_violations(page)
+
+
+def test_a_fleet_at_work(page: Page, fleet: FleetPlayer, planner: str) -> None:
+    """Under way, how fast, how long yet, who reads from whom; η and what was saved; and it is live."""
+    open_page(page, planner)
+    with repeating_progress(fleet):
+        play_busy_fleet(fleet)
+        expect(page.locator("#headline")).to_have_text("All is well")
+        expect(page.locator("#subline")).to_contain_text("13 forks under way")
+        expect(page.locator("#figures")).not_to_contain_text("not known yet")
+        expect(page.locator("#scaleup-list")).to_contain_text("10 replicas of")
+        first = drawn_rows(page).first
+        expect(first).to_contain_text("llama-7c9f-0")
+        assert ("1", "true") == (first.get_attribute("aria-level"), first.get_attribute("aria-expanded"))
+        assert {"seed", "relay", "target"} <= set(page.locator("#legend").inner_text().split())
+        expect(page.locator("#source-rows")).to_contain_text("1.60 GB/s")
+        fleet.end(llama(11), fleet.request_fork(llama(11), "x"), 9.5)
+        expect(page.locator("#subline")).to_contain_text("12 forks under way")
+        page.locator("#model-rows button", has_text="Mistral").click()
+        expect(drawn_rows(page).first).to_contain_text("checkpoint /models/checkpoint")
+        assert [] == accessibility_violations(page)
+    # Its reader has not told since that it is held to this.
+    fleet.report(llama(4), "a2-n11", egress_rate=int(1.4 * GB))
+    expect(page.locator("#source-rows")).to_contain_text("at most 1.40 GB/s")
+
+
+def test_a_rollout_of_new_weights(page: Page, fleet: FleetPlayer, planner: str) -> None:
+    """Both versions are counted, each has its row and its own fork tree, and nothing needs a look."""
+    open_page(page, planner)
+    before, after = play_rollout(fleet)
+    rollout = page.locator("#rollout-list > li")
+    expect(rollout).to_have_text(re.compile(f"{LLAMA}.*6 serving.*1 serving, 3 loading"))
+    assert [before, after] == [each.get_attribute("title") for each in rollout.locator(".version").all()]
+    expect(page.locator("#headline")).to_have_text("All is well")
+    title, models = page.locator("#tree-title"), page.locator("#model-rows tr")
+    expect(title).to_have_text(f"Fork tree of {LLAMA}, {short(after)}")
+    expect(models).to_have_count(2)
+    models.filter(has_text=short(before)).get_by_role("button").click()
+    expect(title).to_have_text(f"Fork tree of {LLAMA}, {short(before)}")
+    expect(page.locator("#tree-words")).to_have_text("nothing is under way; 6 instances in the table")
+    page.locator("#filter").fill(after)
+    expect(models).to_have_count(1)
+    drawn_rows(page).filter(has_text="llama-7c9f-01").click()
+    expect(page.locator("#details-body")).to_contain_text(after)
+    assert [] == accessibility_violations(page)
+
+
+def test_the_first_of_a_version_needs_no_look(page: Page, fleet: FleetPlayer, planner: str) -> None:
+    """It has no source and loads by itself, while others serve the version before: so a rollout begins."""
+    open_page(page, planner)
+    fleet.seed("old", "a1-n1", version="v1")
+    for name in ("waits", "loaded"):
+        plan = fleet.request_fork(name, "a1-n2", version=f"v2-{name}", storage=())
+        assert f"first of version v2-{name} of model {LLAMA}; 1 instance serves v1" == plan.reason
+    why = (f"NoSource: {plan.reason}",)
+    fleet.end("loaded", plan, 30.0, outcome="fallback", fallback="loader:", reasons=why)
+    expect(page.locator("#outcomes")).to_contain_text("1 fell back")
+    expect(page.locator("#headline")).to_have_text("All is well")
+
+
+@pytest.mark.parametrize(
+    "version", ["2026-11-23", f"files:{'a' * 32}", f"commit:{'b' * 40}", "update:llama-7c9f:12", "files:", ""]
+)
+def test_the_page_shortens_versions_as_commands_do(page: Page, planner: str, version: str) -> None:
+    """One version reads the same on the page and in a terminal."""
+    open_page(page, planner)
+    shortened = page.evaluate("(v) => import('./page/words.js').then((words) => words.shortVersion(v))", version)
+    assert (short(version) if version else "") == shortened
+
+
+def test_a_fleet_in_trouble(page: Page, fleet: FleetPlayer, planner: str) -> None:
+    """What is wrong stands first, with its reason; fallbacks are counted by reason."""
+    play_unhealthy_fleet(fleet)
+    open_page(page, planner)
+    troubles = page.locator("#trouble-list")
+    expect(page.locator("#headline")).to_contain_text("things need a look")
+    for text in (
+        "ChunkMismatch: chunk 41 has another digest",
+        "a reader found nobody there",
+        "OutOfMemory: 16.1 GB are wanted",
+        "gemma-0 on b3-n0 has no source",
+        "fell back to checkpoint /models/checkpoint",
+        "drains, and is still read from",
+    ):
+        expect(troubles).to_contain_text(text)
+    assert "wrong" == troubles.locator("li").first.get_attribute("data-level")
+    expect(page.locator("#reasons")).to_contain_text("SourceStalled→ checkpoint /models/checkpoint")
+    assert page.title().startswith("(")
+    assert [] == accessibility_violations(page)
+    page.locator("#filter").fill("gemma")
+    expect(troubles.locator("li")).to_have_count(2)
+    expect(page.locator("#subline")).to_have_text("2 instances of 31 fit the filter.")
+
+
+def test_a_fork_is_explained_in_a_dialog(page: Page, fleet: FleetPlayer, planner: str) -> None:
+    """A click on a trouble opens all that is known of its instance; Escape closes it."""
+    play_unhealthy_fleet(fleet)
+    open_page(page, planner)
+    page.locator("#trouble-list button", has_text="llama-7c9f-40").click()
+    details = page.locator("#details")
+    for text in (llama(40), "OutOfMemory", "rack a4", "failed in 2.2 s", LLAMA):
+        expect(details).to_contain_text(text)
+    assert [] == accessibility_violations(page)
+    page.keyboard.press("Escape")
+    expect(details).to_be_hidden()
+
+
+def test_each_edge_is_as_thick_as_the_fork_told(page: Page, fleet: FleetPlayer, planner: str) -> None:
+    """Of two sources each has the rate that its reader told, and none where that tells of none."""
+    for name, capped in (("fast", 3 * GB), ("slow", GB)):
+        fleet.seed(name, f"a1-{name}", egress_rate=int(capped))
+    plan = fleet.request_fork("target", "a2-n1", storage=())
+    assert {"fast", "slow"} == {route.source_id for route in plan.routes}
+    fleet.progress("target", 60, 4.1 * GB, plan, rates={"fast": 3.02 * GB, "slow": 1.01 * GB})
+    page.add_init_script(WATCH_EDGES)
+    with repeating_progress(fleet):
+        open_page(page, planner)
+        source_rows = page.locator("#source-rows")
+        for text in ("3.02 GB/s", "1.01 GB/s"):
+            expect(source_rows).to_contain_text(text)
+        thin, thick = edges(page)
+        # An edge's width goes by the root of its rate.
+        assert round(3.02 / 1.01, 2) == round((thick / thin) ** 2, 2)
+        drawn_rows(page).filter(has_text="target").first.click()
+        expect(page.locator("#details")).to_contain_text("fast over http at 3.02 GB/s")
+        fleet.progress("target", 61, 3.0 * GB, plan, rates={"fast": 2.99 * GB})
+        expect(source_rows).to_contain_text("2.99 GB/s")
+        assert [1, thick] == edges(page)
+
+
+def test_a_thousand_instances_are_drawn_as_far_as_they_are_seen(page: Page, fleet: FleetPlayer, planner: str) -> None:
+    """The table holds rows for what is seen alone, says how many there are, and goes to its end by key."""
+    plans = play_large_fleet(fleet)
+    advance_forks(fleet, plans, 1, random.Random(1))
+    open_page(page, planner)
+    expect(page.locator("#subline")).to_contain_text("150 forks under way")
+    expect(page.locator("#subline")).to_contain_text("1,000 instances in all")
+    assert 1000 == page.locator("#racks .dot").count()
+    assert 40 > drawn_rows(page).count()
+    assert 150 < int(page.locator("#treegrid").get_attribute("aria-rowcount") or 0)
+    page.locator("#treegrid").focus()
+    page.keyboard.press("End")
+    last = drawn_rows(page).last
+    expect(last).to_contain_text("that nobody reads from")

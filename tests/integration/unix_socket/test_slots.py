@@ -1,0 +1,175 @@
+"""Who is let in, who is put out, what strangers can do, and what `close` waits for."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+
+import pytest
+
+from rfork.errors import SourceUnavailable
+from rfork.transport.unix_socket import listener, server
+from rfork.transport.unix_socket.client import ConnectionPool
+from rfork.transport.unix_socket.connection import UnixSocketConnection, close_all
+from rfork.transport.unix_socket.server import (
+    MAX_CONNECTIONS_PER_FORK,
+    MAX_PINS_PER_FORK,
+    MAX_UNAUTHENTICATED,
+    LocalServer,
+)
+from tests.integration.unix_socket.echo_server import EchoServer, connect_raw, exchange_message
+from tests.transport_contract import soon
+
+LINGER_S = 10
+"""Seconds that a stranger's socket takes to close."""
+
+
+def _kernel_can_refuse() -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+        try:
+            probe.setsockopt(socket.SOL_SOCKET, 83, 0)
+        except OSError:
+            return False
+    return True
+
+
+PASSRIGHTS = _kernel_can_refuse()
+
+
+def lingering_socket(linger_s: int) -> tuple[socket.socket, list[socket.socket]]:
+    """A TCP socket whose last close takes so long, and what keeps it so."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    sender = socket.create_connection(listener.getsockname())
+    sender.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+    sender.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            sender.send(bytes(1 << 16))
+    sender.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, linger_s))
+    return sender, [listener, listener.accept()[0]]
+
+
+@pytest.mark.skipif(not PASSRIGHTS, reason="needs Linux 6.16")
+def test_the_kernel_refuses_descriptors_of_strangers(echo: EchoServer) -> None:
+    """Before the server hears of them, and after it; who sends none is served."""
+    with connect_raw(echo) as raw_socket, contextlib.closing(echo.connections()) as connections:
+        for _ in range(2):
+            with pytest.raises(PermissionError):
+                socket.send_fds(raw_socket, [b"{}"], [0])
+            assert not exchange_message(connections)
+
+
+@pytest.mark.parametrize("packets", [1, 3], ids=["received", "not received"])
+def test_a_descriptor_that_is_slow_to_close_holds_up_no_close(packets: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stranger's socket lingers where it is closed last, on a kernel that lets it in; `close` returns."""
+    monkeypatch.setattr(listener, "_SO_PASSRIGHTS", -1)
+    monkeypatch.setattr(server, "CLOSE_S", 0.1)
+    sent, got = threading.Event(), threading.Event()
+
+    def serve(connection: UnixSocketConnection) -> None:
+        assert sent.wait(30)
+        _, descriptors = connection.receive(soon())
+        got.set()
+        close_all(descriptors)
+        connection.receive(soon())
+
+    slow, others = lingering_socket(LINGER_S)
+    echo = EchoServer()
+    echo.server.close()
+    echo.server = LocalServer("slow", None, serve, nice=0)
+    with connect_raw(echo) as raw_socket:
+        for _ in range(packets):
+            socket.send_fds(raw_socket, [b"{}"], [slow.fileno()])
+        sent.set()
+        # The message's copy is now the last: this side's is closed without lingering, as it is not.
+        slow.close()
+        assert got.wait(30)
+        closing = threading.Thread(target=echo.server.close, daemon=True)
+        closing.start()
+        closing.join(LINGER_S / 2)
+        assert not closing.is_alive()
+    for other in others:
+        other.close()
+
+
+def test_close_waits_for_who_touches_memory() -> None:
+    """However long that takes, and nobody begins to after it."""
+    begun, release = threading.Event(), threading.Event()
+    late: list[str] = []
+
+    def serve(connection: UnixSocketConnection) -> None:
+        with made.memory_access():
+            begun.set()
+            release.wait(30)
+        try:
+            with made.memory_access():
+                late.append("touched")
+        except SourceUnavailable as error:
+            late.append(error.kind)
+
+    made = LocalServer("touch", None, serve, nice=0)
+    with contextlib.closing(ConnectionPool(made.parameters, 30)) as connections:
+        connections.open(soon())
+        assert begun.wait(30)
+        closing = threading.Thread(target=made.close, daemon=True)
+        closing.start()
+        assert made._closing.wait(30)
+        closing.join(0.1)
+        waited = closing.is_alive()
+        release.set()
+        closing.join()
+    assert (True, ["SourceGone"]) == (waited, late)
+
+
+def test_holds_take_no_places() -> None:
+    """A fork that holds on still has all of its places, and no more than a few holds."""
+    made = LocalServer("hold", None, lambda connection: None, nice=0)
+    crowd = [UnixSocketConnection(socket.socket()) for _ in range(MAX_CONNECTIONS_PER_FORK + MAX_PINS_PER_FORK + 2)]
+    made._unauthenticated |= dict.fromkeys(crowd)
+    pin_results = [made.pin(connection, "fork-1") for connection in crowd[: MAX_PINS_PER_FORK + 1]]
+    slot_results = [made.acquire_slot(connection, "fork-1") for connection in crowd[MAX_PINS_PER_FORK + 1 :]]
+    made.close()
+    for connection in crowd:
+        connection.close()
+    assert (MAX_PINS_PER_FORK, False) == (pin_results.count(True), pin_results[-1])
+    assert (MAX_CONNECTIONS_PER_FORK, False) == (slot_results.count(True), slot_results[-1])
+
+
+def test_a_connection_is_kept_for_the_next_read(echo: EchoServer) -> None:
+    """But not one on which something failed."""
+    with contextlib.closing(echo.connections()) as connections:
+        with connections.lease(soon()) as first:
+            pass
+        with pytest.raises(KeyError), connections.lease(soon()) as second:
+            raise KeyError
+        with connections.lease(soon()) as third:
+            assert (True, False) == (first is second, second is third)
+
+
+def test_strangers_keep_no_reader_out(echo: EchoServer) -> None:
+    """The lobby loses its oldest; who has a place stays, and who comes is served."""
+    with contextlib.closing(echo.connections()) as connections, contextlib.ExitStack() as crowd:
+        assert exchange_message(connections, "fork-1")
+        idle_connections = [
+            crowd.enter_context(contextlib.closing(echo.connections())) for _ in range(MAX_UNAUTHENTICATED + 20)
+        ]
+        for idle_connection in idle_connections:
+            idle_connection.open(soon())
+        newest = crowd.enter_context(contextlib.closing(echo.connections()))
+        assert (True, True) == (exchange_message(connections, "fork-1"), exchange_message(newest, "fork-2"))
+
+
+def test_one_fork_has_a_bounded_number_of_places(echo: EchoServer) -> None:
+    """However many connections it opens; others still get one."""
+    with contextlib.ExitStack() as crowd:
+        fork_connections = [
+            crowd.enter_context(contextlib.closing(echo.connections())) for _ in range(MAX_CONNECTIONS_PER_FORK + 2)
+        ]
+        slot_results = [exchange_message(connections, "fork-1") for connections in fork_connections]
+        other = crowd.enter_context(contextlib.closing(echo.connections()))
+        assert (MAX_CONNECTIONS_PER_FORK, True) == (
+            slot_results.count(True),
+            exchange_message(other, "fork-2"),
+        )

@@ -1,0 +1,143 @@
+"""Sockets with and without a file: where they lie, who may reach them, and what is said where nobody can."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import stat
+from pathlib import Path
+
+import pytest
+
+from rfork.errors import NotSameHost, SettingsError, SourceCorrupt, SourceUnavailable, TargetError
+from rfork.transport.unix_socket.client import ConnectionPool
+from rfork.transport.unix_socket.host_identity import socket_path
+from tests.integration.unix_socket.echo_server import EchoServer, exchange_message
+from tests.transport_contract import soon
+
+
+def test_another_process_at_the_sources_socket(echo: EchoServer) -> None:
+    """Who took the name of a source that died is not believed, where the numbers of processes compare."""
+    parameters = {**echo.server.parameters, "process": "1 0"}
+    with pytest.raises(SourceUnavailable, match="another process"):
+        ConnectionPool(parameters, 30).open(soon())
+    apart = {**parameters, "numbering": "pid:[1] user:[1]"}
+    with contextlib.closing(ConnectionPool(apart, 30)) as connections:
+        connections.open(soon())
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM])
+def test_a_socket_that_may_not_be_connected_to(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another user's, or one with another label: the next transport is taken, and the hint says why."""
+    echo = EchoServer()
+
+    def refuse(*arguments: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(socket.socket, "connect", refuse)
+        with pytest.raises(NotSameHost) as caught:
+            echo.connections().open(soon())
+    echo.server.close()
+    assert all(word in caught.value.hint for word in ("user", "SELinux"))
+
+
+def test_a_socket_that_cannot_be() -> None:
+    """What a source says is its socket is no path: that is its fault."""
+    echo = EchoServer()
+    with pytest.raises(SourceCorrupt):
+        ConnectionPool({**echo.server.parameters, "socket": "/a\0b/c"}, 30).open(soon())
+    echo.server.close()
+
+
+def test_a_side_without_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It blames itself, and neither the source nor the host."""
+    echo = EchoServer()
+    connections = echo.connections()
+
+    def refuse(*arguments: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(socket, "socket", refuse)
+        with pytest.raises(TargetError):
+            connections.open(soon())
+    echo.server.close()
+
+
+def test_a_socket_in_a_folder_is_this_users_alone(tmp_path: Path) -> None:
+    """Its file has mode 0600, and is gone with the server."""
+    echo = EchoServer(tmp_path)
+    modes = [stat.S_IMODE(file.stat().st_mode) for file in tmp_path.iterdir()]
+    echo.server.close()
+    assert ([0o600], []) == (modes, list(tmp_path.iterdir()))
+
+
+def test_a_folder_with_a_long_name(tmp_path: Path) -> None:
+    """The kernel's limit on the paths of sockets is not the folder's."""
+    folder = tmp_path / ("long-" * 40)
+    folder.mkdir()
+    echo = EchoServer(folder)
+    with contextlib.closing(echo.connections()) as connections:
+        connections.open(soon())
+        assert exchange_message(connections, "fork-1")
+    echo.server.close()
+
+
+def test_sockets_of_the_dead_are_swept(tmp_path: Path) -> None:
+    """What nobody listens on any more is removed; what somebody does is not, nor what is no socket."""
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dead,
+        socket_path(tmp_path / "rfork-dead.socket") as path,
+    ):
+        dead.bind(path)
+    (tmp_path / "rfork-notes.socket").write_text("mine")
+    first = EchoServer(tmp_path)
+    second = EchoServer(tmp_path)
+    names = {file.name for file in tmp_path.iterdir()}
+    alive = {Path(made.server.parameters["socket"]).name for made in (first, second)}
+    for made in (first, second):
+        made.server.close()
+    assert alive | {"rfork-notes.socket"} == names
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    """Is an error that names the setting."""
+    with pytest.raises(SettingsError, match="RFORK_LOCAL_SOCKETS"):
+        EchoServer(tmp_path / "nowhere")
+
+
+def test_a_folder_that_is_mounted_elsewhere(tmp_path: Path) -> None:
+    """The reader looks where it sees the folder itself."""
+    folder, other = tmp_path / "a", tmp_path / "b"
+    folder.mkdir()
+    other.symlink_to(folder)
+    echo = EchoServer(folder)
+    parameters = {
+        **echo.server.parameters,
+        "socket": f"/nowhere/{Path(echo.server.parameters['socket']).name}",
+    }
+    with contextlib.closing(ConnectionPool(parameters, 30, folder=other)) as connections:
+        connections.open(soon())
+        assert exchange_message(connections, "fork-1")
+    echo.server.close()
+    with pytest.raises(SourceUnavailable):
+        ConnectionPool(parameters, 30, folder=other).open(soon())
+
+
+def test_a_source_that_has_gone_and_one_elsewhere(echo: EchoServer) -> None:
+    """A closed server is SourceUnavailable; one that this side cannot see is NotSameHost, and says what to share."""
+    reached = echo.connections()
+    reached.open(soon())
+    echo.server.close()
+    for connections in (reached, echo.connections()):
+        with pytest.raises(SourceUnavailable), connections.lease(soon()) as connection:
+            connection.receive(soon())
+    elsewhere = {**echo.server.parameters, "network": "net:[1]", "folder": "1:1"}
+    with pytest.raises(NotSameHost) as caught:
+        ConnectionPool(elsewhere, 30).open(soon())
+    assert "RFORK_LOCAL_SOCKETS" in caught.value.hint
+    with pytest.raises(NotSameHost, match="another host"):
+        ConnectionPool({**echo.server.parameters, "boot": "another"}, 30).open(soon())

@@ -1,0 +1,348 @@
+"""The Helm chart on a real API server: installed, upgraded while its hooks have written, uninstalled."""
+
+from __future__ import annotations
+
+import base64
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from lightkube import ApiError, Client, KubeConfig
+from lightkube.models.meta_v1 import ObjectMeta
+from lightkube.resources.admissionregistration_v1 import MutatingWebhookConfiguration
+from lightkube.resources.apps_v1 import Deployment
+from lightkube.resources.coordination_v1 import Lease
+from lightkube.resources.core_v1 import ConfigMap, Namespace, Pod, Secret, Service, ServiceAccount
+from lightkube.resources.networking_v1 import NetworkPolicy
+from lightkube.resources.rbac_authorization_v1 import ClusterRole, ClusterRoleBinding, Role, RoleBinding
+
+from planner.integrations.kubernetes import cluster_client, names
+from planner.integrations.kubernetes.cluster import ClusterUnavailable
+from planner.integrations.kubernetes.secrets import connect_secrets
+from rfork.settings import KubernetesSettings
+from tests.kube.chart import CHART, Document, HelmFailed, helm_run
+from tests.kube.chart_values import VALUE_SETS
+from tests.kube.control_plane import ControlPlane
+from tests.kube.watch_recorder import observe_pod, pod
+
+CLUSTER_WIDE: tuple[type[Any], ...] = (ClusterRole, ClusterRoleBinding, MutatingWebhookConfiguration)
+NAMESPACED: tuple[type[Any], ...] = (
+    ConfigMap,
+    Deployment,
+    Lease,
+    NetworkPolicy,
+    Role,
+    RoleBinding,
+    Secret,
+    Service,
+    ServiceAccount,
+)
+ELSEWHERE = ("KEDA, monitored", "cert-manager", "cert-manager's own issuer, mTLS", "many namespaces")
+"""Sets of values that need kinds, or namespaces, that the cluster lacks."""
+KEY, CERTIFICATE, AUTHORITY = b"a key", b"a certificate", b"an authority"
+
+
+@dataclass(frozen=True)
+class HelmRelease:
+    """A release of the chart in a namespace of its own; its name is the namespace's."""
+
+    helm: Path
+    plane: ControlPlane
+    admin: Client
+    namespace: str
+
+    @property
+    def fullname(self) -> str:
+        """What the names of its objects begin with."""
+        return f"{self.namespace}-rfork"
+
+    def run(self, verb: str, *words: str, values: Document | None = None) -> str:
+        """helm VERB; raises HelmFailed."""
+        chart = () if verb == "uninstall" else (str(CHART),)
+        return helm_run(
+            self.helm, verb, self.namespace, *chart, "--namespace", self.namespace, *words,
+            values=values, kubeconfig=self.plane.kubeconfig,
+        )  # fmt: skip
+
+    def objects(self) -> list[str]:
+        """Everything in its namespace that is not the cluster's own, and what it has beside: KIND/NAME."""
+        found = [
+            f"{kind.__name__}/{each.metadata.name}"
+            for kind in NAMESPACED
+            for each in self.admin.list(kind, namespace=self.namespace)
+            if each.metadata and each.metadata.name not in ("default", "kube-root-ca.crt")
+        ]
+        return found + [
+            f"{kind.__name__}/{each.metadata.name}"
+            for kind in CLUSTER_WIDE
+            for each in self.admin.list(kind, labels={"app.kubernetes.io/instance": self.namespace})
+            if each.metadata
+        ]
+
+    def secret(self, name: str) -> dict[str, str]:
+        """The data of a Secret, in base64."""
+        return dict(self.admin.get(Secret, name, namespace=self.namespace).data or {})
+
+    def bundles(self) -> list[str | None]:
+        """The caBundle of each of its webhooks, in base64."""
+        found = self.admin.get(MutatingWebhookConfiguration, self.fullname).webhooks or []
+        return [hook.clientConfig.caBundle or None for hook in found]
+
+    def settings(self, component: str) -> KubernetesSettings:
+        """As a Pod of that component would have them, with its ServiceAccount's rights."""
+        return KubernetesSettings(
+            namespace=self.namespace,
+            kubeconfig=self.plane.kubeconfig_for(self.namespace, f"{self.fullname}-{component}"),
+        )
+
+
+@pytest.fixture
+def release(helm: Path, plane: ControlPlane, admin: Client, namespace: str) -> Iterator[HelmRelease]:
+    """A release that is not installed yet; whatever is left of it at the end goes."""
+    here = HelmRelease(helm, plane, admin, namespace)
+    yield here
+    for kind in CLUSTER_WIDE:
+        for each in admin.list(kind, labels={"app.kubernetes.io/instance": namespace}):
+            if each.metadata and each.metadata.name:
+                admin.delete(kind, each.metadata.name)
+
+
+def test_install_makes_what_it_should_and_says_what_next(release: HelmRelease) -> None:
+    """Everything is there after an install, the release's Deployments too, and the notes tell what to do."""
+    output = release.run("install")
+    deployments = release.admin.list(Deployment, namespace=release.namespace)
+    name = release.fullname
+    assert {f"{name}-planner": 1, f"{name}-webhook": 2, f"{name}-controller": 2} == {
+        each.metadata.name: each.spec.replicas for each in deployments if each.metadata and each.spec
+    }
+    assert [None, None] == release.bundles()
+    assert '"rfork.dev/model": "MODEL"' in output
+    assert "<no value>" not in output
+    policy = f"NetworkPolicy/{name}-instances"
+    assert policy not in release.objects()
+
+    output = release.run("upgrade", values={"networkPolicy": {"instances": {"enabled": True}}})
+    # 1.20, on which tests may run, has no ranges of ports: who thinks instances are guarded is told.
+    guarded = policy in release.objects()
+    assert (guarded, not guarded) == (
+        "does not know `endPort`, nobody reaches the engines" in output,
+        "instances got no NetworkPolicy" in output,
+    )
+
+
+def test_dry_run_on_the_server_takes_all_and_makes_nothing(release: HelmRelease) -> None:
+    """`--dry-run=server` passes every object by the API server, and leaves nothing behind."""
+    values = {"keda": {"enabled": True}, "planner": {"store": {"redis": {"url": "redis://redis:6379/0"}}}}
+    assert "kind: MutatingWebhookConfiguration" in release.run("install", "--dry-run=server", values=values)
+    assert [] == release.objects()
+
+
+@pytest.mark.parametrize("server_side", ["true", "false"])
+async def test_upgrade_keeps_what_hooks_wrote(release: HelmRelease, server_side: str) -> None:
+    """An upgrade changes what its values say; tokens, certificate, caBundle and leader stay as they are.
+
+    What the hooks write they write with the rights that the chart grants them.
+    """
+    applied = f"--server-side={server_side}"
+    release.run("install", applied)
+    tokens = (release.secret(f"{release.fullname}-planner"), release.secret("rfork-instance"))
+    await _write_certificate(release)
+    await _lead(release, "controller-1")
+    tls = release.secret(f"{release.fullname}-webhook-tls")
+
+    changed = {
+        "webhook": {"timeoutSeconds": 3, "replicas": 3},
+        "planner": {"store": {"redis": {"url": "redis://redis:6379/0"}}},
+        "keda": {"enabled": True},
+    }
+    release.run("upgrade", applied, values=changed)
+
+    assert tokens == (release.secret(f"{release.fullname}-planner"), release.secret("rfork-instance"))
+    assert {"tls.key": KEY, "tls.crt": CERTIFICATE} == {name: base64.b64decode(value) for name, value in tls.items()}
+    assert tls == release.secret(f"{release.fullname}-webhook-tls")
+    assert [base64.b64encode(AUTHORITY).decode()] * 2 == release.bundles()
+    lease = release.admin.get(Lease, f"{release.fullname}-controller", namespace=release.namespace)
+    assert lease.spec is not None
+    assert "controller-1" == lease.spec.holderIdentity
+    webhook = release.admin.get(Deployment, f"{release.fullname}-webhook", namespace=release.namespace)
+    hooks = release.admin.get(MutatingWebhookConfiguration, release.fullname).webhooks or []
+    assert webhook.spec is not None
+    assert (3, [3, 2]) == (webhook.spec.replicas, [hook.timeoutSeconds for hook in hooks])
+    assert f"Service/{release.fullname}-scaler" in release.objects()
+
+    # And back: from several planners to one that is never run twice.
+    release.run("upgrade", applied, values={"webhook": {"replicas": 2}})
+    planner = release.admin.get(Deployment, f"{release.fullname}-planner", namespace=release.namespace)
+    assert planner.spec is not None
+    assert planner.spec.strategy is not None
+    assert (1, "Recreate", None) == (
+        planner.spec.replicas,
+        planner.spec.strategy.type,
+        planner.spec.strategy.rollingUpdate,
+    )
+    assert f"Service/{release.fullname}-scaler" not in release.objects()
+    assert tokens == (release.secret(f"{release.fullname}-planner"), release.secret("rfork-instance"))
+    assert [base64.b64encode(AUTHORITY).decode()] * 2 == release.bundles()
+
+
+@pytest.mark.parametrize("server_side", ["true", "false"])
+def test_any_values_can_follow_any(release: HelmRelease, server_side: str) -> None:
+    """One release goes through sets of values with little in common: what one leaves hinders no other."""
+    applied = f"--server-side={server_side}"
+    release.run("install", applied)
+    sets = {name: values for name, values in VALUE_SETS.items() if name not in ELSEWHERE}
+    mutual = {"tls": {"enabled": True, "existingSecret": "t", "clientCertificates": True}}
+    for values in (*sets.values(), {"planner": mutual}, {"logs": {"json": False}}):
+        release.run("upgrade", applied, "--reset-values", values=values)
+    planner = release.admin.get(Deployment, f"{release.fullname}-planner", namespace=release.namespace)
+    assert planner.spec is not None
+    assert 1 == planner.spec.replicas
+
+
+async def test_uninstall_leaves_nothing(release: HelmRelease) -> None:
+    """After an uninstall nothing is left, not even what the hooks wrote."""
+    release.run("install")
+    await _write_certificate(release)
+    await _lead(release, "controller-1")
+    release.run("uninstall", "--cascade=background")
+    # Deployments go by a finalizer-free delete; there is no kubelet here that would keep Pods.
+    assert [] == release.objects()
+
+
+async def test_hooks_may_do_no_more(release: HelmRelease) -> None:
+    """The webhook reads no other Secret, the planner's least of all; the controller no other Lease."""
+    release.run("install")
+    store = connect_secrets(release.settings("webhook"))
+    try:
+        with pytest.raises(ClusterUnavailable, match="forbidden"):
+            await store.read_secret(f"{release.fullname}-planner", release.namespace)
+    finally:
+        await store.close()
+    cluster = cluster_client.connect(release.settings("controller"))
+    try:
+        with pytest.raises(ClusterUnavailable, match="forbidden"):
+            await cluster.read_lease("another", release.namespace)
+    finally:
+        await cluster.close()
+
+
+async def test_controller_marks_pods_and_changes_none(release: HelmRelease) -> None:
+    """Conditions and annotations of a Pod are the controller's to write; what it runs is not, nor its end."""
+    release.run("install")
+    release.admin.create(pod(release.namespace, "mine"))
+    settings = release.settings("controller")
+    cluster = cluster_client.connect(settings)
+    try:
+        mine = await observe_pod(cluster, release.namespace, "mine")
+        await cluster.annotate(mine, {names.DELETION_COST: "1"})
+        await cluster.set_condition(mine, names.WEIGHTS_READY, status=True, reason="Forked", message="")
+    finally:
+        await cluster.close()
+    image = {"spec": {"containers": [{"name": "engine", "image": "another"}]}}
+    assert settings.kubeconfig is not None
+    with Client(KubeConfig.from_file(settings.kubeconfig), trust_env=False) as controller:
+        for change in (
+            lambda: controller.patch(Pod, "mine", image, namespace=release.namespace),
+            lambda: controller.delete(Pod, "mine", namespace=release.namespace),
+        ):
+            with pytest.raises(ApiError, match="forbidden"):
+                change()
+        # The status is let through, and the rest of such a patch has no effect.
+        controller.patch(Pod.Status, "mine", image, namespace=release.namespace)
+    marked = release.admin.get(Pod, "mine", namespace=release.namespace)
+    assert marked.metadata is not None
+    assert marked.spec is not None
+    assert marked.status is not None
+    conditions = {each.type: each.status for each in marked.status.conditions or ()}
+    assert ({names.DELETION_COST: "1"}, "True", ["none"]) == (
+        marked.metadata.annotations,
+        conditions.get(names.WEIGHTS_READY),
+        [each.image for each in marked.spec.containers],
+    )
+
+
+async def test_webhook_sees_who_leads_and_takes_nothing(release: HelmRelease) -> None:
+    """The Lease that the controller takes can be read by the webhook, and by no means be written."""
+    release.run("install")
+    await _lead(release, "controller-1")
+    name = f"{release.fullname}-controller"
+    cluster = cluster_client.connect(release.settings("webhook"))
+    try:
+        seen = await cluster.read_lease(name, release.namespace)
+        assert "controller-1" == seen.holder
+        with pytest.raises(ClusterUnavailable, match="forbidden"):
+            await cluster.write_lease(name, release.namespace, "webhook", 15.0, seen.version)
+    finally:
+        await cluster.close()
+
+
+def test_tokens_reach_the_namespaces_of_instances(release: HelmRelease) -> None:
+    """Each namespace that instances run in gets a token of its own, and loses it with the release."""
+    other = f"{release.namespace}-team"
+    release.admin.create(Namespace(metadata=ObjectMeta(name=other)))
+    try:
+        release.run("install", values={"instances": {"namespaces": [other]}})
+        token = release.admin.get(Secret, "rfork-instance", namespace=other).data or {}
+        assert release.secret(f"{release.fullname}-planner")[f"instance-token-{other}"] == token["token"]
+        release.run("uninstall")
+        with pytest.raises(ApiError, match="not found"):
+            release.admin.get(Secret, "rfork-instance", namespace=other)
+    finally:
+        release.admin.delete(Namespace, other, grace_period=0)
+
+
+def test_a_second_release_does_not_take_what_is_there(release: HelmRelease) -> None:
+    """Objects of another release, or nobody's, are not taken over: the install fails and says which."""
+    release.run("install", values={"controller": {"enabled": False}})
+    with pytest.raises(HelmFailed, match="cannot be imported into the current release"):
+        helm_run(
+            release.helm, "install", "second", str(CHART), "--namespace", release.namespace,
+            values={"fullnameOverride": release.fullname}, kubeconfig=release.plane.kubeconfig,
+        )  # fmt: skip
+
+
+def test_kubectl_takes_what_helm_renders(release: HelmRelease, kubectl: Path, tmp_path: Path) -> None:
+    """Whoever renders with helm and applies with kubectl gets the same: nothing needs helm itself."""
+    text = helm_run(
+        release.helm, "template", release.namespace, str(CHART), "--namespace", release.namespace,
+        "--kube-version", "{}.{}".format(*release.plane.version), values={},
+    )  # fmt: skip
+    manifest = tmp_path / "rfork.yaml"
+    manifest.write_text(text)
+    done = subprocess.run(
+        [kubectl, "--kubeconfig", release.plane.kubeconfig, "apply", "--dry-run=server", "-f", manifest],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ("", 0) == (done.stderr, done.returncode)
+    assert len([each for each in yaml.safe_load_all(text) if each]) == len(done.stdout.splitlines())
+
+
+async def _write_certificate(release: HelmRelease) -> None:
+    """As the webhook does: its certificate into the Secret, its authority into the configuration."""
+    store = connect_secrets(release.settings("webhook"))
+    try:
+        name = f"{release.fullname}-webhook-tls"
+        empty = await store.read_secret(name, release.namespace)
+        assert {} == empty.data
+        data = {"tls.key": KEY, "tls.crt": CERTIFICATE}
+        await store.write_secret(name, release.namespace, data, empty.version)
+        seen = await store.read_bundles(release.fullname)
+        await store.write_bundles(release.fullname, dict.fromkeys(seen.bundles, AUTHORITY), seen.version)
+    finally:
+        await store.close()
+
+
+async def _lead(release: HelmRelease, holder: str) -> None:
+    """As the controller does: take the Lease."""
+    cluster = cluster_client.connect(release.settings("controller"))
+    try:
+        name = f"{release.fullname}-controller"
+        free = await cluster.read_lease(name, release.namespace)
+        assert free.holder is None
+        await cluster.write_lease(name, release.namespace, holder, 15.0, free.version)
+    finally:
+        await cluster.close()

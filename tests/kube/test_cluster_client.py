@@ -1,0 +1,268 @@
+"""Calls of the hooks to a real API server: rights, Pods, Events, Leases, and an election over one."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator
+
+import pytest
+from lightkube import Client
+from lightkube.models.meta_v1 import ObjectMeta
+from lightkube.resources.core_v1 import Event, Pod, ServiceAccount
+
+from planner.integrations.kubernetes import names
+from planner.integrations.kubernetes.cluster import (
+    Cluster,
+    ClusterUnavailable,
+    NotFound,
+    ResourceConflict,
+    Synced,
+)
+from planner.integrations.kubernetes.cluster_client import connect
+from planner.integrations.kubernetes.leader_election import LeaderElection
+from planner.integrations.kubernetes.leader_watch import LeaderWatch
+from rfork.settings import KubernetesSettings
+from tests.kube.control_plane import ControlPlane
+from tests.kube.watch_recorder import SOON_S, Post, observe_pod, pod, pod_upserted, recording
+
+RULES = [
+    (("",), ("pods",), ("list", "watch")),
+    (("",), ("pods/status",), ("patch",)),
+    (("",), ("nodes",), ("list", "watch")),
+    (("",), ("events",), ("create", "patch")),
+    (("apps",), ("deployments", "statefulsets"), ("list", "watch")),
+    (("leaderworkerset.x-k8s.io",), ("leaderworkersets",), ("list", "watch")),
+    (("coordination.k8s.io",), ("leases",), ("get", "create", "update")),
+]
+
+
+@pytest.fixture
+async def other(plane: ControlPlane, namespace: str) -> AsyncIterator[Cluster]:
+    """The cluster, through another client."""
+    made = connect(KubernetesSettings(kubeconfig=plane.kubeconfig, namespace=namespace))
+    yield made
+    await made.close()
+
+
+async def test_the_role_is_enough(
+    plane: ControlPlane, admin: Client, namespace: str, post: Post, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without rights nothing is raised or seen, and one line says why; the rights of the table are enough."""
+    admin.create(ServiceAccount(metadata=ObjectMeta(name="hook", namespace=namespace)))
+    settings = KubernetesSettings(kubeconfig=plane.kubeconfig_for(namespace, "hook"), namespace=namespace)
+    cluster = connect(settings)
+    user = f"system:serviceaccount:{namespace}:hook"
+    async with recording(cluster.pods()) as recorder:
+        with pytest.raises(ClusterUnavailable, match=r"403 .* is forbidden"):
+            await cluster.read_lease("none", namespace)
+        await asyncio.sleep(2)  # tries again meanwhile
+        assert [] == recorder.events
+        assert 1 == sum("watch_failed of=pods" in record.getMessage() for record in caplog.records)
+        assert {403} == {call.code for call in plane.calls(user)}
+        refused = len(plane.calls(user))
+        rules = [{"apiGroups": list(a), "resources": list(b), "verbs": list(c)} for a, b, c in RULES]
+        rbac = "/apis/rbac.authorization.k8s.io/v1"
+        post(f"{rbac}/clusterroles", {"metadata": {"name": namespace}, "rules": rules})
+        subject = {"kind": "ServiceAccount", "name": "hook", "namespace": namespace}
+        role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": namespace}
+        binding = {"metadata": {"name": namespace}, "roleRef": role, "subjects": [subject]}
+        post(f"{rbac}/clusterrolebindings", binding)
+        admin.create(pod(namespace, "mine"))
+        await recorder.until(
+            lambda event: pod_upserted("mine")(event) or (isinstance(event, Synced) and any(event.items))
+        )
+    mine = await observe_pod(cluster, namespace, "mine")
+    await cluster.annotate(mine, {"a": "b"})
+    await cluster.set_condition(mine, names.WEIGHTS_READY, status=True, reason="Forked", message="")
+    await cluster.emit_event(mine.ref, "Normal", "Forked", "once")
+    await cluster.emit_event(mine.ref, "Normal", "Forked", "once")
+    lease = await cluster.write_lease("it", namespace, "me", 15, "")
+    await cluster.write_lease("it", namespace, None, 15, lease.version)
+    async with recording(cluster.workloads()) as workloads, recording(cluster.nodes()) as nodes:
+        await workloads.until(lambda each: isinstance(each, Synced))
+        await nodes.until(lambda each: isinstance(each, Synced))
+    await cluster.close()
+    late = [call for call in plane.calls(user)[refused:] if call.resource != "pods" or call.verb != "list"]
+    assert [] == [call for call in late if call.code == 403]
+
+
+async def test_events_are_counted_up(cluster: Cluster, other: Cluster, admin: Client, namespace: str) -> None:
+    """One like it is the same Event, whichever replica tells it; where that one is gone, it is a new one."""
+    admin.create(pod(namespace, "mine"))
+    mine = await observe_pod(cluster, namespace, "mine")
+
+    def events() -> list[tuple[str | None, str | None, int | None]]:
+        found = [each for each in admin.list(Event, namespace=namespace) if each.involvedObject.kind == "Pod"]
+        return sorted((each.reason, each.message, each.count) for each in found)
+
+    for event_client in (cluster, cluster, other):
+        await event_client.emit_event(mine.ref, "Normal", "Forked", "15.2 GB")
+    await cluster.emit_event(mine.ref, "Warning", "FellBack", "x" * 5000)
+    assert [("FellBack", "x" * 999 + "…", 1), ("Forked", "15.2 GB", 3)] == events()
+    for event in admin.list(Event, namespace=namespace):
+        assert "rfork.dev/controller" == event.reportingComponent
+        assert mine.uid == event.involvedObject.uid
+        if event.reason == "FellBack" and event.metadata:
+            admin.delete(Event, str(event.metadata.name), namespace=namespace)
+    await asyncio.gather(
+        *(event_client.emit_event(mine.ref, "Warning", "FellBack", "x" * 5000) for event_client in (cluster, other))
+    )
+    assert [("FellBack", "x" * 999 + "…", 2), ("Forked", "15.2 GB", 3)] == events()
+    await cluster.emit_event(dataclasses.replace(mine.ref, kind="Node", namespace=""), "Normal", "Seen", namespace)
+
+
+async def test_conditions_and_annotations(cluster: Cluster, admin: Client, namespace: str) -> None:
+    """A condition keeps the time of its last transition; what others wrote stays as it is."""
+    theirs = {"type": "example.com/theirs", "status": "True"}
+    admin.create(pod(namespace, "mine"))
+    admin.patch(Pod.Status, "mine", {"status": {"conditions": [theirs]}}, namespace=namespace)
+    admin.patch(Pod, "mine", {"metadata": {"annotations": {"theirs": "1"}}}, namespace=namespace)
+
+    def condition() -> tuple[str, str | None, str | None, object]:
+        status = admin.get(Pod, "mine", namespace=namespace).status
+        (each,) = [each for each in (status.conditions if status else None) or [] if each.type == "ours"]
+        return each.status, each.reason, each.message, each.lastTransitionTime
+
+    mine = await observe_pod(cluster, namespace, "mine")
+    await cluster.annotate(mine, {"a": "1", "b": "2"})
+    await cluster.annotate(mine, {"a": None, "b": "3", "c": None})
+    await cluster.set_condition(mine, "ours", status=False, reason="Waits", message="one")
+    first = condition()
+    assert ("False", "Waits", "one") == first[:3]
+    assert first[3] is not None
+    mine = await observe_pod(cluster, namespace, "mine")
+    assert {"theirs": "1", "b": "3"} == mine.annotations
+    assert {"example.com/theirs": True, "ours": False} == mine.conditions
+    await cluster.set_condition(mine, "ours", status=False, reason="Waits", message="two")
+    assert ("False", "Waits", "two", first[3]) == condition()
+    await cluster.set_condition(mine, "ours", status=True, reason="Ready", message="")
+    assert ("True", "Ready", None) == condition()[:3]
+    assert {"example.com/theirs": True, "ours": True} == (await observe_pod(cluster, namespace, "mine")).conditions
+
+
+async def test_annotations_come_by_a_way_that_leads_to_no_specification(
+    cluster: Cluster, admin: Client, namespace: str
+) -> None:
+    """A Pod's status takes its annotations; an image and what else the Pod is told stay as they are there."""
+    made = admin.create(pod(namespace, "mine"))
+    mine = await observe_pod(cluster, namespace, "mine")
+    await cluster.annotate(mine, {"a": "1", "b": "2"})
+    await cluster.annotate(mine, {"a": None})
+    assert {"b": "2"} == (await observe_pod(cluster, namespace, "mine")).annotations
+    meddling = {
+        "metadata": {"annotations": {"b": "3"}},
+        "spec": {
+            "activeDeadlineSeconds": 1,
+            "containers": [{"name": "engine", "image": "evil"}],
+            "tolerations": [{"operator": "Exists"}],
+        },
+    }
+    after = admin.patch(Pod.Status, "mine", meddling, namespace=namespace)
+    assert after.metadata is not None
+    assert (made.spec, {"b": "3"}) == (after.spec, after.metadata.annotations)
+    assert made.spec == admin.get(Pod, "mine", namespace=namespace).spec
+
+
+async def test_the_webhook_sees_who_leads(
+    plane: ControlPlane, cluster: Cluster, admin: Client, namespace: str, post: Post
+) -> None:
+    """Allowed to get the one Lease, and no more: from the leader's first renewals on until it gives up."""
+    admin.create(ServiceAccount(metadata=ObjectMeta(name="webhook", namespace=namespace)))
+    settings = KubernetesSettings(
+        kubeconfig=plane.kubeconfig_for(namespace, "webhook"),
+        namespace=namespace,
+        lease="it",
+        lease_s=5,
+        poll_interval_s=0.2,
+    )
+    rbac = f"/apis/rbac.authorization.k8s.io/v1/namespaces/{namespace}"
+    leases = {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"], "resourceNames": ["it"]}
+    post(f"{rbac}/roles", {"metadata": {"name": "webhook"}, "rules": [{**leases, "verbs": ["get"]}]})
+    role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "webhook"}
+    subject = {"kind": "ServiceAccount", "name": "webhook", "namespace": namespace}
+    binding = {"metadata": {"name": "webhook"}, "roleRef": role, "subjects": [subject]}
+    post(f"{rbac}/rolebindings", binding)
+    leading, own = LeaderWatch(settings), connect(settings)
+    watch_task = asyncio.create_task(leading.follow(own))
+    election = LeaderElection(cluster, "it", namespace, "a", 5.0)
+
+    async def act() -> None:
+        await asyncio.Event().wait()
+
+    async def until(expected: bool) -> None:
+        while leading() is not expected:
+            await asyncio.sleep(0.1)
+
+    assert not leading()
+    controller = asyncio.create_task(election.run(act))
+    try:
+        async with asyncio.timeout(SOON_S):
+            await until(True)
+            controller.cancel()
+            await until(False)
+    finally:
+        watch_task.cancel()
+        await asyncio.gather(watch_task, controller, return_exceptions=True)
+        await own.close()
+    calls = plane.calls(f"system:serviceaccount:{namespace}:webhook")
+    assert {("get", "leases", "it")} == {(call.verb, call.resource, call.name) for call in calls}
+    assert 200 in {call.code for call in calls}
+
+
+async def test_a_pod_that_is_gone(cluster: Cluster, admin: Client, namespace: str) -> None:
+    """One that took the name of another is not taken for it."""
+    admin.create(pod(namespace, "mine"))
+    mine = await observe_pod(cluster, namespace, "mine")
+    for other in (
+        dataclasses.replace(mine, uid="00000000-0000-0000-0000-000000000000"),
+        dataclasses.replace(mine, name="nobody"),
+    ):
+        with pytest.raises(NotFound):
+            await cluster.annotate(other, {"a": "1"})
+        with pytest.raises(NotFound):
+            await cluster.set_condition(other, "ours", status=True, reason="Ready", message="")
+    assert {} == (await observe_pod(cluster, namespace, "mine")).annotations
+
+
+async def test_a_lease_between_two_clients(cluster: Cluster, other: Cluster, namespace: str) -> None:
+    """Who writes a version that is not the newest any more is told so, whatever it writes."""
+    assert "" == (await cluster.read_lease("it", namespace)).version
+    first = await cluster.write_lease("it", namespace, "a", 14.2, "")
+    assert ("a", 15.0) == (first.holder, first.duration_s)
+    with pytest.raises(ResourceConflict):
+        await other.write_lease("it", namespace, "b", 15, "")
+    assert first == await other.read_lease("it", namespace)
+    second = await cluster.write_lease("it", namespace, "a", 15, first.version)
+    assert second.renewed != first.renewed
+    with pytest.raises(ResourceConflict):
+        await other.write_lease("it", namespace, "b", 15, first.version)
+    assert (await cluster.write_lease("it", namespace, None, 15, second.version)).holder is None
+    free = await other.read_lease("it", namespace)
+    assert "b" == (await other.write_lease("it", namespace, "b", 15, free.version)).holder
+    with pytest.raises(ClusterUnavailable):
+        await other.write_lease("it", "no-such-namespace", "b", 15, "")
+
+
+async def test_an_election(cluster: Cluster, other: Cluster, namespace: str) -> None:
+    """Of two processes one leads; as it stops in order, the other one does."""
+    led: asyncio.Queue[str] = asyncio.Queue()
+
+    async def act(name: str) -> None:
+        led.put_nowait(name)
+        await asyncio.Event().wait()
+
+    elections = {
+        name: LeaderElection(client, "it", namespace, name, 5.0) for name, client in (("a", cluster), ("b", other))
+    }
+    tasks = {"a": asyncio.create_task(elections["a"].run(lambda: act("a")))}
+    async with asyncio.timeout(SOON_S):
+        assert "a" == await led.get()
+        tasks["b"] = asyncio.create_task(elections["b"].run(lambda: act("b")))
+        await asyncio.sleep(6)  # longer than the Lease lives unrenewed
+        assert (True, False, True) == (elections["a"].is_leader, elections["b"].is_leader, led.empty())
+        tasks["a"].cancel()
+        assert "b" == await led.get()
+    tasks["b"].cancel()
+    await asyncio.gather(*tasks.values(), return_exceptions=True)
+    assert (await cluster.read_lease("it", namespace)).holder is None

@@ -1,0 +1,241 @@
+"""What is seen of a real API server, through everything that ends a watch."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Mapping
+
+import pytest
+from lightkube import Client
+from lightkube.models.meta_v1 import ObjectMeta
+from lightkube.resources.apiextensions_v1 import CustomResourceDefinition
+from lightkube.resources.apps_v1 import Deployment
+from lightkube.resources.core_v1 import Node, Pod
+
+from planner.integrations.kubernetes import informer, names
+from planner.integrations.kubernetes.api_client import ApiServer, ResourceVersionExpired, open_server
+from planner.integrations.kubernetes.cluster import (
+    Cluster,
+    ClusterUnavailable,
+    Deleted,
+    ObservedWorkload,
+    Synced,
+    Upserted,
+    WatchEvent,
+)
+from planner.integrations.kubernetes.cluster_client import ApiServerCluster
+from planner.integrations.kubernetes.manifests import Document
+from rfork.settings import KubernetesSettings
+from tests.kube.control_plane import ControlPlane
+from tests.kube.watch_recorder import LABELS, SOON_S, Post, pod, pod_upserted, recording, workload
+
+
+async def test_pods_come_change_and_go(cluster: Cluster, admin: Client, namespace: str) -> None:
+    """Pods with the label are listed, then each change is told; one without it is never seen."""
+    admin.create(pod(namespace, "first"))
+    async with recording(cluster.pods()) as recorder:
+        listed = await recorder.until(lambda event: isinstance(event, Synced))
+        assert isinstance(listed, Synced)
+        assert ["first"] == [each.name for each in listed.items if each.namespace == namespace]
+        admin.create(pod(namespace, "other", {"app": "other"}))
+        admin.create(pod(namespace, "second"))
+        await recorder.until(pod_upserted("second", lambda item: item.node is None and item.phase == "Pending"))
+        admin.patch(Pod, "second", {"metadata": {"annotations": {"a": "b"}}}, namespace=namespace)
+        await recorder.until(pod_upserted("second", lambda item: item.annotations == {"a": "b"}))
+        admin.patch(Pod, "first", {"metadata": {"labels": {names.MODEL: None}}}, namespace=namespace)
+        await recorder.until(lambda event: isinstance(event, Deleted) and event.item.name == "first")
+        admin.delete(Pod, "second", namespace=namespace)
+        await recorder.until(lambda event: isinstance(event, Deleted) and event.item.name == "second")
+        event_names = [event.item.name for event in recorder.events if not isinstance(event, Synced)]
+        assert "other" not in event_names
+
+
+async def test_what_is_seen_of_a_pod(cluster: Cluster, admin: Client, namespace: str, post: Post) -> None:
+    """Its owner, its node, its gates, its conditions, and since when its containers are ready."""
+    made = workload("Deployment", "web", 1)
+    made["spec"]["template"]["spec"]["readinessGates"] = [{"conditionType": names.WEIGHTS_READY}]
+    async with recording(cluster.pods()) as recorder:
+        await recorder.until(lambda event: isinstance(event, Synced))
+        post(f"/apis/apps/v1/namespaces/{namespace}/deployments", made)
+        first_event = await recorder.until(
+            lambda event: isinstance(event, Upserted) and event.item.namespace == namespace
+        )
+        assert isinstance(first_event, Upserted)
+        owner = first_event.item.owner
+        assert owner is not None
+        assert ("ReplicaSet", "apps/v1", namespace) == (owner.kind, owner.api_version, owner.namespace)
+        assert (names.WEIGHTS_READY,) == first_event.item.gates
+        path = f"/api/v1/namespaces/{namespace}/pods/{first_event.item.name}"
+        post(
+            f"{path}/binding",
+            {"metadata": {"name": first_event.item.name}, "target": {"kind": "Node", "name": "somewhere"}},
+        )
+        ready = {"type": "ContainersReady", "status": "True", "lastTransitionTime": "2026-01-01T00:00:10Z"}
+        status = {"phase": "Running", "conditions": [ready]}
+        admin.patch(Pod.Status, first_event.item.name, {"status": status}, namespace=namespace)
+        last = await recorder.until(pod_upserted(first_event.item.name, lambda item: item.phase == "Running"))
+        assert isinstance(last, Upserted)
+        assert ("somewhere", 1767225610.0) == (last.item.node, last.item.containers_ready_at)
+        assert last.item.conditions["ContainersReady"]
+
+
+async def test_workloads_of_all_kinds_are_one_stream(
+    cluster: Cluster, namespace: str, post: Post, admin: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Deployments and StatefulSets are listed together; LeaderWorkerSets once there is such a kind."""
+    monkeypatch.setattr(informer, "RECHECK_S", 0.5)
+    apps = f"/apis/apps/v1/namespaces/{namespace}"
+    post(f"{apps}/deployments", workload("Deployment", "web", 3))
+    post(f"{apps}/statefulsets", workload("StatefulSet", "db", 0))
+
+    def own_workloads(event: WatchEvent[ObservedWorkload]) -> list[tuple[str, str, int]]:
+        items = event.items if isinstance(event, Synced) else (event.item,)
+        return sorted((each.kind, each.name, each.replicas) for each in items if each.namespace == namespace)
+
+    async with recording(cluster.workloads()) as recorder:
+        two = [("Deployment", "web", 3), ("StatefulSet", "db", 0)]
+        await recorder.until(lambda event: isinstance(event, Synced) and own_workloads(event) == two)
+        admin.patch(Deployment, "web", {"spec": {"replicas": 5}}, namespace=namespace)
+        scaled = await recorder.until(lambda event: isinstance(event, Upserted) and own_workloads(event)[0][2:] == (5,))
+        assert isinstance(scaled, Upserted)
+        assert {"app": "web", **LABELS} == scaled.item.template_labels
+        assert {names.ENGINE: "pytorch"} == scaled.item.template_annotations
+        post("/apis/apiextensions.k8s.io/v1/customresourcedefinitions", lws_definition())
+        group = {"size": 2, "workerTemplate": {"metadata": {"labels": LABELS}}}
+        lws = workload("LeaderWorkerSet", "big", 2)
+        lws |= {"apiVersion": "leaderworkerset.x-k8s.io/v1"}
+        lws["spec"] = {"replicas": 2, "leaderWorkerTemplate": group}
+        try:
+            three = [("Deployment", "web", 5), ("LeaderWorkerSet", "big", 2), ("StatefulSet", "db", 0)]
+            before = len(recorder.events)
+            await asyncio.to_thread(created_soon, post, namespace, lws)
+            await recorder.until(lambda event: own_workloads(event) in (three, three[1:2]), after=before)
+            admin.delete(Deployment, "web", namespace=namespace)
+            await recorder.until(lambda event: isinstance(event, Deleted) and own_workloads(event)[0][1] == "web")
+        finally:
+            admin.delete(CustomResourceDefinition, "leaderworkersets.leaderworkerset.x-k8s.io")
+
+
+def created_soon(post: Post, namespace: str, lws: Document) -> None:
+    """Create an object of a kind that has only just been defined."""
+    deadline = time.monotonic() + SOON_S
+    while True:
+        try:
+            post(f"/apis/leaderworkerset.x-k8s.io/v1/namespaces/{namespace}/leaderworkersets", lws)
+            return
+        except AssertionError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+
+
+def lws_definition() -> Document:
+    schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+    version = {"name": "v1", "served": True, "storage": True, "schema": {"openAPIV3Schema": schema}}
+    return {
+        "metadata": {
+            "name": "leaderworkersets.leaderworkerset.x-k8s.io",
+            "annotations": {"api-approved.kubernetes.io": "unapproved, for a test"},
+        },
+        "spec": {
+            "group": "leaderworkerset.x-k8s.io",
+            "scope": "Namespaced",
+            "names": {"plural": "leaderworkersets", "singular": "leaderworkerset", "kind": "LeaderWorkerSet"},
+            "versions": [version],
+        },
+    }
+
+
+async def test_nodes_are_seen(cluster: Cluster, admin: Client, namespace: str) -> None:
+    """Nodes come with their labels, and go."""
+    async with recording(cluster.nodes()) as recorder:
+        await recorder.until(lambda event: isinstance(event, Synced))
+        admin.create(Node(metadata=ObjectMeta(name=namespace, labels={"zone": "a"})))
+        await recorder.until(
+            lambda event: (
+                isinstance(event, Upserted) and (event.item.name, event.item.labels["zone"]) == (namespace, "a")
+            )
+        )
+        admin.delete(Node, namespace)
+        await recorder.until(lambda event: isinstance(event, Deleted) and event.item.name == namespace)
+
+
+async def test_an_api_server_that_died_comes_back(
+    cluster: Cluster, plane: ControlPlane, admin: Client, namespace: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Watches live through its SIGKILL and a compaction: all is listed again, and then told as before."""
+    admin.create(pod(namespace, "before"))
+    async with recording(cluster.pods()) as pods, recording(cluster.workloads()) as workloads:
+        await pods.until(lambda event: isinstance(event, Synced))
+        await workloads.until(lambda event: isinstance(event, Synced))
+        known = len(pods.events), len(workloads.events)
+        await asyncio.to_thread(plane.kill_api_server)
+        try:
+            with pytest.raises(ClusterUnavailable, match=r"^GET /apis/coordination"):
+                await cluster.read_lease("none", namespace)
+            await asyncio.to_thread(plane.compact)
+        finally:
+            await asyncio.to_thread(plane.start_api_server)
+        again = await pods.until(lambda event: isinstance(event, Synced), after=known[0])
+        assert isinstance(again, Synced)
+        assert ["before"] == [each.name for each in again.items if each.namespace == namespace]
+        await workloads.until(lambda event: isinstance(event, Synced), after=known[1])
+        admin.create(pod(namespace, "after"))
+        await pods.until(pod_upserted("after"))
+    messages = [record.getMessage() for record in caplog.records if "of=pods" in record.getMessage()]
+    assert len(set(messages)) == len(messages)
+
+
+class CompactedClient(ApiServer):
+    """Its first watch begins at a revision that was compacted long ago."""
+
+    watches = 0
+
+    async def watch(
+        self, path: str, parameters: Mapping[str, str], *, silence_s: float
+    ) -> AsyncGenerator[Document, None]:
+        self.watches += 1
+        watch_parameters = {**parameters, "resourceVersion": "1"} if self.watches == 1 else parameters
+        async for event in super().watch(path, watch_parameters, silence_s=silence_s):
+            yield event
+
+
+async def test_a_version_that_was_forgotten(plane: ControlPlane, admin: Client, namespace: str) -> None:
+    """After a 410 all is listed anew, and the watch goes on from there."""
+    await asyncio.to_thread(plane.compact)
+    settings = KubernetesSettings(kubeconfig=plane.kubeconfig, namespace=namespace)
+    server = open_server(settings)
+    with pytest.raises(ResourceVersionExpired):
+        await server.call("GET", "/api/v1/pods", parameters={"resourceVersion": "999999999"})
+    compacted_client = CompactedClient(server._client)
+    async with recording(ApiServerCluster(compacted_client).nodes()) as recorder:
+        await recorder.until(lambda event: isinstance(event, Synced))
+        await recorder.until(lambda event: isinstance(event, Synced), after=1)
+        admin.create(Node(metadata=ObjectMeta(name=namespace)))
+        await recorder.until(lambda event: isinstance(event, Upserted) and event.item.name == namespace)
+        admin.delete(Node, namespace)
+    assert 2 == compacted_client.watches
+    await server.close()
+
+
+async def test_a_connection_that_is_silent(cluster: Cluster, namespace: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A watch that says nothing for longer than the server lets one live is taken for dead."""
+    monkeypatch.setattr(informer, "SILENCE_S", 0.2)
+    async with recording(cluster.nodes()) as recorder:
+        for again in range(3):
+            await recorder.until(lambda event: isinstance(event, Synced), after=again)
+
+
+async def test_a_watch_that_ends_in_order_goes_on(
+    cluster: Cluster, admin: Client, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server ends each watch after a while: nothing is listed again for that."""
+    monkeypatch.setattr(informer, "WATCH_S", 1)
+    monkeypatch.setattr(informer, "MIN_WATCH_S", 0.1)
+    async with recording(cluster.pods()) as recorder:
+        await recorder.until(lambda event: isinstance(event, Synced))
+        await asyncio.sleep(2.5)  # two watches long
+        admin.create(pod(namespace, "late"))
+        await recorder.until(pod_upserted("late"))
+        assert 1 == sum(isinstance(event, Synced) for event in recorder.events)

@@ -1,0 +1,131 @@
+"""Who runs in `benchmarks.storage`, how often, on what, and what is written for it; nothing is run."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.harness import Options
+from benchmarks.storage import parse
+from benchmarks.storage_bench import entries, estimate_s, formats_by_image, minutes, rounds_of, written_bytes
+from benchmarks.storage_cases import MEDIA, Load, LoadTarget, Part, StorageCase, StorageContender
+from benchmarks.storage_images import SHARDS, FileFormat, Tensors
+from rfork.errors import RforkError
+
+ALL: list[Part] = [(image, medium) for image in SHARDS for medium in MEDIA]
+QUICK = ALL[:-1]
+DENSE_BYTES, SMALL_BYTES = 4_033_081_344, 1_064_955_904
+EVERYTHING: frozenset[FileFormat] = frozenset({"safetensors", "tensorizer", "pickled", "snapshot"})
+
+
+def loader(max_rounds: int | None = None) -> StorageContender:
+    """Somebody who is never run."""
+
+    def load() -> Tensors:
+        return {}
+
+    def prepare(target: LoadTarget) -> Load:
+        return load
+
+    return StorageContender("peer", prepare, max_rounds=max_rounds)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], ALL),
+        (["--quick"], QUICK),
+        (["--only", "dense/cold"], [("dense", "cold")]),
+        (["--only", "s3"], [("dense", "s3"), ("small", "s3")]),
+        (["--quick", "--only", "small/"], [("small", "cold"), ("small", "warm"), ("small", "s3")]),
+    ],
+)
+def test_parts_are_chosen_by_name(arguments: list[str], expected: list[Part]) -> None:
+    """Of image and medium; --quick alone leaves out what takes the longest."""
+    _, parts = parse(arguments)
+    assert expected == parts
+
+
+def test_a_name_that_matches_nothing_is_told_what_there_is() -> None:
+    """In one line."""
+    with pytest.raises(RforkError, match="images are dense, small, media cold, warm, s3") as raised:
+        parse(["--only", "tape"])
+    assert 1 == len(str(raised.value).splitlines())
+
+
+def test_the_options_of_all_benchmarks_hold_here_too() -> None:
+    """Whatever stands beside them."""
+    options, _ = parse(["--only", "s3", "--quick", "--rounds", "2"])
+    assert (True, 2) == (options.quick, options.rounds)
+
+
+@pytest.mark.parametrize("quick", [True, False])
+@pytest.mark.parametrize("part", ALL)
+def test_no_two_contenders_share_a_row(part: Part, quick: bool) -> None:
+    """Or the runs of both would count as one's."""
+    cases = [case for case, _ in entries(part, quick)]
+    assert len(cases) == len(set(cases))
+
+
+@pytest.mark.parametrize("quick", [True, False])
+@pytest.mark.parametrize("part", ALL)
+def test_wherever_ours_runs_a_peer_does(part: Part, quick: bool) -> None:
+    """Into the same kind of memory, or a row is compared with nobody."""
+    found = {
+        role: {case.comparison_key for case, _ in entries(part, quick) if case.role == role}
+        for role in ("ours", "peer")
+    }
+    assert set() == found["ours"] - found["peer"]
+    assert found["ours"]
+
+
+def test_a_full_run_has_both_destinations_everywhere() -> None:
+    """A quick one has what there is time for."""
+    ours = {
+        quick: {case.comparison_key for part in parts for case, _ in entries(part, quick) if case.role == "ours"}
+        for quick, parts in ((False, ALL), (True, QUICK))
+    }
+    assert {(*part, into) for part in ALL for into in ("fresh", "existing")} == ours[False]
+    assert {
+        ("dense", "cold", "fresh"),
+        ("dense", "cold", "existing"),
+        ("dense", "warm", "fresh"),
+        ("dense", "warm", "existing"),
+        ("dense", "s3", "fresh"),
+        ("small", "cold", "existing"),
+        ("small", "warm", "existing"),
+    } == ours[True]
+
+
+@pytest.mark.parametrize(
+    ("case", "max_rounds", "expected"),
+    [
+        (StorageCase("dense", "cold", "fresh", "peer"), None, 5),
+        (StorageCase("dense", "cold", "fresh", "peer"), 3, 3),
+        (StorageCase("dense", "cold", "fresh", "peer"), 9, 5),
+        (StorageCase("dense", "cold", "mapped", "peer"), None, 3),
+        (StorageCase("small", "s3", "fresh", "peer"), None, 3),
+    ],
+)
+def test_rows_aside_run_less_often(case: StorageCase, max_rounds: int | None, expected: int) -> None:
+    """Never more often than the rounds that were asked for."""
+    assert expected == rounds_of(case, loader(max_rounds), 5)
+    assert 1 == rounds_of(case, loader(max_rounds), 1)
+
+
+def test_only_what_is_read_is_written() -> None:
+    """Two formats less with --quick; all that S3 has lies there beside the disk."""
+    assert {"dense": frozenset({"safetensors"})} == formats_by_image([("dense", "cold")], quick=True)
+    assert {"dense": EVERYTHING, "small": EVERYTHING} == formats_by_image(ALL, quick=False)
+    both = DENSE_BYTES + SMALL_BYTES
+    assert (4 * both, 3 * both) == written_bytes(ALL, quick=False)
+    assert (4 * SMALL_BYTES, 0) == written_bytes([("small", "warm")], quick=False)
+
+
+def test_the_estimate_grows_with_rounds_and_parts() -> None:
+    """And is told in words that promise no more than it knows."""
+
+    def seconds(parts: list[Part], rounds: int) -> float:
+        return estimate_s(parts, Options("storage", False, rounds, None, None))
+
+    assert seconds(ALL[:1], 1) < seconds(ALL[:1], 2) < seconds(ALL[:2], 2)
+    assert ["10 s", "90 s", "2 min", "21 min"] == [minutes(each) for each in (1, 90, 91, 1201)]

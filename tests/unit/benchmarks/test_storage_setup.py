@@ -1,0 +1,196 @@
+"""The parts that make `benchmarks.storage` fair: images, what the clock includes, page cache, cuts."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.storage_cache import PAGE, cached_bytes, make_cold, make_warm
+from benchmarks.storage_cases import LoadTarget
+from benchmarks.storage_images import (
+    StoredImage,
+    bytes_of,
+    check_free_space,
+    digests_of,
+    fingerprint,
+    shapes_of,
+    split_shards,
+)
+from benchmarks.storage_limits import BLOCK_BYTES, split_jobs
+from benchmarks.storage_memory import MemoryReserve, are_mapped, resident, spans, touch
+from benchmarks.storage_other_loaders import load_named
+from rfork.errors import RforkError
+
+
+@pytest.mark.parametrize(
+    ("name", "quick", "tensors", "size"),
+    [
+        ("dense", False, 282, 4_033_081_344),
+        ("dense", True, 48, 283_138_048),
+        ("small", False, 20_000, 1_064_955_904),
+        ("small", True, 2_400, 127_795_200),
+    ],
+)
+def test_images_have_their_size(name: str, quick: bool, tensors: int, size: int) -> None:
+    """In tensors, and in bytes of bfloat16."""
+    shapes = shapes_of(name, quick)
+    assert (tensors, size) == (len(shapes), bytes_of(shapes))
+
+
+def test_shards_hold_every_tensor_once_and_about_the_same() -> None:
+    """None is more than a tenth off a quarter."""
+    shapes = shapes_of("dense", quick=False)
+    shards = split_shards(shapes, 4)
+    assert list(shapes) == [name for shard in shards for name in shard]
+    assert all(abs(4 * bytes_of(shard) / bytes_of(shapes) - 1) < 0.1 for shard in shards)
+
+
+def test_a_fingerprint_tells_bytes_names_shapes_and_types_apart() -> None:
+    """And no order: loaders hand tensors over in their own."""
+    tensor = torch.arange(4, dtype=torch.int16)
+
+    def of(*named: tuple[str, torch.Tensor]) -> str:
+        return fingerprint(digests_of(named))
+
+    right = of(("a", tensor), ("b", tensor + 1))
+    others = [
+        of(("a", tensor), ("b", tensor)),
+        of(("a", tensor), ("c", tensor + 1)),
+        of(("a", tensor), ("b", (tensor + 1).view(2, 2))),
+        of(("a", tensor), ("b", (tensor + 1).view(torch.uint16))),
+        of(("a", tensor)),
+    ]
+    assert right == of(("b", tensor + 1), ("a", tensor))
+    assert right not in others
+
+
+def test_no_room_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is written."""
+    usage = type("Usage", (), {"free": 10**9})
+    monkeypatch.setattr("benchmarks.storage_images.shutil.disk_usage", lambda folder: usage)
+    with pytest.raises(RforkError, match=r"has 1\.0 GB free and the benchmark writes 42\.1 GB: make room") as raised:
+        check_free_space(tmp_path, 40 * 10**9)
+    assert 1 == len(str(raised.value).splitlines())
+
+
+@pytest.mark.parametrize(
+    ("areas", "expected"),
+    [
+        ([], []),
+        ([(0x5000, 0)], []),
+        ([(0x1000, 1)], [(0x1000, 0x2000)]),
+        ([(0x1FFF, 2)], [(0x1000, 0x3000)]),
+        ([(0x1000, 0x1000), (0x2000, 0x1000)], [(0x1000, 0x3000)]),
+        ([(0x9000, 1), (0x1000, 1)], [(0x1000, 0x2000), (0x9000, 0xA000)]),
+        ([(0x1000, 0x5000), (0x2000, 1), (0x6000, 1)], [(0x1000, 0x7000)]),
+    ],
+)
+def test_spans_are_the_pages_of_the_tensors_and_no_others(
+    areas: list[tuple[int, int]], expected: list[tuple[int, int]]
+) -> None:
+    """Neighbours are joined; a page in between that is nobody's may not be mapped."""
+    assert expected == list(spans(areas))
+
+
+def test_touching_reads_one_byte_of_each_page() -> None:
+    """Of every tensor: the sum of the bytes at the pages' begins."""
+    tensor = torch.ones(64 * PAGE, dtype=torch.uint8)
+    shift = -tensor.data_ptr() % PAGE
+    assert 8 == touch({"a": tensor[shift : shift + 5 * PAGE], "b": tensor[shift + 9 * PAGE : shift + 12 * PAGE]})
+
+
+def test_views_of_a_file_are_told_from_memory(tmp_path: Path) -> None:
+    """Or a loader that only maps would pass for one that reads."""
+    path = tmp_path / "bytes"
+    path.write_bytes(bytes(4 * PAGE))
+    mapped = torch.from_file(str(path), size=4 * PAGE, dtype=torch.uint8)
+    own = {"own": torch.zeros(4 * PAGE)}
+    assert (False, True) == (are_mapped(own), are_mapped(own | {"tail": mapped[3 * PAGE :]}))
+
+
+def test_files_leave_the_page_cache_and_come_back(tmp_path: Path) -> None:
+    """Seen by the kernel's own count."""
+    device = tmp_path.stat().st_dev
+    mounts = (line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines())
+    filesystem_types = {mount[2]: mount[mount.index("-") + 1] for mount in mounts}
+    if filesystem_types.get(f"{os.major(device)}:{os.minor(device)}") == "tmpfs":
+        pytest.skip("files of a tmpfs never leave memory")
+    path = tmp_path / "bytes"
+    path.write_bytes(bytes(64 * PAGE))
+    make_cold([path])
+    cold = cached_bytes(path)
+    make_warm([path])
+    assert (0, 64 * PAGE) == (cold, cached_bytes(path))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "expected"),
+    [
+        ([8], [(0, 0, 2), (0, 2, 4), (0, 4, 6), (0, 6, 8)]),
+        ([3], [(0, 0, 1), (0, 1, 2), (0, 2, 3)]),
+        ([2, 2, 2, 2], [(0, 0, 2), (1, 0, 2), (2, 0, 2), (3, 0, 2)]),
+        ([4, 4], [(0, 0, 2), (0, 2, 4), (1, 0, 2), (1, 2, 4)]),
+    ],
+)
+def test_four_readers_share_the_files(tmp_path: Path, blocks: list[int], expected: list[tuple[int, int, int]]) -> None:
+    """File, first block, end: whole blocks, as O_DIRECT asks for."""
+    paths = [tmp_path / str(index) for index in range(len(blocks))]
+    for path, count in zip(paths, blocks, strict=True):
+        path.touch()
+        with path.open("r+b") as file:
+            file.truncate(count * BLOCK_BYTES + 1)
+    cuts = [(paths.index(path), begin // BLOCK_BYTES, end // BLOCK_BYTES) for path, begin, end in split_jobs(paths)]
+    assert expected == cuts
+
+
+def test_tensors_go_where_they_are_to_be(tmp_path: Path) -> None:
+    """Into those that exist, as clones of what is mapped, or as they are."""
+    stored = StoredImage("dense", tmp_path, 0, (), (), (), "", "")
+    source, destination = torch.ones(2), torch.zeros(2)
+    copied = load_named(LoadTarget(stored, None, "existing", {"a": destination}), [("a", source)], mapped=True)
+    cloned = load_named(LoadTarget(stored, None, "fresh"), [("a", source)], mapped=True)
+    handed = load_named(LoadTarget(stored, None, "mapped"), [("a", source)], mapped=True)
+    owned = load_named(LoadTarget(stored, None, "fresh"), [("a", source)])
+    assert [destination.data_ptr(), source.data_ptr(), source.data_ptr()] == [
+        tensors["a"].data_ptr() for tensors in (copied, handed, owned)
+    ]
+    assert cloned["a"].data_ptr() != source.data_ptr()
+    assert [1.0, 1.0] == destination.tolist()
+
+
+def test_the_reserve_is_of_memory_that_is_free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Or what is in the page cache would leave it; a spare GiB stays free."""
+    meminfo = tmp_path / "meminfo"
+    monkeypatch.setattr("benchmarks.storage_memory.MEMINFO", meminfo)
+    reserve = MemoryReserve()
+
+    def reserve_with(kib: int) -> int:
+        meminfo.write_text(f"MemTotal: 9 kB\nMemFree: {kib} kB\n")
+        return reserve.acquire(8 << 20)
+
+    gib = 1 << 20
+    assert [8 << 20, 4 << 20, 0, 0] == [
+        reserve_with(2 * gib),
+        reserve_with(gib + (4 << 10)),
+        reserve_with(gib),
+        reserve_with(0),
+    ]
+
+
+def test_the_reserve_is_in_memory_until_it_is_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Seen by what of this process is resident."""
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemFree: 2097152 kB\n")
+    monkeypatch.setattr("benchmarks.storage_memory.MEMINFO", meminfo)
+    reserve, size = MemoryReserve(), 64 << 20
+    before = resident()
+    reserve.acquire(size)
+    resident_with_reserve = resident()
+    reserve.release()
+    assert (True, True) == (
+        resident_with_reserve - before > size // 2,
+        resident_with_reserve - resident() > size // 2,
+    )

@@ -1,0 +1,186 @@
+"""What `benchmarks.storage` makes of its runs; the runs themselves are the benchmark."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.storage_cases import Destination, LoadMeasurement, Medium, Role, StorageCase, StorageResult
+from benchmarks.storage_table import against_peers, figures, limits_of, notes, row
+
+GB = 1_000_000_000
+MIB = 1 << 20
+
+
+def result(
+    contender: str,
+    *seconds: float,
+    role: Role = "peer",
+    image: str = "dense",
+    medium: Medium = "cold",
+    into: Destination = "fresh",
+    verified: bool = False,
+    extra_bytes: int = 0,
+    note: str = "",
+) -> StorageResult:
+    """A case of 4 GB with one run for each of `seconds`."""
+    runs = tuple(LoadMeasurement(each, each / 2, extra_bytes) for each in seconds)
+    return StorageResult(StorageCase(image, medium, into, contender, role, verified), 4 * GB, runs, note)
+
+
+def test_the_worst_row_is_the_one_where_a_peer_is_nearest_or_ahead() -> None:
+    """Over images, media and destinations, each against its own best peer."""
+    results = [
+        result("rfork", 1.0, role="ours"),
+        result("fast peer", 2.0),
+        result("slow peer", 9.0),
+        result("rfork", 1.0, role="ours", medium="warm"),
+        result("fast peer", 0.8, medium="warm"),
+        result("rfork", 1.0, role="ours", image="small"),
+        result("fast peer", 1.5, image="small"),
+    ]
+    expected = [
+        ("dense warm fresh: rfork / fast peer: 0.800", 0.8),
+        ("small cold fresh: rfork / fast peer: 1.500", 1.5),
+        ("dense cold fresh: rfork / fast peer: 2.000", 2.0),
+    ]
+    assert expected == [(each.line, each.ratio) for each in against_peers(results)]
+
+
+def test_medians_are_compared() -> None:
+    """One lucky run of a peer counts no more than one unlucky run of ours."""
+    results = [result("rfork", 1.0, 9.0, 1.0, role="ours"), result("peer", 0.1, 2.0, 2.0)]
+    assert [2.0] == [each.ratio for each in against_peers(results)]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        result("peer", 0.1, into="mapped"),
+        result("peer", 0.1, into="existing"),
+        result("peer", 0.1, medium="warm"),
+        result("peer", 0.1, image="small"),
+        result("limit", 0.1, role="limit"),
+        result("memcpy", 0.1, role="shown"),
+        result("rfork otherwise", 0.1, role="ours otherwise"),
+        result("peer", note="it only takes CUDA"),
+    ],
+)
+def test_like_is_compared_with_like(other: StorageResult) -> None:
+    """Not with another image, medium or kind of memory, nor with what is no peer, or did not run."""
+    results = [result("rfork", 1.0, role="ours"), result("peer", 2.0), other]
+    assert [2.0] == [each.ratio for each in against_peers(results)]
+
+
+def test_a_row_that_no_peer_answers_is_compared_with_nobody() -> None:
+    """It would be infinitely good."""
+    assert [] == against_peers([result("rfork", 1.0, role="ours"), result("peer", 2.0, image="small")])
+
+
+def test_who_verifies_is_compared_with_who_verifies() -> None:
+    """And a peer that checks hashes is a peer of ours that does not, if it is the best."""
+    results = [
+        result("rfork", 1.0, role="ours"),
+        result("rfork snapshot", 1.6, role="ours otherwise", verified=True),
+        result("peer", 1.2),
+        result("peer, checked", 2.0, verified=True),
+    ]
+    assert (1.2, 1.25) == (
+        figures(results)["storage_vs_best_peer"],
+        figures(results)["storage_verified_vs_best_peer"],
+    )
+
+
+def test_the_figures_are_the_worst_of_both_destinations() -> None:
+    """Over the disk's limit, which is one for both, and of small tensors over dense."""
+    results = [
+        result("limit: fio", 1.0, role="limit", into="none"),
+        result("rfork", 1.25, role="ours"),
+        result("rfork", 2.0, role="ours", into="existing"),
+        result("rfork", 5.0, role="ours", image="small"),
+        result("rfork", 4.0, role="ours", image="small", into="existing", extra_bytes=3 * MIB),
+        result("rfork, direct=never", 4.0, role="ours otherwise", extra_bytes=7 * MIB),
+        result("peer", 4.0, extra_bytes=900 * MIB),
+    ]
+    expected = {
+        "storage_vs_best_peer": 3.2,
+        "storage_cold_vs_medium": 0.5,
+        "storage_small_vs_dense": 0.25,
+        "storage_peak_rss_over": 7.0,
+    }
+    assert expected == figures(results)
+
+
+def test_a_limit_of_one_destination_counts_for_that_one() -> None:
+    """Memory that is fresh costs more than memory that exists."""
+    results = [
+        result("limit: preadv", 0.5, role="limit", medium="warm", into="fresh"),
+        result("limit: preadv", 0.25, role="limit", medium="warm", into="existing"),
+        result("limit: preadv", 0.1, role="limit", medium="warm", into="existing", image="small"),
+        result("limit: memcpy", 0.1, role="shown", medium="warm", into="existing"),
+        result("rfork", 1.0, role="ours", medium="warm"),
+        result("rfork", 1.0, role="ours", medium="warm", into="existing"),
+    ]
+    assert {"fresh": 8 * GB, "existing": 16 * GB} == limits_of(results, "warm")
+    assert 0.25 == figures(results)["storage_warm_vs_medium"]
+
+
+def test_of_two_limits_the_better_is_the_medium() -> None:
+    """Or a slow reader would be what the disk allows, and a figure above 1."""
+    results = [
+        result("limit: O_DIRECT, huge pages", 0.5, role="limit", into="none"),
+        result("limit: fio", 1.0, role="limit", into="none"),
+    ]
+    assert {"fresh": 8 * GB, "existing": 8 * GB} == limits_of(results, "cold")
+    assert {"fresh": 8 * GB, "existing": 8 * GB} == limits_of(results[::-1], "cold")
+
+
+def test_media_other_than_the_cold_disk_have_figures_of_their_own() -> None:
+    """Named after the medium."""
+    results = [
+        result("rfork", 2.0, role="ours", medium="s3", image=image, into="existing") for image in ("dense", "small")
+    ]
+    assert {"storage_small_vs_dense_s3": 1.0, "storage_peak_rss_over": 0.0} == figures(results)
+
+
+def test_notes_name_the_rows() -> None:
+    """Which row is the worst, all that are behind a peer, who took the most memory, and who could not run."""
+    results = [
+        result("rfork", 1.0, role="ours", extra_bytes=2),
+        result("peer", 0.5),
+        result("rfork", 1.0, role="ours", into="existing", extra_bytes=1),
+        result("peer", 0.9, into="existing"),
+        result("rfork", 1.0, role="ours", medium="s3"),
+        result("peer", 3.0, medium="s3"),
+        result("picky peer", note="it only takes CUDA"),
+    ]
+    rows_behind = "dense cold fresh: rfork / peer: 0.500; dense cold existing: rfork / peer: 0.900"
+    expected = {
+        "storage_vs_best_peer_worst_row": "dense cold fresh: rfork / peer: 0.500",
+        "storage_vs_best_peer_rows_behind": rows_behind,
+        "storage_peak_rss_over_row": "dense cold fresh: rfork",
+        "not run: dense cold fresh: picky peer": "it only takes CUDA",
+    }
+    assert expected == notes(results)
+
+
+def test_a_row_of_the_table() -> None:
+    """Gigabytes a second by the median; the most memory of any run; how far the runs lie apart."""
+    expected = {
+        "image": "dense",
+        "medium": "cold",
+        "into": "fresh",
+        "contender": "peer",
+        "GB/s": 2.0,
+        "s": 2.0,
+        "CPU s": 1.0,
+        "+MiB": 5,
+        "spread": 0.5,
+        "runs": 3,
+    }
+    assert expected == row(result("peer", 2.0, 1.5, 2.5, extra_bytes=5 * MIB))
+
+
+def test_a_limit_has_neither_memory_nor_processor_time() -> None:
+    """It loads no tensors, in no process that is measured."""
+    limit_row = row(result("limit: fio", 2.0, role="limit", into="none"))
+    assert ("", None, None) == (limit_row["into"], limit_row["CPU s"], limit_row["+MiB"])

@@ -1,0 +1,393 @@
+"""The doctor's checks: each judged on literal inputs, no socket opened."""
+
+from __future__ import annotations
+
+import resource
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from rfork.diagnostics.gpus import Gpus, probe_gpus
+from rfork.diagnostics.machine import (
+    check_cuda,
+    check_locked_memory,
+    check_python,
+    check_shared_memory,
+)
+from rfork.diagnostics.network import check_clock, check_planner, check_tls, check_token
+from rfork.diagnostics.rdma import check_device, check_gpu_direct, check_mooncake, check_rdma
+from rfork.diagnostics.result import Status
+from rfork.diagnostics.same_host import (
+    check_cuda_ipc,
+    check_local_sockets,
+    check_sealed_memory,
+    shmem_huge_pages,
+)
+from rfork.diagnostics.transports import check_collectives, check_digest, has_compiler
+from rfork.settings import InstanceSettings
+from rfork.transport.mooncake.library import LibraryState
+from rfork.transport.mooncake.topology import RdmaDevice, pci_location, rdma_devices
+from tests.unit.fake_sysfs import Nic, build_sysfs, hgx_sysfs
+
+WHEEL, CUDA_WHEEL = "mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine"
+PLANNER = InstanceSettings(planner="http://planner.test")
+
+
+def write_pair(folder: Path, days: float) -> tuple[Path, Path]:
+    """A self-signed certificate that ends in `days`, and its key."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "rfork.test")])
+    end = datetime.now(UTC) + timedelta(days=days)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(end - timedelta(days=100))
+        .not_valid_after(end)
+        .sign(key, hashes.SHA256())
+    )
+    folder.mkdir(exist_ok=True)
+    paths = folder / "certificate.pem", folder / "key.pem"
+    paths[0].write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    paths[1].write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    )
+    return paths
+
+
+@pytest.mark.parametrize(
+    ("days", "status", "message"),
+    [(90.5, "ok", "90 more days"), (3.5, "warn", "3 more days"), (-1, "fail", "expired")],
+)
+def test_certificates_are_dated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, days: float, status: Status, message: str
+) -> None:
+    """A certificate is fine, ends soon, or has expired."""
+    certificate, key = write_pair(tmp_path, days)
+    monkeypatch.setenv("RFORK_TLS_CERTIFICATE", str(certificate))
+    monkeypatch.setenv("RFORK_TLS_KEY", str(key))
+    check = check_tls(InstanceSettings())
+    assert (status, True) == (check.status, message in check.detail)
+
+
+def test_a_key_of_another_certificate_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Certificate and key that do not belong together are named."""
+    monkeypatch.setenv("RFORK_TLS_CERTIFICATE", str(write_pair(tmp_path / "one", 90)[0]))
+    monkeypatch.setenv("RFORK_TLS_KEY", str(write_pair(tmp_path / "other", 90)[1]))
+    assert "fail" == check_tls(InstanceSettings()).status
+
+
+def test_a_missing_file_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CA file that is not there is a failure that names it."""
+    monkeypatch.setenv("RFORK_TLS_CA", str(tmp_path / "none.pem"))
+    check = check_tls(InstanceSettings())
+    assert ("fail", True) == (check.status, "none.pem" in check.detail)
+
+
+@pytest.mark.parametrize(("bind", "status"), [("127.0.0.1", "skip"), ("0.0.0.0", "warn")])
+def test_no_tls_matters_off_loopback(bind: str, status: Status) -> None:
+    """Without TLS, only a bind that others reach is worth a warning."""
+    assert status == check_tls(InstanceSettings(bind=bind)).status
+
+
+@pytest.mark.parametrize(
+    ("state", "cuda", "status"),
+    [
+        (LibraryState((WHEEL,)), False, "ok"),
+        (LibraryState((WHEEL,)), True, "warn"),
+        (LibraryState((), "No module named 'mooncake'", "pip"), False, "skip"),
+        (LibraryState((WHEEL,), "libibverbs.so.1: cannot open", "apt"), False, "fail"),
+    ],
+    ids=["fits", "no CUDA in the wheel", "absent", "broken"],
+)
+def test_mooncake(state: LibraryState, cuda: bool, status: Status) -> None:
+    """An absent wheel is no fault, a broken one is, and one without CUDA is worth a word on a GPU machine."""
+    assert status == check_mooncake(state, cuda=cuda).status
+
+
+NIC, DOWN = RdmaDevice("mlx5_0"), RdmaDevice("mlx5_1", state="DOWN")
+
+
+@pytest.mark.parametrize(
+    ("devices", "requested_devices", "status", "message"),
+    [
+        ([], "", "skip", "no device"),
+        ([NIC, DOWN], "", "ok", "mlx5_0"),
+        ([NIC, DOWN], "mlx5_0", "ok", "mlx5_0, as RFORK_RDMA_DEVICES says"),
+        ([NIC, DOWN], "mlx5_1", "fail", "mlx5_1: its port is DOWN"),
+        ([NIC], "mlx5_9", "fail", "no RDMA device mlx5_9 (found: mlx5_0)"),
+        ([DOWN], "", "fail", "mlx5_1: its port is DOWN"),
+        ([], "mlx5_0", "fail", "(found: none)"),
+    ],
+)
+def test_rdma(devices: list[RdmaDevice], requested_devices: str, status: Status, message: str) -> None:
+    """Devices asked for must be there and work; of the others one is enough."""
+    check = check_rdma(devices, requested_devices)
+    assert (status, True) == (check.status, message in check.detail)
+
+
+def test_each_device_is_told_with_its_gpu(tmp_path: Path) -> None:
+    """State, link layer, rate, and the GPU below the same switch."""
+    sysfs = hgx_sysfs(tmp_path)
+    gpus = {f"cuda:{index}": pci_location(f"0000:{0x13 + 0x10 * index:02x}:00.0", sysfs) for index in range(8)}
+    checks = [check_device(device, gpus) for device in rdma_devices(sysfs)]
+    assert [
+        (f"rdma mlx5_{at}", "ok", f"ACTIVE, InfiniBand, 400 Gb/sec (4X NDR); nearest to cuda:{7 - at}")
+        for at in range(8)
+    ] == [(check.name, check.status, check.detail) for check in checks]
+
+
+@pytest.mark.parametrize(
+    ("nic", "message", "fix"),
+    [
+        (Nic("pci0000:00/0000:00:06.0", state="1: DOWN"), "port is down: DOWN", "cable"),
+        (
+            Nic("pci0000:00/0000:00:06.0", link_layer="Ethernet", gids=("0000:0000",)),
+            "no address (GID): ACTIVE, Ethernet",
+            "IP address",
+        ),
+    ],
+)
+def test_a_device_that_cannot_be_used(tmp_path: Path, nic: Nic, message: str, fix: str) -> None:
+    """It says what is wrong with its port, and what to do."""
+    (device,) = rdma_devices(build_sysfs(tmp_path, [], {"mlx5_0": nic}))
+    check = check_device(device, {})
+    assert ("warn", True, True) == (check.status, message in check.detail, fix in check.fix)
+
+
+@pytest.mark.parametrize(
+    ("peer_module", "dma_buf", "needed", "status"),
+    [
+        (True, False, True, "ok"),
+        (False, True, True, "ok"),
+        (False, False, True, "fail"),
+        (False, False, False, "skip"),
+    ],
+)
+def test_gpu_direct(peer_module: bool, dma_buf: bool, needed: bool, status: Status) -> None:
+    """It matters where there are GPUs and network cards that work."""
+    assert status == check_gpu_direct(peer_module, dma_buf, needed=needed).status
+
+
+@pytest.mark.parametrize(
+    ("torch_cuda", "status", "fix"),
+    [("12.8", "ok", ""), ("13.0", "warn", "rfork[mooncake-cuda13]")],
+)
+def test_the_wheel_has_to_fit_torch(torch_cuda: str, status: Status, fix: str) -> None:
+    """A wheel for another CUDA than torch's is named with the extra that fits."""
+    check = check_mooncake(LibraryState((CUDA_WHEEL,), cuda=True), cuda=True, torch_cuda=torch_cuda)
+    assert (status, True) == (check.status, fix in check.fix)
+
+
+def test_two_wheels_at_once() -> None:
+    """They overwrite one another: a failure, whatever imports."""
+    state = LibraryState((WHEEL, CUDA_WHEEL), "both installed", "pip uninstall -y both", cuda=True)
+    check = check_mooncake(state, cuda=True, torch_cuda="12.8")
+    assert ("fail", "pip uninstall -y both") == (check.status, check.fix)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "unconnected_pairs", "status", "message"),
+    [
+        ([], [], "skip", "no CUDA device in use (IPC namespace 42)"),
+        ([0], [], "ok", "one GPU is seen"),
+        ([0, 1, 2], [], "ok", "3 GPUs, each addresses every other"),
+        ([0, 1, 2], [(0, 2), (2, 0)], "warn", "do not address one another: 0-2"),
+    ],
+)
+def test_cuda_ipc(gpus: list[int], unconnected_pairs: list[tuple[int, int]], status: Status, message: str) -> None:
+    """How many GPUs there are, and which pairs of them have no peer access."""
+    check = check_cuda_ipc("42", gpus, lambda one, other: (one, other) not in unconnected_pairs)
+    assert (status, True) == (check.status, message in check.detail)
+
+
+def test_local_sockets(tmp_path: Path) -> None:
+    """A folder that is named must be there; without one the network namespace is what counts."""
+    missing = check_local_sockets(tmp_path / "none", "7")
+    assert ["ok", "ok", "fail"] == [
+        check_local_sockets(None, "7").status,
+        check_local_sockets(tmp_path, "7").status,
+        missing.status,
+    ]
+    assert "RFORK_LOCAL_SOCKETS" in missing.fix
+
+
+def test_a_folder_for_sockets_that_cannot_be_looked_at(tmp_path: Path) -> None:
+    """What the system says of it is told, and not raised."""
+    check = check_local_sockets(tmp_path / ("x" * 300), "7")
+    assert ("fail", True, True) == (
+        check.status,
+        "File name too long" in check.detail,
+        "RFORK_LOCAL_SOCKETS" in check.fix,
+    )
+
+
+def test_gpus_that_do_not_say_whether_they_reach_one_another() -> None:
+    """CUDA's error is the finding."""
+
+    def fails(one: int, other: int) -> bool:
+        raise RuntimeError("CUDA error:\nunknown error")
+
+    check = check_cuda_ipc("42", [0, 1], fails)
+    assert ("warn", True) == (check.status, "CUDA error: unknown error" in check.detail)
+
+
+def test_gpus_that_are_counted_but_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver's books may list GPUs where CUDA does not start: that is the finding, and there are none."""
+
+    def fails(device: torch.device) -> str:
+        raise RuntimeError("CUDA error:\nsystem not yet initialized")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "get_device_name", fails)
+    found = probe_gpus()
+    check = check_cuda([gpu.name for gpu in found.gpus], found.error)
+    assert ((), "fail", True, True) == (
+        found.gpus,
+        check.status,
+        "system not yet initialized" in check.detail,
+        bool(check.fix),
+    )
+
+
+def test_a_machine_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is no fault."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert Gpus() == probe_gpus()
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "has_fix"),
+    [
+        ("always within_size [advise] never deny force\n", "advise", False),
+        ("always within_size advise [never] deny force\n", "never", True),
+        (None, "", True),
+    ],
+)
+def test_huge_pages_of_shared_memory(tmp_path: Path, text: str | None, mode: str, has_fix: bool) -> None:
+    """Small pages are no fault, but worth a word."""
+    if text is not None:
+        folder = tmp_path / "kernel" / "mm" / "transparent_hugepage"
+        folder.mkdir(parents=True)
+        (folder / "shmem_enabled").write_text(text)
+    check = check_sealed_memory(True, shmem_huge_pages(tmp_path))
+    assert (mode, "ok", has_fix) == (shmem_huge_pages(tmp_path), check.status, bool(check.fix))
+
+
+@pytest.mark.parametrize(
+    ("available", "requested", "status"),
+    [
+        (["gloo"], [], "skip"),
+        (["gloo"], ["http"], "skip"),
+        (["gloo"], ["gloo"], "warn"),
+        (["gloo"], ["nccl"], "fail"),
+        ([], ["gloo"], "fail"),
+    ],
+)
+def test_collectives(available: list[str], requested: list[str], status: Status) -> None:
+    """They are used where they are asked for, and then must be there."""
+    assert status == check_collectives(available, requested).status
+
+
+@pytest.mark.parametrize(
+    ("cuda", "triton", "compiler", "status", "fix"),
+    [
+        (False, False, False, "ok", ""),
+        (False, True, False, "ok", ""),
+        (True, True, True, "ok", ""),
+        (True, False, True, "warn", "pip install triton"),
+        (True, True, False, "warn", "gcc"),
+        (True, False, False, "warn", "gcc"),
+    ],
+)
+def test_what_digests(cuda: bool, triton: bool, compiler: bool, status: Status, fix: str) -> None:
+    """On a GPU digests are slow without Triton, or without the compiler that it calls."""
+    check = check_digest(cuda, triton, compiler=compiler)
+    assert (status, True) == (check.status, fix in check.fix)
+
+
+@pytest.mark.parametrize(("name", "expected"), [("gcc", True), ("clang", True), ("cl", False)])
+def test_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, expected: bool) -> None:
+    """One of those that Triton looks for."""
+    (tmp_path / name).write_text("#!/bin/sh\n")
+    (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert expected == has_compiler()
+
+
+@pytest.mark.parametrize(
+    ("limit", "rdma", "status"),
+    [(8 << 20, True, "warn"), (8 << 20, False, "skip"), (resource.RLIM_INFINITY, True, "ok")],
+)
+def test_locked_memory(limit: int, rdma: bool, status: Status) -> None:
+    """The limit matters where memory is pinned."""
+    assert status == check_locked_memory(limit, rdma=rdma).status
+
+
+def test_the_machine() -> None:
+    """Python, CUDA and shared memory are judged by what is passed."""
+    assert ["ok", "fail", "skip", "ok", "warn", "warn", "ok"] == [
+        check_python(("3", "11", "7"), "2.13.0").status,
+        check_python(("3", "10", "1"), "2.13.0").status,
+        check_cuda([]).status,
+        check_cuda(["NVIDIA H200"]).status,
+        check_shared_memory(None).status,
+        check_shared_memory(1 << 20).status,
+        check_shared_memory(1 << 30).status,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("status", "token_sent", "expected"),
+    [(200, True, "ok"), (200, False, "ok"), (401, False, "fail"), (403, True, "fail"), (500, True, "warn")],
+)
+def test_token(status: int, token_sent: bool, expected: Status) -> None:
+    """A refusal is a failure, an error of the planner a warning."""
+    assert expected == check_token(status, token_sent=token_sent).status
+
+
+@pytest.mark.parametrize(
+    ("date", "offset", "status"),
+    [
+        ("Thu, 01 Jan 1970 00:16:40 GMT", 0.9, "ok"),
+        ("Thu, 01 Jan 1970 00:16:40 GMT", 60, "warn"),
+        ("Thu, 01 Jan 1970 00:16:40 GMT", -60, "warn"),
+        (None, 0, "skip"),
+        ("yesterday", 0, "skip"),
+    ],
+)
+def test_clock(date: str | None, offset: float, status: Status) -> None:
+    """More than five seconds to either side is worth a warning."""
+    assert status == check_clock(date, 1000 + offset).status
+
+
+def test_a_planner_that_answers() -> None:
+    """Reachable, token accepted, clock unknown."""
+    planner_transport = httpx.MockTransport(lambda request: httpx.Response(200, json={}))
+    assert [("planner", "ok"), ("token", "ok"), ("clock", "skip")] == [
+        (check.name, check.status) for check in check_planner(PLANNER, planner_transport)
+    ]
+
+
+def test_a_planner_that_is_down() -> None:
+    """Unreachable is one failure that names the URL."""
+
+    def refuse_connection(request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("Connection refused")
+
+    (check,) = check_planner(PLANNER, httpx.MockTransport(refuse_connection))
+    assert ("fail", "http://planner.test: Connection refused") == (check.status, check.detail)
+
+
+def test_no_planner_is_worth_a_warning() -> None:
+    """Without a planner every fork falls back."""
+    assert ["warn"] == [check.status for check in check_planner(InstanceSettings())]

@@ -1,0 +1,178 @@
+"""Facts, numbers and flags of an engine's model, and the tensors of its helper objects."""
+
+from __future__ import annotations
+
+import math
+from enum import Enum
+from functools import cached_property
+
+import pytest
+import torch
+from torch import nn
+
+from rfork.engines.hidden_state import HiddenState
+from rfork.errors import LayoutMismatch
+from rfork.image.capture import capture
+from rfork.image.compat_tags import tags_of
+
+OWN = (__name__.partition(".")[0],)
+
+
+class Backend(Enum):
+    FAST = 1
+    SLOW = 2
+
+
+class Helper:
+    def __init__(self, tensor: torch.Tensor, backend: Backend = Backend.FAST) -> None:
+        self.packed = tensor
+        self.backend = backend
+        self.kernel: Helper | None = None
+
+
+class Layer(nn.Module):
+    def __init__(self, scale: float = 1.0, backend: Backend = Backend.FAST) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.scale = scale
+        self.impl = Helper(torch.full((2,), scale), backend)
+        self.impl.kernel = Helper(self.weight.data[:2], backend)
+
+
+def test_numbers_travel_in_the_image() -> None:
+    """What the source's modules hold is what the target's hold once its image is filled."""
+    source, target = nn.Sequential(Layer(2.5), Layer(math.inf)), nn.Sequential(Layer(), Layer())
+    HiddenState(source, (), OWN)
+    hidden_state = HiddenState(target, (), OWN)
+    for region, filled in zip(capture(source).regions, capture(target).regions, strict=True):
+        filled.copy_(region)
+    assert (2, [2.5, math.inf]) == (hidden_state.apply(), [vars(layer)["scale"] for layer in target])
+    assert 0 == hidden_state.apply()
+
+
+def own_tensors(module: nn.Module) -> dict[str, int]:
+    """Names of the captured tensors that are not the plug-in's, with their offsets."""
+    specs = capture(module).layout.tensors
+    return {spec.name: spec.offset for spec in specs if not spec.name.startswith("rfork.")}
+
+
+def test_tensors_of_helpers_are_captured() -> None:
+    """A helper's own tensor is carried, and a view of a weight is an alias of the weight."""
+    layer = Layer()
+    HiddenState(layer, (), OWN)
+    offsets = own_tensors(layer)
+    assert {"weight", "impl.packed", "impl.kernel.packed"} == offsets.keys()
+    assert offsets["weight"] == offsets["impl.kernel.packed"]
+
+
+def test_what_computes_is_a_fact() -> None:
+    """Other choices within helpers make another layout, and are named."""
+    layouts = []
+    for backend in Backend:
+        layer = Layer(backend=backend)
+        HiddenState(layer, ("engine toy 1",), OWN)
+        layouts.append(tags_of(capture(layer).layout))
+    assert [
+        {"engine toy 1", "kernels Layer: Helper(backend=FAST)"},
+        {"engine toy 1", "kernels Layer: Helper(backend=SLOW)"},
+    ] == layouts
+
+
+@pytest.mark.parametrize("path", ["quant_method.moe_kernel.impl.fused_experts.quant_config._w1", "fp8_linear"])
+def test_tensors_deep_in_helpers_are_captured(path: str) -> None:
+    """Tensors of a method's kernel, its experts and their scales are captured, cycles or not."""
+    layer = Layer()
+    holder: Layer | Helper = layer
+    for key in path.split("."):
+        made = Helper(layer.weight.data[1:3])
+        setattr(holder, key, made)
+        holder = made
+    vars(holder)["scale"] = torch.ones(2)
+    vars(holder)["back"] = layer.impl
+    HiddenState(layer, (), OWN)
+    assert f"{path}.scale" in own_tensors(layer)
+
+
+def test_a_flag_that_differs_is_named() -> None:
+    """A flag that loading sets on one side only makes another layout; torch's own mode does not."""
+    layouts = []
+    for loaded, training in ((False, True), (False, False), (True, True)):
+        model = nn.Sequential(Layer(), Layer()).train(training)
+        vars(model[1])["ready"] = loaded
+        HiddenState(model, (), OWN)
+        layouts.append(capture(model).layout)
+    assert layouts[0] == layouts[1]
+    assert "attribute ready: here False at 1, there True at 1" == layouts[0].first_difference(layouts[2])
+
+
+def test_limits_and_names_of_servers_are_not_compared() -> None:
+    """Integers and text on an engine's modules depend on options of its server."""
+    layouts = []
+    for limit in (1, 2):
+        layer = Layer()
+        vars(layer)["max_num_tokens"], vars(layer)["backend"] = limit, f"b{limit}"
+        HiddenState(layer, (), OWN)
+        layouts.append(capture(layer).layout)
+    assert layouts[0] == layouts[1]
+
+
+def test_helper_tensors_that_are_replaced_are_captured_anew() -> None:
+    """After an update the image holds what the helper computes with now; what is new there is left out."""
+    layer = Layer()
+    hidden_state = HiddenState(layer, (), OWN)
+    layout = capture(layer).layout
+    layer.impl.packed = torch.full((2,), 7.0)
+    vars(layer.impl)["workspace"] = torch.zeros(3)
+    hidden_state.save()
+    again = capture(layer, like=layout)
+    assert layout == again.layout
+    assert layer.impl.packed.data_ptr() in [segment.address for segment in again.segments(0, layout.image_bytes)]
+
+
+@pytest.mark.parametrize("path", ["impl.packed", "impl.kernel.packed"])
+def test_helper_tensors_that_changed_make_another_layout(path: str) -> None:
+    """One that is gone, and one that viewed a weight and does not any more."""
+    layer = Layer()
+    HiddenState(layer, (), OWN)
+    layout = capture(layer).layout
+    if path == "impl.packed":
+        vars(layer.impl)["packed"] = None
+    elif layer.impl.kernel is not None:
+        layer.impl.kernel.packed = torch.ones(2)
+    assert layout != capture(layer, like=layout).layout
+
+
+def test_another_set_of_numbers_is_another_layout() -> None:
+    """Numbers are matched by their names, which are part of it."""
+    one, other = Layer(), Layer()
+    vars(other)["more"] = 1.0
+    for layer in (one, other):
+        HiddenState(layer, (), OWN)
+    assert capture(one).layout.layout_id != capture(other).layout.layout_id
+
+
+def test_a_number_that_is_none_any_more_is_said() -> None:
+    """An engine that puts something else in its place has another model now."""
+    layer = Layer()
+    hidden_state = HiddenState(layer, (), OWN)
+    vars(layer)["scale"] = None
+    with pytest.raises(LayoutMismatch, match="scale was a number, and is NoneType now"):
+        hidden_state.save()
+
+
+class Lazy(Layer):
+    @cached_property
+    def padded(self) -> bool:
+        return True
+
+
+def test_what_follows_from_the_rest_is_no_switch() -> None:
+    """A cached property that only the loading of weights has asked for parts no two models; a flag does."""
+    accessed, fresh, flagged = Lazy(), Lazy(), Lazy()
+    vars(flagged)["native"] = vars(fresh)["native"] = vars(accessed)["native"] = False
+    vars(flagged)["native"] = accessed.padded
+    for model in (accessed, fresh, flagged):
+        HiddenState(model, (), OWN)
+    layouts = [capture(model).layout for model in (accessed, fresh, flagged)]
+    assert layouts[0] == layouts[1]
+    assert layouts[1] != layouts[2]

@@ -1,0 +1,211 @@
+"""A model built without its weights is the one that `from_pretrained` builds, less the weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    BertForMaskedLM,
+    DeepseekV3ForCausalLM,
+    Gemma3ForCausalLM,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    ResNetForImageClassification,
+    T5ForConditionalGeneration,
+    WhisperForConditionalGeneration,
+)
+
+from rfork.engines.meta_model import MetaModel
+from rfork.errors import ModelError
+from rfork.image.capture import capture
+
+SMALL = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+EXPERTS = {
+    **{"n_routed_experts": 4, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1},
+    **{"num_experts_per_tok": 2, "first_k_dense_replace": 1},
+}
+LATENT = {
+    **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
+    **{"num_key_value_heads": 4},
+}
+T5 = {
+    **{"vocab_size": 128, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4},
+    **{"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0},
+}
+WHISPER = {
+    **{"vocab_size": 128, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1},
+    **{"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 64},
+    **{"decoder_ffn_dim": 64, "max_source_positions": 20, "max_target_positions": 20},
+    **{"decoder_start_token_id": 1, "begin_suppress_tokens": None},
+}
+RESNET = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
+GPT2 = {"vocab_size": 128, "n_embd": 32, "n_layer": 2, "n_head": 2}
+
+MODELS: dict[str, tuple[type[PreTrainedModel], Mapping[str, object]]] = {
+    "tied": (LlamaForCausalLM, {**SMALL, **SPECIAL, "tie_word_embeddings": True}),
+    "untied": (LlamaForCausalLM, {**SMALL, **SPECIAL, "tie_word_embeddings": False}),
+    "classifier": (LlamaForSequenceClassification, {**SMALL, **SPECIAL, "num_labels": 3}),
+    "merged experts": (MixtralForCausalLM, {**SMALL, **SPECIAL, "num_local_experts": 2}),
+    "latent attention": (DeepseekV3ForCausalLM, {**SMALL, **SPECIAL, **EXPERTS, **LATENT}),
+    "scaled embeddings": (Gemma3ForCausalLM, {**SMALL, **SPECIAL, "head_dim": 8}),
+    "masks": (GPT2LMHeadModel, {**GPT2, **SPECIAL}),
+    "no decoder": (BertForMaskedLM, {**SMALL, "pad_token_id": 0}),
+    "kept in float32": (T5ForConditionalGeneration, T5),
+    "running statistics": (ResNetForImageClassification, RESNET),
+    "encoder and decoder": (WhisperForConditionalGeneration, {**WHISPER, **SPECIAL}),
+}
+
+
+def save_model(folder: Path, name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Write a random model of this kind into the folder."""
+    model_class, values = MODELS[name]
+    config_class = model_class.config_class
+    config = AutoConfig.for_model(config_class.model_type if config_class is not None else "", **values)
+    model: PreTrainedModel = model_class._from_config(config, dtype=dtype)
+    model.save_pretrained(folder)
+    return model
+
+
+def without_weights(folder: Path) -> Path:
+    """The same folder elsewhere, less its weights."""
+    config_only = folder.with_name(f"{folder.name}-bare")
+    shutil.copytree(folder, config_only, ignore=shutil.ignore_patterns("*.safetensors", "*.index.json"))
+    return config_only
+
+
+def state_of(model: PreTrainedModel, folder: Path) -> dict[str, object]:
+    """All that is the model's but its weights; it was made of this folder."""
+    loaded = set(model.state_dict())
+    return {
+        "class": type(model),
+        "layout": capture(model).layout.layout_id,
+        "attributes": {name for name in vars(model) if name != "_weight_conversions"},
+        "computed": {name: tensor.tolist() for name, tensor in model.named_buffers() if name not in loaded},
+        "training": [name for name, module in model.named_modules() if module.training],
+        "trained": {name: parameter.requires_grad for name, parameter in model.named_parameters()},
+        "config": json.loads(model.config.to_json_string().replace(str(folder), "FOLDER")),
+        "attention": model.config._attn_implementation,
+        "name": str(model.name_or_path).replace(str(folder), "FOLDER"),
+        "generation": model.generation_config.to_dict() if model.can_generate() else None,
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_empty_model_is_that_of_from_pretrained(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+    """Layout, computed buffers, config and all else are equal, though the folder has no weights."""
+    folder = tmp_path / "model"
+    save_model(folder, name, dtype)
+    config_only = without_weights(folder)
+    loaded = MODELS[name][0].from_pretrained(folder)
+    assert state_of(loaded, folder) == state_of(MetaModel.of(config_only).empty(), config_only)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", torch.float16], ids=str)
+def test_a_dtype_that_is_asked_for(tmp_path: Path, dtype: str | torch.dtype) -> None:
+    """The model has it as one that `from_pretrained` is asked for."""
+    folder = tmp_path / "model"
+    save_model(folder, "kept in float32")
+    config_only = without_weights(folder)
+    loaded = T5ForConditionalGeneration.from_pretrained(folder, dtype=dtype)
+    assert state_of(loaded, folder) == state_of(MetaModel.of(config_only, dtype=dtype).empty(), config_only)
+
+
+def test_a_config_without_a_dtype(tmp_path: Path) -> None:
+    """It is that of the weights, where there are some, else float32."""
+    save_model(tmp_path / "model", "tied", torch.bfloat16)
+    config = tmp_path / "model" / "config.json"
+    config_values = json.loads(config.read_text())
+    del config_values["dtype"]
+    config.write_text(json.dumps(config_values))
+    found = [MetaModel.of(folder).dtype for folder in (tmp_path / "model", without_weights(tmp_path / "model"))]
+    assert [torch.bfloat16, torch.float32] == found
+
+
+def test_attention_that_is_asked_for(tmp_path: Path) -> None:
+    """Both ways of building are told of it."""
+    save_model(tmp_path, "tied")
+    meta_model = MetaModel.of(tmp_path, attn_implementation="eager")
+    models = meta_model.empty(), meta_model.loaded()
+    assert ["eager", "eager"] == [model.config._attn_implementation for model in models]
+
+
+def test_a_class_that_is_asked_for(tmp_path: Path) -> None:
+    """A class, or an Auto class, stands for that which the config names."""
+    save_model(tmp_path, "tied")
+    class_names = [
+        type(MetaModel.of(tmp_path, model_class=model_class).empty()).__name__
+        for model_class in (LlamaForSequenceClassification, AutoModel)
+    ]
+    assert ["LlamaForSequenceClassification", "LlamaModel"] == class_names
+
+
+def test_the_generation_config_of_the_folder(tmp_path: Path) -> None:
+    """What generation_config.json says is there, not only what the model's config says."""
+    model = save_model(tmp_path, "tied")
+    model.generation_config.repetition_penalty = 1.5
+    model.generation_config.save_pretrained(tmp_path)
+    assert 1.5 == MetaModel.of(tmp_path).empty().generation_config.repetition_penalty
+
+
+def test_it_is_saved_under_the_names_of_its_kind(tmp_path: Path) -> None:
+    """What was built without reading is written as one that was read is: experts one by one."""
+    folder, ours, theirs = tmp_path / "model", tmp_path / "ours", tmp_path / "theirs"
+    save_model(folder, "merged experts")
+    meta_model = MetaModel.of(folder)
+    model, loaded = meta_model.empty(), meta_model.loaded()
+    model.load_state_dict(loaded.state_dict())
+    model.save_pretrained(ours)
+    loaded.save_pretrained(theirs)
+    assert (theirs / "model.safetensors").read_bytes() == (ours / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(("name", "expected"), [("tied", True), ("merged experts", False)])
+def test_weights_that_are_read_as_they_lie(tmp_path: Path, name: str, expected: bool) -> None:
+    """Where transformers merges or turns weights as it reads, files must not be read in its place."""
+    save_model(tmp_path, name)
+    meta_model = MetaModel.of(tmp_path)
+    assert expected == meta_model.loads_as_stored(meta_model.empty())
+
+
+def test_quantised_models_are_refused(tmp_path: Path) -> None:
+    """The reason says so."""
+    save_model(tmp_path, "tied")
+    config = tmp_path / "config.json"
+    quantised = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": quantised}))
+    with pytest.raises(ModelError, match="is quantised"):
+        MetaModel.of(tmp_path).empty()
+
+
+@pytest.mark.parametrize("source", [Path("/nowhere"), "/nowhere", "no such/model/at all"])
+def test_no_such_model(source: str | Path) -> None:
+    """It is one line that names it."""
+    with pytest.raises(ModelError, match=str(source)):
+        MetaModel.of(source)
+
+
+def test_nothing_is_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """No progress bar and no warning for a load that reads nothing."""
+    save_model(tmp_path, "tied")
+    capfd.readouterr()
+    MetaModel.of(tmp_path).empty()
+    assert ("", "") == capfd.readouterr()

@@ -1,0 +1,335 @@
+"""What instances are told of updates of an SGLang server's weights, with fakes in SGLang's place."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from rfork.engines.served_model import ServedModel
+from rfork.engines.sglang import weight_updates
+from rfork.engines.sglang.weight_updates import WeightUpdateHooks
+from rfork.storage.versions.version import version_of
+
+
+@dataclass(eq=False)
+class RecordingInstance:
+    """An instance that writes down what it is told."""
+
+    calls: list[str] = field(default_factory=list)
+
+    def suspend(self) -> None:
+        """Told."""
+        self.calls.append("suspend")
+
+    def begin_update(self) -> None:
+        """Told."""
+        self.calls.append("update")
+
+    def renew(self, *, updated: bool, version: str | None) -> None:
+        """Told."""
+        self.calls.append("renew" if not updated else f"renew {version or 'updated'}")
+
+    @property
+    def renewals(self) -> int:
+        """How often it was told that the weights are whole."""
+        return sum(call.startswith("renew") for call in self.calls)
+
+
+@dataclass(frozen=True)
+class Runner:
+    """SGLang's weight updater, as far as it is asked."""
+
+    model: RecordingInstance | None
+
+    def get_model(self) -> RecordingInstance | None:
+        """The model, which is its instance here."""
+        return self.model
+
+
+@pytest.fixture
+def instance(monkeypatch: pytest.MonkeyPatch) -> RecordingInstance:
+    """The instance of the runner's model."""
+    monkeypatch.setattr(weight_updates, "served_model", lambda model: cast(ServedModel, model))
+    return RecordingInstance()
+
+
+def update_returning(done: bool, message: str = "") -> Callable[..., tuple[bool, str]]:
+    """An update of SGLang's that ends so."""
+    return lambda *_, **__: (done, message)
+
+
+def successful_step(*_: object, **__: object) -> None:
+    """A step of SGLang's that ends well."""
+
+
+def failing_update(*_: object, **__: object) -> tuple[bool, str]:
+    """An update of SGLang's that raises."""
+    raise RuntimeError("out of memory")
+
+
+@pytest.mark.parametrize(
+    ("update", "expected"),
+    [
+        (update_returning(True), ["update", "renew updated"]),
+        (update_returning(False, "Failed to get weights iterator: no such folder."), ["update", "renew"]),
+        (
+            update_returning(False, "Failed to update weights: shape. Rolling back to original weights."),
+            ["update"],
+        ),
+    ],
+)
+def test_weights_from_disk(
+    update: Callable[..., tuple[bool, str]], expected: list[str], instance: RecordingInstance
+) -> None:
+    """Weights are given again after an update, and after one that wrote none; not after one half way."""
+    WeightUpdateHooks().from_disk(update, Runner(instance), "folder", "auto")
+    assert expected == instance.calls
+
+
+def test_own_load_format_reads_files(instance: RecordingInstance) -> None:
+    """An update for which SGLang names the server's own load format is read by ``auto``; others as named."""
+    formats: list[str] = []
+
+    def update(runner: Runner, path: str, load_format: str, **more: bool) -> tuple[bool, str]:
+        formats.append(load_format)
+        return True, ""
+
+    for requested_format in ("rfork", "safetensors"):
+        WeightUpdateHooks().from_disk(update, Runner(instance), "folder", requested_format, recapture_cuda_graph=True)
+    assert ["auto", "safetensors"] == formats
+
+
+def test_a_failed_step_spoils_the_whole_update(instance: RecordingInstance) -> None:
+    """Of an update in steps, one that fails leaves the weights half way; the next update makes them whole."""
+    updates, runner = WeightUpdateHooks(), Runner(instance)
+    updates.begin(successful_step, runner)
+    assert (True, "") == updates.within(update_returning(True), runner)
+    assert (False, "half") == updates.within(update_returning(False, "half"), runner)
+    updates.end(successful_step, runner, run_post_load=False)
+    assert ["update"] == instance.calls
+    updates.begin(successful_step, runner)
+    updates.within(update_returning(True), runner)
+    updates.end(successful_step, runner, run_post_load=False)
+    assert ["update", "update", "renew updated"] == instance.calls
+
+
+@pytest.mark.parametrize(
+    "update",
+    [
+        lambda updates, runner: updates.within(failing_update, runner),
+        lambda updates, runner: updates.end(failing_update, runner),
+        lambda updates, runner: updates.from_ipc(failing_update, runner, "request"),
+    ],
+    ids=["a step", "the end", "ipc"],
+)
+def test_what_raises_spoils_it_too(
+    update: Callable[[WeightUpdateHooks, Runner], None], instance: RecordingInstance
+) -> None:
+    """Whatever SGLang raises goes on to who asked, and the weights are not given."""
+    updates, runner = WeightUpdateHooks(), Runner(instance)
+    updates.begin(successful_step, runner)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        update(updates, runner)
+    assert 0 == instance.renewals
+
+
+def test_a_model_that_is_no_instance_is_left_alone(instance: RecordingInstance) -> None:
+    """Updates of a model that rfork did not load go on as without it."""
+    runner = Runner(None)
+    assert (True, "") == WeightUpdateHooks().from_disk(update_returning(True), runner, "folder", "auto")
+    assert (False, "x") == WeightUpdateHooks().within(update_returning(False, "x"), runner)
+    assert [] == instance.calls
+
+
+PARTIAL_FAILURE = update_returning(False, "Failed to update weights: shape. Rolling back to original weights.")
+EARLY_FAILURE = update_returning(False, "Failed to get weights iterator: no such folder.")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        (PARTIAL_FAILURE, EARLY_FAILURE, ["update", "update", "update", "renew updated"]),
+        (EARLY_FAILURE, PARTIAL_FAILURE, ["update", "renew", "update", "update", "renew updated"]),
+        (EARLY_FAILURE, EARLY_FAILURE, ["update", "renew", "update", "renew", "update", "renew updated"]),
+    ],
+)
+def test_two_failures_and_an_update(
+    first: Callable[..., tuple[bool, str]],
+    second: Callable[..., tuple[bool, str]],
+    expected: list[str],
+    instance: RecordingInstance,
+) -> None:
+    """What one that failed half way has spoilt, one that failed early leaves spoilt; success mends it."""
+    updates, runner = WeightUpdateHooks(), Runner(instance)
+    for update in (first, second, update_returning(True)):
+        updates.from_disk(update, runner, "folder", "auto")
+    assert expected == instance.calls
+
+
+def test_a_failed_step_and_an_update_that_fails_early(instance: RecordingInstance) -> None:
+    """Neither an update that fails before it writes, nor one that is only begun, makes them whole."""
+    updates, runner = WeightUpdateHooks(), Runner(instance)
+    updates.begin(successful_step, runner)
+    updates.within(update_returning(False, "half"), runner)
+    updates.end(successful_step, runner)
+    updates.begin(successful_step, runner)
+    updates.from_disk(EARLY_FAILURE, runner, "folder", "auto")
+    assert 0 == instance.renewals
+
+
+def test_an_update_from_disk_between_steps(instance: RecordingInstance) -> None:
+    """While steps are written, an update that fails early does not have them given."""
+    updates, runner = WeightUpdateHooks(), Runner(instance)
+    updates.begin(successful_step, runner)
+    updates.within(update_returning(True), runner)
+    updates.from_disk(EARLY_FAILURE, runner, "folder", "auto")
+    assert 0 == instance.renewals
+    updates.end(successful_step, runner)
+    assert 1 == instance.renewals
+
+
+def release_and_resume(
+    updates: WeightUpdateHooks,
+    instance: RecordingInstance,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    copy: bool,
+    update: Callable[..., tuple[bool, str]] = EARLY_FAILURE,
+) -> None:
+    """Release the memory of its weights, and take it back; update them meanwhile."""
+    features = SimpleNamespace(
+        enable_memory_saver=True, enable_weights_cpu_backup=copy, enable_draft_weights_cpu_backup=False
+    )
+    for name, content in (
+        ("sglang.srt.constants", {"GPU_MEMORY_TYPE_WEIGHTS": "weights"}),
+        ("sglang.srt.runtime_context", {"get_exec": lambda: SimpleNamespace(features=features)}),
+    ):
+        module = ModuleType(name)
+        module.__dict__.update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    manager = SimpleNamespace(_select_runners=lambda: [("target", SimpleNamespace(model=instance))])
+    request = SimpleNamespace(tags=None)
+    updates.release(successful_step, manager, request)
+    updates.from_disk(update, Runner(instance), "folder", "auto")
+    updates.resume(None, manager, request)
+
+
+@pytest.mark.parametrize(("copy", "expected"), [(False, 0), (True, 2)])
+def test_memory_without_a_copy_is_lost(
+    copy: bool, expected: int, instance: RecordingInstance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What came back uninitialised is not given after an update that failed early, only after a whole one."""
+    updates = WeightUpdateHooks()
+    release_and_resume(updates, instance, monkeypatch, copy=copy)
+    updates.from_disk(EARLY_FAILURE, Runner(instance), "folder", "auto")
+    assert expected == instance.renewals
+    updates.from_disk(update_returning(True), Runner(instance), "folder", "auto")
+    assert expected + 1 == instance.renewals
+
+
+def test_an_update_while_memory_is_away_is_named_once_it_is_back(
+    instance: RecordingInstance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights that are served after the resume are those of the update."""
+    updates = WeightUpdateHooks()
+    release_and_resume(updates, instance, monkeypatch, copy=True, update=update_returning(True))
+    assert ["suspend", "update", "renew updated"] == instance.calls
+
+
+@pytest.fixture
+def serving(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The scheduler's own settings: ``serving.weight_version`` is that of before."""
+    made = SimpleNamespace(weight_version="default")
+    module = ModuleType("sglang.srt.runtime_context")
+    module.__dict__["get_serving"] = lambda: made
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return made
+
+
+def request(updates: WeightUpdateHooks, weight_version: str | None, work: Callable[[], object]) -> None:
+    """Have SGLang handle a request that names the new weights."""
+    updates.request(lambda *_: work(), None, SimpleNamespace(weight_version=weight_version))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A checkpoint's folder."""
+    made = tmp_path / "model"
+    made.mkdir()
+    save_file({"weight": torch.zeros(4)}, made / "model.safetensors")
+    return made
+
+
+def test_an_update_from_disk_has_the_version_of_its_files(
+    instance: RecordingInstance, folder: Path, serving: SimpleNamespace
+) -> None:
+    """As a server that is started on that folder."""
+    updates, runner = WeightUpdateHooks(), Runner(instance)
+    request(updates, None, lambda: updates.from_disk(update_returning(True), runner, str(folder), "auto"))
+    assert ["update", f"renew {version_of(folder)}"] == instance.calls
+
+
+@pytest.mark.parametrize(("load_format", "named"), [("dummy", {}), ("auto", {"weight_name_filter": str.isupper})])
+def test_an_update_of_which_files_are_no_measure_has_no_version_of_theirs(
+    load_format: str, named: dict[str, object], instance: RecordingInstance, folder: Path
+) -> None:
+    """SGLang reads none of them, or some tensors only."""
+    WeightUpdateHooks().from_disk(update_returning(True), Runner(instance), str(folder), load_format, **named)
+    assert ["update", "renew updated"] == instance.calls
+
+
+def test_an_update_from_files_that_change_meanwhile_has_no_version_of_theirs(
+    instance: RecordingInstance, folder: Path
+) -> None:
+    """Nobody knows which of them were read."""
+
+    def update(*_: object, **__: object) -> tuple[bool, str]:
+        save_file({"weight": torch.ones(4)}, folder / "model.safetensors")
+        return True, ""
+
+    WeightUpdateHooks().from_disk(update, Runner(instance), str(folder), "auto")
+    assert ["update", "renew updated"] == instance.calls
+
+
+def test_the_request_s_weight_version_names_the_new_weights(
+    instance: RecordingInstance, folder: Path, serving: SimpleNamespace
+) -> None:
+    """Before the files do: whoever updates states it."""
+    updates, runner = WeightUpdateHooks(), Runner(instance)
+    request(updates, "step-5", lambda: updates.from_disk(update_returning(True), runner, str(folder), "auto"))
+    request(updates, "step-6", lambda: updates.from_ipc(update_returning(True), runner, "request"))
+    updates.from_ipc(update_returning(True), runner, "request")
+    assert ["update", "renew step-5", "update", "renew step-6", "update", "renew updated"] == instance.calls
+
+
+@pytest.mark.parametrize("version", [None, "default", "step-4", "two\nlines", "x" * 300])
+def test_a_weight_version_that_says_nothing_new_names_nothing(
+    version: str | None, instance: RecordingInstance, serving: SimpleNamespace
+) -> None:
+    """None, SGLang's own default, that of the weights before, and text that is no version."""
+    serving.weight_version = "step-4"
+    updates, runner = WeightUpdateHooks(), Runner(instance)
+    request(updates, version, lambda: updates.from_ipc(update_returning(True), runner, "request"))
+    assert ["update", "renew updated"] == instance.calls
+
+
+def test_the_weight_version_of_a_step_names_the_update(instance: RecordingInstance, serving: SimpleNamespace) -> None:
+    """SGLang has taken it over by the second step; the next update has one of its own."""
+    updates, runner = WeightUpdateHooks(), Runner(instance)
+    updates.begin(successful_step, runner)
+    for _ in range(2):
+        request(updates, "step-5", lambda: updates.within(update_returning(True), runner))
+        serving.weight_version = "step-5"
+    updates.end(successful_step, runner)
+    updates.begin(successful_step, runner)
+    request(updates, "step-5", lambda: updates.within(update_returning(True), runner))
+    updates.end(successful_step, runner)
+    assert ["update", "renew step-5", "update", "renew updated"] == instance.calls

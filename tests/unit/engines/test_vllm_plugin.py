@@ -1,0 +1,217 @@
+"""What of vLLM's plug-in holds without vLLM: names, options, facts, hook points, and the end of servers."""
+
+from __future__ import annotations
+
+import os
+import sys
+from fnmatch import fnmatchcase
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from rfork.engines.hook_targets import HookTarget
+from rfork.engines.vllm import compat, engine_manager, hook_targets
+from rfork.engines.vllm.model_name import model_name
+from rfork.engines.vllm.options import cap_deadline, settings_of
+from rfork.engines.vllm.rebuild_support import can_be_rebuilt
+from rfork.errors import EngineMismatch, SettingsError
+from rfork.settings import InstanceSettings
+
+
+@pytest.mark.parametrize(
+    ("model", "configured_name", "draft", "expected"),
+    [
+        ("org/model", None, False, "org/model"),
+        ("org/model", "mine", False, "mine"),
+        ("org/draft", "mine", True, "mine/org/draft"),
+        ("org/draft", None, True, "org/draft"),
+    ],
+)
+def test_names(model: str, configured_name: str | None, draft: bool, expected: str) -> None:
+    """A hub's id is as it is; a setting names the target, and parts drafts."""
+    assert expected == model_name(model, configured_name, draft)
+
+
+def test_options_of_the_command_line_are_settings() -> None:
+    """They win over the environment; a name that is none is one clear error."""
+    parsed = settings_of(SimpleNamespace(model_loader_extra_config={"planner": "http://a:1", "drain_s": 3}))
+    assert ("http://a:1", 3.0) == (parsed.planner, parsed.drain_s)
+    with pytest.raises(SettingsError, match="no setting 'planer'") as caught:
+        settings_of(SimpleNamespace(model_loader_extra_config={"planer": "http://a:1"}))
+    assert "did you mean 'planner'?" == caught.value.hint
+    with pytest.raises(SettingsError, match="RFORK_DRAIN_S"):
+        settings_of(SimpleNamespace(model_loader_extra_config={"drain_s": -1}))
+
+
+def test_deadline_leaves_time_to_load(caplog: pytest.LogCaptureFixture) -> None:
+    """It is half of vLLM's at most, and that is told; a shorter one is as it was."""
+    caplog.set_level("INFO", "rfork")
+    assert 300.0 == cap_deadline(InstanceSettings(deadline_s=600), 600).deadline_s
+    assert 1 == len(caplog.messages)
+    assert 200.0 == cap_deadline(InstanceSettings(deadline_s=200), 600).deadline_s
+    assert 1 == len(caplog.messages)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_weight"),
+    [
+        ("model.layers.0.self_attn.attn.kv_cache.0", False),
+        ("model.layers.0.self_attn.rotary_emb.cos_sin_cache", False),
+        ("deepstack_input_embeds.0", False),
+        ("per_layer_embeddings", False),
+        ("model.positions", False),
+        ("language_model.model.hidden_states", False),
+        ("language_model.model.per_layer_inputs", False),
+        ("model.layers.3.self_attn.indexer.topk_indices_buffer", False),
+        ("model.layers.3.self_attn.impl._topk_indices_buffer", False),
+        ("model.candidate_block_buffer", False),
+        ("model._mtp_hidden_buffer", False),
+        ("_ds_buffers.1", False),
+        ("model.embed_positions.weight", True),
+        ("model.embed_tokens_per_layer.weight", True),
+        ("model.layers.0.per_layer_projection.weight", True),
+        ("visual.deepstack_merger_list.0.norm.weight", True),
+        ("model.layers.0.self_attn.qkv_proj.weight", True),
+    ],
+)
+def test_what_forwards_write_is_no_weight(name: str, is_weight: bool) -> None:
+    """Names that vLLM 0.32 hangs such tensors on models by, and weights that sound alike."""
+    assert is_weight == (not any(fnmatchcase(name, pattern) for pattern in compat.NON_WEIGHT_PATTERNS))
+
+
+class Configuration:
+    """As a model's configuration, of which only this is used."""
+
+    def __init__(self, **values: object) -> None:
+        self.hf_config = self
+        self._values = values
+
+    def to_dict(self) -> dict[str, object]:
+        return self._values
+
+
+TEXT = {"_name_or_path": "/a", "id2label": {0: "a"}}
+PLAIN = {"rope_theta": 1e4, "_name_or_path": "/a", "text_config": TEXT}
+
+
+@pytest.mark.parametrize(
+    ("other", "same"),
+    [
+        (PLAIN, True),
+        (dict(reversed(PLAIN.items())), True),
+        ({**PLAIN, "_name_or_path": "/b", "transformers_version": "9"}, True),
+        ({**PLAIN, "text_config": {**TEXT, "_name_or_path": "/b"}}, True),
+        ({**PLAIN, "rope_theta": 1e6}, False),
+        ({**PLAIN, "text_config": {"id2label": {0: "b"}}}, False),
+    ],
+)
+def test_configuration_is_a_fact(other: dict[str, object], same: bool) -> None:
+    """What --hf-overrides changes parts two images; where a configuration lies does not."""
+    known = compat.configuration(Configuration(**PLAIN))
+    assert same == (known == compat.configuration(Configuration(**other)))
+    opaque = [Configuration(value=object()) for _ in range(2)]
+    assert 1 == len({compat.configuration(config) for config in opaque})
+
+
+def test_choice_of_kernels_is_a_fact() -> None:
+    """By vLLM's variables, and by its configuration."""
+
+    def kernel_facts(deep: bool, moe: str) -> str:
+        config = SimpleNamespace(kernel_config=SimpleNamespace(moe_backend=moe))
+        return compat.kernels(config, SimpleNamespace(VLLM_USE_DEEP_GEMM=deep))
+
+    assert kernel_facts(True, "auto") == kernel_facts(True, "auto")
+    assert 3 == len({kernel_facts(True, "auto"), kernel_facts(False, "auto"), kernel_facts(True, "marlin")})
+
+
+def test_hook_points_that_moved_are_told_in_one_line() -> None:
+    """With the version there is and those that were tested; all of what moved, and nothing else."""
+    known = HookTarget("rfork.engines.vllm.model_name.model_name", ("model", "draft"))
+    wrong = (
+        known,
+        HookTarget("rfork.engines.vllm.model_name.model_name", ("path",)),
+        HookTarget("rfork.engines.vllm.model_name.Worker.sleep"),
+        HookTarget("rfork.no_such_module.Worker"),
+    )
+    hook_targets.check("1.2.3", (known,), tested=("1.2.3",))
+    with pytest.raises(EngineMismatch) as caught:
+        hook_targets.check("9.9.9", wrong, tested=("1.2.3",))
+    assert (
+        "vLLM 9.9.9 is not as rfork knows it (tested: 1.2.3): "
+        "rfork.engines.vllm.model_name.model_name has no parameter path; rfork.engines.vllm.model_name.Worker.sleep "
+        "is gone (module 'rfork.engines.vllm.model_name' has no attribute 'Worker'); "
+        "rfork.no_such_module.Worker is gone (module 'rfork' has no attribute 'no_such_module')"
+    ) == str(caught.value)
+
+
+class Manager:
+    """As vLLM's, as far as it is wrapped."""
+
+    def __init__(self, vllm_config: SimpleNamespace) -> None:
+        self.stopped: list[float | None] = []
+        self.name_of_children = os.environ.get("RFORK_REPLICA")
+
+    def finished_processes(self) -> dict[str, int]:
+        return {}
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        self.stopped.append(timeout)
+
+
+def test_a_server_s_seeds_are_seen_off_before_its_engines_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, with the name that its engines were told; servers with another load format are left alone."""
+    utils = ModuleType("vllm.v1.engine.utils")
+    manager_class = type("CoreEngineProcManager", (Manager,), dict(vars(Manager)))
+    vars(utils)["CoreEngineProcManager"] = manager_class
+    monkeypatch.setitem(sys.modules, utils.__name__, utils)
+    monkeypatch.setenv("RFORK_REPLICA", "")
+    seen: list[str | None] = []
+    monkeypatch.setattr(engine_manager, "drain_server", lambda settings: seen.append(settings.replica))
+    engine_manager.hook_engine_manager()
+    engine_manager.hook_engine_manager()
+
+    def config(load_format: str) -> SimpleNamespace:
+        load = SimpleNamespace(load_format=load_format, model_loader_extra_config={})
+        return SimpleNamespace(load_config=load)
+
+    other = manager_class(vllm_config=config("auto"))
+    other.shutdown(timeout=1.0)
+    ours = manager_class(vllm_config=config("rfork"))
+    second = manager_class(vllm_config=config("rfork"))
+    ours.shutdown(2.0)
+    ours.shutdown()
+    assert ([1.0], [2.0, None]) == (other.stopped, ours.stopped)
+    assert [ours.name_of_children] == seen
+    second.shutdown()
+    assert [ours.name_of_children, second.name_of_children] == seen
+    assert [True, True] == [str(name).startswith("vllm-") for name in seen]
+    assert 2 == len(set(seen))
+    assert "" == os.environ["RFORK_REPLICA"]
+
+
+def test_seeing_off_survives_a_planner_that_is_gone() -> None:
+    """A server ends whether or not its planner answers."""
+    extra_config = {
+        "planner": "http://127.0.0.1:0",
+        "planner_timeout_s": 0.2,
+        "replica": "mine",
+        "drain_s": 0,
+    }
+    engine_manager.drain_server(settings_of(SimpleNamespace(model_loader_extra_config=extra_config)))
+
+
+def method(module: str, *bases: type, step: bool = True, name: str = "Method") -> type:
+    """A class of that module, which says what is done after loading."""
+    content = {"process_weights_after_loading": lambda self, layer: None} if step else {}
+    return type(name, bases, content | {"__module__": f"vllm.model_executor.layers.{module}"})
+
+
+def test_only_methods_on_the_list_are_rebuilt() -> None:
+    """By the class that defines the step: a subclass with a step of its own is another method."""
+    known = method("quantization.fp8", name="Fp8LinearMethod")
+    inheriting = method("quantization.online", known, step=False)
+    overriding = method("quantization.online", known)
+    stepless = method("quantization.torchao", step=False)
+    experts = method("quantization.mxfp4", name="Mxfp4MoEMethod")
+    expected = {known: True, inheriting: True, overriding: False, stepless: True, experts: False}
+    assert expected == {method_class: can_be_rebuilt(method_class()) for method_class in expected}

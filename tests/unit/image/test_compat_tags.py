@@ -1,0 +1,44 @@
+"""What images say of themselves: facts in names, and differences of two in words."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from rfork.image.capture import capture
+from rfork.image.compat_tags import tag_differences, tag_tensors, tags_of
+from rfork.image.layout import Layout
+
+
+def layout_of(*facts: str) -> Layout:
+    module = nn.Linear(2, 2)
+    vars(module)["rfork"] = {"is": tag_tensors(facts)}
+    return capture(module).layout
+
+
+def test_facts_are_part_of_the_layout_and_cost_no_bytes() -> None:
+    """Two images with other facts are two layouts of one size."""
+    one, other = layout_of("engine vllm 1"), layout_of("engine vllm 2")
+    assert (False, one.image_bytes) == (one.layout_id == other.layout_id, other.image_bytes)
+    assert frozenset({"engine vllm 1"}) == tags_of(one)
+
+
+def test_a_module_without_facts_states_none() -> None:
+    """Nor does one whose tensors only have like names."""
+    assert frozenset() == tags_of(capture(nn.ParameterDict({"is": torch.zeros(1)})).layout)
+
+
+def test_differences_are_told_by_subject() -> None:
+    """What both state is left out; what only one states is said to be nothing on the other side."""
+    here = layout_of("engine vllm 1", "device cpu", "quantisation fp8")
+    there = layout_of("engine vllm 2", "device cpu")
+    assert [
+        "engine: here vllm 1; there vllm 2",
+        "quantisation: here fp8; there nothing",
+    ] == list(tag_differences(here, there))
+
+
+def test_several_facts_of_one_subject_are_told_together() -> None:
+    """In one order, whatever order they were stated in."""
+    here, there = layout_of("kernels b", "kernels a"), layout_of("kernels c")
+    assert ["kernels: here a, b; there c"] == list(tag_differences(here, there))

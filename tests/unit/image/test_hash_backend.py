@@ -1,0 +1,71 @@
+"""Which code hashes leaves: nothing that gives wrong hashes, and no device without any."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+import pytest
+import torch
+
+from rfork.image import xxh3_torch
+from rfork.image.hash_backend import HashBackend, leaf_hasher, self_test
+
+CPU = torch.device("cpu")
+
+
+def test_torch_operations_pass_the_trial() -> None:
+    """What takes the kernel's place gives the hashes that the kernel is held to."""
+    self_test(xxh3_torch.leaf_hashes, CPU)
+
+
+def test_wrong_hashes_fail_the_trial() -> None:
+    """One wrong bit in one of the hashes is enough."""
+
+    def wrong_hashes(pieces: Sequence[torch.Tensor], leaf_bytes: int) -> bytes:
+        hashes = bytearray(xxh3_torch.leaf_hashes(pieces, leaf_bytes))
+        hashes[-1] ^= 1
+        return bytes(hashes)
+
+    with pytest.raises(RuntimeError, match="wrong hashes"):
+        self_test(wrong_hashes, CPU)
+
+
+def test_a_device_has_one_hasher() -> None:
+    """Whoever asks gets the same one; on the CPU it is made of torch operations."""
+    backend = leaf_hasher(CPU)
+    assert (True, False) == (backend is leaf_hasher(torch.device("cpu")), backend.is_ready())
+
+
+class FailingKernelModule(ModuleType):
+    """The kernel's module, whose import ends in an error."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__("rfork.image.xxh3_triton")
+        self._error = error
+
+    def __getattr__(self, name: str) -> None:
+        if name == "leaf_hashes":
+            raise self._error
+        raise AttributeError(name)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_logged"),
+    [
+        (ImportError("no triton"), False),
+        (RuntimeError("0 active drivers"), True),
+        (OSError("read-only"), True),
+    ],
+)
+def test_a_kernel_that_cannot_be_imported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception, is_logged: bool
+) -> None:
+    """Whatever the import raises, torch operations hash; that there is no Triton goes without saying."""
+    monkeypatch.setitem(sys.modules, "rfork.image.xxh3_triton", FailingKernelModule(error))
+    backend = HashBackend(torch.device("cuda"))
+    data = torch.zeros(5000, dtype=torch.uint8)
+    assert (False, xxh3_torch.leaf_hashes([data], 2048)) == (backend.is_ready(), backend([data], 2048))
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert is_logged == any("kernel does not run here" in message for message in warnings)

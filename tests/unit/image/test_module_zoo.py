@@ -1,0 +1,41 @@
+"""Each kind of the zoo, between two processes: its state is equal after the copy, or refused by name."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.unit.image.module_zoo import MODULE_CASES
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What became of each kind: one process captures all of them, and another one is filled."""
+    file = tmp_path_factory.mktemp("zoo") / "seed"
+    command = [sys.executable, "-m", "tests.unit.image.module_zoo"]
+    subprocess.run([*command, "seed", file], cwd=ROOT, check=True)
+    target = subprocess.run([*command, "target", file], cwd=ROOT, check=True, stdout=subprocess.PIPE)
+    found: dict[str, str] = json.loads(target.stdout)
+    return found
+
+
+def test_the_zoo_has_a_hundred_kinds() -> None:
+    """Kinds are added, not removed."""
+    assert len(MODULE_CASES) >= 100
+
+
+@pytest.mark.parametrize("name", sorted(MODULE_CASES))
+def test_a_kind_is_equal_or_refused_by_name(results: dict[str, str], name: str) -> None:
+    """Outputs and held state equal the seed's bit for bit, or the refusal says what differs."""
+    refused = MODULE_CASES[name].refused
+    if refused:
+        assert re.search(refused, results[name])
+    else:
+        assert "equal" == results[name]

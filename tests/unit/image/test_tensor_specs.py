@@ -1,0 +1,66 @@
+"""Specs in columns: the same as a tuple of specs, for what there may be a million of."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rfork.image.tensor_specs import TensorSpec, TensorSpecTable
+
+A = TensorSpec("a", "float32", (2, 2), (2, 1), 0)
+B = TensorSpec('b "quoted" ü\n', "int8", (4,), (1,), 16)
+C = TensorSpec("c", "float32", (2, 2), (2, 1), 20)
+EMPTY = TensorSpec("", "int8", (), (), 1 << 70)
+ALL = (A, B, C, EMPTY)
+SPECS = TensorSpecTable(ALL)
+
+
+def test_specs_are_a_sequence() -> None:
+    """Walked, indexed and cut they are what they were made of."""
+    assert (ALL, 4, A, EMPTY, ALL[1:3]) == (tuple(SPECS), len(SPECS), SPECS[0], SPECS[-1], SPECS[1:3])
+    with pytest.raises(IndexError):
+        SPECS[4]
+
+
+def test_equal_specs_are_equal() -> None:
+    """By what they hold, in order; also as keys."""
+    same = TensorSpecTable(ALL[:2])
+    same.extend(ALL[2:])
+    assert (True, hash(SPECS)) == (same == SPECS, hash(same))
+    assert [False, False, False] == [
+        SPECS == TensorSpecTable(other) for other in (ALL[:3], ALL[::-1], (A, B, C._replace(offset=1), EMPTY))
+    ]
+
+
+def test_tensors_of_a_kind_share_it() -> None:
+    """A million experts of one shape keep that shape once."""
+    again = A._replace(shape=tuple(map(int, "22")), stride=tuple(map(int, "21")))
+    specs = TensorSpecTable((A, again))
+    assert again.shape is not A.shape
+    assert specs[0].shape is specs[1].shape
+
+
+@pytest.mark.parametrize("comma", [", ", ","])
+def test_the_json_is_that_of_the_standard_library(comma: str) -> None:
+    """Whatever is in a name: layout_id is made of it."""
+    assert [json.dumps(spec, separators=(comma, ":")) for spec in ALL] == list(SPECS.json_lines(comma))
+
+
+@pytest.mark.parametrize(
+    ("there", "expected"),
+    [
+        ((A, B), []),
+        ((B, A), []),
+        ((A, B._replace(offset=17)), [(B, B._replace(offset=17))]),
+        ((A._replace(dtype="int32"), B), [(A, A._replace(dtype="int32"))]),
+        ((B, C), [(A, None), (None, C)]),
+        ((), [(A, None), (B, None)]),
+    ],
+    ids=["equal", "order", "offset", "dtype", "name", "none"],
+)
+def test_what_differs_is_found_by_name(
+    there: tuple[TensorSpec, ...], expected: list[tuple[TensorSpec | None, TensorSpec | None]]
+) -> None:
+    """Pairs of one name, own order first, then what only the other has."""
+    assert expected == list(TensorSpecTable((A, B)).differences(TensorSpecTable(there)))

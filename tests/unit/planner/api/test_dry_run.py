@@ -1,0 +1,124 @@
+"""Previews over the REST interface, without sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from planner.api import previews
+from planner.dry_run import Scenario, preview
+from planner.http_errors import register_handlers
+from rfork.errors import PlannerRejected
+from rfork.planner_client.client import PlannerClient
+from rfork.schema import Preview, PreviewRequest, Rank
+from tests.unit.planner.builders import CHUNKS, FakeTime, fork_request, make_registry, seed_report
+
+KEY = Rank().key
+RANKS = (Rank(tp=0, tp_size=2), Rank(tp=1, tp_size=2))
+
+
+def test_a_preview_changes_nothing(web: httpx.Client, planner: PlannerClient) -> None:
+    """It is told what a fork would be told, and the next fork is told the same."""
+    planner.report(seed_report("s"))
+    (result,) = planner.preview(PreviewRequest(model="m", targets=2)).items
+    assert ("m", KEY, CHUNKS << 20, CHUNKS, 1) == (
+        result.model, result.rank_key, result.image_bytes, result.chunk_count, result.seeds,
+    )  # fmt: skip
+    assert (["s"], [], 0) == (
+        [each.report.instance_id for each in planner.instances()], planner.forks(),
+        web.get("/v1/models").json()[0]["forks_running"],
+    )  # fmt: skip
+    assert result.targets[0].reason == planner.request_plan(fork_request("a")).reason == "from seed s (0 other readers)"
+
+
+def test_each_rank_has_its_own(planner: PlannerClient) -> None:
+    """All that are known of the model, or the one that is asked for."""
+    for rank in RANKS:
+        planner.report(seed_report(f"s{rank.tp}", rank=rank))
+    both = planner.preview(PreviewRequest(model="m", targets=3)).items
+    (second,) = planner.preview(PreviewRequest(model="m", rank_key=RANKS[1].key)).items
+    assert ([rank.key for rank in RANKS], ["s1"]) == (
+        [each.rank_key for each in both], [share.source_id for share in second.targets[0].shares],
+    )  # fmt: skip
+
+
+UNKNOWN = [
+    ({"model": "other"}, "no instance of other is known"),
+    ({"model": "m", "rank_key": "x"}, f"no instance of that rank is known, but of {KEY}"),
+]
+
+
+@pytest.mark.parametrize(("query", "detail"), UNKNOWN)
+def test_a_model_that_nobody_has_is_a_problem(
+    web: httpx.Client, planner: PlannerClient, query: dict[str, str], detail: str
+) -> None:
+    """404 with a word of its own: there is nothing to go by."""
+    planner.report(seed_report("s"))
+    response = web.post("/v1/previews", json=query)
+    assert (404, "unknown-model", detail) == (
+        response.status_code, response.json()["type"].rpartition("/")[2], response.json()["detail"],
+    )  # fmt: skip
+
+
+def test_a_preview_has_its_bounds(planner: PlannerClient) -> None:
+    """Of many ranks not many targets at once; of one rank all that the wire allows."""
+    sizes = [Rank(tp=index, tp_size=9) for index in range(9)]
+    for rank in sizes:
+        planner.report(seed_report(f"s{rank.tp}", rank=rank))
+    with pytest.raises(PlannerRejected, match="1024 of 9 ranks are more than 8192: name one rank_key"):
+        planner.preview(PreviewRequest(model="m", targets=1024))
+    (result,) = planner.preview(PreviewRequest(model="m", targets=1024, rank_key=sizes[0].key)).items
+    assert (1024, 0) == (len(result.targets), sum(target.seconds is None for target in result.targets))
+
+
+async def test_few_previews_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One more is turned away at once, and told when to come again; the others are answered."""
+    released = threading.Event()
+
+    def slow(known: Scenario) -> Preview:
+        released.wait()
+        return preview(known)
+
+    monkeypatch.setattr(previews, "preview", slow)
+    registry = make_registry(FakeTime())
+    await registry.report(seed_report("s"))
+    app = FastAPI()
+    app.include_router(previews.previews_router(registry))
+    register_handlers(app, lambda: None)
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://planner") as client:
+        requests = [
+            asyncio.create_task(client.post("/v1/previews", json={"model": "m"}))
+            for _ in range(previews.MAX_QUEUED + 2)
+        ]
+        refused, rest = await asyncio.wait(requests, return_when=asyncio.FIRST_COMPLETED)
+        released.set()
+        accepted = await asyncio.gather(*rest)
+    (response,) = [task.result() for task in refused]
+    assert (503, "too-many-previews", "2", [200] * len(accepted)) == (
+        response.status_code, response.json()["type"].rpartition("/")[2], response.headers["Retry-After"],
+        [each.status_code for each in accepted],
+    )  # fmt: skip
+
+
+WRONG = [
+    ("targets", 0),
+    ("targets", 1025),
+    ("per_host", 0),
+    ("link_bytes_per_s", 0),
+    ("model", ""),
+    ("more", 1),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), WRONG)
+def test_what_cannot_be_asked_is_refused(web: httpx.Client, field: str, value: object) -> None:
+    """422, and the field is named."""
+    response = web.post("/v1/previews", json={"model": "m", field: value})
+    assert (422, [field]) == (
+        response.status_code, [each["field"] for each in response.json()["errors"]],
+    )  # fmt: skip

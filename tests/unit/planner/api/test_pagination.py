@@ -1,0 +1,104 @@
+"""Lists of instances and forks, page by page."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+from rfork.planner_client.client import PlannerClient
+from rfork.schema import ForkInfo, ForkPage, ForkResult, InstancePage
+from tests.unit.planner.builders import fork_request, seed_report
+
+
+def ids_of(page: InstancePage | ForkPage) -> list[str]:
+    """What stands on a page."""
+    return [each.fork_id if isinstance(each, ForkInfo) else each.report.instance_id for each in page.items]
+
+
+def test_instances_come_in_pages(planner: PlannerClient) -> None:
+    """In the order of ids, whatever the order of arrival; the last page has no cursor."""
+    for name in "cabed":
+        planner.report(seed_report(name))
+    pages = [planner.instance_page(limit=2)]
+    while pages[-1].next:
+        pages.append(planner.instance_page(limit=2, after=pages[-1].next))
+    assert [(["a", "b"], "b"), (["c", "d"], "d"), (["e"], None)] == [(ids_of(page), page.next) for page in pages]
+
+
+def test_a_page_that_is_just_full_is_the_last(planner: PlannerClient) -> None:
+    """No empty page follows it."""
+    for name in "ab":
+        planner.report(seed_report(name))
+    assert None is planner.instance_page(limit=2).next
+
+
+def test_pages_are_stable_while_things_change(planner: PlannerClient) -> None:
+    """The instance of the cursor goes, others come before and behind: nobody is told twice or left out."""
+    for name in "bdf":
+        planner.report(seed_report(name))
+    first = planner.instance_page(limit=2)
+    planner.remove("d")
+    for name in "ae":
+        planner.report(seed_report(name))
+    second = planner.instance_page(limit=2, after=first.next)
+    assert (["b", "d"], ["e", "f"], None) == (ids_of(first), ids_of(second), second.next)
+
+
+def test_forks_come_in_pages(planner: PlannerClient) -> None:
+    """As instances do."""
+    planner.report(seed_report("s", max_readers=9))
+    for name in "cab":
+        planner.request_plan(fork_request(name))
+    first = planner.fork_page(limit=2)
+    second = planner.fork_page(limit=2, after=first.next)
+    assert (["fork-a", "fork-b"], ["fork-c"], None) == (ids_of(first), ids_of(second), second.next)
+
+
+def test_lists_are_filtered_by_model_state_and_host(planner: PlannerClient) -> None:
+    """Pages are of what is left."""
+    planner.report(seed_report("s", max_readers=9))
+    planner.report(seed_report("t", model="other"))
+    for name in "ab":
+        planner.request_plan(fork_request(name))
+    planner.finish("fork-a", ForkResult(outcome="forked", seconds=1, bytes_read=1))
+    assert [["t"], ["a", "b"], ["b"], ["fork-b"], ["fork-a"], ["fork-b"], []] == [
+        ids_of(planner.instance_page(model="other")),
+        ids_of(planner.instance_page(state="loading")),
+        ids_of(planner.instance_page(host="host-b")),
+        ids_of(planner.fork_page(state="running")),
+        ids_of(planner.fork_page(state="finished", model="m")),
+        ids_of(planner.fork_page(host="host-b")),
+        ids_of(planner.fork_page(model="other")),
+    ]
+
+
+def test_the_ranks_of_one_server_are_listed(planner: PlannerClient) -> None:
+    """Page by page, together with other filters; not those of a server whose name begins alike."""
+    for name in ("pod-target-tp1", "pod-draft-tp0", "pod-target-tp0", "pod-b-target-tp0", "pod", "pod-x"):
+        planner.report(seed_report(name))
+    first = planner.instance_page(replica="pod", limit=2)
+    second = planner.instance_page(replica="pod", limit=2, after=first.next)
+    assert [["pod-draft-tp0", "pod-target-tp0"], ["pod-target-tp1"], ["pod-b-target-tp0"], [], []] == [
+        ids_of(first),
+        ids_of(second),
+        ids_of(planner.instance_page(replica="pod-b", model="m")),
+        ids_of(planner.instance_page(replica="pod", model="other")),
+        ids_of(planner.instance_page(replica="nobody")),
+    ]
+    assert ("pod-target-tp0", None) == (first.next, second.next)
+
+
+def test_a_server_that_nobody_can_be_called_is_refused(web: httpx.Client) -> None:
+    """Not taken for one without ranks."""
+    response = web.get("/v1/instances", params={"replica": "pod 1"})
+    assert (422, ["replica"]) == (
+        response.status_code, [each["field"] for each in response.json()["errors"]],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("query", "field"), [("limit=0", "limit"), ("limit=1001", "limit"), ("after=%20", "after")])
+@pytest.mark.parametrize("path", ["/v1/instances", "/v1/forks"])
+def test_a_page_that_cannot_be_is_refused(web: httpx.Client, path: str, query: str, field: str) -> None:
+    """With the field that is wrong."""
+    response = web.get(f"{path}?{query}")
+    assert (422, [field]) == (response.status_code, [each["field"] for each in response.json()["errors"]])

@@ -1,0 +1,310 @@
+"""Previews: whom the policy would have read from whom, and when each would be whole."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.sim_runner import SimRun, SimScenario
+from planner.dry_run import build_scenario, preview, take_group_snapshot
+from planner.dry_run.simulate import MAX_DELIVERIES, SAME_HOST_RATE, LinkRates, simulate_flows
+from planner.policy import group_plan
+from planner.policy_types import ChunkShare, ForkDemand, GroupView, HostLocation, Source
+from planner.registry import Registry
+from rfork.schema import ForkResult, Preview, PreviewRequest
+from tests.unit.planner.builders import (
+    CHECKPOINT,
+    CHUNKS,
+    LOADER,
+    NOW,
+    FakeTime,
+    fork_request,
+    loading,
+    make_registry,
+    report,
+    seed,
+    seed_report,
+    storage_candidates,
+)
+
+IMAGE = CHUNKS << 20
+LINK = IMAGE
+"""Bytes a second: one image takes a second, one chunk a twelfth."""
+RATES = LinkRates(link=LINK, storage=IMAGE / 2)
+ALL = ((0, CHUNKS),)
+CHUNK_S = 1 / CHUNKS
+
+
+@pytest.fixture
+def registry(time: FakeTime) -> Registry:
+    """A registry that nobody told anything."""
+    return make_registry(time)
+
+
+def dry_run(registry: Registry, **options: object) -> Preview:
+    """What would happen to the one rank of the model `m`, over links that move one image a second."""
+    request = PreviewRequest.model_validate({"model": "m", "link_bytes_per_s": LINK} | options)
+    (group,) = registry.state.groups_of("m")
+    group_snapshot = take_group_snapshot(registry.state, group, request, registry.now())
+    assert group_snapshot is not None
+    return preview(build_scenario(group_snapshot))
+
+
+def shares(result: Preview) -> dict[str, dict[str, tuple[tuple[int, int], ...]]]:
+    """Chunks by source, by target."""
+    return {target.instance_id: {share.source_id: share.chunks for share in target.shares} for target in result.targets}
+
+
+def seconds(result: Preview) -> list[float | None]:
+    """When each target is whole."""
+    return [None if each.seconds is None else round(each.seconds, 3) for each in result.targets]
+
+
+# -- times -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("targets", "seeds", "hosts"), [(1, 1, 0), (7, 1, 0), (15, 1, 0), (31, 1, 0), (100, 4, 0), (32, 1, 4)]
+)
+def test_predicted_as_simulated(targets: int, seeds: int, hosts: int) -> None:
+    """Within a fifth of what the simulation of links, reports and new plans takes."""
+    simulated = SimRun(SimScenario(targets=targets, seeds=seeds, chunks=64, hosts=hosts)).run().total
+    near = ("shared_memory", "http") if hosts else ("http",)
+    common = {"chunk_count": 64, "max_readers": 4, "transports": near, "expires_at": math.inf}
+    members = {f"s{index}": seed(f"s{index}", verified=((0, 64),), **common) for index in range(seeds)}
+    coming = [
+        loading(f"t{index:03}", location=HostLocation(f"h{index % hosts if hosts else index}"), **common)
+        for index in range(targets)
+    ]
+    demands = [ForkDemand(each.instance_id, each) for each in coming]
+    decisions = group_plan.plan(GroupView("m", "r", members), demands, NOW)
+    reads = {name: decision.shares for name, decision in decisions.items()}
+    # Of a size at which what stays within a host is as much faster as it is in the simulation.
+    image = SAME_HOST_RATE / 8
+    durations = simulate_flows(
+        members | {each.instance_id: each for each in coming}, reads, round(image), LinkRates(image, image)
+    )
+    assert simulated == pytest.approx(max(durations.values()), rel=0.2)
+
+
+def members(*sources: Source) -> dict[str, Source]:
+    """By instance_id."""
+    return {source.instance_id: source for source in sources}
+
+
+def test_a_chain_costs_a_chunk_for_each_that_stands_in_it() -> None:
+    """A relay gives what it has while it receives."""
+    fleet = members(seed("s"), loading("a"), loading("b"))
+    durations = simulate_flows(fleet, {"a": (ChunkShare("s", ALL),), "b": (ChunkShare("a", ALL),)}, IMAGE, RATES)
+    assert {"a": pytest.approx(1.0), "b": pytest.approx(1.0 + CHUNK_S)} == durations
+
+
+def test_those_that_share_a_link_share_its_speed() -> None:
+    """Two that read everything from one seed take twice as long; half from each of two seeds does not."""
+    fleet = members(seed("s"), seed("r"), loading("a"), loading("b"))
+    star = simulate_flows(fleet, {"a": (ChunkShare("s", ALL),), "b": (ChunkShare("s", ALL),)}, IMAGE, RATES)
+    low, high = ((0, 6),), ((6, 12),)
+    striped = simulate_flows(fleet, {"a": (ChunkShare("s", low), ChunkShare("r", high))}, IMAGE, RATES)
+    assert [2.0, 2.0, 1.0] == [pytest.approx(each) for each in (*star.values(), *striped.values())]
+
+
+def test_a_source_gives_no_more_than_it_says() -> None:
+    """Its own cap counts for all of its readers together, and for those of its host too."""
+    slow = seed("s", egress_rate=LINK / 4, transports=("shared_memory", "http"), location=HostLocation("here"))
+    near = loading("a", transports=("shared_memory", "http"), location=HostLocation("here"))
+    durations = simulate_flows(members(slow, near), {"a": (ChunkShare("s", ALL),)}, IMAGE, RATES)
+    assert {"a": pytest.approx(4.0)} == durations
+
+
+def test_what_stays_within_a_host_takes_nothing_of_its_link() -> None:
+    """Three on one host: one reads over the network, the others from it."""
+    fleet = members(seed("s"), *(loading(name, location=HostLocation("here")) for name in "abc"))
+    reads = {"a": (ChunkShare("s", ALL),), "b": (ChunkShare("a", ALL),), "c": (ChunkShare("b", ALL),)}
+    local_s = IMAGE / CHUNKS / SAME_HOST_RATE
+    durations = simulate_flows(fleet, reads, IMAGE, RATES)
+    assert [1.0, 1.0 + local_s, 1.0 + 2 * local_s] == [pytest.approx(durations[name]) for name in "abc"]
+
+
+def test_a_ring_over_storage() -> None:
+    """Each reads its half from storage at half a link's speed, and gets the other as it comes."""
+    fleet = members(loading("a"), loading("b"))
+    low, high = ((0, 6),), ((6, 12),)
+    reads = {
+        "a": (ChunkShare("a", low), ChunkShare("b", high)),
+        "b": (ChunkShare("b", high), ChunkShare("a", low)),
+    }
+    durations = simulate_flows(fleet, reads, IMAGE, RATES)
+    assert [1.0 + CHUNK_S] * 2 == [pytest.approx(durations[name]) for name in "ab"]
+
+
+def test_a_loader_gives_nothing_before_its_end() -> None:
+    """Who stands behind it begins then."""
+    fleet = members(loading("a"), loading("b"))
+    reads = {"a": (ChunkShare("a", ALL, all_or_nothing=True),), "b": (ChunkShare("a", ALL),)}
+    durations = simulate_flows(fleet, reads, IMAGE, RATES)
+    assert [2.0, 3.0] == [pytest.approx(durations[name]) for name in "ab"]
+
+
+def test_who_waits_for_what_nobody_gives_is_never_whole() -> None:
+    """A relay that reads nothing, a source that is gone, and two that wait for one another."""
+    fleet = members(seed("s"), *(loading(name) for name in "abcd"), loading("half", (0, 6)))
+    reads = {
+        "a": (ChunkShare("half", ALL),),
+        "b": (ChunkShare("gone", ALL),),
+        "c": (ChunkShare("d", ALL),),
+        "d": (ChunkShare("c", ALL),),
+    }
+    assert {} == simulate_flows(fleet, reads, IMAGE, RATES)
+
+
+def test_forks_under_way_go_on_from_what_they_have() -> None:
+    """Half is there: the rest comes in half of the time, and the next gets all of it."""
+    fleet = members(seed("s"), loading("a", (0, 6)), loading("b"))
+    durations = simulate_flows(fleet, {"a": (ChunkShare("s", ALL),), "b": (ChunkShare("a", ALL),)}, IMAGE, RATES)
+    assert {"a": pytest.approx(0.5), "b": pytest.approx(1.0 + CHUNK_S, abs=CHUNK_S)} == durations
+
+
+def test_large_images_are_told_in_blocks() -> None:
+    """Of many chunks, several make one, and the time is still that of the chunks."""
+    count = 2 * MAX_DELIVERIES
+    big = {"chunk_count": count}
+    fleet = members(seed("s", verified=((0, count),), **big), *(loading(name, **big) for name in "ab"))
+    reads = {"a": (ChunkShare("s", ((0, count),)),), "b": (ChunkShare("a", ((0, count),)),)}
+    durations = simulate_flows(fleet, reads, IMAGE, RATES)
+    assert {"a": pytest.approx(1.0), "b": pytest.approx(1.0, rel=1e-3)} == durations
+
+
+# -- plans -------------------------------------------------------------------------------------------
+
+
+async def test_those_that_come_stand_in_a_chain(registry: Registry) -> None:
+    """Each on a host of its own, as the policy has it; and nothing comes of it."""
+    await registry.report(seed_report("s"))
+    result = dry_run(registry, targets=3)
+    expected = {"preview-1": {"s": ALL}, "preview-2": {"preview-1": ALL}, "preview-3": {"preview-2": ALL}}
+    assert (expected, [1.0, 1.083, 1.167], 1.0, 1, 0, [{"s": "http"}]) == (
+        shares(result), seconds(result), result.bound_s, result.seeds, result.storage_bytes,
+        [result.targets[0].transports],
+    )  # fmt: skip
+    assert ([], ["s"]) == (
+        registry.state.forks(), [each.report.instance_id for each in registry.state.instances()],
+    )  # fmt: skip
+
+
+async def test_replicas_that_share_a_host_are_placed_so(registry: Registry) -> None:
+    """Two hosts of two, none of which is known, in the rack that was named."""
+    await registry.report(seed_report("s", max_readers=4, transports=("shared_memory", "http")))
+    result = dry_run(registry, targets=4, per_host=2, rack="r1")
+    assert ["preview-host-1", "preview-host-1", "preview-host-2", "preview-host-2"] == [
+        target.host for target in result.targets
+    ]
+    assert {"preview-1": "shared_memory"} == result.targets[1].transports
+
+
+async def test_a_busy_seed_is_not_read_from(registry: Registry) -> None:
+    """It has one slot: who comes stands behind the fork that has it, and goes on with that."""
+    await registry.report(seed_report("s"))
+    await registry.request_plan(fork_request("a"))
+    result = dry_run(registry, targets=1)
+    assert ({"preview-1": {"a": ALL}}, [1.083]) == (shares(result), seconds(result))
+
+
+async def test_those_without_a_slot_come_after_the_others(registry: Registry) -> None:
+    """The seed takes one reader, and those that come none: each waits until the one before it is whole."""
+    await registry.report(seed_report("s"))
+    (group,) = registry.state.groups_of("m")
+    request = PreviewRequest(model="m", targets=3, link_bytes_per_s=LINK)
+    group_snapshot = take_group_snapshot(registry.state, group, request, registry.now())
+    assert group_snapshot is not None
+    found = build_scenario(group_snapshot)
+    alone = [replace(each, target=replace(each.target, max_readers=0)) for each in found.demands]
+    result = preview(replace(found, demands=tuple(alone)))
+    assert [1.0, 2.0, 3.0] == sorted(each or math.inf for each in seconds(result))
+
+
+async def test_a_cold_group_reads_what_was_read_before(registry: Registry) -> None:
+    """A fork that ended had read a checkpoint: so could those that come, and one of them does for all."""
+    await registry.report(seed_report("s"))
+    result = dry_run(registry, targets=2, cold=True)
+    assert ([None, None], 0, "no instance holds version v1 of model m") == (
+        seconds(result), result.seeds, result.targets[0].reason,
+    )  # fmt: skip
+    await registry.report(report("a", storage=storage_candidates(CHECKPOINT)))
+    result = dry_run(registry, targets=2, cold=True, storage_bytes_per_s=IMAGE / 2)
+    assert ({"preview-1": {"preview-1": ALL}, "preview-2": {"preview-1": ALL}}, IMAGE) == (
+        shares(result), result.storage_bytes,
+    )  # fmt: skip
+    assert [2.0, 2.083] == seconds(result)
+
+
+@pytest.mark.parametrize(("storage_type", "second"), [("checkpoint", 2.083), ("loader", 3.0)])
+async def test_storage_is_known_from_forks_that_ended(registry: Registry, storage_type: str, second: float) -> None:
+    """By what they told of their sources; how fast it was too."""
+    await registry.request_plan(
+        fork_request("a", storage=storage_candidates(CHECKPOINT if storage_type == "checkpoint" else LOADER))
+    )
+    finish = ForkResult(outcome="forked", seconds=2.0, bytes_read=IMAGE, sources={f"{storage_type}:x": IMAGE})
+    await registry.finish("fork-a", finish)
+    await registry.report(seed_report("a"))
+    result = dry_run(registry, targets=2, cold=True)
+    assert ([2.0, second], IMAGE / 2) == (seconds(result), result.storage_bytes_per_s)
+
+
+async def test_with_a_rate_of_storage_there_is_a_snapshot(registry: Registry) -> None:
+    """Where nothing is known of any."""
+    await registry.report(seed_report("s", chunk_count=20, verified=((0, 20),), max_readers=4))
+    result = dry_run(registry, targets=2, cold=True, storage_bytes_per_s=LINK)
+    low, high = ((0, 10),), ((10, 20),)
+    assert {
+        "preview-1": {"preview-1": low, "preview-2": high},
+        "preview-2": {"preview-2": high, "preview-1": low},
+    } == shares(result)
+
+
+async def test_the_link_is_the_fastest_that_forks_measured(registry: Registry) -> None:
+    """Not what they read within their host, and not what they read from storage."""
+    await registry.report(seed_report("s", max_readers=9))
+    guess = dry_run(registry, link_bytes_per_s=None)
+    for name, source, transport, rate in (
+        ("a", "s", "http", 3e8),
+        ("b", "s", "shared_memory", 9e9),
+        ("c", "snapshot:file:///s", "http", 8e9),
+    ):
+        await registry.request_plan(fork_request(name))
+        finish = ForkResult(
+            outcome="forked", seconds=1.0, bytes_read=IMAGE, sources={source: IMAGE},
+            link_bytes_per_s=rate, transports={source: transport},
+        )  # fmt: skip
+        await registry.finish(f"fork-{name}", finish)
+    measured = dry_run(registry, link_bytes_per_s=None)
+    configured = dry_run(registry, link_bytes_per_s=1e6)
+    assert [(1.25e9, False), (3e8, True), (1e6, False)] == [
+        (result.link_bytes_per_s, result.measured) for result in (guess, measured, configured)
+    ]
+
+
+async def test_most_replicas_are_like_the_layout_that_is_held(registry: Registry) -> None:
+    """Of two layouts the one with more seeds, whatever is loading."""
+    await registry.report(seed_report("s"))
+    for name in "ab":
+        await registry.report(report(name, layout_id="b" * 32))
+    assert {"preview-1": {"s": ALL}} == shares(dry_run(registry))
+
+
+async def test_a_snapshot_stays_as_it_was(registry: Registry) -> None:
+    """Whatever is told meanwhile, the preview is of the moment that was asked about."""
+    for name in ("s", "u"):
+        await registry.report(seed_report(name))
+    await registry.request_plan(fork_request("a"))
+    (group,) = registry.state.groups_of("m")
+    request = PreviewRequest(model="m", targets=2, link_bytes_per_s=LINK)
+    group_snapshot = take_group_snapshot(registry.state, group, request, registry.now())
+    assert group_snapshot is not None
+    before = preview(build_scenario(group_snapshot))
+    await registry.request_plan(fork_request("b"))
+    await registry.report(seed_report("v"))
+    for name in ("s", "u", "a"):
+        await registry.remove(name)
+    assert before == preview(build_scenario(group_snapshot))

@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from planner.integrations.keda.metric_source import CACHE_TTL_S, HOST_RETENTION_S, WARMUP_S, MetricSource
+from planner.integrations.keda.signals import MetricUnavailable, TriggerReading
+from planner.integrations.keda.triggers import Trigger
+from planner.integrations.planner_api import PlannerUnavailable
+from tests.unit.fake_clock import FakeClock
+from tests.unit.planner.integrations.keda.fakes import (
+    MODEL,
+    VLLM,
+    FakeEngines,
+    ScriptedPlannerApi,
+    engine,
+    fork,
+    instance,
+    scaleup,
+)
+
+WAITING = Trigger(MODEL, "waiting", 10.0, port=8000)
+
+
+class MetricSourceHarness:
+    """A Load over fakes, at a time that stands still."""
+
+    def __init__(self, **pages: str) -> None:
+        self.planner_api, self.engines, self.clock = ScriptedPlannerApi(), FakeEngines(pages), FakeClock()
+        self.registry = CollectorRegistry()
+        self.metric_source = MetricSource(self.planner_api, self.engines, self.clock, self.registry)
+        self.clock.now += WARMUP_S
+
+    async def read_after(self, seconds: float = CACHE_TTL_S) -> TriggerReading:
+        """What is read of `waiting` when so much time has passed."""
+        self.clock.now += seconds
+        return await self.metric_source.read(WAITING)
+
+    def poll_count(self, result: str) -> float | None:
+        return self.registry.get_sample_value("rfork_scaler_engine_looks_total", {"answer": result})
+
+
+async def test_engines_are_asked_where_the_planner_says() -> None:
+    """Each server once, at the trigger's port and path; what they tell is summed."""
+    harness = MetricSourceHarness(a=engine(3), b=engine(4))
+    harness.planner_api.instance_views = (instance("a"), instance("b"), instance("c", "loading"))
+    trigger = Trigger(MODEL, "waiting", 10.0, port=9000, path="/m", scheme="https")
+    assert (TriggerReading(7.0, True), ["https://a:9000/m", "https://b:9000/m"]) == (
+        await harness.metric_source.read(trigger),
+        sorted(harness.engines.requests),
+    )
+
+
+async def test_many_triggers_share_one_look() -> None:
+    """Of one second: the planner and each engine are asked once, whatever metrics are wanted."""
+    harness = MetricSourceHarness(a=VLLM)
+    harness.planner_api.instance_views = (instance("a"),)
+    triggers = [Trigger(MODEL, metric, 1.0, port=8000) for metric in ("waiting", "running", "kv_cache")]
+    readings = await asyncio.gather(*(harness.metric_source.read(trigger) for trigger in triggers * 100))
+    assert ([20.0, 7.0, 0.5], ["instances of org/llama"], ["http://a:8000/metrics"]) == (
+        [reading.value for reading in readings[:3]],
+        harness.planner_api.requests,
+        harness.engines.requests,
+    )
+    harness.engines.pages["a"] = engine(1)
+    assert (20.0, 1.0) == ((await harness.read_after(0.9)).value, (await harness.read_after(0.1)).value)
+
+
+async def test_planner_metrics_ask_no_engine() -> None:
+    """Forks and scale-ups are the planner's to tell."""
+    harness = MetricSourceHarness()
+    harness.planner_api.fork_views, harness.planner_api.scaleup_views = (fork(1), fork(2)), (scaleup(3, 1),)
+    assert (TriggerReading(2.0, True), TriggerReading(3.0, True), [], ["forks", "scaleups"]) == (
+        await harness.metric_source.read(Trigger(MODEL, "forks", 1.0)),
+        await harness.metric_source.read(Trigger(MODEL, "expected", 1.0)),
+        harness.engines.requests,
+        harness.planner_api.requests,
+    )
+
+
+async def test_silent_engines_are_left_out_and_counted() -> None:
+    """The rest is told; when none answers the value is not known, and why is said."""
+    harness = MetricSourceHarness(a=engine(3))
+    harness.planner_api.instance_views = (instance("a"), instance("b"))
+    assert (TriggerReading(3.0, True), 1.0, 1.0) == (
+        await harness.read_after(),
+        harness.poll_count("told"),
+        harness.poll_count("silent"),
+    )
+    del harness.engines.pages["a"]
+    with pytest.raises(MetricUnavailable, match="a did not answer http://a:8000/metrics; b did not answer"):
+        await harness.read_after()
+
+
+async def test_a_model_at_zero_is_woken_by_an_announcement() -> None:
+    """No engine: inactive, until replicas are announced; active while they load; then as they say."""
+    harness = MetricSourceHarness(a=engine(0))
+    states = [(await harness.read_after()).active]
+    harness.planner_api.scaleup_views = (scaleup(1),)
+    states.append((await harness.read_after()).active)
+    harness.planner_api.scaleup_views, harness.planner_api.instance_views = (), (instance("a", "loading"),)
+    states.append((await harness.read_after()).active)
+    harness.planner_api.instance_views = (instance("a"),)
+    states.append((await harness.read_after()).active)
+    assert [False, True, True, False] == states
+
+
+async def test_a_planner_that_restarted_makes_no_silent_zero() -> None:
+    """Engines that it does not list yet are asked for a while, and count if they answer."""
+    harness = MetricSourceHarness(a=engine(3), b=engine(4))
+    harness.planner_api.instance_views = (instance("a"), instance("b"))
+    values = [(await harness.read_after()).value]
+    harness.planner_api.instance_views = ()
+    values.append((await harness.read_after()).value)
+    harness.planner_api.instance_views = (instance("b"),)
+    values.append((await harness.read_after()).value)
+    del harness.engines.pages["a"]  # it had ended, and not only the planner forgotten it
+    values.append((await harness.read_after()).value)
+    harness.engines.requests.clear()
+    values.append((await harness.read_after(HOST_RETENTION_S)).value)
+    harness.planner_api.instance_views, harness.planner_api.unavailable_reason = (), "an hour of no planner"
+    with pytest.raises(PlannerUnavailable):
+        await harness.read_after(3600)
+    harness.planner_api.unavailable_reason = ""
+    values.append((await harness.read_after()).value)
+    assert ([7.0, 7.0, 7.0, 4.0, 4.0, 4.0], ["http://b:8000/metrics"] * 2) == (
+        values,
+        harness.engines.requests,
+    )
+
+
+async def test_a_planner_that_started_with_the_scaler_makes_none_either() -> None:
+    """Until instances had time to report, none is not known; what is announced counts all the same."""
+    harness = MetricSourceHarness()
+    harness.clock.now -= WARMUP_S
+    with pytest.raises(MetricUnavailable, match="the planner lists no instance of org/llama: the scaler has just"):
+        await harness.read_after()
+    harness.planner_api.scaleup_views = (scaleup(1),)
+    assert TriggerReading(0.0, True) == await harness.read_after()
+    harness.planner_api.scaleup_views = ()
+    assert TriggerReading(0.0, False) == await harness.read_after(WARMUP_S - 2 * CACHE_TTL_S)
+
+
+async def test_the_last_engine_goes() -> None:
+    """The planner lists none and none answers: that is zero, and no error."""
+    harness = MetricSourceHarness(a=engine(3))
+    harness.planner_api.instance_views = (instance("a"),)
+    await harness.read_after()
+    harness.planner_api.instance_views, harness.engines.pages = (), {}
+    assert TriggerReading(0.0, False) == await harness.read_after()
+
+
+async def test_a_planner_that_is_away_is_said() -> None:
+    """Its error goes to all who asked, and is not kept."""
+    harness = MetricSourceHarness(a=engine(3))
+    harness.planner_api.instance_views, harness.planner_api.unavailable_reason = (
+        (instance("a"),),
+        "planner http://p cannot be reached",
+    )
+    results = await asyncio.gather(*(harness.metric_source.read(WAITING) for _ in range(3)), return_exceptions=True)
+    assert ([PlannerUnavailable] * 3, 1) == (
+        [type(result) for result in results],
+        len(harness.planner_api.requests),
+    )
+    harness.planner_api.unavailable_reason = ""
+    assert TriggerReading(3.0, True) == await harness.read_after()
+
+
+async def test_a_caller_that_goes_away_takes_nobody_with_it() -> None:
+    """Who shares its look gets the answer all the same; what is under way at the end is ended."""
+    harness = MetricSourceHarness(a=engine(3))
+    harness.planner_api.instance_views = (instance("a"),)
+    first = asyncio.create_task(harness.metric_source.read(WAITING))
+    second = asyncio.create_task(harness.metric_source.read(WAITING))
+    await asyncio.sleep(0)
+    first.cancel()
+    assert TriggerReading(3.0, True) == await second
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    harness.clock.now += CACHE_TTL_S
+    third = asyncio.create_task(harness.metric_source.read(WAITING))
+    await asyncio.sleep(0)
+    await harness.metric_source.close()
+    with pytest.raises(asyncio.CancelledError):
+        await third

@@ -1,0 +1,213 @@
+from __future__ import annotations
+
+from math import inf
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planner.integrations.keda import signals
+from planner.integrations.keda.signals import (
+    NAMES,
+    AnnouncedReplicas,
+    EngineReports,
+    MetricPage,
+    MetricUnavailable,
+    TriggerReading,
+    parse_metrics,
+)
+from planner.integrations.keda.triggers import Trigger
+from rfork.schema import InstanceInfo, Rank, ScaleUpInfo
+from tests.unit.planner.integrations.keda.fakes import (
+    MODEL,
+    OLD_VLLM,
+    SGLANG,
+    SGLANG_PRIORITIES,
+    VLLM,
+    fork,
+    instance,
+    scaleup,
+)
+
+WAITING = Trigger(MODEL, "waiting", 10.0, port=8000)
+KV_CACHE = Trigger(MODEL, "kv_cache", 0.8, activation=0.5, port=8000)
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (VLLM, {"waiting": 20.0, "running": 7.0, "kv_cache": 0.5}),
+        (OLD_VLLM, {"waiting": 2.0, "kv_cache": 0.0625}),
+        (SGLANG, {"waiting": 5.0, "running": 9.0, "kv_cache": 0.28}),
+        (SGLANG_PRIORITIES, {"waiting": 6.0}),
+        # Both names of one release: the newer counts, and not the two of them.
+        (
+            'vllm:gpu_cache_usage_perc{a="b"} 0.1\nvllm:kv_cache_usage_perc{a="b"} 0.9\n',
+            {"kv_cache": 0.9},
+        ),
+        ("vllm:num_requests_waiting 3\n", {"waiting": 3.0}),
+        ("vllm:num_requests_waiting NaN\nvllm:num_requests_running -1\nsglang:token_usage +Inf\n", {}),
+        ("", {}),
+        ("<html>not found</html>", {}),
+    ],
+)
+def test_what_a_page_says(body: str, expected: MetricPage) -> None:
+    """Label sets of one server are summed, the cache's use is averaged, and what is not there is left out."""
+    assert expected == parse_metrics(body.encode())
+
+
+@pytest.mark.parametrize(
+    "line", ["sglang:num_running_reqs{,=\\{ee}{", "sglang:num_running_reqs{", "sglang:token_usage x"]
+)
+def test_lines_that_are_none(line: str) -> None:
+    """Each way that the parser fails in is one."""
+    with pytest.raises(ValueError, match=r".+"):
+        parse_metrics(line.encode())
+
+
+@given(st.sampled_from(sorted(name for names in NAMES.values() for name in names)), st.binary(max_size=60))
+def test_no_page_does_harm(name: str, rest: bytes) -> None:
+    """Whatever follows a known name, it is a value or a ValueError."""
+    for between in (b" ", b"{", b'{a="'):
+        try:
+            page = parse_metrics(name.encode() + between + rest)
+        except ValueError:
+            continue
+        assert all(value >= 0 for value in page.values())
+
+
+@pytest.mark.parametrize(
+    ("instances", "expected"),
+    [
+        ([instance("10.0.0.2"), instance("10.0.0.1")], ("10.0.0.1", "10.0.0.2")),
+        ([instance("a"), instance("b", "loading"), instance("c", "draining")], ("a",)),
+        # Two nodes of one replica, and the draft beside the target: one server.
+        (
+            [
+                instance("a", rank=Rank(tp=0, tp_size=2)),
+                instance("b", rank=Rank(tp=1, tp_size=2)),
+                instance("a", rank=Rank(role="draft")),
+            ],
+            ("a",),
+        ),
+        ([instance("a", rank=Rank(pp=0, pp_size=2)), instance("b", rank=Rank(pp=1, pp_size=2))], ("a",)),
+        # Data-parallel ranks of one server share its host, those of others have their own.
+        ([instance("a"), instance("a", rank=Rank(dp=1)), instance("b", rank=Rank(dp=2))], ("a", "b")),
+        ([instance("fd00::1")], ("fd00::1",)),
+        ([], ()),
+    ],
+)
+def test_where_engines_answer(instances: list[InstanceInfo], expected: tuple[str, ...]) -> None:
+    """One host a server, where its first rank serves."""
+    assert expected == signals.engine_hosts(instances)
+
+
+def test_who_vanished_from_the_planners_list() -> None:
+    """Hosts are asked a while longer of which the planner lists nothing; one that drains is listed."""
+    first = signals.hosts_to_poll({}, [instance(host) for host in "abc"], now=100.0, keep_s=20.0)
+    second = signals.hosts_to_poll(first, [instance("a"), instance("b", "draining")], now=500.0, keep_s=20.0)
+    third = signals.hosts_to_poll(second, [instance("a")], now=519.0, keep_s=20.0)
+    fourth = signals.hosts_to_poll(third, [], now=520.0, keep_s=20.0)
+    assert [{"a": inf, "b": inf, "c": inf}, {"a": inf, "c": 520.0}, {"a": inf, "c": 520.0}, {"a": 540.0}] == [
+        first, second, third, fourth,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("reported", "silent", "trigger", "expected"),
+    [
+        ({"a": {"waiting": 4.0}, "b": {"waiting": 9.0}}, {}, WAITING, TriggerReading(13.0, True)),
+        ({"a": {"waiting": 0.0}}, {}, WAITING, TriggerReading(0.0, False)),
+        ({"a": {"waiting": 4.0}}, {"b": "is away"}, WAITING, TriggerReading(4.0, True)),
+        ({"a": {"waiting": 4.0}, "b": {"running": 9.0}}, {}, WAITING, TriggerReading(4.0, True)),
+        # The average of two is 0.5; the HPA gets the sum, and divides it by the replicas.
+        ({"a": {"kv_cache": 0.75}, "b": {"kv_cache": 0.25}}, {}, KV_CACHE, TriggerReading(1.0, False)),
+        ({"a": {"kv_cache": 0.75}}, {"b": "is away", "c": "is away"}, KV_CACHE, TriggerReading(2.25, True)),
+    ],
+)
+def test_what_engines_add_up_to(
+    reported: dict[str, MetricPage], silent: dict[str, str], trigger: Trigger, expected: TriggerReading
+) -> None:
+    """Of the engines that answer; the cache's use of the others is taken to be as theirs."""
+    assert expected == signals.engine_reading(trigger, EngineReports(reported, silent))
+
+
+@pytest.mark.parametrize(
+    ("reported", "silent", "expected"),
+    [
+        (
+            {},
+            {"a": "is away", "b": "is away too"},
+            "waiting of org/llama is not known: a is away; b is away too",
+        ),
+        (
+            {"a": {"running": 1.0}},
+            {},
+            "waiting of org/llama is not known: "
+            "a tells no vllm:num_requests_waiting or sglang:num_queue_reqs; "
+            "SGLang tells metrics if it is started with --enable-metrics",
+        ),
+        (
+            {},
+            dict.fromkeys("abcde", "is away"),
+            "waiting of org/llama is not known: a is away; b is away; c is away; and 2 more",
+        ),
+    ],
+)
+def test_no_engine_tells(reported: dict[str, MetricPage], silent: dict[str, str], expected: str) -> None:
+    """That is an error with its reasons, never a zero."""
+    with pytest.raises(MetricUnavailable) as unknown:
+        signals.engine_reading(WAITING, EngineReports(reported, silent))
+    assert expected == str(unknown.value)
+
+
+@pytest.mark.parametrize(
+    ("scaleups", "expected"),
+    [
+        ([], {}),
+        ([scaleup(3, 1)], {MODEL: AnnouncedReplicas(3, 2)}),
+        ([scaleup(3, 3)], {}),
+        # The same three Pods, as the autoscaler and as the controller announce them.
+        ([scaleup(3, 1), scaleup(2, 0, by="controller")], {MODEL: AnnouncedReplicas(3, 2)}),
+        (
+            [scaleup(3), scaleup(5, model="other")],
+            {MODEL: AnnouncedReplicas(3, 3), "other": AnnouncedReplicas(5, 5)},
+        ),
+    ],
+)
+def test_what_is_announced(scaleups: list[ScaleUpInfo], expected: dict[str, AnnouncedReplicas]) -> None:
+    """Of each model the largest scale-up that somebody is missing of."""
+    assert expected == signals.expected_replicas(scaleups)
+
+
+@pytest.mark.parametrize(
+    ("expected_replicas", "activation", "expected"),
+    [
+        (AnnouncedReplicas(3, 2), 0.0, TriggerReading(3.0, True)),
+        (AnnouncedReplicas(3, 2), 2.0, TriggerReading(3.0, False)),
+        (signals.NO_SCALEUP, 0.0, TriggerReading(0.0, False)),
+    ],
+)
+def test_expected_replicas(expected_replicas: AnnouncedReplicas, activation: float, expected: TriggerReading) -> None:
+    """The value stays at what was announced until the last has come, so that the HPA goes that far."""
+    assert expected == signals.scaleup_reading(Trigger(MODEL, "expected", 1.0, activation), expected_replicas)
+
+
+def test_forks_under_way() -> None:
+    """Forks that ended do not count."""
+    forks = [fork(1), fork(2, "planning"), fork(3, "finished"), fork(4, "failed"), fork(5, model="other")]
+    running = signals.forking_ranks(forks)
+    trigger = Trigger(MODEL, "forks", 1.0, activation=1.0)
+    assert ({MODEL: 2, "other": 1}, TriggerReading(2.0, True)) == (
+        running,
+        signals.fork_reading(trigger, running[MODEL]),
+    )
+
+
+@pytest.mark.parametrize(
+    ("expected_replicas", "loading", "expected"),
+    [(AnnouncedReplicas(2, 1), 0, True), (signals.NO_SCALEUP, 1, True), (signals.NO_SCALEUP, 0, False)],
+)
+def test_a_model_at_zero(expected_replicas: AnnouncedReplicas, loading: int, expected: bool) -> None:
+    """Nothing waits where nobody serves; an announcement wakes it, and nobody ends it while it loads."""
+    assert TriggerReading(0.0, expected) == signals.reading_without_engines(expected_replicas, loading)

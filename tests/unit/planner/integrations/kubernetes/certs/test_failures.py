@@ -1,0 +1,178 @@
+"""A Secret that somebody broke, an API server that is away, a clock that is wrong, and wrong settings."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from planner.integrations.health import IntegrationStatus
+from planner.integrations.kubernetes import certs
+from planner.integrations.kubernetes.cert_source import PROPAGATION_S, SecretCertSource
+from planner.integrations.kubernetes.certs import InvalidCertificate
+from planner.integrations.kubernetes.reloading_tls import LOG_INTERVAL_S, CertificateMonitor, ReloadingContext
+from planner.leases import Clock
+from rfork.errors import SettingsError
+from rfork.settings import KubernetesSettings
+from tests.unit.planner.integrations.kubernetes.certs.webhook_replicas import (
+    DAYS,
+    HOST,
+    LIFE_S,
+    NOW,
+    FakeUnixTime,
+    WebhookReplica,
+    errors,
+    stored_bundle,
+    trusted_cas,
+)
+from tests.unit.planner.integrations.kubernetes.secret_store import MemorySecretStore
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"tls.crt": b"no certificate", "tls.key": b"no key", "ca.crt": b"no authority"},
+        {"tls.crt": b"", "tls.key": b""},
+        {},
+        None,
+    ],
+)
+async def test_a_secret_that_somebody_broke_is_replaced(
+    store: MemorySecretStore,
+    time: FakeUnixTime,
+    caplog: pytest.LogCaptureFixture,
+    broken: dict[str, bytes] | None,
+) -> None:
+    """A new certificate is made, and what is shown meanwhile stays trusted."""
+    replica = WebhookReplica(store, time)
+    await replica.refresh()
+    old = stored_bundle(store)
+    store.break_secret(broken)
+    with caplog.at_level(logging.INFO):
+        await replica.refresh()
+    new = stored_bundle(store)
+    during = (trusted_cas(store), replica.context.current)
+    time.now += PROPAGATION_S
+    await replica.refresh()
+    assert (({old.ca, new.ca}, old.pair), new.pair, True) == (
+        during,
+        replica.context.current,
+        "new certificate made" in caplog.text,
+    )
+
+
+async def test_a_key_of_another_certificate_breaks_the_secret(store: MemorySecretStore, time: FakeUnixTime) -> None:
+    """Parts that are each well, but do not belong together, are replaced too."""
+    await WebhookReplica(store, time).refresh()
+    other = certs.generate_bundle([HOST], DAYS, NOW)
+    mixed = (
+        stored_bundle(store).data() | {"tls.key": other.pair.key},
+        stored_bundle(store).data() | {"ca.crt": other.ca},
+    )
+    for data in mixed:
+        store.break_secret(data)
+        await WebhookReplica(store, time).refresh()
+        assert stored_bundle(store).data() != data
+
+
+async def test_without_the_api_server_what_is_there_is_shown(
+    store: MemorySecretStore, time: FakeUnixTime, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One error an hour, a counter, and all goes on when it is back; the process stays ready."""
+    replica = WebhookReplica(store, time)
+    await replica.refresh()
+    current_pair = replica.context.current
+    store.unavailable = True
+    for _ in range(4):
+        time.now += LOG_INTERVAL_S / 2
+        await replica.refresh()
+    error_count = len(errors(caplog))
+    store.unavailable = False
+    await replica.refresh()
+    assert (2, 4.0, None, current_pair) == (
+        error_count,
+        replica.metric("troubles_total"),
+        replica.status.not_ready_reason,
+        replica.context.current,
+    )
+
+
+async def test_without_the_api_server_from_the_start_it_is_not_ready(
+    store: MemorySecretStore, time: FakeUnixTime
+) -> None:
+    """It says why, and is ready as soon as the server is there."""
+    replica = WebhookReplica(store, time)
+    store.unavailable = True
+    await replica.refresh()
+    before = replica.status.not_ready_reason or ""
+    store.unavailable = False
+    await replica.refresh()
+    assert (True, None) == ("it is away" in before, replica.status.not_ready_reason)
+
+
+@pytest.mark.parametrize("call", ["read_bundles", "write_bundles", "read_secret", "write_secret"])
+async def test_what_it_is_not_allowed_is_said(store: MemorySecretStore, time: FakeUnixTime, call: str) -> None:
+    """No certificate is shown that the API server does not trust; the reason is in /readyz."""
+    replica = WebhookReplica(store, time)
+    store.denied = {call}
+    await replica.refresh()
+    assert (None, True) == (
+        replica.context.current,
+        f"{call}: forbidden" in (replica.status.not_ready_reason or ""),
+    )
+
+
+async def test_a_clock_far_ahead_does_not_take_the_certificate_from_the_others(
+    store: MemorySecretStore, time: FakeUnixTime, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What such a replica made is not valid yet for the others: they keep showing theirs, and say so."""
+    right = WebhookReplica(store, time)
+    await right.refresh()
+    current_pair = right.context.current
+    stored_authority = stored_bundle(store).ca
+    ahead = WebhookReplica(store, time, clock=Clock(monotonic=lambda: time.now, unix=lambda: time.now + 10 * LIFE_S))
+    for _ in range(3):
+        await ahead.refresh()
+        await right.refresh()
+        time.now += PROPAGATION_S
+    assert (current_pair, {stored_authority, stored_bundle(store).ca}, 1) == (
+        right.context.current,
+        trusted_cas(store),
+        sum("the new certificate is not valid" in text for text in errors(caplog)),
+    )
+
+
+async def test_an_expired_certificate_is_an_error_each_hour(
+    store: MemorySecretStore, time: FakeUnixTime, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody could renew it: it is shown all the same, with an error an hour and a metric."""
+    replica = WebhookReplica(store, time)
+    await replica.refresh()
+    store.unavailable = True
+    time.now += LIFE_S
+    for _ in range(4):
+        await replica.refresh()
+        time.now += LOG_INTERVAL_S / 2
+    error_count = sum("HAS EXPIRED" in text for text in errors(caplog))
+    assert (2, 0.0, None) == (error_count, replica.metric("valid"), replica.status.not_ready_reason)
+
+
+@pytest.mark.parametrize("hosts", [(), ("two words",), ("https://a.b",)])
+def test_hosts_that_no_certificate_can_be_for_are_refused(
+    store: MemorySecretStore, time: FakeUnixTime, hosts: tuple[str, ...]
+) -> None:
+    """The setting is named."""
+    settings = KubernetesSettings(webhook_hosts=hosts)
+    with pytest.raises(SettingsError, match="RFORK_HOOK_WEBHOOK_HOSTS"):
+        SecretCertSource(
+            settings, store, CertificateMonitor(ReloadingContext(), IntegrationStatus("webhook"), time.clock)
+        )
+
+
+def test_no_key_is_shown_in_texts(store: MemorySecretStore) -> None:
+    """What is logged or raised by mistake holds no key."""
+    stored = certs.generate_bundle([HOST], DAYS, NOW)
+    assert "PRIVATE" not in repr(stored)
+    with pytest.raises(InvalidCertificate) as caught:
+        certs.load_pair(stored.pair.chain, stored.pair.key[:-40])
+    assert "PRIVATE" not in str(caught.value)

@@ -1,0 +1,191 @@
+"""One certificate of several replicas: made once, renewed once, and trusted before it is shown."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+
+from planner.integrations.kubernetes import certs
+from planner.integrations.kubernetes.cert_source import PROPAGATION_S
+from tests.unit.planner.integrations.kubernetes.certs.webhook_replicas import (
+    HOST,
+    LIFE_S,
+    NOW,
+    FakeUnixTime,
+    WebhookReplica,
+    stored_bundle,
+    trusted_cas,
+)
+from tests.unit.planner.integrations.kubernetes.secret_store import MemorySecretStore
+
+
+async def test_the_first_replica_makes_a_certificate(store: MemorySecretStore, time: FakeUnixTime) -> None:
+    """It lies in the Secret, every webhook's caBundle is its authority, and it is shown."""
+    replica = WebhookReplica(store, time, HOST, "10.0.0.7", "0:0:0:0:0:0:0:1")
+    await replica.refresh()
+    stored = stored_bundle(store)
+    assert (
+        stored.pair,
+        {stored.ca},
+        {HOST, "10.0.0.7", "::1"},
+        None,
+        NOW + LIFE_S,
+        1.0,
+    ) == (
+        replica.context.current,
+        trusted_cas(store),
+        set(stored.pair.hosts),
+        replica.status.not_ready_reason,
+        replica.metric("not_after_seconds"),
+        replica.metric("valid"),
+    )
+
+
+async def test_an_empty_secret_is_as_none(
+    store: MemorySecretStore, time: FakeUnixTime, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A Helm chart makes the Secret, so that it goes with the release: it is filled, without a warning."""
+    store.break_secret({"tls.crt": b"", "tls.key": b""})
+    replica = WebhookReplica(store, time)
+    with caplog.at_level(logging.WARNING):
+        await replica.refresh()
+    assert (stored_bundle(store).pair, []) == (replica.context.current, caplog.records)
+
+
+async def test_two_replicas_that_start_together_share_one_certificate(
+    store: MemorySecretStore, time: FakeUnixTime
+) -> None:
+    """One creates the Secret; the other meets a conflict, reads, and shows the same."""
+    first, second = WebhookReplica(store, time), WebhookReplica(store, time)
+    await asyncio.gather(first.refresh(), second.refresh())
+    assert (stored_bundle(store).pair, stored_bundle(store).pair, 2) == (
+        first.context.current,
+        second.context.current,
+        store.calls.count("write_secret"),
+    )
+
+
+async def test_nothing_is_written_while_all_is_well(store: MemorySecretStore, time: FakeUnixTime) -> None:
+    """Later looks only read, until two thirds of the certificate's life are over."""
+    replica = WebhookReplica(store, time)
+    await replica.refresh()
+    store.calls.clear()
+    for _ in range(3):
+        time.now += LIFE_S * 0.2
+        await replica.refresh()
+    assert ["read_bundles", "read_secret"] * 3 == store.calls
+
+
+async def test_a_new_authority_is_trusted_before_its_certificate_is_shown(
+    store: MemorySecretStore, time: FakeUnixTime
+) -> None:
+    """On renewal both authorities are trusted at once; replicas show the old until API servers have heard."""
+    first, second = WebhookReplica(store, time), WebhookReplica(store, time)
+    await first.refresh()
+    await second.refresh()
+    old = stored_bundle(store)
+    time.now += LIFE_S * 0.67
+    await second.refresh()
+    new = stored_bundle(store)
+    assert ({old.ca, new.ca}, old.pair) == (trusted_cas(store), second.context.current)
+    await first.refresh()
+    time.now += PROPAGATION_S
+    await first.refresh()
+    await second.refresh()
+    assert ((old.ca,), new.pair, new.pair) == (
+        new.previous_cas,
+        first.context.current,
+        second.context.current,
+    )
+
+
+async def test_the_authority_before_stays_trusted(store: MemorySecretStore, time: FakeUnixTime) -> None:
+    """Of many renewals, the last three authorities are trusted: one that was cut off may show the second."""
+    replica = WebhookReplica(store, time)
+    made = []
+    for _ in range(5):
+        await replica.refresh()
+        made.append(stored_bundle(store).ca)
+        time.now += LIFE_S * 0.67
+    assert (5, set(made[-3:])) == (len(set(made)), trusted_cas(store))
+
+
+async def test_replicas_that_renew_together_make_one_certificate(store: MemorySecretStore, time: FakeUnixTime) -> None:
+    """Of three that see it is time, one is first; none throws away what it wrote."""
+    replicas = [WebhookReplica(store, time) for _ in range(3)]
+    await asyncio.gather(*(replica.refresh() for replica in replicas))
+    old = stored_bundle(store)
+    time.now += LIFE_S * 0.67
+    await asyncio.gather(*(replica.refresh() for replica in replicas))
+    new = stored_bundle(store)
+    time.now += PROPAGATION_S
+    await asyncio.gather(*(replica.refresh() for replica in replicas))
+    assert ((old.ca,), [new.pair] * 3, {old.ca, new.ca}) == (
+        new.previous_cas,
+        [replica.context.current for replica in replicas],
+        trusted_cas(store),
+    )
+
+
+async def test_a_ca_bundle_that_was_emptied_is_set_again(store: MemorySecretStore, time: FakeUnixTime) -> None:
+    """A helm upgrade leaves the caBundle empty: the next look sets it, and makes nothing new."""
+    replica = WebhookReplica(store, time)
+    await replica.refresh()
+    stored = stored_bundle(store)
+    store.empty_bundles()
+    await replica.refresh()
+    assert ({stored.ca}, stored) == (trusted_cas(store), stored_bundle(store))
+
+
+async def test_a_replica_that_saw_less_takes_nothing_back(store: MemorySecretStore, time: FakeUnixTime) -> None:
+    """One that read the Secret before a renewal, and comes to write the caBundle after it, does not."""
+    late = WebhookReplica(store, time)
+    await late.refresh()
+    old = stored_bundle(store)
+    store.empty_bundles()
+    seen_late = await store.read_bundles("rfork")
+    time.now += LIFE_S * 0.67
+    await WebhookReplica(store, time).refresh()
+    wrote = await asyncio.gather(
+        store.write_bundles("rfork", dict.fromkeys(seen_late.bundles, old.ca), seen_late.version),
+        return_exceptions=True,
+    )
+    assert (["Conflict"], {old.ca, stored_bundle(store).ca}) == (
+        [type(error).__name__ for error in wrote],
+        trusted_cas(store),
+    )
+
+
+async def test_without_a_configuration_it_is_shown_at_once(store: MemorySecretStore, time: FakeUnixTime) -> None:
+    """Nobody calls before there is one; when it comes, its caBundle is set."""
+    bundles, store.bundles = store.bundles, None
+    replica = WebhookReplica(store, time)
+    await replica.refresh()
+    current_pair, store.bundles = replica.context.current, bundles
+    await replica.refresh()
+    assert (stored_bundle(store).pair, {stored_bundle(store).ca}) == (current_pair, trusted_cas(store))
+
+
+async def test_hosts_of_two_releases_share_a_certificate(store: MemorySecretStore, time: FakeUnixTime) -> None:
+    """One that misses a host renews for its own and those that were there; the others do not renew back."""
+    old, new = WebhookReplica(store, time), WebhookReplica(store, time, "new.rfork.svc")
+    await old.refresh()
+    await new.refresh()
+    made = stored_bundle(store)
+    await old.refresh()
+    await new.refresh()
+    assert ({HOST, "new.rfork.svc"}, made) == (set(made.pair.hosts), stored_bundle(store))
+
+
+@pytest.mark.parametrize("days", [0.01, 1.0, 90.0, 3650.0])
+def test_a_new_certificate_is_valid_and_not_to_be_renewed_yet(days: float) -> None:
+    """However short or long its life: valid a while before it was made, and renewed well before its end."""
+    current_pair = certs.generate_bundle([HOST], days, NOW).pair
+    life_s = days * 86_400
+    assert (True, True, True) == (
+        current_pair.valid(NOW - life_s / 20 if life_s < 36_000 else NOW - 1800),
+        NOW + life_s * 0.6 < current_pair.renew_at < NOW + life_s * 0.7,
+        current_pair.valid(current_pair.renew_at),
+    )

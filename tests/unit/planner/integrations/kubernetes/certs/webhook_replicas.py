@@ -1,0 +1,63 @@
+"""Replicas of the webhook, with a cluster in memory and a clock that tests move."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from planner.integrations.health import IntegrationStatus
+from planner.integrations.kubernetes import certs
+from planner.integrations.kubernetes.cert_source import SecretCertSource
+from planner.integrations.kubernetes.certs import CertBundle
+from planner.integrations.kubernetes.reloading_tls import CertificateMonitor, ReloadingContext
+from planner.leases import Clock
+from rfork.settings import KubernetesSettings
+from tests.unit.planner.integrations.kubernetes.secret_store import MemorySecretStore
+
+HOST = "rfork-webhook.rfork.svc"
+DAYS = 90.0
+LIFE_S = DAYS * 86_400
+NOW = 1_800_000_000.0
+
+
+class FakeUnixTime:
+    """Both clocks, moved together."""
+
+    def __init__(self) -> None:
+        self.now = NOW
+        self.clock = Clock(monotonic=lambda: self.now, unix=lambda: self.now)
+
+
+class WebhookReplica:
+    """One replica of the webhook."""
+
+    def __init__(self, store: MemorySecretStore, time: FakeUnixTime, *hosts: str, clock: Clock | None = None) -> None:
+        settings = KubernetesSettings(webhook_hosts=hosts or (HOST,), certificate_days=DAYS)
+        self.status = IntegrationStatus("webhook")
+        self.context = ReloadingContext()
+        self.cert_source = SecretCertSource(
+            settings, store, CertificateMonitor(self.context, self.status, clock or time.clock)
+        )
+
+    async def refresh(self) -> None:
+        await self.cert_source.refresh()
+
+    def metric(self, name: str) -> float | None:
+        return self.status.registry.get_sample_value(f"rfork_webhook_certificate_{name}")
+
+
+def stored_bundle(store: MemorySecretStore) -> CertBundle:
+    """What the Secret holds."""
+    return certs.load_bundle(store.secret or {})
+
+
+def trusted_cas(store: MemorySecretStore) -> set[bytes]:
+    """The authorities that every webhook of the configuration is trusted by."""
+    bundles = [set(certs.authorities(bundle)) for bundle in (store.bundles or {}).values()]
+    assert bundles[:1] * len(bundles) == bundles
+    return bundles[0]
+
+
+def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]

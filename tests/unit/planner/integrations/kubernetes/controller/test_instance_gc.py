@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import pytest
+
+from planner.integrations.kubernetes.cluster import ObservedPod
+from planner.integrations.kubernetes.controller.instance_gc import decide
+from planner.integrations.kubernetes.controller.observed_state import PlannerSnapshot, observe
+from rfork.schema import InstanceInfo, Rank
+from tests.unit.planner.integrations.kubernetes.fake_cluster import pod, uid
+from tests.unit.planner.integrations.kubernetes.fake_planner_api import instance
+
+NOW: Final = 1000.0
+RUNNING_POD = pod(5, phase="Running")
+DELETED_POD = pod(5, deleting=True)
+RANKS = [Rank(tp=0, tp_size=2), Rank(tp=1, tp_size=2)]
+
+
+@pytest.mark.parametrize(
+    ("pods", "deleted_pods", "instances", "expected"),
+    [
+        pytest.param([RUNNING_POD], [], [instance(uid(5))], 0, id="it runs"),
+        pytest.param([RUNNING_POD], [], [instance(uid(5), age_s=500.0)], 0, id="it runs, and is silent"),
+        pytest.param([pod(5, deleting=True)], [], [instance(uid(5))], 0, id="it leaves"),
+        pytest.param([pod(5, phase="Succeeded")], [], [instance(uid(5))], 1, id="it has ended"),
+        pytest.param([pod(5, phase="Failed")], [], [instance(uid(5))], 1, id="it was evicted"),
+        pytest.param([], [DELETED_POD], [instance(uid(5), rank=rank) for rank in RANKS], 2, id="it is gone"),
+        pytest.param([], [pod(5, phase="Failed")], [instance(uid(5))], 1, id="it had ended, and is gone"),
+        pytest.param([], [RUNNING_POD], [instance(uid(5), age_s=7.0)], 0, id="it vanished, and is heard of"),
+        pytest.param([], [RUNNING_POD], [instance(uid(5), age_s=7.1)], 1, id="it vanished, and is silent"),
+        pytest.param([RUNNING_POD], [RUNNING_POD], [instance(uid(5))], 0, id="it was gone, and is back"),
+        pytest.param([RUNNING_POD], [], [instance(uid(5)), instance(uid(6), age_s=19.0)], 0, id="a stranger"),
+    ],
+)  # fmt: skip
+def test_who_is_removed(
+    pods: Sequence[ObservedPod],
+    deleted_pods: Sequence[ObservedPod],
+    instances: Sequence[InstanceInfo],
+    expected: int,
+) -> None:
+    """Instances of Pods that are over; of those that may live only who is silent; of others none."""
+    seen = observe(
+        NOW,
+        {one.uid: one for one in pods},
+        {},
+        PlannerSnapshot(NOW, tuple(instances)),
+        deleted={one.uid: one for one in deleted_pods},
+    )
+    assert expected == len(decide(seen, set()))
+
+
+def test_each_is_removed_once() -> None:
+    """One that is there again after it was removed lives."""
+    view = instance(uid(5))
+    seen = observe(NOW, {}, {}, PlannerSnapshot(NOW, (view,)), deleted={uid(5): DELETED_POD})
+    assert (view.report.instance_id,) == decide(seen, set())
+    assert () == decide(seen, {view.report.instance_id})
+
+
+@pytest.mark.parametrize(("age_s", "expected"), [(1.0, 0), (7.0, 0), (7.1, 1)])
+@pytest.mark.parametrize("ended", [pod(5, phase="Failed"), None])
+def test_what_was_over_before_is_removed_once_it_is_silent(
+    ended: ObservedPod | None, age_s: float, expected: int
+) -> None:
+    """Who led before removed it: what is heard of all the same lives."""
+    pods = {uid(5): ended} if ended is not None else {}
+    seen = observe(NOW, pods, {}, PlannerSnapshot(NOW, (instance(uid(5), age_s=age_s),)), deleted={uid(5): DELETED_POD})
+    assert expected == len(decide(seen, set(), {uid(5)}))
+
+
+def test_nobody_is_removed_while_the_planner_is_away() -> None:
+    """It could not be asked to."""
+    seen = observe(
+        NOW,
+        {},
+        {},
+        PlannerSnapshot(NOW, (instance(uid(5)),)),
+        deleted={uid(5): DELETED_POD},
+        planner_down_since=NOW,
+    )
+    assert () == decide(seen, set())

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+
+from planner.integrations.health import IntegrationStatus
+from planner.integrations.kubernetes.cluster import ClusterUnavailable, ObservedPod, WatchEvent
+from planner.integrations.kubernetes.controller.loop import run
+from planner.integrations.planner_api import PlannerUnavailable
+from rfork.settings import KubernetesSettings
+from tests.unit.fake_clock import FakeClock
+from tests.unit.planner.integrations.kubernetes.fake_cluster import FakeCluster, uid
+from tests.unit.planner.integrations.kubernetes.fake_planner_api import FakePlannerApi
+
+LEASE_S = 6.0
+"""By the real clock: who leads is to do so still, although the machine was busy for some seconds."""
+
+
+class RunningReplicas:
+    """Replicas of the controller that run, over one cluster and one planner."""
+
+    def __init__(self) -> None:
+        self.clock = FakeClock(1000.0)
+        self.cluster = FakeCluster(self.clock)
+        self.planner_api = FakePlannerApi(self.clock)
+
+    @contextlib.asynccontextmanager
+    async def replica(self, name: str) -> AsyncIterator[IntegrationStatus]:
+        """One more; it is cancelled in the end, as a process that is told to stop cancels it."""
+        settings, status = (
+            KubernetesSettings(namespace="n", identity=name, poll_interval_s=0.01, lease_s=LEASE_S),
+            IntegrationStatus("controller"),
+        )
+        task = asyncio.create_task(run(settings, self.cluster, self.planner_api, status, clock=self.clock))
+        try:
+            yield status
+        finally:
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+
+async def test_a_replica_leads_and_acts() -> None:
+    """It sees a scale-up by its watch, announces it, tells people, and says that it is ready and leads."""
+    replicas = RunningReplicas()
+    async with replicas.replica("one") as status:
+        replicas.cluster.deploy(1, 2)
+        await replicas.cluster.wait_until(lambda: bool(replicas.cluster.events))
+        assert [f"announce {uid(1)} 2"] == replicas.planner_api.calls
+        while status.not_ready_reason is not None:
+            await asyncio.sleep(0)
+        assert (True, None) == (status.is_leader, status.not_ready_reason)
+        assert 1 == status.registry.get_sample_value("rfork_controller_leader")
+
+
+async def test_the_next_replica_goes_on_when_the_first_is_stopped() -> None:
+    """The first gives up the lead as it ends; the second, which has seen everything, acts from then on."""
+    replicas = RunningReplicas()
+    deployment = replicas.cluster.deploy(1, 2)
+    async with contextlib.AsyncExitStack() as second:
+        async with replicas.replica("one") as first:
+            await replicas.cluster.wait_until(lambda: bool(replicas.cluster.events))
+            other = await second.enter_async_context(replicas.replica("two"))
+        replicas.cluster.scale(deployment, 5)
+        await replicas.cluster.wait_until(lambda: len(replicas.cluster.events) == 2)
+        assert (False, True) == (first.is_leader, other.is_leader)
+    assert [f"announce {uid(1)} 2", f"announce {uid(1)} 5"] == replicas.planner_api.calls
+
+
+async def test_a_watch_that_ends_ends_the_controller() -> None:
+    """No watch ends by itself: a controller that is blind fails, to be started again."""
+
+    class EndingWatchCluster(FakeCluster):
+        async def pods(self) -> AsyncIterator[WatchEvent[ObservedPod]]:
+            for update in list[WatchEvent[ObservedPod]]():
+                yield update
+
+    clock = FakeClock()
+    with pytest.raises(ExceptionGroup) as failed:
+        await run(
+            KubernetesSettings(namespace="n", identity="one"),
+            EndingWatchCluster(clock),
+            FakePlannerApi(clock),
+            IntegrationStatus("controller"),
+        )
+    assert failed.group_contains(ClusterUnavailable, match="the watch of pods ended")
+
+
+async def test_what_is_unexpected_does_not_end_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A planner that answers nonsense is logged once; once it answers, the controller acts."""
+    replicas = RunningReplicas()
+    tries = 0
+
+    async def nonsense(self: FakePlannerApi) -> tuple[()]:
+        nonlocal tries
+        tries += 1
+        if tries == 3:
+            monkeypatch.undo()
+        raise KeyError("forks")
+
+    monkeypatch.setattr(FakePlannerApi, "forks", nonsense)
+    replicas.cluster.deploy(1, 2)
+    async with replicas.replica("one"):
+        await replicas.cluster.wait_until(lambda: bool(replicas.cluster.events))
+    assert [f"announce {uid(1)} 2"] == replicas.planner_api.calls
+    assert 1 == sum("reconciling failed" in record.message for record in caplog.records)
+
+
+async def test_a_leader_that_is_stopped_as_the_planner_fails_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of its three questions at once the failure is told, and not that they were cancelled."""
+
+    async def fails(self: FakePlannerApi) -> tuple[()]:
+        (leader,) = [task for task in asyncio.all_tasks() if task.get_name() == "rfork-leader"]
+        asyncio.get_running_loop().call_soon(leader.cancel)
+        raise PlannerUnavailable("no answer")
+
+    async def never_returns(self: FakePlannerApi) -> tuple[()]:
+        await asyncio.Event().wait()
+        return ()
+
+    replicas = RunningReplicas()
+    async with replicas.replica("one") as status:
+        while not status.is_leader:
+            await asyncio.sleep(0)
+        monkeypatch.setattr(FakePlannerApi, "forks", fails)
+        monkeypatch.setattr(FakePlannerApi, "scaleups", never_returns)
+        while replicas.planner_api.poll_count < 2 and status.is_leader:
+            await asyncio.sleep(0)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert not status.is_leader

@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from planner.integrations.kubernetes import names
+from planner.integrations.kubernetes.cluster import (
+    Deleted,
+    ObjectRef,
+    ObservedPod,
+    Synced,
+    Upserted,
+    WatchEvent,
+)
+from planner.integrations.kubernetes.controller import caches
+from planner.integrations.kubernetes.controller.caches import DELETED_TTL_S, PodCache, ResourceCache
+from planner.integrations.kubernetes.controller.observed_state import (
+    PlannerSnapshot,
+    all_ranks,
+    format_size,
+    observe,
+    pod_uid,
+)
+from planner.integrations.kubernetes.controller.owner_refs import OwnerIndex, pods_of_replica
+from rfork.schema import Rank
+from tests.unit.planner.integrations.kubernetes.fake_cluster import pod, uid, workload
+from tests.unit.planner.integrations.kubernetes.fake_planner_api import fork, instance
+
+ODD = "static-pod-of-node-1"
+
+
+@pytest.mark.parametrize(
+    ("instance_id", "expected"),
+    [
+        (f"{uid(5)}-target-tp0of1-pp0of1-ep0of1-dp0-00", uid(5)),
+        (f"{uid(9)}-target-tp0of1-pp0of1-ep0of1-dp0-00", None),
+        (f"{ODD}-target-tp0of1-pp0of1-ep0of1-dp0-00", ODD),
+        (uid(5), None),
+        ("nothing", None),
+        ("", None),
+    ],
+)
+def test_whose_an_instance_is(instance_id: str, expected: str | None) -> None:
+    """Its id begins with the UID of its Pod, and a dash."""
+    assert expected == pod_uid(instance_id, {uid(5): pod(5)}, {ODD: pod(6)})
+
+
+def test_instances_and_forks_stand_beside_their_pods() -> None:
+    """Those of Pods that are gone too; the rest are strangers."""
+    views = [instance(uid(5)), instance(uid(5), start="11"), instance(uid(6)), instance(uid(7))]
+    ended = fork(uid(5), "forked")
+    found = observe(1.0, {uid(5): pod(5)}, {}, PlannerSnapshot(1.0, tuple(views), (ended,)), deleted={uid(6): pod(6)})
+    assert {uid(5): tuple(views[:2]), uid(6): (views[2],)} == found.instances
+    assert {uid(5): (ended,)} == found.forks
+    assert (views[3],) == found.unknown_pods
+
+
+@pytest.mark.parametrize(
+    ("labels", "annotations", "ranks", "expected"),
+    [
+        ({}, {}, [Rank()], True),
+        ({}, {}, [Rank(tp=0, tp_size=2)], False),
+        ({}, {}, [Rank(tp=0, tp_size=2), Rank(tp=0, tp_size=2, dp=1)], False),
+        ({}, {}, [Rank(tp=0, tp_size=2), Rank(tp=1, tp_size=2)], True),
+        ({}, {}, [Rank(), Rank(tp=0, tp_size=2, role="draft")], False),
+        ({names.LWS_GROUP: "a"}, {}, [Rank(tp=0, tp_size=2)], True),
+        ({}, {names.REPLICA_PODS: "2"}, [Rank(tp=0, tp_size=2)], True),
+    ],
+)
+def test_whether_all_ranks_of_a_pod_are_there(
+    labels: dict[str, str], annotations: dict[str, str], ranks: list[Rank], expected: bool
+) -> None:
+    """Of a Pod that is a replica by itself; of others nobody can tell."""
+    assert expected == all_ranks(pod(5, labels=labels, annotations=annotations), ranks)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "expected"),
+    [(15_200_000_000, "15.2 GB"), (2e12, "2.0 TB"), (1_000_000, "1.0 MB"), (0, "0.0 kB")],
+)
+def test_sizes(nbytes: float, expected: str) -> None:
+    """In the units of disks and networks."""
+    assert expected == format_size(nbytes)
+
+
+DEPLOYMENT = workload(1)
+SET = workload(2, kind="StatefulSet")
+LWS = workload(3, kind="LeaderWorkerSet")
+LWS_LABEL = "leaderworkerset.sigs.k8s.io/name"
+FOREIGN = ObjectRef("StatefulSet", "apps/v1", "default", "serve-3-0", "unknown")
+
+
+@pytest.mark.parametrize(
+    ("one", "expected"),
+    [
+        (pod(5, DEPLOYMENT), "serve-1"),
+        (pod(5, DEPLOYMENT, namespace="other"), None),
+        (replace(pod(5, DEPLOYMENT), labels={}), None),
+        (pod(5, workload(4)), None),
+        (pod(5, SET), "serve-2"),
+        (pod(5, labels={LWS_LABEL: "serve-3"}, owner=FOREIGN), "serve-3"),
+        (pod(5, labels={LWS_LABEL: "gone"}, owner=FOREIGN), None),
+        (pod(5), None),
+    ],
+)
+def test_whose_a_pod_is(one: ObservedPod, expected: str | None) -> None:
+    """A Deployment's by the name of its ReplicaSet, a LeaderWorkerSet's by its label, else by its owner."""
+    found = OwnerIndex((DEPLOYMENT, SET, LWS)).of(one)
+    assert expected == (found.name if found else None)
+
+
+@pytest.mark.parametrize(
+    ("annotation", "expected"), [(None, 1), ("2", 2), ("0", 1), ("-1", 1), ("two", 1), ("²", 1), ("99999", 1)]
+)
+def test_pods_of_a_replica(annotation: str | None, expected: int) -> None:
+    """What is no number of Pods counts as one."""
+    annotations = {names.REPLICA_PODS: annotation} if annotation is not None else {}
+    assert expected == pods_of_replica(workload(1, template_annotations=annotations))
+
+
+@pytest.mark.parametrize(
+    ("kubelet_ready_at", "observed_ready_at", "expected"),
+    [
+        pytest.param(None, None, None, id="not ready"),
+        pytest.param(990.0, 992.0, 10.0, id="clocks are alike"),
+        pytest.param(990.0, None, 10.0, id="a controller that was started anew"),
+        pytest.param(4600.0, 992.0, 8.0, id="the node is an hour ahead"),
+        pytest.param(4600.0, None, 0.0, id="ahead, and not seen before"),
+        pytest.param(-2600.0, 992.0, 900.0, id="the node is an hour behind"),
+        pytest.param(990.0, 1001.0, 10.0, id="the controller's clock was set back"),
+    ],
+)
+def test_how_long_containers_are_ready(
+    kubelet_ready_at: float | None, observed_ready_at: float | None, expected: float | None
+) -> None:
+    """By the node's clock or by the controller's, whichever is longer; never less than nothing."""
+    one = pod(5, containers_ready_at=kubelet_ready_at)
+    seen = observe(1000.0, {one.uid: one}, ready={one.uid: observed_ready_at} if observed_ready_at is not None else {})
+    assert expected == seen.ready_s(one)
+
+
+def test_since_when_containers_are_ready_is_kept() -> None:
+    """From the first time that they were seen so; anew where they were not, as far as the kubelet says."""
+    cache, found = PodCache(), list[dict[str, float]]()
+    ready, again = pod(5, containers_ready_at=50.0), pod(5, containers_ready_at=60.0)
+    updates: list[WatchEvent[ObservedPod]] = [
+        Synced((pod(5),)), Upserted(ready), Upserted(ready), Synced((ready,)), Upserted(again), Upserted(pod(5)), Upserted(again),
+        Deleted(again), Upserted(again), Synced(()),
+    ]  # fmt: skip
+    for now, update in enumerate(updates):
+        cache.apply(update, float(now))
+        found.append(dict(cache.ready))
+    one = uid(5)
+    assert [{}, *[{one: 1.0}] * 3, {one: 4.0}, {}, {one: 6.0}, {}, {one: 8.0}, {}] == found
+
+
+def test_what_a_watch_says_is_kept() -> None:
+    """What is not in a new list, or was removed, is gone, and remembered for a while."""
+    cache: ResourceCache[ObservedPod] = ResourceCache()
+    before = cache.listed
+    cache.apply(Synced((pod(5), pod(6))), 0.0)
+    cache.apply(Upserted(pod(7)), 1.0)
+    cache.apply(Deleted(pod(7)), 2.0)
+    cache.apply(Synced((pod(6, phase="Running"),)), 3.0)
+    assert (False, True) == (before, cache.listed)
+    assert {uid(6): pod(6, phase="Running")} == cache.items
+    assert {uid(7): (pod(7), 2.0), uid(5): (pod(5), 3.0)} == cache.deleted
+    cache.apply(Synced((pod(5),)), 3.0 + DELETED_TTL_S)
+    assert {uid(6)} == set(cache.deleted)
+
+
+def test_a_pod_whose_label_came_back_is_not_gone() -> None:
+    """A watch by label takes a Pod for gone that only lost it."""
+    cache: ResourceCache[ObservedPod] = ResourceCache()
+    cache.apply(Synced((pod(5),)), 0.0)
+    cache.apply(Deleted(pod(5)), 1.0)
+    cache.apply(Upserted(pod(5)), 2.0)
+    assert {} == cache.deleted
+
+
+def test_what_is_gone_is_remembered_of_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that went first are forgotten first, however many go at once."""
+    monkeypatch.setattr(caches, "MAX_DELETED", 2)
+    cache: ResourceCache[ObservedPod] = ResourceCache()
+    cache.apply(Synced(tuple(map(pod, (5, 6, 7, 8)))), 0.0)
+    cache.apply(Deleted(pod(8)), 1.0)
+    cache.apply(Synced((pod(7),)), 2.0)
+    assert [uid(5), uid(6)] == list(cache.deleted)

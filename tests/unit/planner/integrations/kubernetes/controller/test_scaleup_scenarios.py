@@ -1,0 +1,242 @@
+"""Scale-ups as the controller sees them go: announced, counted down, withdrawn."""
+
+from __future__ import annotations
+
+from tests.unit.planner.integrations.kubernetes.controller.controller_harness import ControllerHarness
+from tests.unit.planner.integrations.kubernetes.controller.serving_workload import WORKLOAD_UID, deploy_seeds
+
+
+async def test_a_scale_up_is_announced_before_its_pods_exist(harness: ControllerHarness) -> None:
+    """As soon as spec.replicas rises from 1 to 4, three are announced; people are told on the workload."""
+    deployment, _ = await deploy_seeds(harness)
+    harness.cluster.scale(deployment, 4)
+    await harness.reconcile()
+    assert [f"announce {WORKLOAD_UID} 3"] == harness.calls()
+    assert ["Deployment/serve-1 ScaleUp: 3 replicas are expected: they fork from 2 seeds"] == harness.events()
+    assert harness.planner_api.scaleup_views[WORKLOAD_UID].scaleup.announced_by == "deployment/default/serve-1"
+    assert harness.planner_api.scaleup_views[WORKLOAD_UID].scaleup.expires_in_s == harness.settings.scaleup_ttl_s
+
+
+async def test_what_could_not_be_told_is_told_later(harness: ControllerHarness) -> None:
+    """The API server takes no Event for a while: once it does, people are told, once."""
+    deployment, _ = await deploy_seeds(harness)
+    harness.cluster.unavailable = True
+    harness.cluster.scale(deployment, 4)
+    await harness.step(times=3)
+    harness.cluster.unavailable = False
+    await harness.step(times=20)
+    assert [f"announce {WORKLOAD_UID} 3"] == harness.calls()
+    assert ["Deployment/serve-1 ScaleUp: 3 replicas are expected: they fork from 2 seeds"] == harness.events()
+
+
+async def test_what_is_gone_is_not_told_of_for_ever(harness: ControllerHarness) -> None:
+    """A workload that went before it could be told: its namespace may be gone, which takes no Event again."""
+    deployment, _ = await deploy_seeds(harness)
+    harness.cluster.unavailable = True
+    harness.cluster.scale(deployment, 4)
+    await harness.step()
+    harness.cluster.remove_workload(deployment)
+    await harness.step()
+    failed = harness.metric("failed_actions_total", action="event")
+    await harness.step(times=200)
+    assert failed == harness.metric("failed_actions_total", action="event")
+
+
+async def test_pods_that_are_made_change_nothing_that_was_announced(harness: ControllerHarness) -> None:
+    """The Pods of an announced scale-up are those that were announced."""
+    deployment, _ = await deploy_seeds(harness)
+    harness.cluster.scale(deployment, 4)
+    await harness.reconcile()
+    harness.calls()
+    harness.cluster.create(deployment, 2)
+    await harness.step()
+    harness.cluster.create(deployment)
+    await harness.step()
+    assert [] == harness.calls()
+
+
+async def test_arrivals_are_counted_down(harness: ControllerHarness) -> None:
+    """The planner does it by itself: it is told only that nobody is waited for any more."""
+    deployment, _ = await deploy_seeds(harness)
+    harness.cluster.scale(deployment, 4)
+    await harness.reconcile()
+    pods = harness.cluster.create(deployment, 3)
+    harness.calls(), harness.events()
+    event_log: list[list[str]] = []
+    for pod in pods:
+        harness.planner_api.request_fork(pod)
+        await harness.step(times=2)
+        event_log.append(harness.calls())
+    assert [[], [], [f"withdraw {WORKLOAD_UID}"]] == event_log
+    assert [] == [event for event in harness.events() if "ScaleUp" in event]
+
+
+async def test_a_fork_is_followed_to_its_end(harness: ControllerHarness) -> None:
+    """The gate says how far it is, and opens; the Event names a source; then the Pod is worth keeping."""
+    deployment, seeds = await deploy_seeds(harness, 2)
+    harness.cluster.scale(deployment, 3)
+    (pod,) = harness.cluster.create(deployment)
+    await harness.step()
+    harness.planner_api.request_fork(pod, *seeds)
+    await harness.step(6)
+    harness.planner_api.receive_chunks(pod, 43, *seeds)
+    await harness.step(6)
+    harness.planner_api.finish_fork(pod, *seeds)
+    await harness.step(0.4)
+    assert [
+        f"{pod.name} False Waiting: no rank has asked for its weights yet",
+        f"{pod.name} False Receiving: receiving: 0 % of 15.2 GB",
+        f"{pod.name} False Receiving: receiving: 43 % of 15.2 GB",
+        f"{pod.name} True Forked: 1 rank is whole: 15.2 GB",
+    ] == harness.conditions()
+    first = min(seeds, key=lambda seed: seed.name)
+    assert f"Pod/{pod.name} Forked: forked 15.2 GB from {first.name} in 12.0 s, 2 sources" in harness.events()
+    await harness.step(10, times=3)
+    read, idle = [f"{seed.name} 87002" for seed in seeds], [f"{seed.name} 87001" for seed in seeds]
+    assert [*read, f"{pod.name} 87001", *idle] == harness.costs()
+    assert [] == harness.events()
+
+
+async def test_a_new_start_of_the_controller_goes_on(harness: ControllerHarness) -> None:
+    """In the middle of a scale-up it announces and tells nothing a second time, and counts on."""
+    deployment, seeds = await deploy_seeds(harness, 2)
+    harness.cluster.scale(deployment, 5)
+    await harness.reconcile()
+    pods = harness.cluster.create(deployment, 3)
+    for pod in pods[:2]:
+        harness.planner_api.request_fork(pod, *seeds)
+    await harness.step(12)
+    harness.planner_api.finish_fork(pods[0], *seeds)
+    await harness.step()
+    harness.calls(), harness.events(), harness.costs()
+    harness.controller = harness.new_leader()
+    await harness.step(times=2)
+    assert ([], [], []) == (harness.calls(), harness.events(), harness.costs())
+    harness.planner_api.request_fork(pods[2], *seeds)
+    harness.planner_api.finish_fork(pods[1], *seeds)
+    await harness.step(times=2)
+    assert [f"withdraw {WORKLOAD_UID}"] == harness.calls()
+    assert [f"Pod/{pods[1].name} Forked"] == [event.partition(":")[0] for event in harness.events()]
+
+
+async def test_the_lead_is_handed_over(harness: ControllerHarness) -> None:
+    """Who leads no more does nothing; who leads now does it once."""
+    deployment, _ = await deploy_seeds(harness)
+    before = harness.controller
+    harness.controller = harness.new_leader()
+    harness.cluster.scale(deployment, 2)
+    await before.refresh()
+    await before.reconcile(lambda: False)
+    assert [] == harness.calls()
+    await harness.step()
+    assert [f"announce {WORKLOAD_UID} 1"] == harness.calls()
+
+
+async def test_a_scale_up_that_falls_is_withdrawn(harness: ControllerHarness) -> None:
+    """Scaled up, and down again before any Pod came."""
+    deployment, _ = await deploy_seeds(harness)
+    harness.cluster.scale(deployment, 4)
+    await harness.reconcile()
+    harness.cluster.scale(deployment, 1)
+    await harness.reconcile()
+    await harness.step()
+    assert [f"announce {WORKLOAD_UID} 3", f"withdraw {WORKLOAD_UID}"] == harness.calls()
+
+
+async def test_what_a_workload_that_is_gone_announced_is_withdrawn(harness: ControllerHarness) -> None:
+    """Also by a controller that started anew in between."""
+    deployment, _ = await deploy_seeds(harness)
+    harness.cluster.scale(deployment, 4)
+    await harness.reconcile()
+    harness.calls()
+    harness.controller = harness.new_leader()
+    harness.cluster.remove_workload(deployment)
+    await harness.step(times=2)
+    assert f"withdraw {WORKLOAD_UID}" in harness.calls()
+
+
+async def test_replicas_that_never_come_are_not_waited_for_any_more(harness: ControllerHarness) -> None:
+    """After `scaleup_ttl_s` nothing is announced, though they are still wanted, until more are."""
+    deployment, _ = await deploy_seeds(harness)
+    harness.cluster.scale(deployment, 3)
+    await harness.reconcile()
+    harness.calls()
+    await harness.step(harness.settings.scaleup_ttl_s - 1)
+    assert [] == harness.calls()
+    await harness.step(times=2)
+    assert [f"withdraw {WORKLOAD_UID}"] == harness.calls()
+    harness.cluster.scale(deployment, 4)
+    await harness.reconcile()
+    assert [f"announce {WORKLOAD_UID} 3"] == harness.calls()
+
+
+async def test_a_planner_that_lost_its_memory_is_told_again(harness: ControllerHarness) -> None:
+    """A scale-up that it does not know is announced once more, for the time that is left; people are not."""
+    deployment, pods = await deploy_seeds(harness)
+    harness.cluster.scale(deployment, 4)
+    await harness.reconcile()
+    harness.calls(), harness.events()
+    harness.planner_api.restart()
+    harness.planner_api.become_seed(pods[0])
+    await harness.step(100)
+    assert [f"announce {WORKLOAD_UID} 3"] == harness.calls()
+    assert harness.settings.scaleup_ttl_s - 100 == harness.planner_api.scaleup_views[WORKLOAD_UID].scaleup.expires_in_s
+    assert [] == harness.events()
+
+
+async def test_a_planner_that_was_started_anew_is_no_scale_up(harness: ControllerHarness) -> None:
+    """It knows nobody for a moment: nothing is announced, written or told because of that."""
+    deployment, seeds = await deploy_seeds(harness, 2)
+    harness.cluster.scale(deployment, 3)
+    (pod,) = harness.cluster.create(deployment)
+    await harness.step()
+    harness.planner_api.request_fork(pod, *seeds)
+    await harness.step(10, times=2)
+    harness.calls(), harness.events(), harness.conditions(), harness.costs()
+    harness.planner_api.restart()
+    await harness.step()
+    assert ([], [], []) == (harness.calls(), harness.events(), harness.costs())
+    for seed in seeds:
+        harness.planner_api.become_seed(seed)
+    harness.planner_api.request_fork(pod, *seeds)
+    await harness.step(times=10)
+    assert ([], [], []) == (harness.calls(), harness.events(), harness.costs())
+
+
+async def test_a_fall_is_told_after_two_looks(harness: ControllerHarness) -> None:
+    """One that is over by the next look was none: the planner's lists were fetched at different moments."""
+    deployment, _ = await deploy_seeds(harness)
+    harness.cluster.scale(deployment, 4)
+    await harness.reconcile()
+    harness.cluster.scale(deployment, 3)
+    await harness.reconcile()
+    harness.cluster.scale(deployment, 4)
+    await harness.step()
+    assert [f"announce {WORKLOAD_UID} 3"] == harness.calls()
+    harness.cluster.scale(deployment, 3)
+    await harness.reconcile()
+    await harness.reconcile()
+    assert [] == harness.calls()
+    await harness.step()
+    assert [f"announce {WORKLOAD_UID} 2"] == harness.calls()
+    assert 1 == len(harness.events())
+
+
+async def test_pods_that_no_node_takes_are_not_waited_for(harness: ControllerHarness) -> None:
+    """Those that have a node come without them; once they get one too, they are announced."""
+    deployment, _ = await deploy_seeds(harness)
+    harness.cluster.scale(deployment, 4)
+    await harness.reconcile()
+    pods = harness.cluster.create(deployment, 3)
+    for pod in pods[1:]:
+        harness.cluster.change(pod, conditions={"PodScheduled": False})
+    await harness.step(times=2)
+    assert [f"announce {WORKLOAD_UID} 3", f"announce {WORKLOAD_UID} 1"] == harness.calls()
+    harness.planner_api.request_fork(pods[0])
+    await harness.step(harness.settings.scaleup_ttl_s, times=2)
+    assert [f"withdraw {WORKLOAD_UID}"] == harness.calls()
+    for pod in pods[1:]:
+        harness.cluster.change(pod, node="node-2", conditions={"PodScheduled": True}, scheduled_at=harness.clock.now)
+    await harness.step(times=2)
+    assert [f"announce {WORKLOAD_UID} 2"] == harness.calls()
+    assert 1 == sum("ScaleUp" in event for event in harness.events())

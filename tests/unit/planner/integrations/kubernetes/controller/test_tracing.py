@@ -1,0 +1,106 @@
+"""What the controller does, as spans."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from planner.integrations.kubernetes.controller.actions import MAX_LOGGED, Action, ActionExecutor
+from planner.integrations.kubernetes.controller.metrics import ControllerMetrics
+from planner.integrations.planner_api import PlannerUnavailable
+from rfork.schema import ScaleUp, ScaleUpInfo
+from rfork.tracing import TraceContext, current_context
+from tests.unit.fake_clock import FakeClock
+from tests.unit.planner.integrations.kubernetes.controller.controller_harness import ControllerHarness
+from tests.unit.planner.integrations.kubernetes.controller.serving_workload import WORKLOAD_UID, deploy_seeds
+from tests.unit.tracing.span_recorder import SpanRecorder
+
+
+def with_recorder(harness: ControllerHarness, recorder: SpanRecorder) -> ControllerHarness:
+    """The stage, with a controller whose spans are kept."""
+    harness.tracer = recorder.tracer
+    harness.controller = harness.new_leader()
+    return harness
+
+
+async def test_a_scale_up_is_announced_within_a_reconcile(harness: ControllerHarness) -> None:
+    """With what it is about, by OpenTelemetry's names; the planner's call is made in its trace."""
+    recorder, contexts = SpanRecorder(), list[TraceContext | None]()
+    with_recorder(harness, recorder)
+    announce = harness.planner_api.announce
+
+    async def seen(scaleup: ScaleUp) -> ScaleUpInfo:
+        contexts.append(current_context())
+        return await announce(scaleup)
+
+    harness.planner_api.announce = seen  # type: ignore[method-assign]
+    deployment = harness.cluster.deploy(1, 3)
+    await harness.step()
+    assert (None, "reconcile", "reconcile") == tuple(
+        map(recorder.parent, ("reconcile", "announce scale-up", "write event"))
+    )
+    attributes = recorder.attributes("announce scale-up")
+    assert (deployment.namespace, deployment.name, WORKLOAD_UID, 3) == (
+        attributes["k8s.namespace.name"], attributes["k8s.deployment.name"], attributes["rfork.scaleup"],
+        attributes["rfork.replicas"],
+    )  # fmt: skip
+    own = recorder.spans["announce scale-up"].context
+    assert [TraceContext(f"{own.trace_id:032x}", f"{own.span_id:016x}")] == contexts
+
+
+async def test_a_pod_is_named_as_others_name_it(harness: ControllerHarness) -> None:
+    """The condition and the cost that are written, by the Pod's name and UID."""
+    recorder = SpanRecorder()
+    _, (pod,) = await deploy_seeds(with_recorder(harness, recorder))
+    for name in ("set pod condition", "annotate pod"):
+        attributes = recorder.attributes(name)
+        assert (pod.namespace, pod.name, pod.uid) == (
+            attributes["k8s.namespace.name"], attributes["k8s.pod.name"], attributes["k8s.pod.uid"],
+        )  # fmt: skip
+
+
+async def test_where_nothing_is_done_there_are_no_spans(harness: ControllerHarness) -> None:
+    """Looks at the planner, every two seconds for ever, are none."""
+    recorder = SpanRecorder()
+    await deploy_seeds(with_recorder(harness, recorder))
+    before = len(recorder.names)
+    await harness.step(times=20)
+    assert before == len(recorder.names)
+
+
+async def test_what_fails_says_so(harness: ControllerHarness) -> None:
+    """The reconcile goes on; the action's span says why it failed, and it is none while it has to wait."""
+    recorder = SpanRecorder()
+    with_recorder(harness, recorder)
+    harness.cluster.deploy(1, 3)
+    await harness.controller.refresh()
+
+    async def refuses(scaleup: ScaleUp) -> ScaleUpInfo:
+        raise PlannerUnavailable("it refuses")
+
+    harness.planner_api.announce = refuses  # type: ignore[method-assign]
+    await harness.controller.reconcile()
+    await harness.controller.reconcile()
+    (span,) = recorder.all_named("announce scale-up")
+    assert (False, "PlannerAway: it refuses", True) == (
+        span.status.is_ok,
+        span.status.description,
+        recorder.spans["reconcile"].status.is_unset,
+    )
+
+
+async def test_a_permission_that_is_missing_is_few_lines(caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever each reason names, until something succeeds: memory and log are bounded."""
+    clock = FakeClock()
+    acting = ActionExecutor(clock, ControllerMetrics(CollectorRegistry()))
+
+    def action(number: int) -> Action:
+        async def call() -> None:
+            raise PlannerUnavailable(f"403 for {number}")
+
+        return Action("event", str(number), call)
+
+    for number in range(10 * MAX_LOGGED):
+        clock.now += 1
+        await acting.run([action(number)], lambda: True)
+    assert MAX_LOGGED == len(caplog.records)

@@ -1,0 +1,81 @@
+"""What is no answer of an API server's ends no watch: proxies stand between."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+
+import httpx2
+import pytest
+
+from planner.integrations.kubernetes import informer
+from planner.integrations.kubernetes.api_client import ApiServer
+from planner.integrations.kubernetes.cluster import (
+    ClusterUnavailable,
+    ObservedNode,
+    ResourceConflict,
+    Synced,
+    Upserted,
+    WatchEvent,
+)
+from planner.integrations.kubernetes.informer import Resource, watch_forever
+from planner.integrations.kubernetes.parse import parse_node
+
+NODES = Resource("nodes", "/api/v1/nodes", parse_node, lambda node: node.name)
+NODE = {"metadata": {"name": "a", "resourceVersion": "7"}}
+
+
+def server(list_response: httpx2.Response, *events: object) -> ApiServer:
+    """One whose lists are `list_response`, and whose first watch brings these."""
+    lines = [b"".join(json.dumps(event).encode() + b"\n" for event in events)]
+
+    def respond(request: httpx2.Request) -> httpx2.Response:
+        if "watch" in request.url.params:
+            return httpx2.Response(200, content=lines.pop() if lines else b"")
+        return list_response
+
+    return ApiServer(
+        httpx2.AsyncClient(base_url="http://k", transport=httpx2.MockTransport(respond)),
+    )
+
+
+async def first_updates(api: ApiServer, number: int) -> list[WatchEvent[ObservedNode]]:
+    """The first so many news."""
+    found: list[WatchEvent[ObservedNode]] = []
+    async with contextlib.aclosing(watch_forever(api, NODES)) as updates:  # type: ignore[type-var]
+        async for each in updates:
+            found.append(each)
+            if len(found) == number:
+                break
+    return found
+
+
+async def test_events_that_are_none_are_passed_over(caplog: pytest.LogCaptureFixture) -> None:
+    """Each with a line in the log; what comes after them is heard."""
+    odd = [
+        {},
+        {"type": "ADDED"},
+        {"type": "ADDED", "object": "x"},
+        {"type": "ADDED", "object": {"metadata": 3}},
+    ]
+    listed = httpx2.Response(200, json={"metadata": {"resourceVersion": "5"}, "items": ["x", NODE]})
+    api = server(listed, *odd, {"type": "ADDED", "object": NODE})
+    assert [Synced((ObservedNode("a", {}),)), Upserted(ObservedNode("a", {}))] == await first_updates(api, 2)
+    assert 1 + len(odd) == sum("object_not_understood" in record.message for record in caplog.records)
+
+
+@pytest.mark.parametrize("error", ["x", None, {"code": "many"}, {"details": "x"}])
+async def test_an_error_that_is_no_status_is_one_all_the_same(error: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watch begins anew."""
+    monkeypatch.setattr(informer, "BACKOFF_S", 0.0)
+    listed = httpx2.Response(200, json={"metadata": {"resourceVersion": "5"}, "items": []})
+    assert [Synced(()), Synced(())] == await first_updates(server(listed, {"type": "ERROR", "object": error}), 2)
+
+
+@pytest.mark.parametrize("details", ["x", [], {"causes": "x"}, {"causes": ["x"]}])
+@pytest.mark.parametrize("status", [409, 422, 504])
+async def test_an_answer_that_is_no_status_is_an_error_of_ours(details: object, status: int) -> None:
+    """Whatever a proxy says, callers get what they know."""
+    api = server(httpx2.Response(status, json={"message": "no", "details": details}))
+    with pytest.raises((ClusterUnavailable, ResourceConflict), match=f"GET /x: {status} no"):
+        await api.call("GET", "/x")

@@ -1,0 +1,259 @@
+"""What becomes of a Pod that asks for rfork."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import kubernetes_validate
+import pytest
+
+import rfork
+from planner.integrations.kubernetes import names
+from rfork.settings import InstanceSettings
+from tests.unit.planner.integrations.kubernetes.injected_pods import (
+    engine_container,
+    engine_env,
+    field_ref,
+    inject_pod,
+    injected_pod,
+)
+from tests.unit.planner.integrations.kubernetes.pod_documents import (
+    PLANNER,
+    SGLANG,
+    VLLM,
+    Document,
+    container,
+    pod,
+    webhook_settings,
+)
+
+
+def test_a_pod_of_vllm_word_for_word() -> None:
+    """All that the defaults change; what was given stays as it was."""
+    before = pod()
+    kept = copy.deepcopy(before)
+    after = injected_pod(before)
+    expected = pod(
+        container(
+            command=["vllm", "serve", "org/llama", "--load-format", "rfork"],
+            env=[
+                {"name": "RFORK_PLANNER", "value": PLANNER},
+                {"name": "RFORK_MODEL", "value": "llama"},
+                {"name": "RFORK_REPLICA", "valueFrom": field_ref("metadata.uid")},
+                {"name": "RFORK_POD_NAMESPACE", "valueFrom": field_ref("metadata.namespace")},
+                {"name": "RFORK_POD_NAME", "valueFrom": field_ref("metadata.name")},
+                {"name": "RFORK_POD", "value": "$(RFORK_POD_NAMESPACE)/$(RFORK_POD_NAME)"},
+                {"name": "RFORK_HOST", "valueFrom": field_ref("spec.nodeName")},
+                {"name": "RFORK_BIND", "valueFrom": field_ref("status.podIP")},
+                {"name": "RFORK_ADVERTISE", "valueFrom": field_ref("status.podIP")},
+                {"name": "RFORK_PEER_PORT", "value": "18700"},
+                {"name": "RFORK_HTTP_PORT", "value": "18800"},
+                {"name": "RFORK_PORTS", "value": "64"},
+                {"name": "RFORK_ZONE", "valueFrom": field_ref("metadata.annotations['rfork.dev/zone']")},
+                {"name": "RFORK_RACK", "valueFrom": field_ref("metadata.annotations['rfork.dev/rack']")},
+                {"name": "RFORK_NVLINK", "valueFrom": field_ref("metadata.annotations['rfork.dev/nvlink']")},
+                {
+                    "name": "RFORK_TOKEN",
+                    "valueFrom": {"secretKeyRef": {"name": "rfork-instance", "key": "token", "optional": True}},
+                },
+                {"name": "RFORK_DRAIN_S", "value": "0"},
+            ],
+            lifecycle={"preStop": {"exec": {"command": ["rfork", "drain", "--own", "--wait", "60"]}}},
+        ),
+        annotations={names.INJECTED: rfork.__version__},
+        readinessGates=[{"conditionType": "rfork.dev/weights-ready"}],
+        terminationGracePeriodSeconds=90,
+    )
+    assert (expected, kept) == (after, before)
+
+
+@pytest.mark.parametrize(
+    ("container_fields", "expected"),
+    [
+        ({"command": VLLM}, {"command": [*VLLM, "--load-format", "rfork"]}),
+        ({"command": VLLM, "args": ["--x"]}, {"command": VLLM, "args": ["--x", "--load-format", "rfork"]}),
+        ({"command": VLLM, "args": []}, {"command": [*VLLM, "--load-format", "rfork"], "args": []}),
+        ({"args": SGLANG}, {"args": [*SGLANG, "--load-format", "rfork"]}),
+        (
+            {"args": ["--model", "m"], "image": "vllm/vllm-openai:v1"},
+            {"args": ["--model", "m", "--load-format", "rfork"]},
+        ),
+        ({"command": [*VLLM, "--load-format=rfork"]}, {"command": [*VLLM, "--load-format=rfork"]}),
+    ],
+)
+def test_the_load_format_is_the_last_argument(container_fields: Document, expected: Document) -> None:
+    """Of `args`, or of the command where there are none; once."""
+    made = engine_container(injected_pod(pod(container(**container_fields))))
+    assert expected == {key: made[key] for key in ("command", "args") if key in made}
+
+
+def test_pytorch_gets_the_environment_alone() -> None:
+    """Its command stays; it drains, and is ready once its weights are."""
+    made = injected_pod(pod(container(command=["sh", "-c", "x"]), annotations={names.ENGINE: "pytorch"}))
+    assert ["sh", "-c", "x"] == engine_container(made)["command"]
+    assert PLANNER == engine_env(made)["RFORK_PLANNER"]
+
+
+def test_what_is_annotated_goes_before_settings() -> None:
+    """Snapshot, required, same-host, files and the seconds of the drain."""
+    annotations = {
+        names.MODEL_NAME: "org/$(x)", names.SNAPSHOT: "s3://b/$(MODEL)", names.REQUIRED: "true",
+        names.SAME_HOST: "true", names.FILES: "none", names.DRAIN_S: "1.5",
+    }  # fmt: skip
+    made = injected_pod(pod(annotations=annotations, terminationGracePeriodSeconds=10), files="init", same_host=False)
+    seen = engine_env(made)
+    expected = ("org/$$(x)", "s3://b/$(MODEL)", "1", "/run/rfork", 12, "1.5")
+    assert expected == (
+        *(seen[f"RFORK_{name}"] for name in ("MODEL", "SNAPSHOT", "REQUIRED", "LOCAL_SOCKETS")),
+        made["spec"]["terminationGracePeriodSeconds"],
+        engine_container(made)["lifecycle"]["preStop"]["exec"]["command"][-1],
+    )
+    assert ("initContainers" in made["spec"], "PYTHONPATH" in seen) == (False, False)
+
+
+def test_a_stated_version_is_set_as_it_stands() -> None:
+    """Kubernetes expands no reference in it."""
+    made = engine_env(injected_pod(pod(annotations={names.VERSION: "v1-$(X)"})))
+    assert "v1-$$(X)" == made["RFORK_VERSION"]
+
+
+def test_a_pod_that_states_no_version_gets_none() -> None:
+    """The instance then finds out the version of its files."""
+    assert "RFORK_VERSION" not in engine_env(injected_pod(pod()))
+
+
+def test_a_version_that_the_container_sets_stays() -> None:
+    """The Pod's notes name the variable."""
+    own = pod(container(env=[{"name": "RFORK_VERSION", "value": "v0"}]), annotations={names.VERSION: "v1"})
+    made, notes = inject_pod(own, webhook_settings())
+    assert "v0" == engine_env(made)["RFORK_VERSION"]
+    assert ("left as the Pod sets them: RFORK_VERSION",) == notes
+
+
+def test_nothing_drains_where_no_time_is_given() -> None:
+    """Then the server waits for its readers itself, in the time that it had."""
+    made = injected_pod(pod(), drain_s=0)
+    assert (False, False, False) == (
+        "lifecycle" in engine_container(made),
+        "RFORK_DRAIN_S" in engine_env(made),
+        "terminationGracePeriodSeconds" in made["spec"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("setting", "led", "expected"),
+    [(True, True, [names.WEIGHTS_READY]), (True, False, []), (False, True, []), (False, False, [])],
+)
+def test_only_where_a_controller_leads_is_there_a_gate(setting: bool, led: bool, expected: list[str]) -> None:
+    """Nothing is told of it; reviewed again, the Pod keeps what it got, whoever leads by then."""
+    settings = webhook_settings(readiness_gate=setting)
+    once, notes = inject_pod(pod(), settings, led=led)
+    assert () == notes
+    assert expected == [each["conditionType"] for each in once["spec"].get("readinessGates", ())]
+    assert [(once, ())] * 2 == [inject_pod(once, settings, led=later) for later in (True, False)]
+
+
+def test_an_engine_without_a_readiness_probe_is_told() -> None:
+    """Once; what runs PyTorch may answer nobody."""
+    bare = pod(container(readinessProbe=None))
+    note = (
+        "container engine has no readinessProbe, so the Pod counts as ready before the engine answers: "
+        "give it one that asks the engine's /health"
+    )
+    made, notes = inject_pod(bare, webhook_settings())
+    assert ((note,), note) == (notes, made["metadata"]["annotations"][names.NOTES])
+    assert (made, ()) == inject_pod(made, webhook_settings())
+    training = pod(container(command=["x"], readinessProbe=None), annotations={names.ENGINE: "pytorch"})
+    assert () == inject_pod(training, webhook_settings())[1]
+
+
+def test_tls_between_instances() -> None:
+    """The Secret's three files; a Pod without the Secret starts all the same."""
+    made = injected_pod(pod(), ca_secret="mtls")
+    seen = engine_env(made)
+    assert ["/etc/rfork/tls/tls.crt", "/etc/rfork/tls/tls.key", "/etc/rfork/tls/ca.crt"] == [
+        seen[f"RFORK_TLS_{name}"] for name in ("CERTIFICATE", "KEY", "CA")
+    ]
+    assert [{"name": "rfork-tls", "secret": {"secretName": "mtls", "optional": True}}] == made["spec"]["volumes"]
+
+
+@pytest.mark.parametrize(
+    ("annotation", "setting", "spec", "expected"),
+    [
+        (None, True, {}, (True, None, None)),
+        (None, False, {}, (False, None, None)),
+        ("false", True, {}, (False, None, None)),
+        ("true", False, {}, (True, None, None)),
+        ("ipc", False, {}, (True, True, True)),
+        ("ipc", False, {"hostUsers": False}, (True, None, None)),
+        ("ipc", False, {"shareProcessNamespace": True}, (True, None, None)),
+    ],
+)
+def test_same_host(annotation: str | None, setting: bool, spec: Document, expected: tuple[bool, Any, Any]) -> None:
+    """Sockets by setting or annotation; host namespaces by annotation alone, where the Pod allows them."""
+    document = pod(annotations={} if annotation is None else {names.SAME_HOST: annotation}, **spec)
+    made, notes = inject_pod(document, webhook_settings(same_host=setting))
+    path = {"path": "/run/rfork", "type": "DirectoryOrCreate"}
+    sockets = [{"name": "rfork-sockets", "hostPath": path}] == made["spec"].get("volumes")
+    assert expected == (sockets, made["spec"].get("hostIPC"), made["spec"].get("hostPID"))
+    assert bool(spec) == bool(notes)
+
+
+def test_what_a_user_set_stays_and_is_told() -> None:
+    """Variables, preStop, gates and volumes; one that says the same as ours is nothing to tell."""
+    before = pod(
+        container(
+            env=[
+                {"name": "RFORK_HOST", "valueFrom": field_ref("spec.nodeName")},
+                {"name": "RFORK_PLANNER", "value": "http://mine"},
+                {"name": "RFORK_REPLICA", "value": "mine"},
+                {"name": "VLLM_PLUGINS", "valueFrom": {"configMapKeyRef": {"name": "m", "key": "k"}}},
+            ],
+            lifecycle={"preStop": {"exec": {"command": ["sleep", "5"]}}},
+            volumeMounts=[{"name": "mine", "mountPath": "/opt/rfork/"}],
+        ),
+        readinessGates=[{"conditionType": names.WEIGHTS_READY}],
+        volumes=[{"name": "mine", "emptyDir": {}}, {"name": "rfork-sockets", "emptyDir": {}}],
+        terminationGracePeriodSeconds=600,
+    )
+    after, notes = inject_pod(before, webhook_settings(injection_mode="init", same_host=True))
+    kept = ("lifecycle", "readinessGates", "terminationGracePeriodSeconds")
+    assert [before["spec"].get(key) for key in kept] == [after["spec"].get(key) for key in kept]
+    assert before["spec"]["volumes"] == after["spec"]["volumes"]
+    assert engine_container(before)["env"] == engine_container(after)["env"][:4]
+    assert engine_container(before)["lifecycle"] == engine_container(after)["lifecycle"]
+    assert ("initContainers" in after["spec"], "RFORK_DRAIN_S" in engine_env(after)) == (False, False)
+    expected = (
+        "what the container mounts at /opt/rfork is used as it is",
+        "container engine has a preStop hook of its own: have it call `rfork drain --own`, or readers are "
+        "waited for only as the server ends",
+        "the Pod's own volume rfork-sockets is used as it is",
+        "left as the Pod sets them: RFORK_PLANNER, RFORK_REPLICA",
+        "with an RFORK_REPLICA of its own the Pod's instances are not known as this Pod's",
+        "VLLM_PLUGINS is set from elsewhere: it has to name rfork",
+    )
+    assert (expected, "\n".join(expected)) == (notes, after["metadata"]["annotations"][names.NOTES])
+
+
+def test_each_variable_is_one_that_rfork_reads() -> None:
+    """Settings take them as they come: no name is misspelt, no value refused."""
+    annotations = {names.SNAPSHOT: "s3://b/m", names.REQUIRED: "true"}
+    made = injected_pod(pod(annotations=annotations), ca_secret="tls", same_host=True)
+    known = {f"RFORK_{name}".upper() for name in InstanceSettings.model_fields}
+    helpers = {"RFORK_POD_NAMESPACE", "RFORK_POD_NAME"}
+    tls = {"RFORK_TLS_CERTIFICATE", "RFORK_TLS_KEY", "RFORK_TLS_CA"}
+    assert set() == set(engine_env(made)) - known - helpers - tls
+
+
+@pytest.mark.parametrize(
+    ("version", "files"),
+    [("1.37", "none"), ("1.37", "init"), ("1.37", "image"), ("1.25", "init"), ("1.25", "none")],
+)
+@pytest.mark.parametrize("engine", [VLLM, SGLANG])
+def test_the_schemas_know_all_of_it(version: str, files: str, engine: list[str]) -> None:
+    """Of the newest Kubernetes, and, without an image volume, of the oldest that there are schemas for."""
+    annotations = {names.SAME_HOST: "ipc", names.SNAPSHOT: "s3://b/m", names.REQUIRED: "true"}
+    document = pod(container(command=engine), {"name": "b", "image": "b"}, annotations=annotations)
+    made = injected_pod(document, files=files, ca_secret="mtls")
+    assert version == kubernetes_validate.validate(made, version, strict=True)

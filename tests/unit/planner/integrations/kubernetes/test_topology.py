@@ -1,0 +1,72 @@
+"""What a Pod is told of its node."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from planner.integrations.kubernetes import names
+from planner.integrations.kubernetes.cluster import Deleted, ObservedNode, Synced, Upserted, WatchEvent
+from planner.integrations.kubernetes.topology import NodeTopology
+from tests.unit.planner.integrations.kubernetes.pod_documents import webhook_settings
+
+A = ObservedNode(
+    "a",
+    {
+        "topology.kubernetes.io/zone": "z1",
+        "topology.kubernetes.io/rack": "r7",
+        "nvidia.com/gpu.clique": "c.3",
+    },
+)
+B = ObservedNode("b", {"topology.kubernetes.io/zone": "z2", "topology.kubernetes.io/rack": ""})
+ANNOTATIONS_A = {names.ZONE: "z1", names.RACK: "r7", names.NVLINK: "c.3"}
+ANNOTATIONS_B = {names.ZONE: "z2"}
+
+
+@pytest.mark.parametrize(
+    ("updates", "expected"),
+    [
+        ([], ({}, {})),
+        ([Synced((A, B))], (ANNOTATIONS_A, ANNOTATIONS_B)),
+        ([Synced((A,)), Upserted(B)], (ANNOTATIONS_A, ANNOTATIONS_B)),
+        ([Synced((A, B)), Upserted(ObservedNode("a", {}))], ({}, ANNOTATIONS_B)),
+        ([Synced((A, B)), Deleted(A), Deleted(A)], ({}, ANNOTATIONS_B)),
+        ([Synced((A, B)), Synced((B,))], ({}, ANNOTATIONS_B)),
+    ],
+)
+def test_the_last_news_of_a_node_counts(
+    updates: list[WatchEvent[ObservedNode]], expected: tuple[dict[str, str], dict[str, str]]
+) -> None:
+    """Labels that a node lacks, and nodes that are not known, are told nothing of."""
+    topology = NodeTopology(webhook_settings())
+    for each in updates:
+        topology.apply(each)
+    assert expected == tuple(dict(topology.annotations_for(name)) for name in "ab")
+
+
+def test_which_labels_count_is_a_setting() -> None:
+    """An empty one: none."""
+    topology = NodeTopology(webhook_settings(zone_label="zone", rack_label="", nvlink_label="nvl"))
+    topology.apply(Upserted(ObservedNode("a", {"zone": "z", "": "x", "topology.kubernetes.io/rack": "r"})))
+    assert {names.ZONE: "z"} == dict(topology.annotations_for("a"))
+
+
+async def test_it_follows_the_cluster() -> None:
+    """Piece by piece, to the end."""
+
+    class FakeNodes:
+        async def nodes(self) -> AsyncIterator[WatchEvent[ObservedNode]]:
+            yield Synced((A,))
+            yield Upserted(B)
+
+    topology = NodeTopology(webhook_settings())
+    await topology.follow(FakeNodes())
+    assert (ANNOTATIONS_A, ANNOTATIONS_B) == tuple(dict(topology.annotations_for(name)) for name in "ab")
+
+
+def test_no_node_is_remembered_where_that_is_off() -> None:
+    """Pods are told nothing."""
+    topology = NodeTopology(webhook_settings(inject_topology=False))
+    topology.apply(Upserted(A))
+    assert {} == dict(topology.annotations_for("a"))

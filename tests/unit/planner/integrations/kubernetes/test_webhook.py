@@ -1,0 +1,76 @@
+"""What the webhook asks the cluster for beside its certificate, and that it does without."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from planner.integrations.kubernetes import webhook
+from planner.integrations.kubernetes.cluster import ObservedLease, ObservedNode, Synced, WatchEvent
+from planner.integrations.kubernetes.leader_watch import LeaderWatch
+from planner.integrations.kubernetes.topology import NodeTopology
+from rfork.errors import SettingsError
+from rfork.settings import KubernetesSettings
+from tests.unit.planner.integrations.kubernetes.pod_documents import webhook_settings
+
+
+class BrokenCluster:
+    """A cluster that is asked, and breaks in a way that it should not."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    async def nodes(self) -> AsyncIterator[WatchEvent[ObservedNode]]:
+        self.calls.append("nodes")
+        yield Synced((ObservedNode("a", {"topology.kubernetes.io/zone": "z1"}),))
+        raise RuntimeError("a bug")
+
+    async def read_lease(self, name: str, namespace: str) -> ObservedLease:
+        self.calls.append(f"{namespace}/{name}")
+        raise RuntimeError("a bug")
+
+    async def close(self) -> None:
+        self.calls.append("close")
+
+
+EXPECTED_CALLS = [
+    (webhook_settings(namespace="rfork"), ["close", "nodes", "rfork/rfork-controller"]),
+    (webhook_settings(readiness_gate=False), ["close", "nodes"]),
+    (webhook_settings(inject_topology=False, namespace="rfork", lease="it"), ["close", "rfork/it"]),
+    (webhook_settings(inject_topology=False, readiness_gate=False), []),
+]
+
+
+@pytest.mark.parametrize(("settings", "expected"), EXPECTED_CALLS)
+async def test_it_asks_for_what_pods_are_to_get(
+    monkeypatch: pytest.MonkeyPatch, settings: KubernetesSettings, expected: list[str]
+) -> None:
+    """And for no more; what breaks is done without, and takes nothing else with it."""
+    cluster, topology, leading = BrokenCluster(), NodeTopology(settings), LeaderWatch(settings)
+    monkeypatch.setattr(webhook, "connect", lambda _: cluster)
+    await webhook._follow(settings, topology, leading)
+    assert expected == sorted(cluster.calls)
+    assert (settings.inject_topology, False) == (bool(topology.annotations_for("a")), leading())
+
+
+@pytest.mark.parametrize(("settings", "expected"), [(row[0], len(row[1][1:])) for row in EXPECTED_CALLS])
+async def test_it_does_without_a_cluster(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    settings: KubernetesSettings,
+    expected: int,
+) -> None:
+    """One line for each thing that Pods do not get then; they get no readiness gate."""
+
+    def connect(_: KubernetesSettings) -> None:
+        raise SettingsError("there is none")
+
+    monkeypatch.setattr(webhook, "connect", connect)
+    leading = LeaderWatch(settings)
+    await webhook._follow(settings, NodeTopology(settings), leading)
+    lines = [record.getMessage() for record in caplog.records]
+    assert (expected, False) == (
+        sum("no cluster is known why=there is none" in line for line in lines),
+        leading(),
+    )

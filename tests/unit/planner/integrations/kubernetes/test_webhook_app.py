@@ -1,0 +1,324 @@
+"""The webhook's answers to the API server."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import jsonpatch
+import pytest
+from hypothesis import HealthCheck, assume, given
+from hypothesis import settings as trying
+from prometheus_client import CollectorRegistry
+from starlette.types import ASGIApp
+
+from planner.integrations.kubernetes import names, webhook_app
+from planner.integrations.kubernetes.cluster import ObservedNode, Upserted
+from planner.integrations.kubernetes.inject import inject
+from planner.integrations.kubernetes.pod_request import InjectionRequest, parse_request
+from planner.integrations.kubernetes.topology import NodeTopology
+from rfork.settings import KubernetesSettings
+from tests.unit.planner.integrations.kubernetes.pod_documents import (
+    ANY_JSON,
+    PLANNER,
+    SETTINGS,
+    VLLM,
+    Document,
+    container,
+    damaged_pods,
+    labelled_pods,
+    pod,
+    webhook_settings,
+)
+
+POD = {"group": "", "version": "v1", "kind": "Pod"}
+BINDING = {"group": "", "version": "v1", "kind": "Binding"}
+
+
+@dataclass
+class Webhook:
+    """The application, and what it tells Prometheus."""
+
+    settings: KubernetesSettings = field(default_factory=webhook_settings)
+    led: bool = False
+    registry: CollectorRegistry = field(default_factory=CollectorRegistry)
+
+    def __post_init__(self) -> None:
+        topology = NodeTopology(self.settings)
+        topology.apply(Upserted(ObservedNode("a", {"topology.kubernetes.io/zone": "z1"})))
+        self.app: ASGIApp = webhook_app.admission_app(self.settings, PLANNER, topology, self.registry, lambda: self.led)
+
+    async def post(self, path: str, body: bytes | object) -> httpx.Response:
+        """Send a body, as JSON if it is not made yet."""
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="https://webhook") as client:
+            return await client.post(path, content=content)
+
+    async def send_review(self, path: str, subject: object, **request: object) -> Document:
+        """The response to a review of this object."""
+        response = await self.post(path, review(subject, **request))
+        assert 200 == response.status_code
+        document: Document = response.json()
+        assert ("admission.k8s.io/v1", "AdmissionReview") == (document["apiVersion"], document["kind"])
+        review_response: Document = document["response"]
+        assert ("u-1", True) == (review_response["uid"], review_response["allowed"])
+        return review_response
+
+    def counted(self) -> dict[tuple[str, str], float]:
+        """Reviews by path and result, those that came."""
+        return {
+            (sample.labels["path"], sample.labels["result"]): sample.value
+            for metric in self.registry.collect()
+            for sample in metric.samples
+            if sample.name == "rfork_webhook_reviews_total" and sample.value
+        }
+
+
+def review(subject: object, **request: object) -> Document:
+    """An AdmissionReview for the CREATE of a Pod, unless told otherwise."""
+    request_fields = {
+        "uid": "u-1",
+        "kind": POD,
+        "operation": "CREATE",
+        "namespace": "serving",
+        "object": subject,
+    }
+    return {
+        "apiVersion": "admission.k8s.io/v1",
+        "kind": "AdmissionReview",
+        "request": {**request_fields, **request},
+    }
+
+
+def patched(before: Any, review_response: Mapping[str, Any]) -> Document:
+    """The object after the patch."""
+    assert "JSONPatch" == review_response["patchType"]
+    after: Document = jsonpatch.apply_patch(before, json.loads(base64.b64decode(review_response["patch"])))
+    return after
+
+
+async def test_a_labelled_pod_is_injected(caplog: pytest.LogCaptureFixture) -> None:
+    """By a patch that leads to it; a second call has nothing to patch."""
+    webhook = Webhook()
+    with caplog.at_level(logging.INFO):
+        review_response = await webhook.send_review("/mutate", pod(), dryRun=True)
+    made = patched(pod(), review_response)
+    again = await webhook.send_review("/mutate", made)
+    assert [*VLLM, "--load-format", "rfork"] == made["spec"]["containers"][0]["command"]
+    assert ({"uid": "u-1", "allowed": True}, {("mutate", "injected"): 2.0}) == (again, webhook.counted())
+    assert ["pod injected pod=serving/llama-7d9-…"] == [
+        record.getMessage().partition(" model=")[0] for record in caplog.records if "planner" in record.name
+    ]
+
+
+UNTOUCHED: list[tuple[str, object, Document]] = [
+    ("no label", {"metadata": {"name": "x"}, "spec": {}}, {}),
+    ("told to leave it", pod(annotations={names.INJECT: "false"}), {}),
+    ("an update", pod(), {"operation": "UPDATE"}),
+    ("a deletion, which holds no object", None, {"operation": "DELETE"}),
+    ("a subresource", pod(), {"subResource": "ephemeralcontainers"}),
+    ("another kind", pod(), {"kind": {"group": "apps", "version": "v1", "kind": "Deployment"}}),
+    ("no kind", pod(), {"kind": None}),
+    ("a list", [], {}),
+]
+
+
+@pytest.mark.parametrize(
+    ("subject", "request_of_it"), [row[1:] for row in UNTOUCHED], ids=[row[0] for row in UNTOUCHED]
+)
+async def test_what_is_not_ours_is_left_as_it_is(subject: object, request_of_it: Document) -> None:
+    """Allowed, without a patch, a warning or a word in the log."""
+    webhook = Webhook()
+    assert {"uid": "u-1", "allowed": True} == await webhook.send_review("/mutate", subject, **request_of_it)
+    assert {("mutate", "untouched"): 1.0} == webhook.counted()
+
+
+async def test_a_pod_that_cannot_be_helped_starts_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
+    """As annotation, warning and one log line; it is allowed, and else as it was."""
+    webhook = Webhook()
+    before = pod(container(command=["sh", "-c", "vllm serve"]))
+    review_response = await webhook.send_review("/mutate", before)
+    after = patched(before, review_response)
+    reason = after["metadata"].pop("annotations")[names.REJECTED]
+    lines = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert (before, {("mutate", "refused"): 1.0}) == (after, webhook.counted())
+    assert reason.startswith("container engine: the command is a shell's (sh)")
+    assert [f"pod not injected pod=serving/llama-7d9-… because={reason}"] == lines
+    assert [f"rfork leaves this Pod as it is: {reason}"[:249] + "…"] == review_response["warnings"]
+
+
+async def test_files_without_an_image_leave_the_pod_alone() -> None:
+    """The engine would not start with a load format that it does not know."""
+    before = pod(annotations={names.FILES: "init"})
+    after = patched(before, await Webhook().send_review("/mutate", before))
+    assert before["spec"] == after["spec"]
+    assert after["metadata"]["annotations"][names.REJECTED].startswith("there is no image of rfork's files")
+
+
+async def test_an_image_volume_is_refused_where_the_cluster_knows_none() -> None:
+    """The Pod starts as it was written, and says what to set."""
+    before = pod(annotations={names.FILES: "image"})
+    after = patched(before, await Webhook(webhook_settings(injection_mode="init")).send_review("/mutate", before))
+    assert before["spec"] == after["spec"]
+    assert after["metadata"]["annotations"][names.REJECTED] == (
+        "rfork's files are to come as an image volume, which this cluster is not said to know: set "
+        "rfork.dev/files: init, or, from Kubernetes 1.35 on, RFORK_HOOK_IMAGE_VOLUMES=true for the webhook"
+    )
+
+
+async def test_the_gate_is_given_while_a_controller_leads(caplog: pytest.LogCaptureFixture) -> None:
+    """It is asked anew for each Pod; a Pod that was changed before keeps what it got then."""
+    webhook = Webhook()
+    with caplog.at_level(logging.DEBUG):
+        without_gate = patched(pod(), await webhook.send_review("/mutate", pod()))
+    webhook.led = True
+    with_gate = patched(pod(), await webhook.send_review("/mutate", pod()))
+    assert "patch" not in await webhook.send_review("/mutate", without_gate)
+    webhook.led = False
+    assert "patch" not in await webhook.send_review("/mutate", with_gate)
+    assert (None, [{"conditionType": names.WEIGHTS_READY}]) == (
+        without_gate["spec"].get("readinessGates"),
+        with_gate["spec"].get("readinessGates"),
+    )
+    assert 1 == sum("gets no readiness gate" in record.getMessage() for record in caplog.records)
+
+
+async def test_a_second_engine_that_comes_later_takes_nothing_back() -> None:
+    """A Pod that was changed already gets no word of refusal on top."""
+    made = patched(pod(), await Webhook().send_review("/mutate", pod()))
+    made["spec"]["containers"].append(container("b"))
+    assert "patch" not in await Webhook().send_review("/mutate", made)
+
+
+async def test_notes_are_warnings() -> None:
+    """Each of them, to whoever creates the Pod."""
+    before = pod(container(env=[{"name": "RFORK_PLANNER", "value": "http://mine"}]))
+    review_response = await Webhook().send_review("/mutate", before)
+    assert ["left as the Pod sets them: RFORK_PLANNER"] == review_response["warnings"]
+
+
+async def test_a_bug_blocks_no_pod(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever is raised is logged, with the Pod's name; the Pod starts as it was written."""
+
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(webhook_app, "inject", broken)
+    webhook = Webhook()
+    assert {"uid": "u-1", "allowed": True} == await webhook.send_review("/mutate", pod(), name="llama-0")
+    assert {("mutate", "failed"): 1.0} == webhook.counted()
+    assert ["review failed: the object is left as it is path=mutate pod=serving/llama-0"] == [
+        record.getMessage() for record in caplog.records
+    ]
+
+
+MALFORMED = [
+    (b"", "it is no JSON (JSONDecodeError)"),
+    (b'"\xff"', "it is no JSON (UnicodeDecodeError)"),
+    (b"[" * 100_000, "it is no JSON (RecursionError)"),
+    (b"[]", "its kind is another"),
+    (b'{"kind": "Pod"}', "its kind is another"),
+    (
+        b'{"kind": "AdmissionReview", "apiVersion": "admission.k8s.io/v1beta1"}',
+        "its apiVersion is not admission.k8s.io/v1",
+    ),
+    (
+        b'{"kind": "AdmissionReview", "apiVersion": "admission.k8s.io/v1"}',
+        "it holds no request with a uid",
+    ),
+    (
+        b'{"kind": "AdmissionReview", "apiVersion": "admission.k8s.io/v1", "request": {"uid": 1}}',
+        "it holds no request with a uid",
+    ),
+]
+
+
+@pytest.mark.parametrize("path", ["/mutate", "/bind"])
+@pytest.mark.parametrize(("body", "reason"), MALFORMED)
+async def test_what_is_no_review_is_a_bad_request(path: str, body: bytes, reason: str) -> None:
+    """Status 400 with one line, on both paths."""
+    webhook = Webhook()
+    response = await webhook.post(path, body)
+    assert (400, f"not an AdmissionReview: {reason}\n") == (response.status_code, response.text)
+    assert {(path[1:], "malformed"): 1.0} == webhook.counted()
+
+
+async def test_a_body_without_end_is_not_read() -> None:
+    """No review is larger than 16 MiB."""
+    webhook = Webhook()
+    response = await webhook.post("/mutate", b" " * (webhook_app.MAX_BODY + 1))
+    assert (413, {("other", "malformed"): 1.0}) == (response.status_code, webhook.counted())
+
+
+async def test_health_is_answered() -> None:
+    """Without a review; other paths are not there."""
+    transport = httpx.ASGITransport(Webhook().app)
+    async with httpx.AsyncClient(transport=transport, base_url="https://webhook") as client:
+        codes = [
+            (await client.get("/healthz")).status_code,
+            (await client.get("/mutate")).status_code,
+            (await client.get("/x")).status_code,
+        ]
+    assert [200, 405, 404] == codes
+
+
+def binding(node: object = "a", **metadata: object) -> Document:
+    """What a scheduler posts."""
+    return {"metadata": {"name": "llama-0", **metadata}, "target": {"kind": "Node", "name": node}}
+
+
+BINDINGS = [
+    (binding(), {names.ZONE: "z1"}),
+    (binding(annotations={}), {names.ZONE: "z1"}),
+    (binding(annotations=None), {names.ZONE: "z1"}),
+    (binding(annotations={"x": "y"}), {"x": "y", names.ZONE: "z1"}),
+    (binding(annotations={names.ZONE: "mine"}), None),
+    (binding("b"), None),
+    (binding(None), None),
+    (binding({}), None),
+    (binding(annotations=["x"]), None),
+    ({}, None),
+    ({"target": {"name": "a"}}, None),
+]
+
+
+@pytest.mark.parametrize(("subject", "expected"), BINDINGS)
+async def test_a_binding_tells_the_pod_of_its_node(subject: Document, expected: dict[str, str] | None) -> None:
+    """By annotations, which the API server copies to the Pod; what is set already stays."""
+    review_response = await Webhook().send_review("/bind", subject, kind=BINDING, subResource="binding")
+    if expected is None:
+        assert {"uid": "u-1", "allowed": True} == review_response
+    else:
+        after = patched(subject, review_response)
+        assert (expected, subject["target"]) == (after["metadata"]["annotations"], after["target"])
+
+
+@trying(suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+@given(labelled_pods(), SETTINGS)
+async def test_the_patch_leads_to_the_pod_that_is_meant(subject: Document, settings: KubernetesSettings) -> None:
+    """By the rules of RFC 6902, as another implementation of them has it."""
+    subject = json.loads(json.dumps(subject))
+    found = parse_request(subject)
+    assume(isinstance(found, InjectionRequest))
+    assert isinstance(found, InjectionRequest)
+    expected, _ = inject(subject, found, settings, PLANNER)
+    assert expected == patched(subject, await Webhook(settings).send_review("/mutate", subject))
+
+
+@given(damaged_pods() | labelled_pods() | ANY_JSON, ANY_JSON)
+async def test_whatever_is_reviewed_is_allowed(subject: object, other: object) -> None:
+    """Any object and any request with a uid: status 200, allowed, and a patch that applies."""
+    webhook = Webhook()
+    subject = json.loads(json.dumps(subject))
+    review_response = await webhook.send_review("/mutate", subject)
+    if "patch" in review_response:
+        patched(subject, review_response)
+    await webhook.send_review("/bind", subject, kind=BINDING, name=other, namespace=other)
+    await webhook.send_review("/mutate", subject, name=other, namespace=other, kind=other)
+    await webhook.send_review("/bind", {"metadata": other, "target": subject}, kind=BINDING)
+    assert not [result for _, result in webhook.counted() if result in ("failed", "malformed")]

@@ -1,0 +1,70 @@
+"""Scale-ups in the trace of whoever announces them."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry
+
+from planner.app import create_app
+from planner.integrations.kubernetes.controller import actions
+from planner.integrations.kubernetes.controller.controller import Controller
+from planner.integrations.kubernetes.controller.metrics import ControllerMetrics
+from planner.integrations.planner_client import PlannerRestClient
+from rfork.settings import InstanceSettings, KubernetesSettings, PlannerSettings
+from tests.unit.fake_clock import FakeClock
+from tests.unit.planner.builders import FakeTime
+from tests.unit.planner.integrations.kubernetes.fake_cluster import FakeCluster, uid
+from tests.unit.tracing.span_recorder import SpanRecorder
+
+ANNOUNCED: Final = "POST /v1/scaleups"
+WITHDRAWN: Final = "DELETE /v1/scaleups/{scaleup_id}"
+
+
+async def test_the_controllers_announcement_is_one_trace_with_the_planners(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Reconcile, announcement, request; looks at the lists are none, nor are they of a trace."""
+    monkeypatch.setattr(actions, "TOTAL_TIMEOUT_S", math.inf)  # by the real clock: what is due is begun
+    recorder, clock = SpanRecorder(), FakeClock(1000.0)
+    app = create_app(PlannerSettings(batch_window_s=0, scaleup_wait_s=0), FakeTime().clock, tracer=recorder.tracer)
+    planner_api = PlannerRestClient(InstanceSettings(planner="http://planner"), transport=httpx.ASGITransport(app=app))
+    cluster = FakeCluster(clock)
+    settings, metrics = (
+        KubernetesSettings(namespace="rfork", identity="one"),
+        ControllerMetrics(CollectorRegistry()),
+    )
+    controller = Controller(settings, cluster, planner_api, metrics, clock, recorder.tracer)
+    caches = controller.caches
+    cluster.watch(
+        lambda update: caches.pods.apply(update, clock.now),
+        lambda update: caches.workloads.apply(update, clock.now),
+    )
+    controller.begin()
+    cluster.deploy(1, 3)
+    await controller.refresh()
+    await controller.reconcile()
+    await planner_api.close()
+    assert {
+        "reconcile": None, "announce scale-up": "reconcile", ANNOUNCED: "announce scale-up",
+        "write event": "reconcile",
+    } == {name: recorder.parent(name) for name in recorder.spans}  # fmt: skip
+    attributes = recorder.attributes(ANNOUNCED)
+    assert (ANNOUNCED.partition(" ")[2], 200) == (
+        attributes["http.route"],
+        attributes["http.response.status_code"],
+    )
+
+
+async def test_a_withdrawal_names_its_scale_up() -> None:
+    """By what its path says; a look at one is no span."""
+    recorder = SpanRecorder()
+    app = create_app(PlannerSettings(), FakeTime().clock, tracer=recorder.tracer)
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://planner") as web:
+        await web.get(f"/v1/scaleups/{uid(1)}")
+        await web.delete(f"/v1/scaleups/{uid(1)}")
+    assert ([WITHDRAWN], uid(1)) == (recorder.names, recorder.attributes(WITHDRAWN)["rfork.scaleup"])

@@ -1,0 +1,45 @@
+"""Fleets that live on, and a store that fails as often as it is told."""
+
+from __future__ import annotations
+
+from planner.registry import Registry
+from planner.store.base import CommitConflict, StoreChange, StoreUnavailable
+from planner.store.memory import MemoryStore
+from rfork.schema import ForkProgress, ForkResult, Plan
+from tests.unit.planner.builders import CHUNKS, FakeTime, fork_request, seed_report
+
+ALL = ((0, CHUNKS),)
+FORKED = ForkResult(outcome="forked", seconds=1, bytes_read=CHUNKS << 20)
+
+
+class FailingStore(MemoryStore):
+    """A store that fails as often as it is told to, with the error it is told."""
+
+    def __init__(self, time: FakeTime) -> None:
+        super().__init__(time.clock, keep_forks=10)
+        self.failures = 0
+        self.error: Exception = StoreUnavailable("redis is away")
+
+    async def commit(self, change: StoreChange) -> None:
+        """Fail, or keep the change."""
+        if self.failures and (change.group is not None or not isinstance(self.error, CommitConflict)):
+            self.failures -= 1
+            raise self.error
+        await super().commit(change)
+
+
+def chunk_progress(count: int, rate: float = 1.0) -> ForkProgress:
+    """Progress of the first so many chunks."""
+    return ForkProgress(verified=((0, count),) if count else (), bytes_read=count << 20, bytes_per_s=rate)
+
+
+def routes_by_source(plan: Plan) -> dict[str, tuple[tuple[int, int], ...]]:
+    """Chunks by source."""
+    return {route.source_id: route.chunks for route in plan.routes}
+
+
+async def start_chain(registry: Registry, names: str, *, max_readers: int = 4) -> None:
+    """A seed and a chain of targets behind it."""
+    await registry.report(seed_report("s", max_readers=max_readers))
+    for name in names:
+        await registry.request_plan(fork_request(name, max_readers=max_readers))

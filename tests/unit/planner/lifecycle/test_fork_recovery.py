@@ -1,0 +1,166 @@
+"""Forks that go on: past a store that fails, a planner that restarted, and sources or storage that failed."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from planner.http_errors import ProblemError
+from planner.registry import Registry
+from planner.store.base import CommitConflict, StoreUnavailable
+from rfork.schema import ChunkAssignment, ForkResult
+from tests.unit.planner.builders import (
+    CHECKPOINT,
+    CHUNKS,
+    ORIGIN,
+    SNAPSHOT,
+    FakeTime,
+    fault,
+    fork_request,
+    make_registry,
+    report,
+    seed_report,
+    storage_candidates,
+)
+from tests.unit.planner.lifecycle.fleet_fixtures import (
+    ALL,
+    FailingStore,
+    chunk_progress,
+    routes_by_source,
+    start_chain,
+)
+
+
+async def test_progress_renews_leases_while_the_store_is_away(time: FakeTime) -> None:
+    """Forks under way do not end with the store; other calls say that it is away."""
+    store = FailingStore(time)
+    registry = make_registry(time, store)
+    await start_chain(registry, "a")
+    store.failures = 1
+    leases = set((await registry.progress("fork-a", chunk_progress(3))).leases)
+    store.failures = 1
+    with pytest.raises(StoreUnavailable):
+        await registry.request_plan(fork_request("b"))
+    assert ({"s"}, {"a": ALL}) == (leases, routes_by_source(await registry.request_plan(fork_request("b"))))
+
+
+async def test_a_planner_that_restarted_keeps_the_routes_it_is_told_of(time: FakeTime) -> None:
+    """Each target tells what it reads, in whatever order they come."""
+    for order in ("abc", "cba", "bac"):
+        registry = make_registry(time)
+        await registry.report(seed_report("s", readers=("fork-a",)))
+        for name, reader in {"a": "b", "b": "c"}.items():
+            await registry.report(report(name, (0, 4), readers=(f"fork-{reader}",)))
+        reported = {"a": "s", "b": "a", "c": "b"}
+        plans = {}
+        for name in order:
+            current = (ChunkAssignment(source_id=reported[name], chunks=((4, 12),)),)
+            request = fork_request(name, (0, 4)).model_copy(update={"current": current})
+            plans[name] = routes_by_source(await registry.request_plan(request))
+        assert {name: {source: ((4, 12),)} for name, source in reported.items()} == plans
+
+
+@pytest.mark.parametrize(("conflicts", "planned"), [(1, True), (19, True), (20, False)])
+async def test_a_plan_that_others_were_quicker_than_is_made_anew(time: FakeTime, conflicts: int, planned: bool) -> None:
+    """Twenty times at most; then the caller is told to come back."""
+    store = FailingStore(time)
+    registry = make_registry(time, store)
+    await registry.report(seed_report("s"))
+    store.failures, store.error = conflicts, CommitConflict()
+    try:
+        plan = routes_by_source(await registry.request_plan(fork_request("a")))
+        outcome = (200, "", plan)
+    except ProblemError as error:
+        outcome = (error.status, error.slug, {})
+    assert ((200, "", {"s": ALL}) if planned else (503, "busy", {})) == outcome
+
+
+async def test_what_a_target_reads_now_is_checked(registry: Registry) -> None:
+    """Chunks past the image's end are the caller's mistake."""
+    current = (ChunkAssignment(source_id="s", chunks=((4, 13),)),)
+    with pytest.raises(ProblemError) as refused:
+        await registry.request_plan(fork_request("a").model_copy(update={"current": current}))
+    assert (422, "invalid-request") == (refused.value.status, refused.value.slug)
+
+
+async def test_a_fork_that_outlived_the_planners_memory_waits_for_those_it_read_from(
+    registry: Registry, time: FakeTime
+) -> None:
+    """They are heard of within a heartbeat; who comes anew, or asks after that, hears that nobody is here."""
+    lost = await registry.request_plan(fork_request("a", (0, 5), faults=(fault("s", "SourceStalled"),)))
+    fresh = await registry.request_plan(fork_request("n", model="other"))
+    time.now += 4
+    again = await registry.request_plan(fork_request("a", (0, 5)))
+    time.now += 1
+    late = await registry.request_plan(fork_request("a", (0, 5)))
+    assert [True, False, True, False] == [plan.retry_after_s is not None for plan in (lost, fresh, again, late)]
+
+
+async def test_a_fork_whose_sources_all_died_does_not_wait_for_them(registry: Registry) -> None:
+    """The planner knew them: nobody else will be heard of."""
+    await start_chain(registry, "a")
+    await registry.remove("s")
+    plan = await registry.request_plan(fork_request("a", (0, 5), faults=(fault("s", "SourceGone"),)))
+    assert ([], None) == (list(plan.routes), plan.retry_after_s)
+
+
+async def test_who_waits_for_a_reader_whose_storage_failed_reads_on_in_its_place(
+    registry: Registry, time: FakeTime
+) -> None:
+    """The reader waits, its follower is told to ask again, and from then on it is the other way round."""
+    await registry.request_plan(fork_request("a", storage=storage_candidates(CHECKPOINT)))
+    await registry.request_plan(fork_request("b"))
+    before = (await registry.progress("fork-b", chunk_progress(4))).replan_suggested
+    time.now += 1
+    failed = (fault("a", "StorageError", "storage"),)
+    waits = [
+        await registry.request_plan(fork_request("a", (0, 5), faults=faults, weights_id=None, provisional_id=ORIGIN))
+        for faults in (failed, ())
+    ]
+    reported = (await registry.progress("fork-b", chunk_progress(4))).replan_suggested
+    time.now += 1
+    instead = await registry.request_plan(
+        fork_request("b", (0, 4), storage=storage_candidates(CHECKPOINT), weights_id=None, provisional_id=ORIGIN)
+    )
+    again = await registry.request_plan(fork_request("a", (0, 5), weights_id=None, provisional_id=ORIGIN))
+    assert (
+        (None, "source a has nobody to read from any more"),
+        [({}, True)] * 2,
+        ({"a": ((4, 5),)}, [((5, CHUNKS),)]),
+        {"b": ((5, CHUNKS),)},
+    ) == (
+        (before, reported),
+        [(routes_by_source(plan), plan.retry_after_s is not None) for plan in waits],
+        (routes_by_source(instead), [read.chunks for read in instead.storage]),
+        routes_by_source(again),
+    )
+
+
+async def test_a_storage_that_failed_and_is_offered_no_more_leaves_the_others(registry: Registry) -> None:
+    """Its snapshot is broken: the same instance is elected to read its checkpoint."""
+    both = storage_candidates(SNAPSHOT, CHECKPOINT)
+    await registry.request_plan(fork_request("a", storage=both))
+    plan = await registry.request_plan(
+        fork_request("a", faults=(fault("a", "StorageError", "storage"),), storage=both[1:])
+    )
+    assert ["checkpoint"] == [read.kind for read in plan.storage]
+
+
+async def test_a_fork_that_was_given_up_and_succeeds_is_learnt_from_once(time: FakeTime) -> None:
+    """Until then it is only lost: it neither failed, nor tells how long forks take."""
+    registry = make_registry(time, lease_ttl_s=5, instance_ttl_s=1000)
+    await registry.report(seed_report("s"))
+    await registry.request_plan(fork_request("a"))
+    time.now += 10
+    await registry.sweep()
+    (group,) = registry.state.groups_of("m")
+    lost = registry.fork("fork-a").abandoned, group.history.durations.fork_s, group.history.forked_bytes
+    await registry.finish(
+        "fork-a", ForkResult(outcome="forked", seconds=11, bytes_read=12 << 20, sources={"s": 12 << 20})
+    )
+    text = registry._metrics.exposition((), ()).decode()
+    counted = re.findall(r'^rfork_planner_forks_total\{outcome="(\w+)"\} 1.0$', text, re.MULTILINE)
+    assert ((True, None, 0), (11.0, 12 << 20), {"lost", "forked"}) == (
+        lost, (group.history.durations.fork_s, group.history.forked_bytes), set(counted),
+    )  # fmt: skip

@@ -1,0 +1,121 @@
+"""What becomes of sources: fenced, quarantined, behind, and of what is learnt from reading them."""
+
+from __future__ import annotations
+
+import pytest
+
+from planner.registry import Registry
+from rfork.schema import ForkResult, Placement
+from tests.unit.planner.builders import (
+    OTHER_WEIGHTS,
+    FakeTime,
+    accuse,
+    fault,
+    fork_request,
+    report,
+    seed_report,
+)
+from tests.unit.planner.lifecycle.fleet_fixtures import ALL, chunk_progress, routes_by_source, start_chain
+
+
+@pytest.mark.parametrize(("staying", "learnt"), [(False, [3e9, 3e9]), (True, [None, None])])
+async def test_a_link_is_not_learnt_from_reads_within_a_host(
+    registry: Registry, staying: bool, learnt: list[float | None]
+) -> None:
+    """The fastest that a target was seen to read over its link; what it copies on its host is no such."""
+    transports = ("shared_memory", "http") if staying else ("http",)
+    here = Placement(host="host")
+    await registry.report(seed_report("s", transports=transports, placement=here))
+    await registry.request_plan(fork_request("a", transports=transports, placement=here))
+    seen: list[float | None] = []
+    for rate in (3e9, 1e9):
+        await registry.progress("fork-a", chunk_progress(1, rate))
+        record = registry.state.instance("a")
+        seen.append(record.ingress_rate if record is not None else None)
+    assert learnt == seen
+
+
+async def test_new_weights_fence_the_readers_of_the_old_ones(registry: Registry) -> None:
+    """No lease is renewed for the old generation, and a new plan may read the new one."""
+    await start_chain(registry, "a")
+    before = set((await registry.progress("fork-a", chunk_progress(3))).leases)
+    await registry.report(seed_report("s", generation=1, weights_id=OTHER_WEIGHTS))
+    after = set((await registry.progress("fork-a", chunk_progress(4))).leases)
+    again = await registry.request_plan(fork_request("a", faults=(fault("s", "SourceChanged"),)))
+    assert ({"s"}, set(), {"s": ALL}, OTHER_WEIGHTS) == (
+        before,
+        after,
+        routes_by_source(again),
+        again.weights_id,
+    )
+
+
+async def test_chunks_of_the_old_weights_are_not_mixed_with_the_new(registry: Registry) -> None:
+    """A fork that has begun is given nobody, and told why."""
+    await start_chain(registry, "a")
+    await registry.report(seed_report("s", generation=1, weights_id=OTHER_WEIGHTS))
+    plan = await registry.request_plan(fork_request("a", (0, 4), faults=(fault("s", "SourceChanged"),)))
+    assert {} == routes_by_source(plan)
+    assert f"s holds other weights ({OTHER_WEIGHTS})" in plan.reason
+
+
+async def test_quarantine_ends_and_its_reason_is_shown_until_then(registry: Registry, time: FakeTime) -> None:
+    """A source that lied to readers on two hosts gets no reader for a minute."""
+    await registry.report(seed_report("s", max_readers=2))
+    await accuse(registry, "s", by="xy")
+    quarantine_reasons = [registry.instance("s").view(time.now).quarantined]
+    for _ in range(6):
+        time.now += 10
+        await registry.report(seed_report("s"))
+    quarantine_reasons.append(registry.instance("s").view(time.now).quarantined)
+    assert (["SourceCorrupt", None], {"s": ALL}) == (
+        quarantine_reasons,
+        routes_by_source(await registry.request_plan(fork_request("b"))),
+    )
+
+
+async def test_readers_of_a_relay_that_falls_behind_are_told_to_ask_again(registry: Registry, time: FakeTime) -> None:
+    """Once: the new plan, made with that known, is to be kept."""
+    await start_chain(registry, "abcdef")
+    for name, count in {"a": 10, "b": 9, "c": 1, "d": 1, "e": 1, "f": 1}.items():
+        await registry.progress(f"fork-{name}", chunk_progress(count))
+    time.now += 2
+    replan_reasons = {
+        name: (await registry.progress(f"fork-{name}", chunk_progress(1))).replan_suggested for name in "bd"
+    }
+    await registry.request_plan(fork_request("d", (0, 1), max_readers=4))
+    after = (await registry.progress("fork-d", chunk_progress(1))).replan_suggested
+    assert ({"b": None, "d": "source c falls behind"}, None) == (replan_reasons, after)
+
+
+async def test_a_slow_mark_ends_with_the_fork_it_was_given_for(registry: Registry, time: FakeTime) -> None:
+    """The instance's next fork starts without it."""
+    await start_chain(registry, "abcdef")
+    for name, count in {"a": 10, "b": 9, "c": 1, "d": 1, "e": 1, "f": 1}.items():
+        await registry.progress(f"fork-{name}", chunk_progress(count))
+    time.now += 2
+    await registry.sweep()
+    slow = registry.instance("c").source.slow
+    await registry.request_plan(fork_request("c").model_copy(update={"fork_id": "again"}))
+    assert (True, False) == (slow, registry.instance("c").source.slow)
+
+
+async def test_one_target_with_bad_memory_quarantines_nobody(registry: Registry) -> None:
+    """To one that says it of a second source nobody listens, nor to what it said of the first."""
+    for name in "stu":
+        await registry.report(seed_report(name))
+    plan = await registry.request_plan(fork_request("a"))
+    lies = tuple(fault(route.source_id, "SourceCorrupt") for route in plan.routes)
+    await registry.request_plan(fork_request("a", faults=lies))
+    assert 1 < len(lies)
+    assert [""] * 3 == [registry.instance(name).quarantine for name in "stu"]
+
+
+async def test_a_fenced_source_is_not_gone_back_to(registry: Registry) -> None:
+    """Its generation changed and its fork has ended: the one that read from it is sent elsewhere."""
+    await registry.report(seed_report("s"))
+    await start_chain(registry, "ab")
+    await registry.finish("fork-a", ForkResult(outcome="fallback", seconds=1, bytes_read=0))
+    await registry.report(report("a", generation=1))
+    plan = await registry.request_plan(fork_request("b", faults=(fault("a", "SourceChanged"),)))
+    assert {"s": ((0, 12),)} == routes_by_source(plan)

@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+from collections import Counter
+from math import ceil, log2
+
+import pytest
+
+from planner.policy.group_plan import plan
+from planner.policy_types import ForkDemand, GroupView, HostLocation, Source
+from rfork.image.ranges import Range, count
+from tests.unit.planner.builders import NOW, group, loading, routes, seed, targets
+
+CHUNK_COUNT = 64
+ALL = ((0, CHUNK_COUNT),)
+LOW, HIGH = ((0, 32),), ((32, 64),)
+Reads = dict[str, dict[str, tuple[Range, ...]]]
+
+
+def source(name: str, **changes: object) -> Source:
+    """A seed of 64 chunks that takes four readers."""
+    return seed(name, **({"chunk_count": CHUNK_COUNT, "verified": ALL, "max_readers": 4} | changes))
+
+
+def wide(number: int, **changes: object) -> list[Source]:
+    """So many targets of 64 chunks that take four readers each."""
+    return targets(number, **({"chunk_count": CHUNK_COUNT, "max_readers": 4} | changes))
+
+
+def plan_reads(fleet: GroupView, arrivals: list[Source]) -> Reads:
+    """Who reads what from whom, of targets that are planned in one call."""
+    decisions = plan(fleet, [ForkDemand(f"fork-{each.instance_id}", each) for each in arrivals], NOW)
+    return {each.instance_id: routes(decisions[f"fork-{each.instance_id}"]) for each in arrivals}
+
+
+def loads(reads: Reads) -> dict[str, float]:
+    """Images that each source sends."""
+    sent: Counter[str] = Counter()
+    for parts in reads.values():
+        for name, chunks in parts.items():
+            sent[name] += count(chunks)
+    return {name: chunks / CHUNK_COUNT for name, chunks in sent.items()}
+
+
+def depth(reads: Reads, name: str, chunk: int) -> int:
+    """Links that a chunk passes on its way to the target."""
+    links = 0
+    while name in reads:
+        parts = reads[name].items()
+        name = next(parent for parent, chunks in parts if any(low <= chunk < high for low, high in chunks))
+        links += 1
+    return links
+
+
+def test_a_short_line_is_a_chain() -> None:
+    """Six targets, ten times fewer than chunks: each behind the one before it, the seed gives once."""
+    expected = {"t00": {"s": ALL}} | {f"t{index:02}": {f"t{index - 1:02}": ALL} for index in range(1, 6)}
+    assert expected == plan_reads(group(source("s")), wide(6))
+
+
+def test_a_longer_line_is_two_trees() -> None:
+    """Seven targets: each half of the chunks comes down a tree of its own."""
+    expected = {
+        "t00": {"t02": LOW, "t01": HIGH}, "t01": {"t00": LOW, "t03": HIGH}, "t02": {"t04": LOW, "t01": HIGH},
+        "t03": {"t02": LOW, "s": HIGH}, "t04": {"s": LOW, "t05": HIGH}, "t05": {"t06": LOW, "t03": HIGH},
+        "t06": {"t04": LOW, "t05": HIGH},
+    }  # fmt: skip
+    assert expected == plan_reads(group(source("s")), wide(7))
+
+
+@pytest.mark.parametrize("number", [7, 15, 31, 32, 33, 100, 257])
+def test_in_two_trees_nobody_sends_more_than_one_image(number: int) -> None:
+    """Two children at most, for one half only, the seed's one reader a half; and the depth is logarithmic."""
+    reads = plan_reads(group(source("s")), wide(number))
+    assert max(loads(reads).values()) <= 1.0
+    for name in ("s", *reads):
+        halves = [chunks for parts in reads.values() for parent, chunks in parts.items() if parent == name]
+        assert len(halves) <= 2
+        assert name == "s" or len(set(halves)) <= 1
+    assert max(depth(reads, name, chunk) for name in reads for chunk in (0, 63)) <= ceil(log2(number)) + 2
+
+
+def test_neighbours_by_rack_stay_together() -> None:
+    """Four racks of eight: few of the 64 links lead from rack to rack, wherever the names fall."""
+    racks = {f"t{index:02}": f"r{index % 4}" for index in range(32)}
+    arrivals = [
+        loading(name, chunk_count=CHUNK_COUNT, max_readers=4, location=HostLocation(f"h-{name}", rack, "z"))
+        for name, rack in racks.items()
+    ]
+    reads = plan_reads(group(source("s", location=HostLocation("h-s", "r0", "z"))), arrivals)
+    crossings = [
+        (parent, name)
+        for name, parts in reads.items()
+        for parent in parts
+        if parent != "s" and racks[parent] != racks[name]
+    ]
+    assert len(crossings) <= 12
+
+
+def test_each_seed_feeds_a_line_of_its_own() -> None:
+    """Six targets, three seeds: three chains of two."""
+    expected = {
+        "t00": {"s0": ALL}, "t01": {"t00": ALL}, "t02": {"s1": ALL}, "t03": {"t02": ALL},
+        "t04": {"s2": ALL}, "t05": {"t04": ALL},
+    }  # fmt: skip
+    assert expected == plan_reads(group(*(source(f"s{index}") for index in range(3))), wide(6))
+
+
+def test_two_seeds_that_give_half_the_links_speed_feed_one_line() -> None:
+    """Each gives the first target half of the image."""
+    arrivals = [loading(f"t{index:02}", chunk_count=CHUNK_COUNT, ingress_rate=2e9) for index in range(3)]
+    fleet = group(source("s0", egress_rate=1e9), source("s1", egress_rate=1e9))
+    expected = {"t00": {"s0": LOW, "s1": HIGH}, "t01": {"t00": ALL}, "t02": {"t01": ALL}}
+    assert expected == plan_reads(fleet, arrivals)
+
+
+@pytest.mark.parametrize("label", ["host", "nvlink"])
+def test_one_target_of_a_node_reads_over_the_network(label: str) -> None:
+    """Two nodes of four: one pull each, the rest from one another within the node."""
+
+    def placement(index: int) -> HostLocation:
+        node = f"n{index // 4}"
+        return HostLocation(node) if label == "host" else HostLocation(f"h{index}", nvlink=node)
+
+    arrivals = [loading(f"t{index}", chunk_count=CHUNK_COUNT, location=placement(index)) for index in range(8)]
+    expected = {
+        "t0": {"s": ALL}, "t1": {"t0": ALL}, "t2": {"t1": ALL}, "t3": {"t2": ALL},
+        "t4": {"t0": ALL}, "t5": {"t4": ALL}, "t6": {"t5": ALL}, "t7": {"t6": ALL},
+    }  # fmt: skip
+    assert expected == plan_reads(group(source("s")), arrivals)
+
+
+LAST: list[tuple[str, dict[str, object]]] = [
+    ("is slow", {"slow": True}),
+    ("takes one reader", {"max_readers": 1}),
+    ("was measured slower", {"ingress_rate": 1e8}),
+]
+
+
+@pytest.mark.parametrize(("why", "changes"), LAST)
+def test_nobody_waits_for_the_weaker(why: str, changes: dict[str, object]) -> None:
+    """Who is weaker stands at the end of the line, though its name comes first."""
+    weak = loading("a", chunk_count=CHUNK_COUNT, **changes)
+    strong = [loading(name, chunk_count=CHUNK_COUNT, max_readers=4, ingress_rate=1e9) for name in ("b", "c")]
+    assert {"a": {"c": ALL}, "b": {"s": ALL}, "c": {"b": ALL}} == plan_reads(group(source("s")), [weak, *strong])
+
+
+def test_the_weakest_of_all_read_in_order_of_what_they_can_give() -> None:
+    """Fast, then slower by class, then with one slot, then slow ones."""
+    arrivals = [
+        loading("slow", chunk_count=CHUNK_COUNT, slow=True, ingress_rate=1e9),
+        loading("half", chunk_count=CHUNK_COUNT, ingress_rate=4e8),
+        loading("fast", chunk_count=CHUNK_COUNT, ingress_rate=1e9),
+        loading("one", chunk_count=CHUNK_COUNT, ingress_rate=1e9, max_readers=1),
+    ]
+    expected = {"fast": {"s": ALL}, "one": {"fast": ALL}, "half": {"one": ALL}, "slow": {"half": ALL}}
+    assert expected == plan_reads(group(source("s")), arrivals)
+
+
+def test_who_takes_no_reader_has_nobody_behind_it() -> None:
+    """Both read from the last that has slots."""
+    arrivals = [
+        loading(name, chunk_count=CHUNK_COUNT, max_readers=max_readers)
+        for name, max_readers in (("a", 0), ("b", 0), ("c", 2))
+    ]
+    assert {"a": {"c": ALL}, "b": {"c": ALL}, "c": {"s": ALL}} == plan_reads(group(source("s")), arrivals)
+
+
+def test_a_node_whose_first_takes_one_reader_gives_it_to_its_own() -> None:
+    """The next node reads from whoever has a slot to spare."""
+    arrivals = [
+        loading("a0", chunk_count=CHUNK_COUNT, location=HostLocation("h"), max_readers=1),
+        loading("a1", chunk_count=CHUNK_COUNT, location=HostLocation("h"), max_readers=1),
+        loading("b", chunk_count=CHUNK_COUNT),
+    ]
+    assert {"a0": {"b": ALL}, "a1": {"a0": ALL}, "b": {"s": ALL}} == plan_reads(group(source("s")), arrivals)
+
+
+def test_a_late_joiner_stands_behind_those_that_came_before() -> None:
+    """The seed gives its whole link to the first line: the newcomer reads at the line's end."""
+    fleet = group(source("s"), *wide(3), reads={"t00": {"s": ALL}, "t01": {"t00": ALL}, "t02": {"t01": ALL}})
+    assert {"late": {"t02": ALL}} == plan_reads(fleet, [loading("late", chunk_count=CHUNK_COUNT)])
+
+
+def test_targets_that_share_a_host_with_a_seed_read_there() -> None:
+    """Not over the network, though another seed is idle."""
+    fleet = group(source("near", location=HostLocation("h")), source("far"))
+    arrivals = [loading(name, chunk_count=CHUNK_COUNT, location=HostLocation("h")) for name in "ab"]
+    assert {"far"}.isdisjoint({parent for parts in plan_reads(fleet, arrivals).values() for parent in parts})
+
+
+def test_a_dead_relays_children_are_fed_again_without_overloading_anybody() -> None:
+    """Fifteen in two trees; one with two children dies: they get chunks from others, nobody sends twice."""
+    arrivals = wide(15)
+    reads = plan_reads(group(source("s")), arrivals)
+    children: Counter[str] = Counter(parent for parts in reads.values() for parent in parts)
+    dead = next(name for name, number in sorted(children.items()) if number == 2 and name != "s")
+    members = [source("s"), *(each for each in arrivals if each.instance_id != dead)]
+    del reads[dead]
+    for orphan in sorted(name for name, parts in reads.items() if dead in parts):
+        fleet = group(*members, reads=reads)
+        target = fleet.sources[orphan]
+        fork_demand = ForkDemand(f"fork-{orphan}", target, {dead: "SourceGone"}, fleet.shares[orphan])
+        reads[orphan] = routes(plan(fleet, [fork_demand], NOW)[fork_demand.fork_id])
+    assert dict.fromkeys(reads, CHUNK_COUNT) == {
+        name: sum(count(chunks) for chunks in parts.values()) for name, parts in reads.items()
+    }
+    assert max(loads(reads).values()) <= 1.5

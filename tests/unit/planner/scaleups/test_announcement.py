@@ -1,0 +1,134 @@
+"""What is told of a scale-up, how long it is kept, and which seed stays for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from planner import scaleups
+from planner.http_errors import ProblemError
+from planner.registry import Registry
+from rfork.schema import ExitCheck, Rank, ScaleUpInfo
+from tests.unit.planner.builders import CHUNKS, FakeTime, accuse, report, seed_report
+from tests.unit.planner.scaleups.arrivals import RANKS, scaleup
+
+LAST_SEED_REASON = "it is the last that holds version v1 of these weights, and 3 replicas are expected"
+
+
+async def test_the_last_seed_stays_while_replicas_are_expected(registry: Registry) -> None:
+    """It is not drained but by force, and may not exit; drained, it would be kept for nobody."""
+    await registry.report(seed_report("s"))
+    before = await registry.can_exit("s")
+    await registry.scaleups.announce(scaleup(3))
+    with pytest.raises(ProblemError) as refused:
+        await registry.drain("s")
+    during = await registry.can_exit("s")
+    await registry.drain("s", force=True)
+    after = await registry.can_exit("s")
+    assert (True, ExitCheck(can_exit=False, readers=0, reason=LAST_SEED_REASON), True) == (
+        before.can_exit, during, after.can_exit,
+    )  # fmt: skip
+    assert f"instance s {LAST_SEED_REASON[3:]}: start another, or drain it with force" == refused.value.detail
+
+
+async def test_a_seed_that_is_not_the_last_may_go(registry: Registry) -> None:
+    """However many are expected; the one that is left may not."""
+    for name in "st":
+        await registry.report(seed_report(name))
+    await registry.scaleups.announce(scaleup(1))
+    exit_checks = [await registry.can_exit("s")]
+    await registry.remove("s")
+    exit_checks.append(await registry.can_exit("t"))
+    expected = "it is the last that holds version v1 of these weights, and 1 replica is expected"
+    assert ([True, False], expected) == ([each.can_exit for each in exit_checks], exit_checks[1].reason)
+
+
+NO_SOURCE_REASON = "they read storage once, or load by themselves"
+VIEWS: list[tuple[list[Any], int, int, str]] = [
+    ([], 0, 0, f"no instance holds m: {NO_SOURCE_REASON}"),
+    ([report("t")], 0, CHUNKS, f"no instance holds m: {NO_SOURCE_REASON}"),
+    ([seed_report("s")], 1, CHUNKS, "they fork from 1 seed"),
+    ([seed_report("s"), seed_report("t"), report("u", (0, 3))], 2, CHUNKS, "they fork from 2 seeds"),
+    ([seed_report("s"), seed_report("t", state="draining")], 1, CHUNKS, "they fork from 1 seed"),
+    (
+        [seed_report("s", rank=RANKS[0]), seed_report("t", rank=RANKS[0]), seed_report("u", rank=RANKS[1])],
+        1,
+        2 * CHUNKS,
+        "they fork from 1 seed",
+    ),
+    (
+        [seed_report("s", rank=RANKS[0]), report("t", rank=RANKS[1])],
+        0,
+        2 * CHUNKS,
+        f"no instance holds rank {RANKS[1].key}: {NO_SOURCE_REASON}; other ranks fork from 1 seed",
+    ),
+    (
+        [seed_report("s", rank=RANKS[0])],
+        0,
+        CHUNKS,
+        f"no instance holds 1 of the ranks: {NO_SOURCE_REASON}; other ranks fork from 1 seed",
+    ),
+    (
+        [seed_report("s"), seed_report("t", rank=RANKS[0]), report("u", rank=RANKS[1])],
+        1,
+        CHUNKS,
+        "they fork from 1 seed",
+    ),
+    (
+        [
+            seed_report("s"),
+            seed_report("d", rank=Rank(role="draft")),
+            seed_report("e", rank=Rank(role="draft")),
+        ],
+        1,
+        2 * CHUNKS,
+        "they fork from 1 seed",
+    ),
+]
+
+
+@pytest.mark.parametrize(("reports", "seeds", "image", "reason"), VIEWS)
+async def test_what_awaits_those_that_come_is_told(
+    registry: Registry, reports: list[Any], seeds: int, image: int, reason: str
+) -> None:
+    """Seeds of the rank that fewest hold, bytes of all ranks of a replica, and what they will do."""
+    for each in reports:
+        await registry.report(each)
+    expected = ScaleUpInfo(
+        scaleup=scaleup(3),
+        arrived_count=0,
+        expires_in_s=900,
+        seeds=seeds,
+        image_bytes=image << 20,
+        reason=reason,
+    )
+    assert expected == await registry.scaleups.announce(scaleup(3))
+
+
+async def test_a_source_in_quarantine_is_no_seed(registry: Registry) -> None:
+    """Nobody is sent to it."""
+    await registry.report(seed_report("s", max_readers=2))
+    await accuse(registry, "s", by="tu")
+    assert 0 == (await registry.scaleups.announce(scaleup(1))).seeds
+
+
+async def test_one_that_expired_is_forgotten(registry: Registry, time: FakeTime) -> None:
+    """It is listed no more at once, and gone with the next sweep; the same id begins anew."""
+    await registry.scaleups.announce(scaleup(3, expires_in_s=10))
+    time.now += 9
+    left = registry.scaleups.view("up").expires_in_s
+    time.now += 1
+    listed, kept = registry.scaleups.views(), len(registry.state.scaleups())
+    with pytest.raises(ProblemError, match="no scale-up up is known"):
+        registry.scaleups.view("up")
+    await registry.sweep()
+    assert (1, [], 1, 0) == (left, listed, kept, len(registry.state.scaleups()))
+
+
+async def test_only_so_many_are_kept(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One more, and that is forgotten which would expire first; one that is said again is none more."""
+    monkeypatch.setattr(scaleups, "MAX_SCALEUPS", 2)
+    for name, seconds in (("a", 100), ("b", 50), ("a", 90), ("c", 10), ("d", 500)):
+        await registry.scaleups.announce(scaleup(1, name, expires_in_s=seconds))
+    assert ["a", "d"] == [view.scaleup.scaleup_id for view in registry.scaleups.views()]

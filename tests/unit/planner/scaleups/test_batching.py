@@ -1,0 +1,184 @@
+"""Who waits for whom, and what ends the wait."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from planner.http_errors import ProblemError
+from planner.registry import Registry
+from rfork.schema import ForkResult, Plan, Rank
+from tests.unit.planner.builders import FakeTime, fork_request, make_registry, seed_report
+from tests.unit.planner.scaleups.arrivals import (
+    RANKS,
+    CountingStore,
+    count_waiting,
+    rank_request,
+    run_until_idle,
+    scaleup,
+    start_requests,
+)
+
+
+async def test_those_that_were_announced_share_one_plan(registry: Registry, store: CountingStore) -> None:
+    """However far apart they come: the last one ends the wait of all."""
+    await registry.report(seed_report("s"))
+    await registry.scaleups.announce(scaleup(3))
+    tasks: list[asyncio.Task[Plan]] = []
+    seen = []
+    for name in "abc":
+        tasks += start_requests(registry.request_plan(fork_request(name)))
+        await run_until_idle()
+        seen.append(count_waiting(tasks))
+    plans = [task.result() for task in tasks]
+    sources = [route.source_id for plan in plans for route in plan.routes]
+    assert ([1, 2, 0], [3], ["s", "a", "b"]) == (seen, store.plans, sources)
+
+
+async def test_those_that_were_not_announced_wait_for_nobody(registry: Registry, store: CountingStore) -> None:
+    """Of another model, and of this one once all that were announced have come."""
+    await registry.scaleups.announce(scaleup(1))
+    await registry.request_plan(fork_request("other", model="other"))
+    await registry.request_plan(fork_request("announced"))
+    await registry.request_plan(fork_request("late"))
+    assert [1, 1, 1] == store.plans
+
+
+async def test_nobody_waits_longer_than_the_setting_says(time: FakeTime, store: CountingStore) -> None:
+    """What came by then is planned; the one that comes later is the last that is expected."""
+    registry = make_registry(time, store, scaleup_wait_s=0.05)
+    await registry.scaleups.announce(scaleup(3))
+    await asyncio.gather(registry.request_plan(fork_request("a")), registry.request_plan(fork_request("b")))
+    await registry.request_plan(fork_request("c"))
+    assert [2, 1] == store.plans
+
+
+async def test_zero_seconds_gather_nobody(time: FakeTime, store: CountingStore) -> None:
+    """They are counted all the same."""
+    registry = make_registry(time, store, scaleup_wait_s=0)
+    await registry.scaleups.announce(scaleup(2))
+    await registry.request_plan(fork_request("a"))
+    assert ([1], 1) == (store.plans, registry.scaleups.view("up").arrived_count)
+
+
+async def test_each_rank_has_its_batch(registry: Registry, store: CountingStore) -> None:
+    """Two replicas of two ranks are two plans of two."""
+    await registry.scaleups.announce(scaleup(2))
+    tasks = start_requests(*(registry.request_plan(rank_request("one", rank)) for rank in RANKS))
+    await run_until_idle()
+    first = count_waiting(tasks)
+    tasks += start_requests(registry.request_plan(rank_request("two", RANKS[0])))
+    await run_until_idle()
+    second = count_waiting(tasks)
+    await registry.request_plan(rank_request("two", RANKS[1]))
+    await asyncio.gather(*tasks)
+    assert (2, 1, [2, 2]) == (first, second, store.plans)
+
+
+async def test_data_parallel_ranks_of_one_replica_are_gathered_too(registry: Registry, store: CountingStore) -> None:
+    """They are in one group: as many as the seeds have, of each new replica."""
+    for dp in range(2):
+        await registry.report(seed_report(f"seed-{dp}", rank=Rank(dp=dp)))
+    await registry.scaleups.announce(scaleup(2))
+    members = [rank_request(replica, Rank(dp=dp)) for replica in ("one", "two") for dp in range(2)]
+    tasks = start_requests(*(registry.request_plan(each) for each in members[:3]))
+    await run_until_idle()
+    before = count_waiting(tasks)
+    await registry.request_plan(members[3])
+    await asyncio.gather(*tasks)
+    assert (3, [4]) == (before, store.plans)
+
+
+async def test_a_request_that_is_sent_again_waits_with_the_others(registry: Registry, store: CountingStore) -> None:
+    """A caller whose patience ended asks again: it is one fork, and one plan."""
+    await registry.scaleups.announce(scaleup(2))
+    tasks = start_requests(registry.request_plan(fork_request("a")))
+    await run_until_idle()
+    tasks[0].cancel()
+    tasks += start_requests(registry.request_plan(fork_request("a")))
+    await run_until_idle()
+    before = count_waiting(tasks)
+    await registry.request_plan(fork_request("b"))
+    await tasks[1]
+    assert (1, [2]) == (before, store.plans)
+
+
+async def test_who_gave_up_while_it_waited_is_not_planned(registry: Registry, store: CountingStore) -> None:
+    """It loads by itself, and told so: nobody is to stand behind it."""
+    await registry.report(seed_report("s", max_readers=1))
+    await registry.scaleups.announce(scaleup(3))
+    tasks = start_requests(*(registry.request_plan(fork_request(name)) for name in "ab"))
+    await run_until_idle()
+    tasks[0].cancel()
+    finish = ForkResult(outcome="fallback", seconds=1.0, bytes_read=0, sources={}, reasons=("away",))
+    await registry.finish("fork-a", finish)
+    tasks += start_requests(registry.request_plan(fork_request("c")))
+    plans = await asyncio.gather(*tasks[1:])
+    assert ([2], ["s", "b"]) == (store.plans, [route.source_id for plan in plans for route in plan.routes])
+
+
+async def test_who_is_urgent_counts_and_does_not_wait(registry: Registry, store: CountingStore) -> None:
+    """One that kept chunks of a fork before it died: it was the last that the other waited for."""
+    await registry.scaleups.announce(scaleup(2))
+    tasks = start_requests(registry.request_plan(fork_request("a")))
+    await run_until_idle()
+    await registry.request_plan(fork_request("b", (0, 3)))
+    await asyncio.gather(*tasks)
+    assert ([1, 1], 2) == (store.plans, registry.scaleups.view("up").arrived_count)
+
+
+RELEASES = {
+    "withdrawn": ("withdraw", 0),
+    "none comes any more": ("announce", 0),
+    "fewer come": ("announce", 1),
+    "expired": ("expire", 0),
+}
+
+
+@pytest.mark.parametrize("how", RELEASES)
+async def test_nobody_waits_for_those_that_are_not_expected_any_more(
+    registry: Registry, store: CountingStore, time: FakeTime, how: str
+) -> None:
+    """They are planned at once, together."""
+    what, left = RELEASES[how]
+    await registry.scaleups.announce(scaleup(5, expires_in_s=10))
+    tasks = start_requests(registry.request_plan(fork_request("a")), registry.request_plan(fork_request("b")))
+    await run_until_idle()
+    before = count_waiting(tasks)
+    if what == "withdraw":
+        await registry.scaleups.withdraw("up")
+    elif what == "announce":
+        await registry.scaleups.announce(scaleup(left))
+    else:
+        time.now += 11
+        await registry.sweep()
+    if left:
+        tasks += start_requests(registry.request_plan(fork_request("c")))
+    await asyncio.gather(*tasks)
+    assert (2, [2 + left], left) == (before, store.plans, len(registry.scaleups.views()))
+
+
+async def test_a_scale_up_that_expires_between_two_sweeps_releases_its_waiters(
+    time: FakeTime, store: CountingStore
+) -> None:
+    """Whoever waits looks at the time by itself."""
+    registry = make_registry(time, store, scaleup_wait_s=8)
+    await registry.scaleups.announce(scaleup(2, expires_in_s=0.02))
+    tasks = start_requests(registry.request_plan(fork_request("a")))
+    await run_until_idle()
+    time.now += 1
+    await asyncio.gather(*tasks)
+    assert [1] == store.plans
+
+
+async def test_an_instance_that_is_removed_while_it_waits_is_not_planned(registry: Registry) -> None:
+    """Its Pod died: its caller is told, and the others get their plan."""
+    await registry.scaleups.announce(scaleup(3))
+    tasks = start_requests(registry.request_plan(fork_request("a")), registry.request_plan(fork_request("b")))
+    await run_until_idle()
+    await registry.remove("a")
+    await registry.scaleups.withdraw("up")
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert isinstance(results[0], ProblemError)
+    assert ("fork-conflict", "fork-b") == (results[0].slug, getattr(results[1], "fork_id", ""))

@@ -1,0 +1,55 @@
+"""A fork that waits at one replica of the planner, and was planned at another."""
+
+from __future__ import annotations
+
+import asyncio
+
+from planner.http_errors import ProblemError
+from planner.registry import Registry
+from planner.store.memory import MemoryStore
+from rfork.schema import ForkResult, Placement, Plan
+from tests.unit.planner.builders import CHUNKS, FakeTime, fork_request, make_registry, seed_report
+from tests.unit.planner.scaleups.arrivals import scaleup, start_requests
+
+ALL = ((0, CHUNKS),)
+
+
+async def planned_twice(time: FakeTime, meanwhile: ForkResult | None) -> tuple[Registry, asyncio.Task[Plan]]:
+    """A fork that waited at one replica of the planner for others, and asked at the other, which planned it
+    at once, and which is told of its end if there is one `meanwhile`; the first, and what it answers.
+    """
+    store = MemoryStore(time.clock, keep_forks=100)
+    here, there = (make_registry(time, store, scaleup_wait_s=8) for _ in range(2))
+    await here.report(seed_report("s1"))
+    await here.scaleups.announce(scaleup(2))
+    (waiting,) = start_requests(here.request_plan(fork_request("t")))
+    await asyncio.sleep(0)
+    while not here.state.instances()[-1].asked_for_plan:
+        await asyncio.sleep(0)
+    await there.request_plan(fork_request("t"))
+    await there.report(seed_report("s2", placement=Placement(host="host-t")))
+    if meanwhile is not None:
+        await there.finish("fork-t", meanwhile)
+    await here.scaleups.withdraw("up")
+    await asyncio.wait([waiting])
+    return here, waiting
+
+
+async def test_a_fork_that_another_replica_planned_keeps_that_plan(time: FakeTime) -> None:
+    """Its target reads by it: the record must not say otherwise, nor its lease die."""
+    registry, waiting = await planned_twice(time, None)
+    plan = await waiting
+    reads = registry.fork("fork-t").reads
+    assert ([("s1", ALL)], [("s1", ALL)], True) == (
+        [(route.source_id, route.chunks) for route in plan.routes],
+        [(read.source_id, read.chunks) for read in reads],
+        bool(plan.routes[0].lease.token),
+    )
+
+
+async def test_a_fork_that_ended_at_another_replica_is_not_planned_again(time: FakeTime) -> None:
+    """Who still waits for its plan is told so."""
+    registry, waiting = await planned_twice(time, ForkResult(outcome="forked", seconds=1, bytes_read=1))
+    error = waiting.exception()
+    assert isinstance(error, ProblemError)
+    assert (409, "fork-conflict", False) == (error.status, error.slug, registry.fork("fork-t").live)

@@ -1,0 +1,278 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from starlette.types import Message
+
+from planner import http_errors
+from planner.api.events import events_router
+from planner.event_bus import EventBus, Subscription
+from planner.http_errors import ProblemError
+from planner.metrics import Metrics
+from planner.registry import Registry
+from planner.state import PlannerState
+from planner.store.memory import MemoryStore
+from planner.store.records import ForkRecord
+from rfork.schema import ForkResult, Rank
+from rfork.settings import PlannerSettings
+from tests.unit.planner.app_transport import AppTransport
+from tests.unit.planner.builders import FakeTime
+
+SOON_S = 0.001
+DONE = ForkResult(outcome="forked", seconds=1, bytes_read=1)
+
+
+def planned(name: str, *, at: float = 0.0, model: str = "m") -> ForkRecord:
+    """A fork that has just got a plan."""
+    return ForkRecord(
+        fork_id=name, instance_id=f"i-{name}", model=model, rank=Rank(), chunk_count=1, image_bytes=1,
+        requested_at=0.0, planned_at=at, seen_at=at,
+    )  # fmt: skip
+
+
+def progress(name: str, *, at: float = 1.0, reason: str = "") -> ForkRecord:
+    """A fork whose target has told something since it was planned."""
+    return replace(planned(name), seen_at=at, reason=reason)
+
+
+def ended(name: str) -> ForkRecord:
+    """A fork that is over."""
+    return replace(progress(name), finish=DONE)
+
+
+async def pending_events(subscription: Subscription, max_events: int = 100) -> list[tuple[str, str]]:
+    """What waits, as fork and kind."""
+    return [(change.fork.fork_id, change.event_type) for change in await subscription.next_events(max_events, SOON_S)]
+
+
+def subscribe_all(max_events: int = 100) -> Subscription:
+    """A subscription to all forks."""
+    return Subscription(lambda fork: True, max_events)
+
+
+MERGED: list[tuple[Sequence[ForkRecord], list[tuple[str, str]]]] = [
+    ([planned("a")], [("a", "planned")]),
+    ([planned("a"), planned("b"), progress("c")], [("a", "planned"), ("b", "planned"), ("c", "progress")]),
+    ([progress("a"), progress("b"), progress("a", at=2.0)], [("a", "progress"), ("b", "progress")]),
+    # A plan and an end are news that later progress does not hide.
+    ([planned("a"), progress("a")], [("a", "planned")]),
+    ([progress("a"), ended("a")], [("a", "ended")]),
+    ([planned("a"), ended("a")], [("a", "ended")]),
+    ([ended("a"), planned("a", at=5.0)], [("a", "planned")]),
+    ([progress("a"), progress("b"), ended("a")], [("b", "progress"), ("a", "ended")]),
+]
+
+
+@pytest.mark.parametrize(("records", "expected"), MERGED)
+async def test_a_fork_waits_once_with_its_latest_state(
+    records: Sequence[ForkRecord], expected: list[tuple[str, str]]
+) -> None:
+    """In the order of what is told of each."""
+    subscription = subscribe_all()
+    for record in records:
+        subscription.put(record)
+    assert expected == await pending_events(subscription)
+
+
+async def test_the_latest_state_is_what_is_told() -> None:
+    """Even where the kind is that of an earlier change."""
+    subscription = subscribe_all()
+    subscription.put(planned("a"))
+    subscription.put(progress("a", reason="newer"))
+    [change] = await subscription.next_events(9, SOON_S)
+    assert "newer" == change.event(now=3.0).fork.reason
+
+
+async def test_too_slow_a_reader_loses_the_oldest_progress_first() -> None:
+    """Plans and ends stay as long as there is progress to lose; the bound holds in any case."""
+    subscription = subscribe_all(max_events=3)
+    for record in (planned("a"), progress("b"), progress("c"), ended("d")):
+        subscription.put(record)
+    assert [("a", "planned"), ("c", "progress"), ("d", "ended")] == await pending_events(subscription)
+    for name in "abcd":
+        subscription.put(planned(name))
+    assert [("b", "planned"), ("c", "planned"), ("d", "planned")] == await pending_events(subscription)
+
+
+async def test_numbers_grow_and_show_what_was_lost() -> None:
+    """A gap is a change that was merged or dropped."""
+    subscription = subscribe_all(max_events=2)
+    for name in "abc":
+        subscription.put(progress(name))
+    subscription.put(ended("b"))
+    assert [3, 4] == [change.number for change in await subscription.next_events(9, SOON_S)]
+
+
+async def test_changes_are_taken_a_few_at_a_time_and_waited_for() -> None:
+    """None within the time is an empty list; a change wakes who waits."""
+    subscription = subscribe_all()
+    assert [] == await pending_events(subscription)
+    for name in "abc":
+        subscription.put(planned(name))
+    assert [["a", "b"], ["c"]] == [[name for name, _ in await pending_events(subscription, 2)] for _ in range(2)]
+    waiting = asyncio.create_task(subscription.next_events(9, 60.0))
+    await asyncio.sleep(0)
+    subscription.put(ended("d"))
+    assert ["ended"] == [change.event_type for change in await waiting]
+
+
+async def test_closing_wakes_who_waits() -> None:
+    """With nothing, now and for ever."""
+    subscription = subscribe_all()
+    waiting = asyncio.create_task(subscription.next_events(9, 60.0))
+    await asyncio.sleep(0)
+    subscription.close()
+    subscription.put(planned("a"))
+    assert ([], []) == (await waiting, await subscription.next_events(9, 60.0))
+
+
+async def test_a_subscription_begins_with_the_forks_under_way() -> None:
+    """Those that ended are over; then comes each change that fits the filter."""
+    state = PlannerState(keep_forks=10)
+    state.apply(forks=[planned("a"), progress("b"), ended("c"), planned("d", model="other")])
+    events = EventBus(state)
+    of_all, of_model, of_fork = events.subscribe(), events.subscribe(model="m"), events.subscribe(fork_id="b")
+    state.apply(forks=[ended("b"), planned("e")])
+    assert [
+        [("a", "planned"), ("d", "planned"), ("b", "ended"), ("e", "planned")],
+        [("a", "planned"), ("b", "ended"), ("e", "planned")],
+        [("b", "ended")],
+    ] == [await pending_events(each) for each in (of_all, of_model, of_fork)]
+
+
+def test_callers_have_a_limit() -> None:
+    """One more is refused (503) until one leaves; a planner that stops takes none."""
+    events = EventBus(PlannerState(keep_forks=1), max_subscribers=2)
+    first, second = events.subscribe(), events.subscribe()
+    with pytest.raises(ProblemError) as many:
+        events.subscribe()
+    events.unsubscribe(first)
+    third = events.subscribe()
+    events.close()
+    events.unsubscribe(third)
+    with pytest.raises(ProblemError) as stopping:
+        events.subscribe()
+    assert (503, "too-many-streams", 503, "not-ready", True) == (
+        many.value.status, many.value.slug, stopping.value.status, stopping.value.slug, second.closed,
+    )  # fmt: skip
+
+
+def test_who_left_is_told_nothing() -> None:
+    """And with the last of them, the state tells nobody."""
+    state = PlannerState(keep_forks=1)
+    events = EventBus(state)
+    subscription = events.subscribe()
+    events.unsubscribe(subscription)
+    events.unsubscribe(subscription)
+    state.apply(forks=[planned("a")])
+    assert subscription.closed
+
+
+# -- the stream -------------------------------------------------------------------------------------
+
+
+class EventStreamServer:
+    """A planner with the stream alone, called as a server calls it."""
+
+    def __init__(self, *, keep_alive_s: float = 60.0, max_subscribers: int = 1) -> None:
+        clock = FakeTime(now=1.0).clock
+        store = MemoryStore(clock, keep_forks=9)
+        registry = Registry(PlannerSettings(), store, clock, Metrics())
+        self.state = store.state
+        self.events = EventBus(self.state, max_subscribers)
+        self.app = FastAPI()
+        http_errors.register_handlers(self.app, lambda: None)
+        self.app.include_router(events_router(registry, self.events, keep_alive_s=keep_alive_s))
+        self.sent: asyncio.Queue[Message] = asyncio.Queue()
+        self.disconnected = asyncio.Event()
+
+    async def serve(self) -> None:
+        """Serve one reader; it leaves when `disconnected` is set."""
+        scope = {
+            "type": "http", "method": "GET", "path": "/v1/events", "query_string": b"", "headers": [],
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+        }  # fmt: skip
+        await self.app(scope, self._receive, self.sent.put)
+
+    async def body(self, pieces: int) -> list[str]:
+        """Parts of the body, as they come."""
+        return [(await self.sent.get())["body"].decode() for _ in range(pieces)]
+
+    async def _receive(self) -> Message:
+        await self.disconnected.wait()
+        return {"type": "http.disconnect"}
+
+
+async def test_the_stream_has_the_form_of_server_sent_events() -> None:
+    """Head, time to come back, the forks under way, each change; a line break after each part."""
+    planner = EventStreamServer()
+    planner.state.apply(forks=[planned("a")])
+    serving = asyncio.create_task(planner.serve())
+    head = await planner.sent.get()
+    headers = dict(head["headers"])
+    retry, first = await planner.body(2)
+    planner.state.apply(forks=[ended("a")])
+    [second] = await planner.body(1)
+    planner.events.close()
+    await serving
+    assert (200, b"text/event-stream; charset=utf-8", b"no-store", "retry: 2000\n\n") == (
+        head["status"], headers[b"content-type"], headers[b"cache-control"], retry,
+    )  # fmt: skip
+    for number, event_type, text in ((1, "planned", first), (2, "ended", second)):
+        id_line, event_line, data_line, *rest = text.split("\n")
+        data = json.loads(data_line.removeprefix("data: "))
+        assert (f"id: {number}", f"event: {event_type}", event_type, "a", ["", ""]) == (
+            id_line, event_line, data["kind"], data["fork"]["fork_id"], rest,
+        )  # fmt: skip
+
+
+async def test_silence_is_kept_alive_with_comments() -> None:
+    """So that neither proxies nor readers take it for broken."""
+    planner = EventStreamServer(keep_alive_s=SOON_S)
+    serving = asyncio.create_task(planner.serve())
+    await planner.sent.get()
+    assert [": still here\n\n"] * 2 == (await planner.body(3))[1:]
+    planner.events.close()
+    await serving
+
+
+async def test_a_planner_that_stops_ends_its_streams() -> None:
+    """The last part of the body says that it is whole."""
+    planner = EventStreamServer()
+    serving = asyncio.create_task(planner.serve())
+    await planner.sent.get()
+    await planner.sent.get()
+    planner.events.close()
+    await serving
+    assert (b"", False) == ((last := await planner.sent.get())["body"], last["more_body"])
+
+
+async def test_a_reader_that_leaves_makes_place_for_another() -> None:
+    """Its stream ends at once, though nothing happens."""
+    planner = EventStreamServer(max_subscribers=1)
+    serving = asyncio.create_task(planner.serve())
+    await planner.sent.get()
+    planner.disconnected.set()
+    await serving
+    planner.disconnected.clear()
+    another = asyncio.create_task(planner.serve())
+    while (message := await planner.sent.get())["type"] != "http.response.start":
+        pass
+    planner.events.close()
+    await another
+    assert 200 == message["status"]
+
+
+def test_one_reader_too_many_is_told_to_come_later() -> None:
+    """A problem document with `Retry-After`."""
+    planner = EventStreamServer(max_subscribers=0)
+    response = httpx.Client(base_url="http://planner", transport=AppTransport(planner.app)).get("/v1/events")
+    assert (503, "https://rfork.dev/problems/too-many-streams", "10") == (
+        response.status_code, response.json()["type"], response.headers["retry-after"],
+    )  # fmt: skip

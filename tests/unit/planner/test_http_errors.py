@@ -1,0 +1,136 @@
+"""Errors of the REST interface, and who is let in."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+from planner.app import create_app
+from planner.leases import Clock
+from planner.store.base import StoreChange
+from planner.store.memory import MemoryStore
+from rfork.planner_client.client import PlannerClient
+from rfork.settings import PlannerSettings
+from tests.unit.planner.app_transport import AppTransport, http_client
+from tests.unit.planner.builders import seed_report
+
+SEED_REPORT = seed_report("s").model_dump(mode="json")
+
+
+class BrokenStore(MemoryStore):
+    """A store that has been lost."""
+
+    def __init__(self) -> None:
+        super().__init__(Clock(), keep_forks=1)
+
+    @property
+    def ready(self) -> bool:
+        return False
+
+    async def commit(self, change: StoreChange) -> None:
+        raise RuntimeError("password=hunter2")  # what callers must not see
+
+
+PROBLEMS = [
+    ("GET", "/nowhere", None, 404, "not-found", "Not Found"),
+    ("GET", "/v1/instances/x", None, 404, "unknown-instance", "no instance x is known"),
+    ("POST", "/v1/instances/x/drain", None, 404, "unknown-instance", "no instance x is known"),
+    ("GET", "/v1/forks/x", None, 404, "unknown-fork", "no fork x is known"),
+    ("PATCH", "/v1/models", None, 405, "method-not-allowed", "Method Not Allowed"),
+    ("PUT", "/v1/instances/s", {**SEED_REPORT, "chunk_count": -1}, 422, "invalid-request",
+     "chunk_count: Input should be greater than or equal to 0"),
+    ("PUT", "/v1/instances/s", {**SEED_REPORT, "rank": {"tp": -1}}, 422, "invalid-request",
+     "rank.tp: Input should be greater than or equal to 0"),
+    ("PUT", "/v1/instances/s", {**SEED_REPORT, "surplus": 1}, 422, "invalid-request",
+     "surplus: Extra inputs are not permitted"),
+    ("PUT", "/v1/instances/other", SEED_REPORT, 422, "invalid-request",
+     "instance_id: the path says other, the body s"),
+    ("GET", "/v1/forks?state=odd", None, 422, "invalid-request",
+     "state: Input should be 'planning', 'running', 'finished' or 'failed'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "path", "body", "status", "slug", "detail"), PROBLEMS)
+def test_every_error_is_a_problem_document(
+    web: httpx.Client, method: str, path: str, body: object, status: int, slug: str, detail: str
+) -> None:
+    """RFC 9457: media type, type, status and the first thing that is wrong."""
+    response = web.request(method, path, json=body)
+    problem = response.json()
+    assert (status, "application/problem+json") == (response.status_code, response.headers["content-type"])
+    assert (f"https://rfork.dev/problems/{slug}", status, detail) == (
+        problem["type"], problem["status"], problem["detail"],
+    )  # fmt: skip
+
+
+def test_all_bad_fields_are_listed_and_no_value_is_repeated(web: httpx.Client) -> None:
+    """`errors` names each field; what was sent stays out of the answer."""
+    response = web.put("/v1/instances/s", json={**SEED_REPORT, "layout_id": "tell-nobody", "state": "odd"})
+    assert ["layout_id", "state"] == [each["field"] for each in response.json()["errors"]]
+    assert "tell-nobody" not in response.text
+
+
+def test_broken_json_is_a_problem_too(web: httpx.Client) -> None:
+    """The position in the body is named, not a field."""
+    response = web.post("/v1/forks", content=b"{", headers={"Content-Type": "application/json"})
+    assert (422, "1: JSON decode error") == (response.status_code, response.json()["detail"])
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_body_that_is_too_large_is_refused(web: httpx.Client, announced: bool) -> None:
+    """Whether its length is announced or found out while reading."""
+    body = b" " * (PlannerSettings().max_body + 1)
+    content = body if announced else iter([body])
+    response = web.put("/v1/instances/s", content=content, headers={"Content-Type": "application/json"})
+    assert (413, "https://rfork.dev/problems/body-too-large") == (
+        response.status_code,
+        response.json()["type"],
+    )
+
+
+def test_a_bug_shows_nothing_of_the_inside() -> None:
+    """500 with a request id to find it in the log by."""
+    app = create_app(PlannerSettings(), store=BrokenStore())
+    response = http_client(app).put("/v1/instances/s", json=SEED_REPORT, headers={"X-Request-Id": "find-me"})
+    assert (500, "the planner failed; its log says why") == (response.status_code, response.json()["detail"])
+    assert "find-me" == response.headers["x-request-id"]
+    assert "hunter2" not in response.text
+
+
+def test_readiness_follows_the_store() -> None:
+    """Alive, but not ready."""
+    app = create_app(PlannerSettings(), store=BrokenStore())
+    statuses = [http_client(app).get(path).status_code for path in ("/healthz", "/readyz")]
+    assert ([200, 503], False) == (statuses, PlannerClient("http://x", transport=AppTransport(app)).ready())
+
+
+AUTH = [
+    ("/v1/models", None, 401),
+    ("/v1/models", "Bearer wrong", 401),
+    ("/v1/models", "right", 401),
+    ("/v1/models", "Bearer right", 200),
+    ("/metrics", None, 401),
+    ("/openapi.json", None, 401),
+    ("/nowhere", None, 401),
+    ("/healthz", None, 200),
+    ("/readyz", None, 200),
+    ("/docs", None, 200),
+    ("/ui/swagger/swagger-ui.css", None, 200),
+]
+
+
+@pytest.mark.parametrize(("path", "authorization", "status"), AUTH)
+def test_a_token_guards_everything_but_health_and_files(path: str, authorization: str | None, status: int) -> None:
+    """Even what does not exist is told only to those who show the token."""
+    app = create_app(PlannerSettings(token="right"))  # type: ignore[arg-type]
+    response = http_client(app).get(path, headers={} if authorization is None else {"Authorization": authorization})
+    assert (status, "Bearer" if status == 401 else None) == (
+        response.status_code, response.headers.get("www-authenticate"),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("sent", "kept"), [("abc.1-2_3", True), ("bad id", False), ("x" * 65, False)])
+def test_a_sound_request_id_is_kept(web: httpx.Client, sent: str, kept: bool) -> None:
+    """What could break a log line is replaced."""
+    request_id = web.get("/healthz", headers={"X-Request-Id": sent}).headers["x-request-id"]
+    assert kept == (request_id == sent)

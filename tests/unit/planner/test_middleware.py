@@ -1,0 +1,265 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
+
+import httpx
+import pytest
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from planner.auth import Auth
+from planner.middleware import AuthMiddleware, BodyLimit, RequestLog
+from planner.request_rate_limit import CallerKey, RateLimit
+from rfork.logs import logger
+from rfork.settings import PlannerSettings
+from tests.unit.planner.builders import FakeTime
+
+CALLER_A: CallerKey = (b"", "10.0.0.1")
+CALLER_B: CallerKey = (b"", "10.0.0.2")
+
+
+async def echo(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers with the body it was sent."""
+    body = await Request(scope, receive).body()
+    await PlainTextResponse(body)(scope, receive, send)
+
+
+def http_client(app: ASGIApp, address: str = "10.0.0.1") -> httpx.AsyncClient:
+    """A client at an address."""
+    transport = httpx.ASGITransport(app, client=(address, 1), raise_app_exceptions=False)
+    return httpx.AsyncClient(base_url="http://planner", transport=transport)
+
+
+async def stream_pieces(*pieces: bytes) -> AsyncIterator[bytes]:
+    """A body whose length nobody knows beforehand."""
+    for piece in pieces:
+        yield piece
+
+
+BUCKETS = [
+    # requests a second, (time, requests sent) in turn, requests let in of each
+    (5.0, [(0, 12)], [10]),
+    (5.0, [(0, 12), (0.2, 2), (0.25, 1), (0.4, 1)], [10, 1, 0, 1]),
+    (5.0, [(0, 1), (100, 12)], [1, 10]),
+    (0.1, [(0, 2), (9.9, 1), (10, 1)], [1, 0, 1]),
+    (1.5, [(0, 4), (2, 4)], [3, 3]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rate", "sent", "expected"), BUCKETS)
+def test_a_bucket_holds_two_seconds_and_fills_evenly(
+    time: FakeTime, rate: float, sent: Iterable[tuple[float, int]], expected: list[int]
+) -> None:
+    """What is refused costs nothing, and a rate below one lets single requests pass."""
+    limit, began, passed = RateLimit(rate, time.clock.monotonic), time.now, []
+    for at, requests in sent:
+        time.now = began + at
+        passed.append(sum(limit.wait_s(CALLER_A) == 0 for _ in range(requests)))
+    assert expected == passed
+
+
+def test_a_refusal_says_how_long_to_wait(time: FakeTime) -> None:
+    """And after exactly that time the next one passes."""
+    limit = RateLimit(4.0, time.clock.monotonic)
+    waits = [limit.wait_s(CALLER_A) for _ in range(9)]
+    time.now += waits[-1]
+    assert ([0.0] * 8 + [0.25], 0.0) == (waits, limit.wait_s(CALLER_A))
+
+
+def test_callers_do_not_share_a_bucket(time: FakeTime) -> None:
+    """Another address, or another token, is another caller."""
+    limit = RateLimit(0.5, time.clock.monotonic)
+    callers: list[CallerKey] = [CALLER_A, CALLER_B, (b"token", "10.0.0.1"), CALLER_A, CALLER_B]
+    assert [True, True, True, False, False] == [limit.wait_s(caller) == 0 for caller in callers]
+
+
+def test_only_so_many_callers_are_kept(time: FakeTime) -> None:
+    """The one that asked longest ago is forgotten, which gives it a full bucket again."""
+    limit = RateLimit(1.0, time.clock.monotonic, max_callers=2)
+    three = (b"", "10.0.0.3")
+    passed = [
+        limit.wait_s(caller) == 0
+        for caller in (CALLER_A, CALLER_B, CALLER_A, three, CALLER_A, CALLER_B, CALLER_B, CALLER_B)
+    ]
+    assert [True, True, True, True, False, True, True, False] == passed
+
+
+async def test_too_many_requests_are_a_problem(time: FakeTime) -> None:
+    """429 with whole seconds to wait; the health checks and other addresses go on."""
+    limit = RateLimit(0.25, time.clock.monotonic)
+    app = AuthMiddleware(echo, Auth(PlannerSettings()), limit, _ignore_rejection)
+    async with http_client(app) as web, http_client(app, "10.0.0.2") as other:
+        responses = [await web.get("/v1/models") for _ in range(2)]
+        health = [(await web.get(path)).status_code for path in ("/healthz", "/readyz")]
+        assert ([200, 429], "4", "https://rfork.dev/problems/too-many-requests", [200, 200], 200) == (
+            [response.status_code for response in responses],
+            responses[1].headers["retry-after"],
+            responses[1].json()["type"],
+            health,
+            (await other.get("/v1/models")).status_code,
+        )
+
+
+async def test_guessing_tokens_is_limited_as_one_caller(time: FakeTime) -> None:
+    """Each guess counts for the address that it comes from, and the true token has a bucket of its own."""
+    auth = Auth(PlannerSettings(token="right"))  # type: ignore[arg-type]
+    async with http_client(AuthMiddleware(echo, auth, RateLimit(1.0, time.clock.monotonic), _ignore_rejection)) as web:
+        statuses = [
+            (await web.get("/v1/models", headers={"Authorization": f"Bearer {token}"})).status_code
+            for token in ("guess-1", "guess-2", "guess-3", "right")
+        ]
+    assert [401, 401, 429, 200] == statuses
+
+
+async def test_the_guard_asks_for_the_role(tmp_path: Path) -> None:
+    """Before the body is read and the route runs."""
+    path = tmp_path / "tokens"
+    path.write_text("reader look-1\n")
+    auth = Auth(PlannerSettings(tokens=path))
+    async with http_client(AuthMiddleware(echo, auth, None, _ignore_rejection)) as web:
+        auth_headers = {"Authorization": "Bearer look-1"}
+        responses = [
+            await web.get("/v1/forks", headers=auth_headers),
+            await web.post("/v1/forks", headers=auth_headers),
+        ]
+    assert ([200, 403], "application/problem+json") == (
+        [response.status_code for response in responses],
+        responses[1].headers["content-type"],
+    )
+
+
+BODIES = [
+    # pieces of the body, whether its length is told, status
+    ((b"12345", b"67890"), False, 200),
+    ((b"1234567890",), True, 200),
+    ((b"",), True, 200),
+    ((b"12345678901",), True, 413),
+    ((b"12345", b"678901"), False, 413),
+]
+
+
+@pytest.mark.parametrize(("pieces", "length_known", "status"), BODIES)
+async def test_a_body_of_up_to_the_limit_arrives_whole(
+    pieces: tuple[bytes, ...], length_known: bool, status: int
+) -> None:
+    """Ten bytes pass as they were sent, eleven are refused and the connection is closed."""
+    async with http_client(BodyLimit(echo, limit=10, on_refused=_ignore_rejection)) as web:
+        response = await web.put("/x", content=b"".join(pieces) if length_known else stream_pieces(*pieces))
+    expected = b"".join(pieces) if status == 200 else response.content
+    assert (status, expected, "close" if status == 413 else None) == (
+        response.status_code, response.content, response.headers.get("connection"),
+    )  # fmt: skip
+
+
+async def test_a_body_that_does_not_come_ends_with_408() -> None:
+    """A connection that trickles holds no request for ever."""
+
+    async def trickle() -> AsyncIterator[bytes]:
+        yield b"1"
+        await asyncio.Event().wait()
+
+    async with http_client(BodyLimit(echo, limit=10, on_refused=_ignore_rejection, within_s=0.01)) as web:
+        response = await web.put("/x", content=trickle())
+    assert (408, "https://rfork.dev/problems/request-timeout", "close") == (
+        response.status_code, response.json()["type"], response.headers["connection"],
+    )  # fmt: skip
+
+
+async def test_a_request_that_waits_after_its_body_is_left_alone() -> None:
+    """The limit is for the body: a stream of events may last, and still hears that its client left."""
+    received: list[str] = []
+    incoming: list[Message] = [
+        {"type": "http.request", "body": b"1", "more_body": False},
+        {"type": "http.disconnect"},
+    ]
+
+    async def receive() -> Message:
+        return incoming.pop(0)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        received.extend([(await receive())["type"], (await receive())["type"]])
+
+    await BodyLimit(app, limit=10, on_refused=_ignore_rejection)(
+        _scope((b"content-length", b"1")), receive, _fail_on_send
+    )
+    assert ["http.request", "http.disconnect"] == received
+
+
+async def test_a_client_that_leaves_amid_its_body_gets_no_route_run() -> None:
+    """Nobody would read the answer."""
+    incoming: list[Message] = [
+        {"type": "http.request", "body": b"1", "more_body": True},
+        {"type": "http.disconnect"},
+    ]
+
+    async def receive() -> Message:
+        return incoming.pop(0)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        raise RuntimeError("the route ran")
+
+    await BodyLimit(app, limit=10, on_refused=_ignore_rejection)(
+        _scope((b"content-length", b"9")), receive, _fail_on_send
+    )
+    assert [] == incoming
+
+
+async def test_what_is_logged_in_a_request_carries_its_id(caplog: pytest.LogCaptureFixture) -> None:
+    """And the next request's lines carry the next one's."""
+    ids: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        logger("planner.test").warning("within")
+        await PlainTextResponse("")(scope, receive, send)
+
+    async with http_client(RequestLog(app)) as web:
+        for headers in ({"X-Request-Id": "find-me"}, {}):
+            ids.append((await web.get("/x", headers=headers)).headers["x-request-id"])
+    logger("planner.test").warning("after")
+    assert ("find-me", [f"within request_id={each}" for each in ids] + ["after"]) == (
+        ids[0], [record.getMessage() for record in caplog.records],
+    )  # fmt: skip
+
+
+LINES = [
+    # path asked for, status, level of the line
+    ("/there", 200, logging.DEBUG),
+    ("/not%0athere", 404, logging.INFO),
+    ("/bug", 500, logging.INFO),
+]
+
+
+@pytest.mark.parametrize(("path", "status", "level"), LINES)
+async def test_a_request_that_went_wrong_is_worth_a_line(
+    caplog: pytest.LogCaptureFixture, path: str, status: int, level: int
+) -> None:
+    """The others only at `debug`; a path stays quoted, so that it cannot break the line."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/bug":
+            raise RuntimeError
+        await PlainTextResponse("", status_code=404 if "not" in scope["path"] else 200)(scope, receive, send)
+
+    caplog.set_level(logging.DEBUG, "planner.http")
+    async with http_client(RequestLog(app)) as web:
+        await web.get(path)
+    lines = [(record.levelno, record.getMessage()) for record in caplog.records if record.name == "planner.http"]
+    assert [(level, True)] == [
+        (found, f"path={'/not%0Athere' if status == 404 else path} status={status}" in text) for found, text in lines
+    ]
+
+
+def _scope(*headers: tuple[bytes, bytes]) -> Scope:
+    return {"type": "http", "method": "PUT", "path": "/x", "headers": list(headers)}
+
+
+async def _fail_on_send(message: Message) -> None:
+    raise RuntimeError(f"answered {message}")
+
+
+def _ignore_rejection(slug: str) -> None:
+    """Nobody counts what is refused."""

@@ -1,0 +1,279 @@
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from planner.registry import Registry
+from planner.store.base import StoreChange, StoreUnavailable
+from planner.store.memory import MemoryStore
+from rfork.schema import ForkResult, Plan
+from tests.unit.planner.builders import (
+    CHECKPOINT,
+    LOADER,
+    ORIGIN,
+    SNAPSHOT,
+    FakeTime,
+    fault,
+    fork_request,
+    make_registry,
+    report,
+    seed_report,
+    storage_candidates,
+)
+
+ALL = ((0, 12),)
+
+
+class FlakyStore(MemoryStore):
+    """Counts plans, and loses the first ones it is told to."""
+
+    def __init__(self, time: FakeTime) -> None:
+        super().__init__(time.clock, keep_forks=100)
+        self.plans: list[int] = []
+        self.lost = 0
+
+    async def commit(self, change: StoreChange) -> None:
+        """Count the change where it is a plan, and keep it."""
+        if change.group is not None:
+            if self.lost:
+                self.lost -= 1
+                raise StoreUnavailable("redis is away")
+            self.plans.append(len(change.forks))
+        await super().commit(change)
+
+
+class SlowStore(MemoryStore):
+    """Takes plans only once it may."""
+
+    def __init__(self, time: FakeTime) -> None:
+        super().__init__(time.clock, keep_forks=100)
+        self.began, self.released = asyncio.Event(), asyncio.Event()
+
+    async def commit(self, change: StoreChange) -> None:
+        """Wait where the change is a plan."""
+        if change.group is not None:
+            self.began.set()
+            await self.released.wait()
+        await super().commit(change)
+
+
+@pytest.fixture
+def store(time: FakeTime) -> FlakyStore:
+    """The store of `registry`."""
+    return FlakyStore(time)
+
+
+@pytest.fixture
+def registry(time: FakeTime, store: FlakyStore) -> Registry:
+    """A registry in which the first that asks waits for others."""
+    return make_registry(time, store, batch_window_s=0.02)
+
+
+def parts(plan: Plan) -> dict[str, tuple[tuple[int, int], ...]]:
+    """Chunks by source, storage by its kind."""
+    peers = {route.source_id: route.chunks for route in plan.routes}
+    return peers | {str(read.kind): read.chunks for read in plan.storage}
+
+
+async def test_arrivals_in_one_window_share_one_plan(registry: Registry, store: FlakyStore) -> None:
+    """Ten ask at once: one plan, in which each has its slot."""
+    await registry.report(seed_report("s"))
+    names = [f"t{index}" for index in range(10)]
+    plans = await asyncio.gather(*(registry.request_plan(fork_request(name)) for name in names))
+    expected = [{"s": ALL}] + [{before: ALL} for before in names[:-1]]
+    assert ([10], expected) == (store.plans, [parts(plan) for plan in plans])
+
+
+async def test_a_fork_that_ends_while_it_is_planned_has_ended(time: FakeTime) -> None:
+    """Its batch is closed, and the store has not taken the plan yet: the end waits for that."""
+    store = SlowStore(time)
+    registry = make_registry(time, store, batch_window_s=0.001)
+    await registry.report(seed_report("s"))
+    plan_task = asyncio.create_task(registry.request_plan(fork_request("a")))
+    await store.began.wait()
+    failed = ForkResult(outcome="failed", seconds=1, bytes_read=0)
+    ended = asyncio.create_task(registry.finish("fork-a", failed))
+    await asyncio.sleep(0)
+    store.released.set()
+    await asyncio.gather(plan_task, ended)
+    assert ("failed", []) == (registry.fork("fork-a").state, registry.state.live_forks())
+
+
+async def test_groups_do_not_wait_for_one_another(registry: Registry, store: FlakyStore) -> None:
+    """Each model has its own window."""
+    await asyncio.gather(*(registry.request_plan(fork_request(name, model=name)) for name in "ab"))
+    assert [1, 1] == store.plans
+
+
+async def test_who_lost_a_source_or_has_begun_does_not_wait(registry: Registry, store: FlakyStore) -> None:
+    """They are planned before the window of the one that came first is over."""
+    await registry.report(seed_report("s", max_readers=4))
+    first = asyncio.create_task(registry.request_plan(fork_request("a")))
+    await registry.request_plan(fork_request("b", (0, 3)))
+    await registry.request_plan(fork_request("c", faults=(fault("x", "SourceGone"),)))
+    waiting = not first.done()
+    await first
+    assert (True, [1, 1, 1]) == (waiting, store.plans)
+
+
+async def test_a_caller_that_hangs_up_does_not_end_the_others_plan(registry: Registry) -> None:
+    """Not even the first, whose request opened the window."""
+    await registry.report(seed_report("s"))
+    first = asyncio.create_task(registry.request_plan(fork_request("a")))
+    second = asyncio.create_task(registry.request_plan(fork_request("b")))
+    await asyncio.sleep(0)
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    assert {"a": ALL} == parts(await second)
+
+
+async def test_a_plan_that_fails_fails_for_all_that_share_it(registry: Registry, store: FlakyStore) -> None:
+    """Each is told, and the next window is a new one."""
+    await registry.report(seed_report("s"))
+    store.lost = 1
+    results = await asyncio.gather(
+        *(registry.request_plan(fork_request(name)) for name in "ab"), return_exceptions=True
+    )
+    again = await registry.request_plan(fork_request("a"))
+    assert ([StoreUnavailable] * 2, {"s": ALL}) == ([type(result) for result in results], parts(again))
+
+
+async def test_the_same_request_twice_in_one_window_is_one_fork(registry: Registry, store: FlakyStore) -> None:
+    """A caller that sent it again gets the same plan."""
+    await registry.report(seed_report("s"))
+    first, second = await asyncio.gather(
+        registry.request_plan(fork_request("a")), registry.request_plan(fork_request("a"))
+    )
+    assert ([1], parts(first)) == (store.plans, parts(second))
+
+
+COLD = [
+    (SNAPSHOT, [{"snapshot": ((0, 12),)}, {"a": ALL}, {"b": ALL}]),
+    (CHECKPOINT, [{"checkpoint": ALL}, {"a": ALL}, {"b": ALL}]),
+    (LOADER, [{"loader": ALL}, {"a": ALL}, {"b": ALL}]),
+]
+
+
+@pytest.mark.parametrize(("storage", "expected"), COLD)
+@pytest.mark.parametrize("batch_s", [0.0, 0.02])
+async def test_one_of_a_cold_group_is_elected(
+    time: FakeTime, storage: object, expected: list[object], batch_s: float
+) -> None:
+    """Whether they come at once or one after another, storage is read once."""
+    registry = make_registry(time, batch_window_s=batch_s)
+    requests = [fork_request(name, storage=storage_candidates(storage)) for name in "abc"]  # type: ignore[arg-type]
+    if batch_s:
+        plans = list(await asyncio.gather(*(registry.request_plan(request) for request in requests)))
+    else:
+        plans = [await registry.request_plan(request) for request in requests]
+    assert expected == [parts(plan) for plan in plans]
+
+
+async def test_a_batch_shares_a_snapshot_in_a_ring(registry: Registry) -> None:
+    """With chunks enough for two, each reads half."""
+    requests = [fork_request(name, storage=storage_candidates(SNAPSHOT), chunk_count=20) for name in "ab"]
+    plans = await asyncio.gather(*(registry.request_plan(request) for request in requests))
+    low, high = ((0, 10),), ((10, 20),)
+    assert [{"snapshot": low, "b": high}, {"snapshot": high, "a": low}] == [parts(plan) for plan in plans]
+
+
+async def test_a_leader_that_dies_is_replaced_by_a_follower(time: FakeTime) -> None:
+    """The follower reads from storage what nobody holds, and the next one stays behind it."""
+    registry = make_registry(time)
+    for name in "abc":
+        await registry.request_plan(fork_request(name, storage=storage_candidates(CHECKPOINT)))
+    await registry.remove("a")
+    report_fields: dict[str, Any] = {
+        "weights_id": None,
+        "draft": ORIGIN,
+        "storage": storage_candidates(CHECKPOINT),
+    }
+    await registry.report(report("c", (0, 4), **report_fields))
+    faults = (fault("a", "SourceGone"),)
+    first = await registry.request_plan(fork_request("b", (0, 5), faults=faults, **report_fields))
+    second = await registry.request_plan(fork_request("c", (0, 4), **report_fields))
+    assert [{"checkpoint": ((5, 12),)}, {"b": ((4, 12),)}] == [parts(first), parts(second)]
+    assert [ORIGIN, ORIGIN] == [first.provisional_id, second.provisional_id]
+
+
+async def test_an_elected_one_whose_storage_fails_hands_over(time: FakeTime) -> None:
+    """The other is elected when it asks, and the first stands behind it then."""
+    registry = make_registry(time)
+    for name in "ab":
+        await registry.request_plan(fork_request(name, storage=storage_candidates(CHECKPOINT)))
+    failed = (fault("a", "StorageError", "storage"),)
+    unplanned = await registry.request_plan(fork_request("a", faults=failed, storage=storage_candidates(CHECKPOINT)))
+    elected = await registry.request_plan(fork_request("b", storage=storage_candidates(CHECKPOINT)))
+    follower = await registry.request_plan(fork_request("a", storage=storage_candidates(CHECKPOINT)))
+    assert [{}, {"checkpoint": ALL}, {"b": ALL}] == [parts(each) for each in (unplanned, elected, follower)]
+
+
+async def test_without_offers_nobody_reads_storage_for_others(registry: Registry) -> None:
+    """Each is told that nobody holds the model, at once."""
+    plans = await asyncio.gather(*(registry.request_plan(fork_request(name)) for name in "ab"))
+    assert [({}, None)] * 2 == [(parts(plan), plan.retry_after_s) for plan in plans]
+
+
+async def test_a_request_that_cannot_be_planned_does_not_take_the_others_with_it(
+    time: FakeTime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The batch is planned one by one, and only the one at fault fails."""
+    from planner.policy import group_plan
+
+    original_plan = group_plan.plan
+
+    def plan(group: Any, demands: Any, now: float) -> Any:
+        if any(demand.fork_id == "fork-bad" for demand in demands):
+            raise OverflowError("as when a number is beyond all bounds")
+        return original_plan(group, demands, now)
+
+    monkeypatch.setattr(group_plan, "plan", plan)
+    registry = make_registry(time, batch_window_s=0.02)
+    await registry.report(seed_report("s"))
+    good, bad = await asyncio.gather(
+        registry.request_plan(fork_request("a")),
+        registry.request_plan(fork_request("bad")),
+        return_exceptions=True,
+    )
+    assert isinstance(good, Plan)
+    assert ({"s": ALL}, OverflowError) == (parts(good), type(bad))
+
+
+WAITS = [
+    (1, 0.5, (), [0.002] * 4),
+    (1, 0.04, (), [0.002, 0.05, 0.05, 0.05]),
+    (1, 0.5, (SNAPSHOT,), [0.05] * 4),
+    (3, 0.5, (), [0.002, 0.048, 0.25, 0.5, 0.75]),
+    (3, 0.5, (SNAPSHOT,), [0.05, 0.25, 0.5, 0.75]),
+]
+
+
+@pytest.mark.parametrize(("together", "apart_s", "storage", "expected"), WAITS)
+async def test_the_window_grows_only_while_several_keep_coming(
+    time: FakeTime,
+    monkeypatch: pytest.MonkeyPatch,
+    together: int,
+    apart_s: float,
+    storage: Any,
+    expected: list[float],
+) -> None:
+    """Who comes alone waits for nobody long; hardly at all, with nobody just before and no storage."""
+    waited: list[float] = []
+    pause = asyncio.sleep
+
+    async def sleep(seconds: float) -> None:
+        waited.append(round(seconds, 6))
+        await pause(0)
+
+    registry = make_registry(time, batch_window_s=0.05)
+    monkeypatch.setattr("planner.request_batcher.asyncio.sleep", sleep)
+    for moment in range(4):
+        names = [f"t{moment}-{each}" for each in range(together)]
+        await asyncio.gather(
+            *(registry.request_plan(fork_request(name, storage=storage_candidates(*storage))) for name in names)
+        )
+        time.now += apart_s
+    assert expected == waited

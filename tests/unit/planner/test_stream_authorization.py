@@ -1,0 +1,102 @@
+"""Streams end when their caller's token is good no more."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from fastapi import FastAPI
+from starlette.types import Message
+
+from planner.api.events import events_router
+from planner.auth import CHECK_S, Auth, still_authorized
+from planner.event_bus import EventBus
+from planner.middleware import AuthMiddleware
+from planner.sse import sse_router
+from planner.ui.broadcaster import Broadcaster
+from rfork.settings import PlannerSettings
+from tests.unit.planner.builders import FakeTime, make_registry
+
+TOKENS = "reader look\noperator rule\n"
+STREAMS = ("/v1/events", "/ui/feed")
+SOON_S = 0.001
+"""Between two comments of a stream that has nothing to tell."""
+
+
+class GuardedStreams:
+    """A planner's streams behind its door, called as a server calls them."""
+
+    def __init__(self, path: Path) -> None:
+        self.time = FakeTime()
+        self.tokens = path
+        path.write_text(TOKENS)
+        registry = make_registry(self.time)
+        self.broadcaster, self.events = (
+            Broadcaster(registry, heartbeat_s=5, flush_interval_s=SOON_S),
+            EventBus(registry.state),
+        )
+        app = FastAPI()
+        app.include_router(events_router(registry, self.events, keep_alive_s=SOON_S))
+        app.include_router(sse_router(self.broadcaster, keep_alive_s=SOON_S))
+        auth = Auth(PlannerSettings(tokens=path), self.time.clock.monotonic)
+        self.app = AuthMiddleware(app, auth, None, lambda slug: None)
+        self.sent: asyncio.Queue[Message] = asyncio.Queue()
+
+    async def serve(self, path: str, token: str) -> None:
+        """Serve one reader, which never leaves by itself."""
+        scope = {
+            "type": "http", "method": "GET", "path": path, "query_string": b"",
+            "headers": [(b"authorization", f"Bearer {token}".encode())],
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+        }  # fmt: skip
+        await self.app(scope, asyncio.Event().wait, self.sent.put)  # type: ignore[arg-type]
+
+    def rewrite(self, text: str) -> None:
+        """Other tokens are good from now on."""
+        self.tokens.write_text(text)
+        self.time.now += CHECK_S
+
+    async def until(self, text: bytes) -> int:
+        """Take what is sent up to a part with this text; the status it came with, where it began."""
+        status = 0
+        while True:
+            message = await self.sent.get()
+            status = int(message.get("status", status))
+            if text in message.get("body", b""):
+                return status
+
+
+@pytest.mark.parametrize("path", STREAMS)
+@pytest.mark.parametrize("left", ["operator rule\n", "reader look-2\noperator rule\n"])
+async def test_a_stream_ends_with_its_token(tmp_path: Path, path: str, left: str) -> None:
+    """With the next thing it would be sent, in order: the last part of the body says that it is whole."""
+    planner = GuardedStreams(tmp_path / "tokens")
+    async with asyncio.timeout(10):
+        serving = asyncio.create_task(planner.serve(path, "look"))
+        status = await planner.until(b": still here")
+        planner.rewrite(left)
+        await serving
+    last = [planner.sent.get_nowait() for _ in range(planner.sent.qsize())][-1]
+    assert (200, b"", False) == (status, last["body"], last["more_body"])
+
+
+@pytest.mark.parametrize("path", STREAMS)
+async def test_a_stream_outlives_the_tokens_of_others(tmp_path: Path, path: str) -> None:
+    """And a larger role of its own."""
+    planner = GuardedStreams(tmp_path / "tokens")
+    async with asyncio.timeout(10):
+        serving = asyncio.create_task(planner.serve(path, "look"))
+        await planner.until(b": still here")
+        planner.rewrite("operator look\n")
+        for _ in range(3):
+            await planner.until(b": still here")
+        planner.events.close()
+        planner.broadcaster.close()
+        await serving
+    assert not planner.broadcaster._subscribers
+
+
+def test_where_no_token_is_asked_for_every_stream_may_go_on() -> None:
+    """There is no door that could have left anything in the scope."""
+    assert still_authorized({"type": "http"})

@@ -1,0 +1,279 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+
+from planner.http_errors import ProblemError
+from planner.registry import Registry
+from planner.ui import broadcaster as feeds
+from planner.ui import fleet_diff
+from planner.ui.broadcaster import Broadcaster
+from planner.ui.rows import Row, row_diff
+from planner.ui.subscriber import MAX_QUEUED, Subscriber
+from rfork.schema import ForkProgress, ForkResult
+from tests.unit.planner.builders import FakeTime, accuse, fork_request, make_registry, seed_report
+
+Messages = list[tuple[str, dict[str, object]]]
+
+
+@pytest.fixture
+def time() -> FakeTime:
+    """Stands still unless moved."""
+    return FakeTime()
+
+
+@pytest.fixture
+def registry(time: FakeTime) -> Registry:
+    """Knows nobody."""
+    return make_registry(time, heartbeat_s=5, instance_ttl_s=1000, lease_ttl_s=1000)
+
+
+@pytest.fixture
+async def broadcaster(registry: Registry) -> AsyncIterator[Broadcaster]:
+    """Looks at the records whenever the event loop comes round."""
+    broadcaster = Broadcaster(registry, heartbeat_s=5, flush_interval_s=0)
+    yield broadcaster
+    broadcaster.close()
+    for subscriber in list(broadcaster._subscribers):
+        broadcaster.unsubscribe(subscriber)
+
+
+async def read_until(subscriber: Subscriber, until: str) -> Messages:
+    """What the reader is sent up to the first message in which this text stands."""
+    found: Messages = []
+    async with asyncio.timeout(10):
+        while True:
+            message = (await subscriber.next_messages(1)).decode()
+            if not message:
+                continue
+            event, data = message.rstrip("\n").split("\n")
+            found.append((event.removeprefix("event: "), json.loads(data.removeprefix("data: "))))
+            if until in message:
+                return found
+
+
+def ids(messages: Messages, part: str) -> list[str]:
+    """The ids of the rows of one kind, in the order in which they were told."""
+    rows = [row for _, data in messages for row in data.get(part, [])]  # type: ignore[attr-defined]
+    return [row["id"] for row in rows]
+
+
+async def test_a_page_is_told_all_there_is_and_then_what_changes(registry: Registry, broadcaster: Broadcaster) -> None:
+    """Beginning, rows, `ready`; then the changed fields of a row, with its id alone."""
+    await registry.report(seed_report("s"))
+    await registry.request_plan(fork_request("a"))
+    subscriber = await broadcaster.subscribe()
+    beginning = await read_until(subscriber, "event: ready")
+    assert ("begin", "ready") == (beginning[0][0], beginning[-1][0])
+    assert (["s", "a"], ["fork-a"]) == (ids(beginning, "instances"), ids(beginning, "forks"))
+    progress = ForkProgress(
+        verified=((0, 6),), bytes_read=6 << 20, bytes_per_s=1e6, sources={"s": 6 << 20},
+        source_bytes_per_s={"s": 9.6e5},
+    )  # fmt: skip
+    await registry.progress("fork-a", progress)
+    [(_, change)] = await read_until(subscriber, "fork-a")
+    expected = {
+        "id": "fork-a", "verified": 6, "read": 6 << 20, "rate": 1_000_000, "sources": {"s": 6 << 20},
+        "rates": {"s": 960_000},
+    }  # fmt: skip
+    assert [expected] == change["forks"]
+    assert [{"id": "a", "verified": 6}] == change["instances"]
+
+
+async def test_what_is_no_more_is_told(registry: Registry, broadcaster: Broadcaster) -> None:
+    """An instance that is gone by its id; a field that is no more as None; what came is whole."""
+    await registry.report(seed_report("s"))
+    await registry.request_plan(fork_request("a"))
+    subscriber = await broadcaster.subscribe()
+    await read_until(subscriber, "event: ready")
+    await registry.finish("fork-a", ForkResult(outcome="forked", seconds=2, bytes_read=12 << 20))
+    [(_, change)] = await read_until(subscriber, "outcome")
+    assert {"outcome": "forked", "seconds": 2.0} == {
+        name: value for name, value in change["forks"][0].items() if name in ("outcome", "seconds")  # type: ignore[index]
+    }  # fmt: skip
+    await registry.remove("s")
+    [(_, change)] = await read_until(subscriber, "gone")
+    assert ["s"] == change["gone"]
+
+
+async def test_time_alone_changes_rows_too(registry: Registry, broadcaster: Broadcaster, time: FakeTime) -> None:
+    """A quarantine that ends and heartbeats that stay away are told, though nobody reports anything."""
+    await registry.report(seed_report("s", max_readers=2))
+    await accuse(registry, "s", by="ab")
+    subscriber = await broadcaster.subscribe()
+    [row] = [
+        row
+        for _, data in await read_until(subscriber, "event: ready")
+        for row in data.get("instances", [])  # type: ignore[attr-defined]
+        if row["id"] == "s"
+    ]
+    assert "SourceCorrupt" == row["quarantine"]
+    time.now += 61
+    changes = await read_until(subscriber, '"silent":true')
+    assert {"id": "s", "quarantine": None, "quarantined_until": None, "silent": True} in [
+        row for _, data in changes for row in data.get("instances", [])  # type: ignore[attr-defined]
+    ]  # fmt: skip
+
+
+async def test_nobody_looks_and_nothing_runs(registry: Registry, broadcaster: Broadcaster) -> None:
+    """Before the first page and after the last one there is no task, no listener, and no row."""
+    await registry.report(seed_report("s"))
+    listeners = registry.state._listeners
+    assert (None, [], {}) == (broadcaster._task, listeners, broadcaster._fleet_diff._instances)
+    subscriber = await broadcaster.subscribe()
+    assert (1, 1) == (len(listeners), len(broadcaster._fleet_diff._instances))
+    task = broadcaster._task
+    broadcaster.unsubscribe(subscriber)
+    assert task is not None
+    await asyncio.gather(task, return_exceptions=True)
+    assert (None, [], {}, {}) == (
+        broadcaster._task,
+        registry.state._listeners,
+        broadcaster._fleet_diff._instances,
+        broadcaster._fleet_diff._forks,
+    )
+
+
+async def test_pages_are_bounded(broadcaster: Broadcaster) -> None:
+    """One more than may look is refused, with the time after which to come again."""
+    for _ in range(feeds.MAX_SUBSCRIBERS):
+        await broadcaster.subscribe()
+    with pytest.raises(ProblemError) as refused:
+        await broadcaster.subscribe()
+    assert (503, "too-many-streams") == (refused.value.status, refused.value.slug)
+
+
+async def test_one_that_reads_slowly_begins_anew(registry: Registry, broadcaster: Broadcaster) -> None:
+    """What waits for it is bounded; when that is full, it is told all there is instead."""
+    await registry.report(seed_report("s"))
+    subscriber = await broadcaster.subscribe()
+    await read_until(subscriber, "event: ready")
+    for _ in range(MAX_QUEUED + 1):
+        subscriber.put(b"event: change\ndata: {}\n\n")
+    assert subscriber.needs_restart
+    await registry.report(seed_report("t"))
+    resent = await read_until(subscriber, "event: ready")
+    assert ("begin", ["s", "t"]) == (resent[0][0], ids(resent, "instances"))
+
+
+async def test_a_turn_makes_a_bounded_number_of_rows(
+    registry: Registry, broadcaster: Broadcaster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where more changed at once, the rest is told in the turns that follow, and nothing is lost."""
+    monkeypatch.setattr(fleet_diff, "MAX_ROWS", 3)
+    subscriber = await broadcaster.subscribe()
+    await read_until(subscriber, "event: ready")
+    for index in range(10):
+        await registry.report(seed_report(f"s{index}"))
+    messages = await read_until(subscriber, '"id":"s9"')
+    assert (4, [f"s{index}" for index in range(10)]) == (
+        len([data for _, data in messages if "instances" in data]), ids(messages, "instances"),
+    )  # fmt: skip
+
+
+async def test_a_store_that_was_read_anew_is_told_anew(registry: Registry, broadcaster: Broadcaster) -> None:
+    """Every page begins again: what it was told may never have been."""
+    await registry.report(seed_report("s"))
+    subscriber = await broadcaster.subscribe()
+    await read_until(subscriber, "event: ready")
+    state = registry.state
+    record = state.instance("s")
+    assert record is not None
+    state.clear()
+    state.apply(instances=[replace(record, report=seed_report("t"))])
+    state.notify_reloaded()
+    resent = await read_until(subscriber, "event: ready")
+    assert ("begin", ["t"]) == (resent[0][0], ids(resent, "instances"))
+
+
+async def test_the_oldest_that_ended_are_dropped(
+    registry: Registry, broadcaster: Broadcaster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page keeps the last forks that ended, and is told which of them to forget."""
+    monkeypatch.setattr(fleet_diff, "MAX_ENDED", 2)
+    subscriber = await broadcaster.subscribe()
+    await read_until(subscriber, "event: ready")
+    for name in "abc":
+        await registry.request_plan(fork_request(name))
+        await registry.finish(f"fork-{name}", ForkResult(outcome="failed", seconds=1, bytes_read=0))
+    messages = await read_until(subscriber, "dropped")
+    assert ["fork-a"] == messages[-1][1]["dropped"]
+
+
+async def test_a_planner_that_stops_ends_its_streams(broadcaster: Broadcaster) -> None:
+    """Who waits is woken, and nobody may join any more."""
+    subscriber = await broadcaster.subscribe()
+    await read_until(subscriber, "event: ready")
+    broadcaster.close()
+    assert b"" == await subscriber.next_messages(60)
+    with pytest.raises(ProblemError, match="stops"):
+        await broadcaster.subscribe()
+
+
+def test_a_row_is_told_by_what_changed() -> None:
+    """New fields and other values, None for what is no more, nothing for what stayed."""
+    old: Row = {"id": "s", "verified": 3, "slow": True, "host": "h"}
+    assert old == row_diff(None, old)
+    assert {} == row_diff(old, {**old})
+    expected = {"id": "s", "verified": 4, "slow": None, "rate": 1}
+    assert expected == row_diff(old, {"id": "s", "verified": 4, "host": "h", "rate": 1})
+
+
+async def test_a_fork_that_ended_and_was_forgotten_is_dropped() -> None:
+    """Between two looks: it would stay under way for ever."""
+    small = make_registry(FakeTime(), heartbeat_s=5, max_finished_forks=1)
+    broadcaster = Broadcaster(small, heartbeat_s=5, flush_interval_s=0)
+    await small.report(seed_report("s", max_readers=4))
+    for name in "ab":
+        await small.request_plan(fork_request(name))
+    subscriber = await broadcaster.subscribe()
+    await read_until(subscriber, "event: ready")
+    for name in "ab":
+        await small.finish(f"fork-{name}", ForkResult(outcome="forked", seconds=1, bytes_read=1))
+    [(_, change)] = await read_until(subscriber, "dropped")
+    assert (["fork-b"], ["fork-a"], ["fork-b"]) == (
+        ids([("", change)], "forks"), change["dropped"], list(broadcaster._fleet_diff._forks),
+    )  # fmt: skip
+    broadcaster.close()
+    broadcaster.unsubscribe(subscriber)
+
+
+async def test_a_feed_that_fails_turns_pages_away(
+    registry: Registry, broadcaster: Broadcaster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that wait for the beginning, too; their places are free again."""
+
+    def broken(*_: object) -> Row:
+        raise ValueError("a row that cannot be made")
+
+    await registry.report(seed_report("s"))
+    with monkeypatch.context() as patch:
+        patch.setattr(fleet_diff, "instance_row", broken)
+        async with asyncio.timeout(10):
+            both = await asyncio.gather(broadcaster.subscribe(), broadcaster.subscribe(), return_exceptions=True)
+    assert [(503, "not-ready")] * 2 == [(each.status, each.slug) for each in both if isinstance(each, ProblemError)]
+    assert {} == broadcaster._subscribers
+    assert ["s"] == ids(await read_until(await broadcaster.subscribe(), "event: ready"), "instances")
+
+
+async def test_what_was_saved_is_told_of_models_that_are_gone_too(registry: Registry, broadcaster: Broadcaster) -> None:
+    """With the first message about sums; nothing as long as nobody can say."""
+    size = seed_report("s").image_bytes
+    await registry.report(seed_report("s"))
+    before = await read_until(await broadcaster.subscribe(), "event: ready")
+    for name, source, seconds in (("a", "snapshot:file:///x", 9.0), ("b", "s", 2.0)):
+        await registry.request_plan(fork_request(name))
+        end = ForkResult(outcome="forked", seconds=seconds, bytes_read=size, sources={source: size})
+        await registry.finish(f"fork-{name}", end)
+    for name in ("s", "a", "b"):
+        await registry.remove(name)
+    for subscriber in list(broadcaster._subscribers):
+        broadcaster.unsubscribe(subscriber)
+    after = await read_until(await broadcaster.subscribe(), "event: ready")
+    assert ([None], [7.0]) == tuple(
+        [data["saved_s"] for _, data in messages if "saved_s" in data] for messages in (before, after)
+    )

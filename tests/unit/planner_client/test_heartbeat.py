@@ -1,0 +1,282 @@
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+
+from rfork.errors import SettingsError
+from rfork.planner_client.client import PlannerClient
+from rfork.planner_client.heartbeat import Heartbeat
+from rfork.planner_client.planner_clock import MAX_SKEW_S, PlannerClock
+from rfork.planner_client.token_file import TokenFile
+from rfork.schema import InstanceAck, InstanceReport, Placement
+
+REPORT = InstanceReport(
+    instance_id="i", model="m", layout_id="a" * 32, image_bytes=1, chunk_count=1, state="loading",
+    address="h:1", placement=Placement(host="h"),
+)  # fmt: skip
+WAIT_S = 20.0
+
+
+@pytest.fixture
+def events(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """The heartbeat's log so far, without the fields."""
+    caplog.set_level(logging.INFO, logger="rfork.heartbeat")
+    # By name: another logger's records reach `caplog` too where an earlier test has set its level.
+    return lambda: [
+        record.rfork_fields["event"]
+        for record in caplog.records
+        if record.name == "rfork.heartbeat" and hasattr(record, "rfork_fields")
+    ]
+
+
+class FakePlanner:
+    """Answers each request as told; the requests can be waited for."""
+
+    def __init__(self, *, heartbeat_s: float = 3600.0) -> None:
+        self.seen: queue.Queue[str] = queue.Queue()
+        self.away = threading.Event()
+        self.heartbeat_s = heartbeat_s
+        self.client = PlannerClient("http://p", transport=httpx.MockTransport(self._handle))
+
+    def _handle(self, request: httpx.Request) -> httpx.Response:
+        self.seen.put(request.method)
+        if self.away.is_set():
+            raise httpx.ConnectError("refused")
+        if request.method == "DELETE":
+            return httpx.Response(204)
+        return httpx.Response(200, json={"heartbeat_s": self.heartbeat_s, "lease_keys": ["a2V5"]})
+
+    def next(self) -> str:
+        """The next request's method."""
+        return self.seen.get(timeout=WAIT_S)
+
+
+def running_heartbeat(planner: FakePlanner, acks: queue.Queue[InstanceAck]) -> Heartbeat:
+    """A heartbeat that does not wait long between attempts."""
+    return Heartbeat(planner.client, lambda: REPORT, acks.put, retry_s=0.001, min_interval_s=0.0)
+
+
+def test_it_reports_at_once_and_at_each_poke_and_removes_at_the_end() -> None:
+    """With an interval of an hour, only start, poke and stop send anything."""
+    planner, acks = FakePlanner(), queue.Queue[InstanceAck]()
+    heartbeat = running_heartbeat(planner, acks)
+    heartbeat.start()
+    assert ("a2V5",) == acks.get(timeout=WAIT_S).lease_keys
+    heartbeat.send_now()
+    acks.get(timeout=WAIT_S)
+    assert heartbeat.is_registered
+    heartbeat.stop(remove=True)
+    heartbeat.stop(remove=True)
+    assert ["PUT", "PUT", "DELETE"] == list(planner.seen.queue)
+
+
+def test_it_reports_within_the_interval_that_the_planner_asks_for() -> None:
+    """A short interval leads to report after report, without a poke."""
+    planner, acks = FakePlanner(heartbeat_s=0.001), queue.Queue[InstanceAck]()
+    heartbeat = running_heartbeat(planner, acks)
+    heartbeat.start()
+    assert ["PUT"] * 5 == [planner.next() for _ in range(5)]
+    heartbeat.stop(remove=False)
+
+
+def test_it_outlives_an_outage_and_logs_it_once(events: Callable[[], list[str]]) -> None:
+    """Lost once, back once, however many reports failed between."""
+    planner, acks = FakePlanner(), queue.Queue[InstanceAck]()
+    planner.away.set()
+    heartbeat = running_heartbeat(planner, acks)
+    heartbeat.start()
+    for _ in range(3):
+        planner.next()
+    assert not heartbeat.is_registered
+    planner.away.clear()
+    assert heartbeat.wait_connected(WAIT_S)
+    heartbeat.stop(remove=False)
+    assert ["planner lost", "planner is back"] == events()
+
+
+def test_stopping_while_the_planner_is_away_ends_with_a_warning(events: Callable[[], list[str]]) -> None:
+    """The planner forgets a silent instance by itself."""
+    planner, acks = FakePlanner(), queue.Queue[InstanceAck]()
+    heartbeat = running_heartbeat(planner, acks)
+    heartbeat.start()
+    acks.get(timeout=WAIT_S)
+    planner.away.set()
+    heartbeat.stop(remove=True)
+    assert ["instance not removed"] == events()
+
+
+def test_a_report_that_cannot_be_made_does_not_end_the_heartbeat(events: Callable[[], list[str]]) -> None:
+    """The error is logged, and the next report goes out."""
+    planner, acks = FakePlanner(), queue.Queue[InstanceAck]()
+    failures = iter([ValueError("broken"), None])
+
+    def report() -> InstanceReport:
+        failure = next(failures, None)
+        if failure is not None:
+            raise failure
+        return REPORT
+
+    heartbeat = Heartbeat(planner.client, report, acks.put, retry_s=0.001, min_interval_s=0.0)
+    heartbeat.start()
+    assert heartbeat.wait_connected(WAIT_S)
+    heartbeat.stop(remove=False)
+    assert ["heartbeat failed", "planner is back"] == events()
+
+
+@pytest.mark.parametrize("remove", [True, False])
+def test_a_heartbeat_that_never_started_stops(remove: bool) -> None:
+    """Nothing to join, nothing to remove."""
+    planner = FakePlanner()
+    running_heartbeat(planner, queue.Queue()).stop(remove=remove)
+    Heartbeat(planner.client, lambda: REPORT, lambda ack: None, instance_id="i").stop(remove=remove)
+    assert [] == list(planner.seen.queue)
+
+
+def test_one_that_ends_before_its_first_report_is_removed_all_the_same() -> None:
+    """The planner knows it by what else it asked: a fork's request registers it too."""
+
+    class DelayedHeartbeat(Heartbeat):
+        def _run(self) -> None:
+            self._stopping.wait(WAIT_S)
+            super()._run()
+
+    planner, acks = FakePlanner(), queue.Queue[InstanceAck]()
+    heartbeat = DelayedHeartbeat(planner.client, lambda: REPORT, acks.put, instance_id="i")
+    heartbeat.start()
+    heartbeat.stop(remove=True)
+    assert ["DELETE"] == list(planner.seen.queue)
+
+
+def test_whoever_waits_for_a_report_is_not_held_up_by_the_gap() -> None:
+    """The next report, made after the call, goes out at once and was answered when the call returns."""
+    planner, acks = FakePlanner(), queue.Queue[InstanceAck]()
+    heartbeat = Heartbeat(planner.client, lambda: REPORT, acks.put, min_interval_s=3600.0)
+    heartbeat.start()
+    acks.get(timeout=WAIT_S)
+    heartbeat.send_now()  # from here on it waits out the gap
+    assert heartbeat.wait_acked(WAIT_S)
+    assert 1 == acks.qsize()
+    heartbeat.stop(remove=False)
+
+
+def test_nobody_waits_for_a_planner_that_is_away() -> None:
+    """Once a report has failed, whoever would wait for one is told at once."""
+    planner, acks = FakePlanner(), queue.Queue[InstanceAck]()
+    planner.away.set()
+    heartbeat = Heartbeat(planner.client, lambda: REPORT, acks.put, retry_s=3600.0)
+    heartbeat.start()
+    assert "PUT" == planner.next()
+    assert not heartbeat.wait_acked(threading.TIMEOUT_MAX)
+    heartbeat.stop(remove=False)
+
+
+class TokenCheckingPlanner(httpx.BaseTransport):
+    """A planner that knows some tokens."""
+
+    def __init__(self, *tokens: str) -> None:
+        self.tokens = set(tokens)
+        self.refused = threading.Semaphore(0)
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        if request.headers.get("Authorization", "").removeprefix("Bearer ") in self.tokens:
+            return httpx.Response(200, json={"heartbeat_s": 3600.0, "lease_keys": []})
+        self.refused.release()
+        problem = {
+            "type": "https://rfork.dev/problems/unauthorized",
+            "title": "x",
+            "status": 401,
+            "detail": "no",
+        }
+        return httpx.Response(401, json=problem)
+
+
+def replace_file(file: Path, token: str) -> None:
+    following = file.with_suffix(".next")
+    following.write_text(token)
+    following.rename(file)
+
+
+def test_a_token_that_is_replaced_in_its_file_is_shown_at_once(tmp_path: Path) -> None:
+    """The file is read again when it changes."""
+    file = tmp_path / "token"
+    file.write_text("old\n")
+    token_planner = TokenCheckingPlanner("old")
+    client = PlannerClient("http://p", token=TokenFile(file), transport=token_planner)
+    client.report(REPORT)
+    token_planner.tokens = {"new"}
+    replace_file(file, "new")
+    client.report(REPORT)
+    assert not token_planner.refused.acquire(blocking=False)
+
+
+def test_a_file_that_cannot_be_used_keeps_the_token(tmp_path: Path) -> None:
+    """A rotation that is half done takes no instance out of the fleet."""
+    file = tmp_path / "token"
+    file.write_text("old")
+    client = PlannerClient("http://p", token=TokenFile(file), transport=TokenCheckingPlanner("old"))
+    file.write_text("")
+    client.report(REPORT)
+    file.unlink()
+    client.report(REPORT)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"two words", b"\xff"])
+def test_a_token_file_of_no_use_is_a_settings_error(tmp_path: Path, content: bytes | None) -> None:
+    """When the client is made; the line names the setting and the file."""
+    file = tmp_path / "token"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(SettingsError, match=r"RFORK_TOKEN_FILE: .*/token"):
+        TokenFile(file)
+
+
+def test_a_refused_instance_registers_again_by_itself_once_its_token_is_accepted(
+    tmp_path: Path, events: Callable[[], list[str]]
+) -> None:
+    """A file that is replaced after the planner's is enough: nobody restarts the instance."""
+    file = tmp_path / "token"
+    file.write_text("old")
+    token_planner = TokenCheckingPlanner("new")
+    client = PlannerClient("http://p", token=TokenFile(file), transport=token_planner)
+    heartbeat = Heartbeat(client, lambda: REPORT, lambda _: None, retry_s=0.001, min_interval_s=0.0)
+    heartbeat.start()
+    for _ in range(3):
+        assert token_planner.refused.acquire(timeout=WAIT_S)
+    assert not heartbeat.is_registered
+    replace_file(file, "new")
+    assert heartbeat.wait_connected(WAIT_S)
+    heartbeat.stop(remove=False)
+    assert ["planner refuses this instance: no fork can find it", "planner is back"] == events()
+
+
+def test_a_refusal_that_lasts_is_logged_again_and_again(events: Callable[[], list[str]]) -> None:
+    """Each time that `remind_s` has passed, which is a minute."""
+    token_planner = TokenCheckingPlanner()
+    client = PlannerClient("http://p", token="wrong", transport=token_planner)
+    heartbeat = Heartbeat(client, lambda: REPORT, lambda _: None, retry_s=0.001, min_interval_s=0.0, remind_s=0.0)
+    heartbeat.start()
+    for _ in range(3):
+        assert token_planner.refused.acquire(timeout=WAIT_S)
+    heartbeat.stop(remove=False)
+    assert events().count("planner refuses this instance: no fork can find it") >= 2
+
+
+def test_a_clock_that_differs_from_the_planners_is_logged_once(events: Callable[[], list[str]]) -> None:
+    """However many reports are acknowledged meanwhile."""
+    ack = {"heartbeat_s": 3600.0, "lease_keys": [], "unix_s": 1.0}
+    client = PlannerClient("http://p", transport=httpx.MockTransport(lambda _: httpx.Response(200, json=ack)))
+    clock = PlannerClock()
+    heartbeat = Heartbeat(client, lambda: REPORT, lambda _: None, min_interval_s=0.0, clock=clock)
+    heartbeat.start()
+    assert heartbeat.wait_acked(WAIT_S)
+    assert heartbeat.wait_acked(WAIT_S)
+    heartbeat.stop(remove=False)
+    assert ["clock differs from the planner's"] == events()
+    assert clock.skew_s is not None
+    assert clock.skew_s > MAX_SKEW_S

@@ -1,0 +1,120 @@
+"""Targets that pull at once an image which nobody holds."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from copy import copy
+from functools import partial
+
+from rfork.image.chunk_state import ChunkState
+from rfork.image.chunks import MIB
+from rfork.image.memory import Image
+from rfork.receiver.report import TransferStats
+from rfork.schema import Plan
+from rfork.settings import InstanceSettings
+from rfork.source.seed import Seed
+from rfork.testing.transport import FaultInjection
+from tests.unit.receiver.fleet import (
+    CHUNKS,
+    NEVER_S,
+    Files,
+    Fleet,
+    Script,
+    Target,
+    image,
+    plan,
+    reads,
+    settings,
+)
+
+ALL = (0, CHUNKS)
+ORIGIN = "a" * 32
+X, Y = "c" * 32, "d" * 32
+
+
+def verified_by_source(target: Target) -> dict[str, int]:
+    """Verified chunks by source."""
+    return {share.source_id: share.verified_chunks for share in target.transfer.shares}
+
+
+def planner_script(*responses: Plan | Callable[[], Plan]) -> Script:
+    return Script([response if callable(response) else partial(copy, response) for response in responses])
+
+
+class RelayTarget:
+    """A target whose giving side others can read from."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        name: str,
+        script: Script,
+        files: Sequence[Files] = (),
+        *,
+        faults: FaultInjection | None = None,
+        chosen: InstanceSettings | None = None,
+    ) -> None:
+        self.image = image()
+        board = ChunkState(self.image.layout.chunks)
+        self.relay = fleet.source(name, self.image, faults, board=board, knows_manifest=False)
+        self.target = Target(
+            fleet,
+            script,
+            chosen or settings(max_inflight_chunks=1),
+            target_image=self.image,
+            board=board,
+            serving_state=self.relay,
+            files=files,
+        )
+
+    @property
+    def weights_id(self) -> str | None:
+        return self.relay.report().weights_id
+
+
+def wait_for_chunks(board: ChunkState, count: int) -> bool:
+    """Until the board holds so many chunks."""
+    reached = threading.Event()
+    unsubscribe = board.subscribe(lambda: reached.set() if len(board) >= count else None)
+    if len(board) >= count:
+        reached.set()
+    try:
+        return reached.wait(NEVER_S)
+    finally:
+        unsubscribe()
+
+
+def run_concurrently(*members: RelayTarget) -> list[TransferStats | BaseException]:
+    """Run all of them side by side; what each ended with."""
+    results: dict[RelayTarget, TransferStats | BaseException] = {}
+
+    def run(member: RelayTarget) -> None:
+        try:
+            results[member] = member.target.run()
+        except BaseException as error:
+            results[member] = error
+
+    threads = [threading.Thread(target=run, args=(member,)) for member in members]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [results[member] for member in members]
+
+
+def failing_leader(fleet: Fleet, source_image: Image) -> RelayTarget:
+    """A leader that dies once it gave three chunks, before it read all."""
+    files = Files(source_image, fails_at=4 * MIB)
+    script = planner_script(plan(storage=[reads(files, ALL)]), plan(reason="nobody else"))
+    return RelayTarget(fleet, "leader", script, [files], faults=FaultInjection(dies_after=3 * MIB))
+
+
+def provisional_relay(fleet: Fleet, name: str, source_image: Image, provisional_id: str, chunks: Sequence[int]) -> Seed:
+    """A relay of a draft that holds these chunks, and gets no more."""
+    digests = source_image.manifest().digests
+    board = ChunkState(source_image.layout.chunks)
+    board.set_provisional_id(provisional_id)
+    for chunk in chunks:
+        board.mark_verified(chunk, digests[chunk])
+    return fleet.source(name, source_image, board=board, knows_manifest=False)

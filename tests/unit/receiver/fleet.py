@@ -1,0 +1,343 @@
+"""A fleet in one process: sources that can be made to fail, a planner that follows a script, one target."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from rfork.errors import StorageError
+from rfork.image.capture import image_from_tensors
+from rfork.image.chunk_state import ChunkState
+from rfork.image.chunks import MIB
+from rfork.image.manifest import Manifest
+from rfork.image.memory import Image
+from rfork.image.ranges import Range
+from rfork.planner_client.lease import LeaseClaims, decode_key, derive_key, sign
+from rfork.receiver.chunk_verifier import ServingState
+from rfork.receiver.deadline import Deadline
+from rfork.receiver.elected_loader import RunLoader
+from rfork.receiver.peer_source import PeerSource
+from rfork.receiver.report import TransferStats
+from rfork.receiver.source import SourceListener
+from rfork.receiver.storage_source import StorageSource
+from rfork.receiver.transfer import Transfer
+from rfork.schema import ChunkAssignment, Lease, Placement, Plan, Route, SourceFault, StorageAssignment
+from rfork.schema.types import StorageKind
+from rfork.settings import InstanceSettings, StorageSettings
+from rfork.source.seed import InstanceIdentity, Seed
+from rfork.storage.base import ImageStorage, storage_name
+from rfork.testing.peers import InMemoryPeers
+from rfork.testing.transport import FaultInjection, InMemoryNetwork, InMemoryTransport
+from rfork.tracing import Tracer
+
+CHUNKS = 6
+FORK_ID = "fork-1"
+SECRET = b"s" * 32
+NEVER_S = 60.0
+"""Longer than any test runs."""
+
+
+def settings(**changed: float | int) -> InstanceSettings:
+    """A target's settings under which nothing stalls, unless a test wants it to."""
+    return InstanceSettings.model_validate(
+        {
+            "host": "node",
+            "window": 2,
+            "stall_s": NEVER_S,
+            "min_rate": 1 << 40,
+            "patience_s": NEVER_S,
+            "storage_stall_s": NEVER_S,
+            **changed,
+        }
+    )
+
+
+def image(seed: int | None = None, chunks: int = CHUNKS) -> Image:
+    """An image of this many chunks of 1 MiB in two tensors; random bytes of this seed, or zeros."""
+    half = chunks * MIB // 2
+    if seed is None:
+        parts = [torch.zeros(half, dtype=torch.uint8) for _ in range(2)]
+    else:
+        generator = torch.Generator().manual_seed(seed)
+        parts = [torch.randint(0, 256, (half,), dtype=torch.uint8, generator=generator) for _ in range(2)]
+    return image_from_tensors({"a": parts[0], "b": parts[1]})
+
+
+def content_hash(of: Image) -> str:
+    """A hash of all bytes."""
+    state = hashlib.sha256()
+    for region in of.regions:
+        state.update(region.numpy().tobytes())
+    return state.hexdigest()
+
+
+class Fleet:
+    """Everything that lives on one imagined network. Close it."""
+
+    def __init__(self) -> None:
+        self.network = InMemoryNetwork()
+        self.peers = InMemoryPeers()
+        self._seeds: list[Seed] = []
+
+    def source(
+        self,
+        name: str,
+        source_image: Image,
+        faults: FaultInjection | None = None,
+        *,
+        board: ChunkState | None = None,
+        manifest: Manifest | None = None,
+        knows_manifest: bool = True,
+        max_readers: int = 4,
+        tracer: Tracer | None = None,
+    ) -> Seed:
+        """A started source; without `knows_manifest` it has to learn its manifest first."""
+        seed = Seed(
+            source_image,
+            InstanceIdentity("model", instance_id=name),
+            settings(max_readers=max_readers),
+            [InMemoryTransport(self.network, faults)],
+            board=board,
+            manifest=manifest or (source_image.manifest() if knows_manifest else None),
+            serve_peer=self.peers.service,
+            tracer=tracer,
+        ).start()
+        seed.set_lease_keys([derive_key(SECRET, name)])
+        self._seeds.append(seed)
+        return seed
+
+    def close(self) -> None:
+        """Close all sources."""
+        for seed in self._seeds:
+            seed.close()
+
+
+def lease(
+    seed: Seed,
+    *,
+    fork_id: str = FORK_ID,
+    ttl_s: float = NEVER_S,
+    generation: int | None = None,
+    secret: bytes = SECRET,
+) -> Lease:
+    """A fork's lease for one source."""
+    name = seed.identity.instance_id
+    claims = LeaseClaims(
+        fork_id=fork_id,
+        source_id=name,
+        layout_id=seed.image.layout.layout_id,
+        weights_id=None,
+        generation=seed.generation if generation is None else generation,
+        expires_at=time.time() + ttl_s,
+    )
+    return Lease(token=sign(claims, decode_key(derive_key(secret, name))), expires_in_s=ttl_s)
+
+
+def route(seed: Seed, *chunks: Range) -> Route:
+    """The way to read these chunks from one source."""
+    return Route(
+        source_id=seed.identity.instance_id,
+        address=seed.report().address,
+        placement=Placement(host="node"),
+        transports=("memory",),
+        generation=seed.generation,
+        chunks=chunks,
+        lease=lease(seed),
+    )
+
+
+def plan(
+    *routes: Route,
+    reason: str = "",
+    retry_after_s: float | None = None,
+    storage: Sequence[StorageAssignment] = (),
+) -> Plan:
+    return Plan(fork_id=FORK_ID, routes=routes, storage=tuple(storage), reason=reason, retry_after_s=retry_after_s)
+
+
+def reads(storage: ImageStorage, *chunks: Range) -> StorageAssignment:
+    """The order to read these chunks from this storage."""
+    return StorageAssignment(kind=storage.storage_kind, uri=storage.uri, chunks=chunks)
+
+
+class Files:
+    """A storage that holds an image in memory; reads can be made to wait, and to fail."""
+
+    def __init__(
+        self,
+        source_image: Image,
+        *,
+        storage_kind: StorageKind = "checkpoint",
+        origin: str = "a" * 32,
+        manifest: Manifest | None = None,
+        error: Exception | None = None,
+        fails_at: int | None = None,
+    ) -> None:
+        """`fails_at` is the image offset at which reads raise `error`."""
+        self.storage_kind = storage_kind
+        self.uri = "file:///files"
+        self.origin: str | None = origin
+        self.manifest = manifest
+        self.chunks_read: list[int] = []
+        self.before_read: Callable[[int], bool | None] = lambda chunk: None
+        self.closed = False
+        self._source_image = source_image
+        self._error = error or StorageError("the disk is broken")
+        self._fails_at = fails_at
+
+    @property
+    def name(self) -> str:
+        return storage_name(self.storage_kind, self.uri)
+
+    def read(self, begin: int, end: int, into: Sequence[memoryview]) -> None:
+        chunk = begin // MIB
+        self.before_read(chunk)
+        if self._fails_at is not None and begin <= self._fails_at < end:
+            raise self._error
+        with self._source_image.readable(begin, end) as views:
+            data = b"".join(views)
+        for view in into:
+            view[:], data = data[: view.nbytes], data[view.nbytes :]
+        self.chunks_read.append(chunk)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+PlanFactory = Callable[[], Plan]
+
+
+@dataclass
+class Script:
+    """A planner that gives these answers in turn, and the last one again and again."""
+
+    plan_factories: Sequence[PlanFactory]
+    faults_by_request: list[tuple[SourceFault, ...]] = field(default_factory=list)
+    current: list[tuple[ChunkAssignment, ...]] = field(default_factory=list)
+
+    def __call__(self, faults: tuple[SourceFault, ...], current: tuple[ChunkAssignment, ...] = ()) -> Plan:
+        plan_factory = self.plan_factories[min(len(self.faults_by_request), len(self.plan_factories) - 1)]
+        self.faults_by_request.append(faults)
+        self.current.append(current)
+        return plan_factory()
+
+    @property
+    def faults(self) -> list[tuple[str, str, str]]:
+        """All that was reported: (source, fault, error)."""
+        return [
+            (fault.instance_id, fault.fault, fault.error)
+            for request_faults in self.faults_by_request
+            for fault in request_faults
+        ]
+
+
+class RecordingServingState:
+    """A giving side that only notes what it is told; see `rfork.receiver.chunk_verifier.ServingState`."""
+
+    def __init__(self, board: ChunkState) -> None:
+        self.manifests: list[Manifest] = []
+        self.dropped: list[tuple[int, ...]] = []
+        self.storage_activity: list[bool] = []
+        self._board = board
+
+    def set_manifest(self, manifest: Manifest) -> None:
+        self.manifests.append(manifest)
+
+    def invalidate(self, chunks: Sequence[int]) -> None:
+        self.dropped.append(tuple(chunks))
+        self._board.invalidate(chunks)
+
+    def fence(self) -> None:
+        self._board.clear()
+
+    def report_storage_activity(self, read_at: Callable[[], float] | None, *, relayed: bool = False) -> None:
+        if (read_at is not None) != (self.storage_activity or [False])[-1]:
+            self.storage_activity.append(read_at is not None)
+
+
+@dataclass
+class FleetSourceFactory:
+    """Reaches the sources of a plan on one fleet's network; see `rfork.receiver.active_sources.SourceFactoryProtocol`."""
+
+    fleet: Fleet
+    image: Image
+    settings: InstanceSettings
+    deadline: Deadline
+    files: Mapping[str, ImageStorage]
+    excluded: list[str] = field(default_factory=list)
+
+    def exclude(self, name: str) -> None:
+        self.excluded.append(name)
+
+    def open_peer(self, route: Route, listener: SourceListener) -> PeerSource:
+        transports = {"memory": InMemoryTransport(self.fleet.network)}
+        return PeerSource(route, self.image, transports, self.fleet.peers.dial, self.settings, listener, self.deadline)
+
+    def open_storage(self, read: StorageAssignment, listener: SourceListener) -> StorageSource:
+        return StorageSource(
+            read,
+            lambda read: self.files[storage_name(read.kind, read.uri)],
+            self.image,
+            listener,
+            self.settings.storage_idle_timeout_s,
+            StorageSettings(),
+            instance_id="target",
+            host="node",
+        )
+
+
+def no_loader(read: StorageAssignment) -> Manifest:
+    raise StorageError("there is no loader here")
+
+
+class Target:
+    """One fork's image, board and puller."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        replan: Callable[[tuple[SourceFault, ...], tuple[ChunkAssignment, ...]], Plan],
+        chosen: InstanceSettings | None = None,
+        *,
+        deadline_s: float = NEVER_S,
+        target_image: Image | None = None,
+        board: ChunkState | None = None,
+        serving_state: ServingState | None = None,
+        files: Sequence[Files] = (),
+        run_loader: RunLoader = no_loader,
+    ) -> None:
+        self.image = target_image or image()
+        self.board = ChunkState(self.image.layout.chunks) if board is None else board
+        self.relay = RecordingServingState(self.board)
+        chosen = chosen or settings()
+        deadline = Deadline(time.monotonic() + deadline_s)
+        self.transfer = Transfer(
+            self.image,
+            self.board,
+            chosen,
+            identity=("target", "node"),
+            opening=FleetSourceFactory(fleet, self.image, chosen, deadline, {each.name: each for each in files}),
+            replan=replan,
+            run_loader=run_loader,
+            serving_state=serving_state or self.relay,
+            deadline=deadline,
+        )
+
+    def run(self) -> TransferStats:
+        return self.transfer.run()
+
+    @property
+    def reasons(self) -> list[str]:
+        return [error.kind for error in self.transfer.reasons]
+
+
+def live_transfer_threads() -> list[str]:
+    """The threads of pulls that still run."""
+    names = (thread.name for thread in threading.enumerate())
+    prefixes = ("rfork-pull", "rfork-feed", "rfork-progress", "rfork-telling")
+    return [name for name in names if name.startswith(prefixes)]

@@ -1,0 +1,78 @@
+"""Whole forks in this process: a small model, a fork of it, a planner that follows a script."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from rfork.image.chunks import MIB
+from rfork.peer.server import ServePeer
+from rfork.receiver.fallback import Fallback
+from rfork.receiver.progress import OnProgress
+from rfork.receiver.session import ForkSession
+from rfork.schema import Plan
+from rfork.settings import InstanceSettings
+from rfork.source.seed import InstanceIdentity
+from rfork.testing.transport import InMemoryTransport
+from rfork.tracing import Tracer
+from tests.unit.receiver.fake_planner import FakePlanner
+from tests.unit.receiver.fleet import Fleet, Script, settings
+
+CHUNKS = 5
+ALL = (0, CHUNKS)
+TARGET = InstanceIdentity("model", instance_id="target")
+
+
+class Model(nn.Module):
+    """Four chunks of weights and a table that the model computes for itself."""
+
+    def __init__(self, value: float, *, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        weight = (torch.arange(MIB * 1.0) + value).to(dtype)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.register_buffer("table", torch.arange(8.0), persistent=False)
+
+
+def load_twos(module: nn.Module) -> None:
+    with torch.no_grad():
+        module.get_parameter("weight").fill_(2.0)
+
+
+TWOS = Fallback("twos", load_twos)
+
+
+def session(
+    fleet: Fleet,
+    module: nn.Module,
+    planner: FakePlanner | None,
+    *fallbacks: Fallback,
+    chosen: InstanceSettings | None = None,
+    identity: InstanceIdentity = TARGET,
+    on_progress: OnProgress | None = None,
+    exclude: Sequence[str] = (),
+    serve_peer: ServePeer | None = None,
+    tracer: Tracer | None = None,
+    on_filled: Callable[[], None] | None = None,
+) -> ForkSession:
+    """A fork over the fleet's network, not begun."""
+    return ForkSession(
+        module,
+        identity,
+        chosen or settings(),
+        [InMemoryTransport(fleet.network)],
+        planner=planner.client() if planner is not None else None,
+        dial=fleet.peers.dial,
+        fallbacks=fallbacks,
+        on_progress=on_progress,
+        exclude=exclude,
+        serve_peer=serve_peer or fleet.peers.service,
+        tracer=tracer,
+        on_filled=on_filled,
+    )
+
+
+def scripted_planner(*plan_factories: Callable[[], Plan]) -> FakePlanner:
+    """A planner that answers so, one after the other."""
+    return FakePlanner(Script(plan_factories))

@@ -1,0 +1,99 @@
+"""What a process leaves that died, and forks that find it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from rfork.image.capture import capture
+from rfork.image.chunks import MIB
+from rfork.image.memory import Image
+from rfork.receiver.chunk_persister import spool_name
+from rfork.receiver.fallback import Fallback
+from rfork.receiver.report import ForkReport
+from rfork.receiver.spool_source import SpoolSource
+from rfork.settings import InstanceSettings
+from rfork.source.seed import InstanceIdentity, Seed
+from rfork.storage.spool import Spool
+from rfork.storage.spool_lock import acquire_spool
+from rfork.testing.transport import FaultInjection
+from tests.unit.receiver.fake_planner import FakePlanner
+from tests.unit.receiver.fleet import Fleet, Target, plan, route, settings
+from tests.unit.receiver.sessions import scripted_planner, session
+
+CHUNKS = 6
+ALL = (0, CHUNKS)
+IDENTITY = InstanceIdentity("org/model", instance_id="target")
+
+
+class Model(torch.nn.Module):
+    """Six chunks of weights."""
+
+    def __init__(self, seed: int | None = None) -> None:
+        super().__init__()
+        weights = torch.zeros(CHUNKS * MIB, dtype=torch.uint8)
+        if seed is not None:
+            weights.random_(generator=torch.Generator().manual_seed(seed))
+        self.register_buffer("whole", weights)
+
+    @property
+    def bytes(self) -> bytes:
+        return self.get_buffer("whole").numpy().tobytes()
+
+
+def settings_with_resume_dir(folder: Path, **changed: float | int) -> InstanceSettings:
+    return settings(**changed).model_copy(update={"resume": folder})
+
+
+def write_spool(folder: Path, source_image: Image, chunks: Sequence[int]) -> Path:
+    """What a process leaves that died when it had these chunks of an image; its path."""
+    spool = acquire_spool(folder, spool_name(IDENTITY), source_image.layout)
+    for chunk in chunks:
+        begin, end = source_image.layout.chunks[chunk]
+        with source_image.readable(begin, end) as views:
+            spool.write(begin, views)
+        spool.record(chunk, source_image.digest(chunk))
+    spool.close()
+    return spool.path
+
+
+def run_fork(
+    fleet: Fleet,
+    module: torch.nn.Module,
+    planner: FakePlanner,
+    chosen: InstanceSettings,
+    *fallbacks: Fallback,
+) -> ForkReport:
+    """The report of one fork, its giving side closed."""
+    report = session(fleet, module, planner, *fallbacks, chosen=chosen, identity=IDENTITY).run()
+    if report.seed is not None:
+        report.seed.close()
+    return report
+
+
+def load_zeros(module: torch.nn.Module) -> None:
+    module.get_buffer("whole").zero_()
+
+
+def seed_and_planner(fleet: Fleet, source: Model, faults: FaultInjection | None = None) -> tuple[Seed, FakePlanner]:
+    """A seed of this model, and a planner that sends everybody there."""
+    seed = fleet.source("a", capture(source), faults)
+    return seed, scripted_planner(lambda: plan(route(seed, ALL)))
+
+
+def attach_spool(target: Target, spool: Spool) -> SpoolSource:
+    """Have a target's pull take from this spool."""
+    transfer = target.transfer
+    spool_source = SpoolSource(
+        spool,
+        target.image,
+        target.board,
+        settings(),
+        transfer._schedule,
+        transfer._digests,
+        transfer._changed,
+    )
+    transfer._resume = transfer._intake._resume = spool_source
+    return spool_source

@@ -1,0 +1,308 @@
+"""What a fork keeps of its chunks for a process that comes back, and what it takes away again."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from rfork.errors import AllSourcesFailed
+from rfork.image.capture import capture
+from rfork.image.chunk_state import ChunkState
+from rfork.image.chunks import MIB
+from rfork.image.memory import Image
+from rfork.receiver.chunk_persister import ChunkPersister, spool_name
+from rfork.receiver.fallback import Fallback
+from rfork.schema import Plan, Rank
+from rfork.source.seed import InstanceIdentity
+from rfork.storage.spool import Spool
+from rfork.storage.spool_lock import acquire_spool
+from rfork.testing.transport import FaultInjection
+from tests.unit.receiver.fleet import NEVER_S, Fleet, image, plan, route
+from tests.unit.receiver.sessions import scripted_planner
+from tests.unit.receiver.spools import (
+    ALL,
+    CHUNKS,
+    IDENTITY,
+    Model,
+    load_zeros,
+    run_fork,
+    seed_and_planner,
+    settings_with_resume_dir,
+    write_spool,
+)
+
+
+def spooled_chunks(folder: Path, target_image: Image) -> list[int]:
+    """The chunks that the next process finds, with the bytes of this image."""
+    spool = acquire_spool(folder, spool_name(IDENTITY), target_image.layout)
+    found = [chunk for chunk, digest in spool.records.items() if digest == target_image.digest(chunk)]
+    spool.close()
+    return sorted(found)
+
+
+ZEROS = Fallback("zeros", load_zeros)
+
+
+def count_records(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
+    """Released once for each chunk that is kept."""
+    count, record = threading.Semaphore(0), Spool.record
+
+    def record_and_count(spool: Spool, chunk: int, digest: bytes) -> None:
+        record(spool, chunk, digest)
+        count.release()
+
+    monkeypatch.setattr(Spool, "record", record_and_count)
+    return count
+
+
+def test_a_fork_that_failed_leaves_what_it_had(fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one goes on from there."""
+    source, module = Model(1), Model()
+    seed, _ = seed_and_planner(fleet, source, FaultInjection(dies_after=3 * MIB))
+    count = count_records(monkeypatch)
+
+    def no_source_plan() -> Plan:
+        for _ in range(3):
+            count.acquire(timeout=NEVER_S)
+        return plan(reason="nobody is left")
+
+    with pytest.raises(AllSourcesFailed):
+        run_fork(
+            fleet,
+            Model(),
+            scripted_planner(lambda: plan(route(seed, ALL)), no_source_plan),
+            settings_with_resume_dir(tmp_path, window=1),
+        )
+    second_source = fleet.source("b", capture(source))
+    report = run_fork(
+        fleet,
+        module,
+        scripted_planner(lambda: plan(route(second_source, ALL))),
+        settings_with_resume_dir(tmp_path),
+    )
+    assert (source.bytes, 3 * MIB, 3 * MIB) == (module.bytes, report.resumed_bytes, report.bytes_read)
+
+
+def test_an_interrupted_fork_leaves_what_it_had(fleet: Fleet, tmp_path: Path) -> None:
+    """Also what it had not yet looked at."""
+    target_image = capture(Model(1))
+    write_spool(tmp_path, target_image, [0, 1])
+
+    def interrupt() -> Plan:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_fork(fleet, Model(), scripted_planner(interrupt), settings_with_resume_dir(tmp_path))
+    assert [0, 1] == spooled_chunks(tmp_path, target_image)
+
+
+def test_a_fallback_that_worked_leaves_nothing(fleet: Fleet, tmp_path: Path) -> None:
+    """The instance has its weights: what was kept has no more use."""
+    write_spool(tmp_path, capture(Model(1)), [0, 1])
+    module = Model(2)
+    report = run_fork(
+        fleet,
+        module,
+        scripted_planner(lambda: plan(reason="nobody")),
+        settings_with_resume_dir(tmp_path),
+        ZEROS,
+    )
+    assert (bytes(CHUNKS * MIB), "fallback", []) == (module.bytes, report.outcome, os.listdir(tmp_path))
+
+
+def persister_warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The warnings about what is kept."""
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.levelname in ("WARNING", "ERROR") and record.name == "rfork.receiver.chunk_persister"
+    ]
+
+
+@pytest.mark.parametrize(
+    "folder", [Path("/nowhere/at/all"), Path("/proc"), Path("/dev/null")], ids=["missing", "refused", "file"]
+)
+def test_a_folder_that_cannot_be_used(fleet: Fleet, caplog: pytest.LogCaptureFixture, folder: Path) -> None:
+    """One warning, and a fork as ever."""
+    source, module = Model(1), Model()
+    _, planner = seed_and_planner(fleet, source)
+    report = run_fork(fleet, module, planner, settings_with_resume_dir(folder))
+    assert (source.bytes, "forked", 1) == (module.bytes, report.outcome, len(persister_warnings(caplog)))
+
+
+@pytest.mark.parametrize(
+    ("error", "keeps_spool"),
+    [(errno.ENOSPC, False), (errno.EFBIG, True), (errno.EROFS, True), (errno.EIO, True)],
+    ids=["full", "too large", "read-only", "broken"],
+)
+def test_a_disk_that_takes_no_more(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: int,
+    keeps_spool: bool,
+) -> None:
+    """One warning; a full disk gets its space back, and what else there was stays for the next process."""
+    target_image = capture(Model(1))
+    write, tried = Spool.write, threading.Event()
+
+    def failing(spool: Spool, at: int, views: Sequence[memoryview]) -> None:
+        if at >= MIB:
+            tried.set()
+            raise OSError(error, os.strerror(error))
+        write(spool, at, views)
+
+    monkeypatch.setattr(Spool, "write", failing)
+    board = ChunkState(target_image.layout.chunks)
+    persister = ChunkPersister(tmp_path, IDENTITY, target_image, board).start()
+    for chunk in range(3):
+        board.mark_verified(chunk, target_image.digest(chunk))
+    tried.wait(NEVER_S)
+    persister.close(remove=False)
+    assert ([0] if keeps_spool else [], 1) == (
+        spooled_chunks(tmp_path, target_image),
+        len(persister_warnings(caplog)),
+    )
+
+
+def test_a_writer_that_cannot_be_started_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is kept, one line says so, and the spool is let go of when the fork is over."""
+    start = threading.Thread.start
+
+    def fail_to_start(thread: threading.Thread) -> None:
+        if thread.name == "rfork-keep":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", fail_to_start)
+    target_image = image(1)
+    persister = ChunkPersister(tmp_path, IDENTITY, target_image, ChunkState.full(target_image.layout.chunks)).start()
+    assert persister.spool is not None
+    persister.close(remove=False)
+    assert (["nothing is kept for a resume"], []) == (
+        persister_warnings(caplog),
+        spooled_chunks(tmp_path, target_image),
+    )
+
+
+def test_a_folder_without_room_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is begun that cannot be finished, and nothing of it stays."""
+    reserve_called = threading.Event()
+    monkeypatch.setattr(Spool, "has_space", lambda spool: reserve_called.set())
+    target_image = capture(Model(1))
+    persister = ChunkPersister(tmp_path, IDENTITY, target_image, ChunkState.full(target_image.layout.chunks)).start()
+    reserve_called.wait(NEVER_S)
+    persister.close(remove=False)
+    assert ([], 1) == (os.listdir(tmp_path), len(persister_warnings(caplog)))
+
+
+def test_nothing_is_kept_of_an_image_that_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`halt` waits for the write under way; what it wrote has no record, and nothing follows it."""
+    target_image = capture(Model(1))
+    write_started, proceed = threading.Event(), threading.Event()
+    write = Spool.write
+
+    def blocked_write(spool: Spool, at: int, views: Sequence[memoryview]) -> None:
+        write_started.set()
+        proceed.wait(NEVER_S)
+        write(spool, at, views)
+
+    monkeypatch.setattr(Spool, "write", blocked_write)
+    board = ChunkState(target_image.layout.chunks)
+    persister = ChunkPersister(tmp_path, IDENTITY, target_image, board).start()
+    for chunk in range(2):
+        board.mark_verified(chunk, target_image.digest(chunk))
+    write_started.wait(NEVER_S)
+    pause_waiting, wait_for = threading.Event(), persister._changed.wait_for
+
+    def signal_and_wait(predicate: Callable[[], bool], timeout: float | None = None) -> bool:
+        if threading.current_thread() is pausing:
+            pause_waiting.set()
+        return wait_for(predicate, timeout)
+
+    pausing = threading.Thread(target=persister.pause)
+    monkeypatch.setattr(persister._changed, "wait_for", signal_and_wait)
+    pausing.start()
+    pause_waiting.wait(NEVER_S)
+    is_waiting = persister._halted and pausing.is_alive()
+    proceed.set()
+    pausing.join()
+    board.mark_verified(2, target_image.digest(2))
+    persister.close(remove=False)
+    assert (True, []) == (is_waiting, spooled_chunks(tmp_path, target_image))
+
+
+def test_a_chunk_that_was_dropped_meanwhile_has_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bytes that were written may be any; what comes in its place is kept."""
+    target_image = capture(Model(1))
+    board = ChunkState(target_image.layout.chunks)
+    write, invalidated = Spool.write, threading.Event()
+
+    def write_and_invalidate(spool: Spool, at: int, views: Sequence[memoryview]) -> None:
+        write(spool, at, views)
+        if not invalidated.is_set():
+            invalidated.set()
+            board.invalidate([0])
+
+    count = count_records(monkeypatch)
+    monkeypatch.setattr(Spool, "write", write_and_invalidate)
+    persister = ChunkPersister(tmp_path, IDENTITY, target_image, board).start()
+    board.mark_verified(0, target_image.digest(0))
+    invalidated.wait(NEVER_S)
+    board.mark_verified(1, target_image.digest(1))
+    count.acquire(timeout=NEVER_S)
+    persister.close(remove=False)
+    assert [1] == spooled_chunks(tmp_path, target_image)
+
+
+def test_a_chunk_that_changed_is_kept_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The record that was there is of other bytes."""
+    write_spool(tmp_path, capture(Model(1)), [0])
+    target_image = capture(Model(2))
+    count = count_records(monkeypatch)
+    board = ChunkState(target_image.layout.chunks, [])
+    persister = ChunkPersister(tmp_path, IDENTITY, target_image, board).start()
+    board.mark_verified(0, target_image.digest(0))
+    count.acquire(timeout=NEVER_S)
+    persister.close(remove=False)
+    assert [0] == spooled_chunks(tmp_path, target_image)
+
+
+def test_without_a_folder_nothing_happens() -> None:
+    """No thread, no file, no wait."""
+    target_image = capture(Model(1))
+    before = set(threading.enumerate())  # a spool's thread outlives the fork, to close the file
+    persister = ChunkPersister(None, IDENTITY, target_image, ChunkState(target_image.layout.chunks)).start()
+    spool, begun = persister.spool, set(threading.enumerate()) - before
+    persister.pause()
+    persister.close(remove=True)
+    assert (None, set()) == (spool, begun)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        (InstanceIdentity("m"), InstanceIdentity("m"), True),
+        (InstanceIdentity("m/a"), InstanceIdentity("m-a"), False),
+        (InstanceIdentity("m"), InstanceIdentity("m", Rank(tp=1, tp_size=2)), False),
+        (InstanceIdentity("m"), InstanceIdentity("m", Rank(role="draft")), False),
+        (InstanceIdentity("m"), InstanceIdentity("m", Rank(dp=1)), False),
+        (InstanceIdentity("../../etc/x"), InstanceIdentity("../../etc/x"), True),
+    ],
+)
+def test_each_rank_of_each_model_has_its_name(one: InstanceIdentity, other: InstanceIdentity, same: bool) -> None:
+    """The same in each process that comes back, and always the name of a file in the folder."""
+    assert (same, one.instance_id == other.instance_id, False) == (
+        spool_name(one) == spool_name(other),
+        False,
+        "/" in spool_name(one) or spool_name(one).startswith("."),
+    )

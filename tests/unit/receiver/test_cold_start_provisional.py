@@ -1,0 +1,148 @@
+"""Chunks of images that are not sealed yet: what belongs together, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from rfork.errors import NoSource
+from rfork.image.chunks import MIB
+from rfork.schema import Plan
+from tests.unit.receiver.cold_start_targets import (
+    ALL,
+    ORIGIN,
+    RelayTarget,
+    X,
+    Y,
+    failing_leader,
+    planner_script,
+    provisional_relay,
+    run_concurrently,
+    verified_by_source,
+    wait_for_chunks,
+)
+from tests.unit.receiver.fleet import (
+    CHUNKS,
+    Files,
+    Fleet,
+    Target,
+    content_hash,
+    image,
+    plan,
+    reads,
+    route,
+    settings,
+)
+
+
+@pytest.mark.parametrize("differs", range(3))
+def test_other_files_of_one_origin_are_not_mixed(fleet: Fleet, differs: int) -> None:
+    """Where its own files differ from any chunk that it holds, it drops them all and reads everything."""
+    source_image, other = image(1), image(1)
+    other.regions[0][differs * MIB + 5] ^= 1
+    other.regions[1][MIB + 5] ^= 1
+    leader, follower_files = failing_leader(fleet, source_image), Files(other)
+    script = planner_script(
+        lambda: plan(route(leader.relay, ALL)),
+        plan(storage=[reads(follower_files, (3, 6))]),
+        plan(storage=[reads(follower_files, ALL)]),
+    )
+    follower = RelayTarget(fleet, "follower", script, [follower_files])
+    run_concurrently(leader, follower)
+    assert (content_hash(other), {"leader": 3, "checkpoint:file:///files": 6}) == (
+        content_hash(follower.image),
+        verified_by_source(follower.target),
+    )
+    provisional_id = follower.target.board.provisional_id or ""
+    assert (1, True) == (follower.relay.generation, provisional_id.startswith(f"{ORIGIN}-"))
+
+
+def test_files_of_another_origin_are_not_mixed(fleet: Fleet) -> None:
+    """What is held of one origin is dropped when the planner sends the fork to files of another."""
+    source_image, other = image(1), image(2)
+    leader, follower_files = failing_leader(fleet, source_image), Files(other, origin="b" * 32)
+    script = planner_script(lambda: plan(route(leader.relay, ALL)), plan(storage=[reads(follower_files, ALL)]))
+    follower = RelayTarget(fleet, "follower", script, [follower_files])
+    run_concurrently(leader, follower)
+    assert (content_hash(other), "b" * 32) == (
+        content_hash(follower.image),
+        follower.target.board.provisional_id,
+    )
+
+
+def test_a_manifest_that_differs_drops_what_differs(fleet: Fleet) -> None:
+    """Chunks of a draft that a sealed source holds otherwise are read again; equal ones are kept."""
+    source_image, right = image(1), image(1)
+    right.regions[0][0] ^= 1
+    files = Files(source_image, fails_at=3 * MIB)
+    seed = fleet.source("seed", right)
+    script = planner_script(plan(storage=[reads(files, ALL)]), plan(route(seed, ALL)))
+    target = Target(fleet, script, settings(max_inflight_chunks=1), files=[files])
+    target.run()
+    assert (content_hash(right), [(0,)], {"checkpoint:file:///files": 3, "seed": 4}) == (
+        content_hash(target.image),
+        target.relay.dropped,
+        verified_by_source(target),
+    )
+    assert ([seed.manifest], None) == (target.relay.manifests, target.board.provisional_id)
+
+
+def test_a_source_of_another_draft_is_refused_while_one_gives(fleet: Fleet) -> None:
+    """The first draft stands as long as somebody gives it."""
+    source_image, other = image(1), image(2)
+    first = provisional_relay(fleet, "first", source_image, X, [0, 1, 2])
+    second = provisional_relay(fleet, "second", other, Y, [3, 4, 5])
+
+    def remaining_plan() -> Plan:
+        first.set_manifest(source_image.manifest())
+        for chunk in range(3, CHUNKS):
+            first.board.mark_verified(chunk, source_image.manifest().digests[chunk])
+        return plan(route(first, ALL))
+
+    def mixed_plan() -> Plan:
+        wait_for_chunks(target.board, 3)  # so that the first is the first
+        return plan(route(first, (0, 4)), route(second, (4, 6)))
+
+    script = planner_script(plan(route(first, (0, 3)), retry_after_s=0.01), mixed_plan, remaining_plan)
+    target = Target(fleet, script)
+    target.run()
+    assert (content_hash(source_image), [("second", "source", "SourceChanged")]) == (
+        content_hash(target.image),
+        script.faults,
+    )
+
+
+def test_a_new_draft_replaces_one_that_nobody_gives(fleet: Fleet) -> None:
+    """Where all that gave the first are gone, its chunks are dropped, and the new one is read whole."""
+    source_image, other = image(1), image(2)
+    first = provisional_relay(fleet, "first", source_image, X, [0, 1, 2])
+    second = provisional_relay(fleet, "second", other, Y, range(CHUNKS))
+
+    def complete_plan() -> Plan:
+        second.set_manifest(other.manifest())
+        return plan(route(second, ALL))
+
+    def remaining_plan() -> Plan:
+        wait_for_chunks(target.board, 3)  # so that nothing is wanted of the first any more
+        return plan(route(second, (3, 6)))
+
+    script = planner_script(plan(route(first, (0, 3))), remaining_plan, complete_plan)
+    target = Target(fleet, script)
+    target.run()
+    assert (content_hash(other), [(0, 1, 2)]) == (content_hash(target.image), target.relay.dropped)
+
+
+def test_chunks_without_digests_are_refused(fleet: Fleet) -> None:
+    """A source that offers a draft without saying what its chunks hold is corrupt."""
+    source_image = image(1)
+    relay = provisional_relay(fleet, "relay", source_image, X, [0])
+    progress_since = relay.progress_since
+
+    def without_digests(known: tuple[tuple[int, int], ...]) -> object:
+        progress = progress_since(known)
+        return type(progress)(progress.chunks, progress.draining, (), progress.provisional_id)
+
+    relay.progress_since = without_digests  # type: ignore[method-assign, assignment]
+    script = planner_script(plan(route(relay, ALL)), plan(reason="nobody else"))
+    with pytest.raises(NoSource):
+        Target(fleet, script).run()
+    assert [("relay", "source", "SourceCorrupt")] == script.faults

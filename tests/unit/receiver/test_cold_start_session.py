@@ -1,0 +1,272 @@
+"""A cold start from end to end: what is read, and what others get meanwhile."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from rfork.errors import AllSourcesFailed, SourceTimeout
+from rfork.image.capture import capture
+from rfork.image.chunks import MIB
+from rfork.image.manifest import Manifest
+from rfork.peer.servicer import PeerBackend
+from rfork.receiver.fallback import checkpoint_fallback, loader_fallback, snapshot_fallback
+from rfork.receiver.plan_requester import LAYOUT_DIFF_TIMEOUT_S
+from rfork.receiver.report import ForkReport
+from rfork.schema import Plan
+from rfork.settings import InstanceSettings
+from rfork.source.seed import InstanceIdentity, Seed
+from rfork.storage.snapshots.writer import write_snapshot
+from rfork.testing.peers import InMemoryPeer, InMemoryPeerServer
+from rfork.testing.transport import FaultInjection
+from tests.unit.receiver.cold_start_sessions import NO_SOURCE_PLAN, run_fork, scripted_planner, storage_plan
+from tests.unit.receiver.fake_planner import FakePlanner
+from tests.unit.receiver.fleet import NEVER_S, Fleet, Script, image, plan, route
+from tests.unit.receiver.sessions import ALL, CHUNKS, TWOS, Model, load_twos, session
+
+
+def test_the_elected_reads_its_checkpoint(fleet: Fleet, checkpoint: Path) -> None:
+    """Chunk by chunk, with what the model computed for itself; the planner is told what was read."""
+    planner, module = scripted_planner(storage_plan("checkpoint", checkpoint.as_uri())), Model(1.0)
+    report = run_fork(fleet, module, planner, [checkpoint_fallback(checkpoint)])
+    name = f"checkpoint:{checkpoint.as_uri()}"
+    assert (True, list(range(8))) == (
+        torch.equal(Model(7.0).weight, module.weight),
+        module.get_buffer("table").tolist(),
+    )
+    assert ("forked", None, report.image_bytes, capture(module).manifest().weights_id, CHUNKS) == (
+        report.outcome,
+        report.fallback,
+        report.storage_bytes,
+        report.weights_id,
+        report.chunks_verified,
+    )
+    assert [("forked", {name: report.image_bytes})] == [
+        (finish.outcome, finish.sources) for _, finish in planner.finishes
+    ]
+    assert f"from {name}" in report.line()
+
+
+def test_the_elected_runs_its_loader(fleet: Fleet) -> None:
+    """What the loader left is digested, and given; it counts as read from storage, not as a fallback."""
+    planner, module = scripted_planner(storage_plan("loader")), Model(1.0)
+    report = run_fork(fleet, module, planner, [loader_fallback(load_twos)])
+    assert ("forked", None, report.image_bytes, {"loader:": report.image_bytes}) == (
+        report.outcome,
+        report.fallback,
+        report.storage_bytes,
+        planner.finishes[0][1].sources,
+    )
+    assert (True, capture(module).manifest().weights_id) == (
+        bool((module.weight == 2.0).all()),
+        report.weights_id,
+    )
+
+
+def test_a_loader_that_fails_falls_back(fleet: Fleet, checkpoint: Path) -> None:
+    """The planner hears of it; when it knows nothing else, the ways that are left are tried."""
+
+    def broken(module: nn.Module) -> None:
+        raise ZeroDivisionError("a bug")
+
+    planner, module = scripted_planner(storage_plan("loader"), plan(reason="nobody else")), Model(1.0)
+    report = run_fork(fleet, module, planner, [loader_fallback(broken), checkpoint_fallback(checkpoint)])
+    assert ("fallback", f"checkpoint {checkpoint}", True) == (
+        report.outcome,
+        report.fallback,
+        torch.equal(Model(7.0).weight, module.weight),
+    )
+    assert [("target", "storage", "UserError")] == planner.script.faults
+
+
+def test_a_loader_that_puts_new_tensors_in_place_makes_no_seed(fleet: Fleet) -> None:
+    """The module is loaded; those that wait are told that nothing comes from here."""
+
+    def rebind(module: nn.Module) -> None:
+        module.load_state_dict(Model(2.0).state_dict(), assign=True)
+
+    planner, module = scripted_planner(storage_plan("loader")), Model(1.0)
+    report = run_fork(fleet, module, planner, [loader_fallback(rebind)])
+    assert report.seed is not None
+    assert ("fallback", "loader", 1, None, True) == (
+        report.outcome,
+        report.fallback,
+        report.seed.generation,
+        report.seed.manifest,
+        torch.equal(Model(2.0).weight, module.weight),
+    )
+
+
+def test_a_snapshot_is_a_fallback_too(fleet: Fleet, tmp_path: Path) -> None:
+    """Without a source and without an election it is read whole, each chunk verified."""
+    snapshot_image, path = capture(Model(7.0)), tmp_path / "snapshot.safetensors"
+    write_snapshot(snapshot_image, snapshot_image.manifest(), path)
+    planner, module = scripted_planner(plan(reason="nobody")), Model(1.0)
+    report = run_fork(fleet, module, planner, [snapshot_fallback(path.as_uri())])
+    assert (f"snapshot {path.as_uri()}", snapshot_image.manifest().weights_id) == (
+        report.fallback,
+        report.weights_id,
+    )
+
+
+def test_a_rotten_snapshot_is_no_fallback(fleet: Fleet, tmp_path: Path) -> None:
+    """A chunk that does not match its digest fails the snapshot; the next way is tried."""
+    snapshot_image, path = capture(Model(7.0)), tmp_path / "snapshot.safetensors"
+    write_snapshot(snapshot_image, snapshot_image.manifest(), path)
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    planner, module = scripted_planner(plan(reason="nobody")), Model(1.0)
+    fallbacks = [snapshot_fallback(path.as_uri()), loader_fallback(load_twos)]
+    report = run_fork(fleet, module, planner, fallbacks)
+    assert ("loader", True) == (report.fallback, bool((module.weight == 2.0).all()))
+
+
+def test_what_a_fallback_reads_is_told(fleet: Fleet, checkpoint: Path) -> None:
+    """Its whole image counts under the name of its files, in the report and to the planner."""
+    planner = scripted_planner(NO_SOURCE_PLAN)
+    report = run_fork(fleet, Model(1.0), planner, [checkpoint_fallback(checkpoint)], no_source_timeout_s=0.0)
+    sources = {f"checkpoint:{checkpoint.as_uri()}": report.image_bytes}
+    assert ("fallback", report.image_bytes, sources) == (
+        report.outcome,
+        report.storage_bytes,
+        planner.finishes[0][1].sources,
+    )
+
+
+def test_what_came_before_a_fallback_is_told_too(fleet: Fleet, checkpoint: Path) -> None:
+    """Chunks of a source that died stay in the report beside what was loaded instead."""
+    seed = fleet.source("seed", capture(Model(7.0)), FaultInjection(dies_after=2 * MIB))
+    planner = scripted_planner(plan(route(seed, ALL)), NO_SOURCE_PLAN)
+    report = run_fork(fleet, Model(1.0), planner, [checkpoint_fallback(checkpoint)], no_source_timeout_s=0.0, window=1)
+    assert [("checkpoint", report.image_bytes), ("seed", 2 * MIB)] == [
+        (share.source_id.partition(":")[0], share.verified_bytes) for share in report.sources
+    ]
+
+
+def test_what_a_failed_fork_read_is_told(fleet: Fleet) -> None:
+    """A fork that ends without its weights names what its sources gave all the same."""
+    seed = fleet.source("seed", capture(Model(7.0)), FaultInjection(dies_after=2 * MIB))
+    planner = scripted_planner(plan(route(seed, ALL)), NO_SOURCE_PLAN)
+    with pytest.raises(AllSourcesFailed):
+        run_fork(fleet, Model(1.0), planner, [], no_source_timeout_s=0.0, window=1)
+    assert [("failed", {"seed": 2 * MIB}, 2 * MIB)] == [
+        (finish.outcome, finish.sources, finish.bytes_read) for _, finish in planner.finishes
+    ]
+
+
+def test_several_that_are_told_to_load_their_own(fleet: Fleet) -> None:
+    """Each loads, gives to nobody, and none waits for another."""
+    planners = [scripted_planner(storage_plan("loader")) for _ in range(3)]
+    modules = [Model(1.0) for _ in planners]
+    with ThreadPoolExecutor(len(planners)) as pool:
+        reports = list(
+            pool.map(
+                lambda module, planner: run_fork(fleet, module, planner, [loader_fallback(load_twos)]),
+                modules,
+                planners,
+            )
+        )
+    assert [("forked", reports[0].image_bytes, True)] * 3 == [
+        (report.outcome, report.storage_bytes, bool((module.weight == 2.0).all()))
+        for report, module in zip(reports, modules, strict=True)
+    ]
+
+
+def test_who_waits_for_a_loader_that_ends_without_a_seed_asks_at_once(fleet: Fleet) -> None:
+    """The planner hears first how it ended, then its readers hear that nothing comes from it."""
+    waiting = threading.Event()
+
+    def rebind(module: nn.Module) -> None:
+        waiting.wait(NEVER_S)
+        module.load_state_dict(Model(2.0).state_dict(), assign=True)
+
+    hosts: list[Seed] = []
+    started = threading.Event()
+
+    def serve(host: PeerBackend, chosen: InstanceSettings) -> InMemoryPeerServer:
+        assert isinstance(host, Seed)
+        hosts.append(host)
+        started.set()
+        return fleet.peers.service(host, chosen)
+
+    leader = scripted_planner(storage_plan("loader"))
+    leader_session = session(
+        fleet,
+        Model(1.0),
+        leader,
+        loader_fallback(rebind),
+        identity=InstanceIdentity("model", instance_id="leader"),
+        serve_peer=serve,
+    )
+    ended_before: list[bool] = []
+    reports: list[ForkReport] = []
+    running = threading.Thread(target=lambda: reports.append(leader_session.run()))
+    running.start()
+    started.wait(NEVER_S)
+
+    def follower_plan() -> Plan:
+        hosts[0].wait_registered(NEVER_S)  # by then it has the key of its leases
+        first = plan(route(hosts[0], ALL))
+        waiting.set()  # only now, as the lease is of the weights before the end
+        return first
+
+    def loader_plan() -> Plan:
+        ended_before.append(bool(leader.finishes))
+        return storage_plan("loader")
+
+    follower = FakePlanner(Script([follower_plan, loader_plan]))
+    report = run_fork(fleet, Model(1.0), follower, [loader_fallback(load_twos)])
+    running.join()
+    assert reports[0].seed is not None
+    reports[0].seed.close()
+    assert ("forked", [True], ["SourceChanged"]) == (
+        report.outcome,
+        ended_before,
+        [error for _, _, error in follower.script.faults],
+    )
+
+
+def test_the_elected_does_not_wait_for_a_word_on_another_layout(
+    fleet: Fleet, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer of another layout that does not answer is asked for a second at most before it reads."""
+    timeouts: list[float] = []
+
+    class UnresponsivePeer(InMemoryPeer):
+        def full_manifest(self, deadline: float) -> Manifest:
+            timeouts.append(deadline - time.monotonic())
+            raise SourceTimeout("no answer")
+
+    seed = fleet.source("seed", capture(nn.Linear(600, 600)))
+    monkeypatch.setattr(fleet.peers, "dial", lambda address, token: UnresponsivePeer(fleet.peers, address, token))
+    chosen = storage_plan("checkpoint", checkpoint.as_uri()).model_copy(update={"other_layout": route(seed)})
+    report = run_fork(fleet, Model(1.0), scripted_planner(NO_SOURCE_PLAN, chosen), [checkpoint_fallback(checkpoint)])
+    assert ("forked", [True]) == (report.outcome, [seconds <= LAYOUT_DIFF_TIMEOUT_S for seconds in timeouts])
+
+
+def test_the_report_says_why_the_planner_had_this_instance_load(fleet: Fleet) -> None:
+    """Nothing failed here: the words of the planner are all there is."""
+    quarantined = plan(reason="its only seed is quarantined")
+    planner = scripted_planner(quarantined, storage_plan("loader"))
+    report = run_fork(fleet, Model(1.0), planner, [TWOS])
+    assert ["NoSource"] == [reason.partition(":")[0] for reason in report.reasons]
+    assert "its only seed is quarantined" in report.reasons[0]
+    assert f"because: {report.reasons[0]}" in report.line()
+    assert report.reasons == planner.finishes[0][1].reasons
+
+
+def test_a_plan_that_changes_to_storage_says_why(fleet: Fleet) -> None:
+    """Also where it had routes before: what failed is named, and what the planner made of it."""
+    seed = fleet.source("gone", image(1))
+    closed_source_plan = plan(route(seed, ALL))
+    seed.close()
+    planner = scripted_planner(closed_source_plan, plan(reason="no seed is left"), storage_plan("loader"))
+    report = run_fork(fleet, Model(1.0), planner, [TWOS])
+    assert any("no seed is left" in reason for reason in report.reasons)

@@ -1,0 +1,181 @@
+"""How long storage, and who reads it, are waited for."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+
+from rfork.errors import DeadlineExceeded, NoSource, StorageError
+from rfork.image.chunk_state import ChunkState
+from rfork.schema import Plan
+from tests.unit.receiver.cold_start_targets import (
+    ALL,
+    RelayTarget,
+    planner_script,
+    run_concurrently,
+    verified_by_source,
+)
+from tests.unit.receiver.fleet import (
+    CHUNKS,
+    NEVER_S,
+    Files,
+    Fleet,
+    Target,
+    content_hash,
+    image,
+    live_transfer_threads,
+    plan,
+    reads,
+    route,
+    settings,
+)
+
+
+@pytest.mark.parametrize(
+    ("read_at", "ended", "stall_s"),
+    [
+        (None, NoSource, 0.1),
+        (lambda: 0.0, NoSource, 0.1),
+        # Not to be taken for silent while this machine has too much to do.
+        (time.monotonic, DeadlineExceeded, 0.5),
+    ],
+    ids=["reads nothing", "stuck", "slow"],
+)
+def test_how_long_a_leader_without_chunks_is_waited_for(
+    fleet: Fleet, read_at: Callable[[], float] | None, ended: type[Exception], stall_s: float
+) -> None:
+    """As long as its storage gives something; one that is stuck is given up, and another asked for."""
+    source_image = image(1)
+    leader = fleet.source("leader", source_image, board=ChunkState(source_image.layout.chunks), knows_manifest=False)
+    leader.report_storage_activity(read_at)
+    script = planner_script(plan(route(leader, ALL)), plan(reason="nobody else"))
+    chosen = settings(source_idle_timeout_s=stall_s, storage_idle_timeout_s=3 * stall_s)
+    target = Target(fleet, script, chosen, deadline_s=3.5 * stall_s if ended is DeadlineExceeded else NEVER_S)
+    with pytest.raises(ended):
+        target.run()
+    faults = [("leader", "source", "SourceStalled")] if ended is NoSource else []
+    assert faults == script.faults
+
+
+def test_a_follower_of_a_leader_whose_disk_hangs_reads_its_own(fleet: Fleet) -> None:
+    """It waits for what the settings allow, then the planner elects it; what it holds is kept."""
+    source_image, proceed = image(1), threading.Event()
+    blocked_files, follower_files = Files(source_image), Files(source_image)
+    blocked_files.before_read = lambda chunk: proceed.wait(NEVER_S) if chunk == 2 else True
+    script = planner_script(plan(storage=[reads(blocked_files, ALL)]), plan(reason="nobody else"))
+    leader = RelayTarget(
+        fleet,
+        "leader",
+        script,
+        [blocked_files],
+        chosen=settings(max_inflight_chunks=1, storage_idle_timeout_s=1.0),
+    )
+    follower_script = planner_script(
+        lambda: plan(route(leader.relay, ALL)), lambda: plan(storage=[reads(follower_files, (2, CHUNKS))])
+    )
+    # It is not silent, and its storage is its own: how long that is waited for is the other setting.
+    chosen = settings(max_inflight_chunks=1, source_idle_timeout_s=1.0, storage_idle_timeout_s=0.5)
+    follower = RelayTarget(fleet, "follower", follower_script, [follower_files], chosen=chosen)
+    ended = run_concurrently(leader, follower)
+    proceed.set()
+    assert (NoSource, [("target", "storage", "StorageError")]) == (type(ended[0]), script.faults)
+    assert (content_hash(source_image), [("leader", "source", "SourceStalled")], {"leader": 2}) == (
+        content_hash(follower.image),
+        follower_script.faults,
+        {name: count for name, count in verified_by_source(follower.target).items() if name == "leader"},
+    )
+
+
+def test_two_that_wait_for_each_other_end(fleet: Fleet) -> None:
+    """In a circle nobody's word keeps another waiting: what was last read grows old everywhere."""
+    source_image = image(1)
+    disks = [Files(source_image, storage_kind="snapshot", manifest=source_image.manifest()) for _ in range(2)]
+    members: list[RelayTarget] = []
+    chosen = settings(max_inflight_chunks=1, source_idle_timeout_s=0.2, storage_idle_timeout_s=0.4)
+
+    def shared_plan(member_index: int) -> Plan:
+        return plan(route(members[1 - member_index].relay, (3, 6)), storage=[reads(disks[member_index], (0, 3))])
+
+    scripts = [
+        planner_script(partial(shared_plan, member_index), plan(reason="nobody else")) for member_index in range(2)
+    ]
+    for member_index, name in enumerate(("one", "two")):
+        members.append(RelayTarget(fleet, name, scripts[member_index], [disks[member_index]], chosen=chosen))
+    ended = run_concurrently(*members)
+    assert [NoSource, NoSource] == [type(each) for each in ended]
+    reported_faults = {(script.faults[0][1], script.faults[0][2]) for script in scripts if script.faults}
+    assert {("source", "SourceStalled"), ("source", "SourceGone")} >= reported_faults > set()
+
+
+def test_a_disk_that_hangs_does_not_hang_the_fork(fleet: Fleet) -> None:
+    """It is told as stalled and somebody else gives; what it gives later changes nothing."""
+    source_image, proceed, read_resumed = image(1), threading.Event(), threading.Event()
+    blocked_files = Files(image(2))
+
+    def hang(chunk: int) -> bool:
+        read_resumed.set() if proceed.wait(NEVER_S) else None
+        return True
+
+    blocked_files.before_read = hang
+    seed = fleet.source("seed", source_image)
+    script = planner_script(plan(storage=[reads(blocked_files, ALL)]), plan(route(seed, ALL)))
+    target = Target(fleet, script, settings(storage_idle_timeout_s=0.3), files=[blocked_files])
+    target.run()
+    threads = live_transfer_threads()
+    proceed.set()
+    assert read_resumed.wait(NEVER_S)
+    assert (content_hash(source_image), [("target", "storage", "StorageError")], []) == (
+        content_hash(target.image),
+        script.faults,
+        threads,
+    )
+
+
+def test_a_disk_that_never_gave_anything_does_not_outlive_the_deadline(fleet: Fleet) -> None:
+    """The deadline is put off only for storage that advances."""
+    files, proceed = Files(image(1)), threading.Event()
+    files.before_read = lambda chunk: proceed.wait(NEVER_S)
+    target = Target(fleet, planner_script(plan(storage=[reads(files, ALL)])), deadline_s=0.3, files=[files])
+    with pytest.raises(DeadlineExceeded):
+        target.run()
+    proceed.set()
+    assert ([], 0) == (live_transfer_threads(), len(target.board))
+
+
+def test_the_deadline_waits_for_own_storage_that_advances(fleet: Fleet) -> None:
+    """Whoever reads for all that wait reads to the end, since it would have to begin anew otherwise."""
+    source_image = image(1)
+    files, pause = Files(source_image), threading.Event()
+    target = Target(
+        fleet,
+        planner_script(plan(storage=[reads(files, ALL)])),
+        settings(max_inflight_chunks=1, storage_idle_timeout_s=30.0),
+        deadline_s=1.0,
+        files=[files],
+    )
+    deadline = time.monotonic() + 1.1
+    # The first comes at once, all others once the deadline would have passed.
+    files.before_read = lambda chunk: pause.wait(max(0.0, deadline - time.monotonic())) if chunk else None
+    target.run()
+    assert (content_hash(source_image), list(range(CHUNKS)), True) == (
+        content_hash(target.image),
+        sorted(files.chunks_read),
+        time.monotonic() > deadline,
+    )
+
+
+def test_a_deadline_ends_a_read_of_storage(fleet: Fleet) -> None:
+    """Past the deadline nothing more is read, and nobody is blamed."""
+    files = Files(image(1))
+    target = Target(fleet, planner_script(plan(storage=[reads(files, ALL)])), deadline_s=0.2, files=[files])
+    ended = threading.Event()
+    files.before_read = lambda chunk: ended.wait(NEVER_S)
+    with pytest.raises(DeadlineExceeded):
+        target.run()
+    ended.set()
+    assert ([], []) == (target.reasons, live_transfer_threads())
+    assert StorageError.__name__ not in target.reasons

@@ -1,0 +1,298 @@
+"""Pulls of images that nobody holds yet: one reads storage, the others get it from there meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from rfork.errors import NoSource, UserError
+from rfork.image import ranges
+from rfork.image.chunk_state import ChunkState
+from rfork.image.chunks import MIB
+from rfork.schema import ChunkAssignment, Plan
+from rfork.testing.transport import FaultInjection
+from tests.unit.receiver.cold_start_targets import (
+    ALL,
+    ORIGIN,
+    RelayTarget,
+    failing_leader,
+    planner_script,
+    provisional_relay,
+    run_concurrently,
+    verified_by_source,
+    wait_for_chunks,
+)
+from tests.unit.receiver.fleet import (
+    CHUNKS,
+    NEVER_S,
+    Files,
+    Fleet,
+    Target,
+    content_hash,
+    image,
+    live_transfer_threads,
+    plan,
+    reads,
+    route,
+    settings,
+)
+
+
+def test_the_elected_reads_its_files(fleet: Fleet) -> None:
+    """Every byte is the files', the digests are the manifest, and the bytes are told by the files' name."""
+    source_image = image(1)
+    files = Files(source_image)
+    target = Target(fleet, planner_script(plan(storage=[reads(files, ALL)])), files=[files])
+    pulled = target.run()
+    assert (content_hash(source_image), [source_image.manifest()]) == (
+        content_hash(target.image),
+        target.relay.manifests,
+    )
+    assert [("checkpoint:file:///files", "node", "checkpoint", CHUNKS, CHUNKS * MIB)] == [
+        (share.source_id, share.host, share.transport, share.verified_chunks, share.verified_bytes)
+        for share in pulled.sources
+    ]
+    assert (list(range(CHUNKS)), CHUNKS * MIB, ORIGIN) == (
+        sorted(files.chunks_read),
+        pulled.bytes_read,
+        target.board.provisional_id,
+    )
+
+
+def test_while_it_reads_its_files_it_says_so(fleet: Fleet) -> None:
+    """Those that wait behind it hear that chunks may be long in coming, until all are there."""
+    source_image = image(1)
+    files = Files(source_image)
+    target = Target(
+        fleet,
+        planner_script(plan(storage=[reads(files, ALL)])),
+        settings(max_inflight_chunks=1),
+        files=[files],
+    )
+    activity_reported = threading.Event()
+    report_activity = target.relay.report_storage_activity
+
+    def report_and_signal(read_at: Callable[[], float] | None, *, relayed: bool = False) -> None:
+        report_activity(read_at, relayed=relayed)
+        if read_at is not None:
+            activity_reported.set()
+
+    target.relay.report_storage_activity = report_and_signal  # type: ignore[method-assign]
+    files.before_read = lambda chunk: activity_reported.wait(NEVER_S)
+    target.run()
+    assert [True, False] == target.relay.storage_activity
+
+
+def test_a_follower_reads_while_the_leader_reads(fleet: Fleet) -> None:
+    """The leader's disk gives a chunk only once the follower has the one before: neither waits for all."""
+    source_image = image(1)
+    files = Files(source_image)
+    leader = RelayTarget(fleet, "leader", planner_script(plan(storage=[reads(files, ALL)])), [files])
+    follower = RelayTarget(fleet, "follower", planner_script(plan(route(leader.relay, ALL))))
+    steps: list[bool] = []
+    files.before_read = lambda chunk: steps.append(wait_for_chunks(follower.target.board, chunk))
+    run_concurrently(leader, follower)
+    assert ([True] * CHUNKS, [content_hash(source_image)] * 2) == (
+        steps,
+        [content_hash(leader.image), content_hash(follower.image)],
+    )
+    assert ({"leader": CHUNKS}, [source_image.manifest().weights_id] * 2) == (
+        verified_by_source(follower.target),
+        [leader.weights_id, follower.weights_id],
+    )
+
+
+def test_digests_pass_from_relay_to_relay(fleet: Fleet) -> None:
+    """Three in a chain, none of which knows the manifest: storage is read once, and all agree."""
+    source_image = image(1)
+    files = Files(source_image)
+    first = RelayTarget(fleet, "first", planner_script(plan(storage=[reads(files, ALL)])), [files])
+    second = RelayTarget(fleet, "second", planner_script(plan(route(first.relay, ALL))))
+    third = RelayTarget(fleet, "third", planner_script(plan(route(second.relay, ALL))))
+    files.before_read = lambda chunk: wait_for_chunks(third.target.board, chunk)
+    run_concurrently(first, second, third)
+    assert ([content_hash(source_image)] * 3, {"second": CHUNKS}, CHUNKS) == (
+        [content_hash(member.image) for member in (first, second, third)],
+        verified_by_source(third.target),
+        len(files.chunks_read),
+    )
+
+
+def test_a_relay_of_a_draft_that_gives_wrong_bytes(fleet: Fleet) -> None:
+    """Bytes that do not match the digest that came with them are thrown away, and the relay is blamed."""
+    source_image = image(1)
+    files = Files(source_image)
+    leader = RelayTarget(
+        fleet,
+        "leader",
+        planner_script(plan(storage=[reads(files, ALL)])),
+        [files],
+        faults=FaultInjection(corrupt_chunks={2}),
+    )
+    script = planner_script(plan(route(leader.relay, ALL)), plan(reason="nobody else"))
+    follower = RelayTarget(fleet, "follower", script)
+    files.before_read = lambda chunk: wait_for_chunks(follower.target.board, chunk) if chunk < 3 else True
+    ended = run_concurrently(leader, follower)[1]
+    assert ([("leader", "source", "SourceCorrupt")], 2) == (script.faults, len(follower.target.board))
+    assert NoSource is type(ended)
+
+
+def test_files_that_fail_are_the_reader_s_own_fault(fleet: Fleet) -> None:
+    """The planner hears of a fault of storage under this instance's own id; what is verified is kept."""
+    source_image = image(1)
+    files = Files(source_image, fails_at=3 * MIB)
+    seed = fleet.source("seed", source_image)
+    script = planner_script(plan(storage=[reads(files, ALL)]), plan(route(seed, ALL)))
+    target = Target(fleet, script, settings(max_inflight_chunks=1), files=[files])
+    target.run()
+    assert ([("target", "storage", "StorageError")], content_hash(source_image)) == (
+        script.faults,
+        content_hash(target.image),
+    )
+    assert ({"checkpoint:file:///files": 3, "seed": 3}, []) == (
+        verified_by_source(target),
+        target.relay.dropped,
+    )
+
+
+@pytest.mark.parametrize("error", [UserError("bad"), ZeroDivisionError("a bug")], ids=["of another kind", "a bug"])
+def test_whatever_a_reader_of_files_raises(fleet: Fleet, error: Exception) -> None:
+    """It is a fault of storage, and no hang."""
+    files = Files(image(1), error=error, fails_at=0)
+    script = planner_script(plan(storage=[reads(files, ALL)]), plan(reason="nobody else"))
+    with pytest.raises(NoSource):
+        Target(fleet, script, files=[files]).run()
+    assert [("target", "storage")] == [(name, fault) for name, fault, _ in script.faults]
+
+
+def test_a_snapshot_s_chunks_are_verified(fleet: Fleet) -> None:
+    """Its manifest is told before its first chunk, and bytes that do not match it are its fault."""
+    source_image, corrupt_image = image(1), image(1)
+    corrupt_image.regions[1][0] ^= 1
+    files = Files(corrupt_image, storage_kind="snapshot", manifest=source_image.manifest())
+    seed = fleet.source("seed", source_image)
+    script = planner_script(plan(storage=[reads(files, ALL)]), plan(route(seed, ALL)))
+    target = Target(fleet, script, settings(max_inflight_chunks=1), files=[files])
+    target.run()
+    assert ([("target", "storage", "StorageError")], content_hash(source_image)) == (
+        script.faults,
+        content_hash(target.image),
+    )
+    assert ({"snapshot:file:///files": 3, "seed": 3}, None) == (
+        verified_by_source(target),
+        target.board.provisional_id,
+    )
+
+
+def test_two_share_a_snapshot(fleet: Fleet) -> None:
+    """Each reads its half from storage and takes the other half from its partner."""
+    source_image = image(1)
+    manifest = source_image.manifest()
+    disks = [Files(source_image, storage_kind="snapshot", manifest=manifest) for _ in range(2)]
+    halves = [(0, 3), (3, 6)]
+    members: list[RelayTarget] = []
+
+    def shared_plan(member_index: int) -> Plan:
+        other = members[1 - member_index].relay
+        return plan(route(other, halves[1 - member_index]), storage=[reads(disks[member_index], halves[member_index])])
+
+    members.append(RelayTarget(fleet, "one", planner_script(lambda: shared_plan(0)), [disks[0]]))
+    members.append(RelayTarget(fleet, "two", planner_script(lambda: shared_plan(1)), [disks[1]]))
+    run_concurrently(*members)
+    assert [content_hash(source_image)] * 2 == [content_hash(member.image) for member in members]
+    assert [[0, 1, 2], [3, 4, 5]] == [sorted(disk.chunks_read) for disk in disks]
+
+
+def test_a_follower_goes_on_where_the_leader_died(fleet: Fleet) -> None:
+    """It gives the missing chunks alone, once it found in its files all that it holds."""
+    source_image = image(1)
+    leader, follower_files = failing_leader(fleet, source_image), Files(source_image)
+    script = planner_script(lambda: plan(route(leader.relay, ALL)), plan(storage=[reads(follower_files, (3, 6))]))
+    follower = RelayTarget(fleet, "follower", script, [follower_files])
+    run_concurrently(leader, follower)
+    assert (content_hash(source_image), {"leader": 3, "checkpoint:file:///files": 3}) == (
+        content_hash(follower.image),
+        verified_by_source(follower.target),
+    )
+    # What is compared is read one by one; what is read after it comes on several threads.
+    assert ([0, 1, 2], [3, 4, 5], 0, source_image.manifest().weights_id) == (
+        follower_files.chunks_read[:3],
+        sorted(follower_files.chunks_read[3:]),
+        follower.relay.generation,
+        follower.weights_id,
+    )
+
+
+def test_two_reads_of_one_storage_are_one(fleet: Fleet) -> None:
+    """A plan that names a storage twice means all the chunks that it names."""
+    source_image = image(1)
+    files = Files(source_image)
+    script = planner_script(plan(storage=[reads(files, (0, 3)), reads(files, (3, CHUNKS))]))
+    Target(fleet, script, files=[files]).run()
+    assert (1, list(range(CHUNKS))) == (len(script.faults_by_request), sorted(files.chunks_read))
+
+
+def test_the_planner_is_told_what_is_read_now(fleet: Fleet) -> None:
+    """Asking again names each source and its chunks; this instance's own id stands for its storage."""
+    source_image = image(1)
+    files, seed = (
+        Files(source_image),
+        fleet.source("seed", source_image, board=ChunkState(source_image.layout.chunks), knows_manifest=False),
+    )
+    proceed = threading.Event()
+    files.before_read = lambda chunk: proceed.wait(NEVER_S)
+
+    def single_plan() -> Plan:
+        proceed.set()
+        return plan(storage=[reads(files, ALL)])
+
+    shared = plan(route(seed, (0, 2)), storage=[reads(files, (2, 5))], retry_after_s=0.01)
+    script = planner_script(shared, single_plan)
+    Target(fleet, script, files=[files]).run()
+    assert [
+        (),
+        (
+            ChunkAssignment(source_id="seed", chunks=((0, 2),)),
+            ChunkAssignment(source_id="target", chunks=((2, 5),)),
+        ),
+    ] == [tuple(sorted(current, key=lambda share: share.source_id)) for current in script.current]
+
+
+def test_a_plan_that_names_no_storage_of_ours(fleet: Fleet) -> None:
+    """A plan that is not to be followed is told as such, and nothing hangs."""
+    script = planner_script(plan(storage=[reads(Files(image(1)), ALL)]), plan(reason="nobody else"))
+    with pytest.raises(NoSource):
+        Target(fleet, script).run()
+    assert ([("target", "storage")], []) == (
+        [(name, fault) for name, fault, _ in script.faults],
+        live_transfer_threads(),
+    )
+
+
+def test_nobody_seals_what_it_did_not_read(fleet: Fleet) -> None:
+    """Where the reader dies before it says what all its chunks are, one that has files looks into them."""
+    source_image = image(1)
+    leader, follower_files = (
+        provisional_relay(fleet, "leader", source_image, ORIGIN, range(CHUNKS)),
+        Files(source_image),
+    )
+
+    def remaining_plan() -> Plan:
+        return plan(storage=[reads(follower_files, *ranges.subtract([ALL], follower.target.board.verified))])
+
+    script = planner_script(lambda: plan(route(leader, ALL)), remaining_plan)
+    follower = RelayTarget(fleet, "follower", script, [follower_files])
+    running = threading.Thread(target=follower.target.run)
+    running.start()
+    complete = wait_for_chunks(follower.target.board, CHUNKS)
+    before = follower.weights_id
+    for channel in list(leader._leases._channels):
+        leader.close_channel(channel)
+    running.join()
+    assert (True, None, source_image.manifest().weights_id) == (complete, before, follower.weights_id)
+    assert ({"leader": CHUNKS, "checkpoint:file:///files": 1}, [*range(CHUNKS)]) == (
+        verified_by_source(follower.target),
+        follower_files.chunks_read,
+    )

@@ -1,0 +1,111 @@
+"""Images that only the engine's own loader can fill."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from rfork.image.chunk_state import ChunkState
+from rfork.image.chunks import MIB
+from rfork.image.manifest import Manifest
+from rfork.schema import StorageAssignment
+from rfork.source.seed import Seed
+from tests.unit.receiver.cold_start_targets import (
+    ALL,
+    RelayTarget,
+    X,
+    planner_script,
+    provisional_relay,
+    verified_by_source,
+)
+from tests.unit.receiver.fleet import CHUNKS, NEVER_S, Fleet, Target, content_hash, image, plan, route
+
+
+def reports_relayed_activity(seed: Seed) -> bool:
+    activity = seed.progress_since(()).storage_activity
+    return activity is not None and activity.relayed
+
+
+def test_a_relay_passes_on_that_its_source_loads(fleet: Fleet) -> None:
+    """Whoever waits behind one that waits behind the leader is told so too."""
+    source_image = image(1)
+    leader = fleet.source("leader", source_image, board=ChunkState(source_image.layout.chunks), knows_manifest=False)
+    leader.report_storage_activity(time.monotonic)
+    relay = RelayTarget(fleet, "relay", planner_script(plan(route(leader, ALL))))
+    activity_seen = threading.Event()
+    with relay.relay.on_change(lambda: activity_seen.set() if reports_relayed_activity(relay.relay) else None):
+        running = threading.Thread(target=relay.target.run)
+        running.start()
+        was_seen = activity_seen.wait(NEVER_S)
+        manifest = source_image.manifest()
+        leader.set_manifest(manifest)
+        for chunk, digest in enumerate(manifest.digests):
+            leader.board.mark_verified(chunk, digest)
+        running.join()
+    assert (True, False, content_hash(source_image)) == (
+        was_seen,
+        reports_relayed_activity(relay.relay),
+        content_hash(relay.image),
+    )
+
+
+LOADER = StorageAssignment(kind="loader", uri="", chunks=(ALL,))
+
+
+def test_the_elected_runs_its_loader(fleet: Fleet) -> None:
+    """It fills the whole image on the caller's thread, and every byte counts as read from storage."""
+    source_image = image(1)
+    threads: list[str] = []
+    target = Target(fleet, planner_script(plan(storage=[LOADER])), run_loader=lambda read: load(read))
+
+    def load(read: StorageAssignment) -> Manifest:
+        threads.append(threading.current_thread().name)
+        for target_region, source_region in zip(target.image.regions, source_image.regions, strict=True):
+            target_region.copy_(source_region)
+        return target.image.manifest()
+
+    pulled = target.run()
+    assert ([threading.current_thread().name], [True, False]) == (threads, target.relay.storage_activity)
+    assert ([source_image.manifest()], {"loader:": CHUNKS}, CHUNKS * MIB, 0, ALL) == (
+        target.relay.manifests,
+        verified_by_source(target),
+        pulled.bytes_read,
+        target.transfer.measurable_bytes,  # no rate is told of what came all at once
+        target.board.verified[0],
+    )
+
+
+def test_a_loader_that_fails_is_told_and_another_source_asked(fleet: Fleet) -> None:
+    """The planner hears of a fault of storage; a seed that came up meanwhile gives everything."""
+    source_image = image(1)
+    seed = fleet.source("seed", source_image)
+    script = planner_script(plan(storage=[LOADER]), plan(route(seed, ALL)))
+    target = Target(fleet, script)
+    target.run()
+    assert ([("target", "storage", "StorageError")], content_hash(source_image)) == (
+        script.faults,
+        content_hash(target.image),
+    )
+
+
+def test_a_loader_starts_from_nothing(fleet: Fleet) -> None:
+    """What was verified is dropped before a loader writes over it, and nothing else is read meanwhile."""
+    source_image = image(1)
+    first = provisional_relay(fleet, "first", image(2), X, [0, 1])
+    script = planner_script(plan(route(first, (0, 2))), plan(storage=[LOADER]))
+    verified: list[int] = []
+    target = Target(fleet, script, run_loader=lambda read: load(read))
+
+    def load(read: StorageAssignment) -> Manifest:
+        verified.append(len(target.board))
+        for target_region, source_region in zip(target.image.regions, source_image.regions, strict=True):
+            target_region.copy_(source_region)
+        return target.image.manifest()
+
+    target.run()
+    assert ([0], [(0, 1)], content_hash(source_image), ()) == (
+        verified,
+        target.relay.dropped,
+        content_hash(target.image),
+        first.report().readers,
+    )

@@ -1,0 +1,279 @@
+"""Falling back: each way into a clean model, and an end that says everything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
+
+from rfork.errors import (
+    AllSourcesFailed,
+    CheckpointError,
+    PlannerUnreachable,
+    RforkError,
+    SourceUnavailable,
+    UserError,
+)
+from rfork.image.capture import capture
+from rfork.receiver.fallback import (
+    ALTERNATIVES_HINT,
+    DerivedTensors,
+    Fallback,
+    checkpoint_fallback,
+    engine_fallback,
+    loader_fallback,
+    run_fallbacks,
+)
+
+
+class Model(nn.Module):
+    """Tied weights, a persistent buffer, a rotary table that no checkpoint holds, and a stray tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(4, 3)
+        self.head = nn.Linear(3, 4, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.full((2,), 7.0))
+        self.register_buffer("rotary", torch.arange(5.0), persistent=False)
+        self.stray = torch.tensor([1, 2, 3])
+
+
+def garbage(model: nn.Module) -> None:
+    """What a transfer that broke off leaves behind."""
+    for region in capture(model).regions:
+        region.fill_(0xAB)
+
+
+def broken(error: Exception) -> Callable[[nn.Module], None]:
+    def load(module: nn.Module) -> None:
+        garbage(module)
+        raise error
+
+    return load
+
+
+def load_ones(module: nn.Module) -> None:
+    with torch.no_grad():
+        for tensor in module.state_dict().values():
+            tensor.fill_(1.0)
+
+
+def state(model: Model) -> tuple[list[float], list[float], list[float], list[int]]:
+    return (
+        sorted(set(model.head.weight.flatten().tolist())),
+        model.get_buffer("scale").tolist(),
+        model.get_buffer("rotary").tolist(),
+        model.stray.tolist(),
+    )
+
+
+LOADED = ([1.0], [1.0, 1.0], [0.0, 1.0, 2.0, 3.0, 4.0], [1, 2, 3])
+
+
+def test_what_no_loader_writes_is_put_back() -> None:
+    """Rotary tables and stray tensors are as the model computed them, though the transfer overwrote them."""
+    model = Model()
+    derived = DerivedTensors(model, capture(model))
+    garbage(model)
+    assert "loader" == run_fallbacks(model, derived, [loader_fallback(load_ones)], []).name
+    assert LOADED == state(model)
+
+
+def test_only_what_no_loader_writes_is_kept() -> None:
+    """The copies cost the derived tensors' bytes (rotary 20, stray 24), not the model's."""
+    model = Model()
+    assert 44 == DerivedTensors(model, capture(model)).nbytes
+
+
+def test_a_wrapper_s_weights_are_written_by_loaders() -> None:
+    """Of a tensor that wraps others (a DTensor), what it wraps is loaded: no copy of it is kept."""
+    model = Model()
+    model.register_parameter("wrapped", nn.Parameter(TwoTensor(torch.zeros(64), torch.ones(64))))
+    assert 44 == DerivedTensors(model, capture(model)).nbytes
+
+
+def test_extra_state_is_not_taken_for_a_tensor() -> None:
+    """A module may keep anything in its state."""
+
+    class Extra(Model):
+        def get_extra_state(self) -> str:
+            return "anything"
+
+    model = Extra()
+    assert 44 == DerivedTensors(model, capture(model, exclude=["_extra_state"])).nbytes
+
+
+def test_a_checkpoint_fills_a_tied_model(tmp_path: Path) -> None:
+    """The weight that is stored once under one of its two names is loaded under both."""
+    save_file({"embed.weight": torch.ones(4, 3), "scale": torch.ones(2)}, tmp_path / "model.safetensors")
+    model = Model()
+    derived = DerivedTensors(model, capture(model))
+    garbage(model)
+    name = run_fallbacks(model, derived, [checkpoint_fallback(tmp_path)], []).name
+    assert (f"checkpoint {tmp_path}", LOADED) == (name, state(model))
+
+
+@pytest.mark.parametrize("error", [SourceUnavailable("lost"), ZeroDivisionError("bug"), OSError("disk")])
+def test_a_way_that_raises_is_followed_by_the_next(error: Exception) -> None:
+    """Whatever a loader raises, and whatever it left in the model, the next way starts clean."""
+    model = Model()
+    derived = DerivedTensors(model, capture(model))
+    fallbacks = [Fallback("first", broken(error)), Fallback("second", load_ones)]
+    assert ("second", LOADED) == (run_fallbacks(model, derived, fallbacks, []).name, state(model))
+
+
+def load_only(*names: str) -> Callable[[nn.Module], None]:
+    def load(module: nn.Module) -> None:
+        with torch.no_grad():
+            for name, tensor in module.state_dict().items():
+                if name in names:
+                    tensor.fill_(1.0)
+
+    return load
+
+
+def test_a_loader_that_leaves_a_parameter_has_failed() -> None:
+    """A model of which a part is still that of the failed transfer is no success."""
+    model = Model()
+    with pytest.raises(AllSourcesFailed, match=r"loader did not fill scale \(1 such\)"):
+        run_fallbacks(model, DerivedTensors(model, capture(model)), [loader_fallback(load_only("embed.weight"))], [])
+
+
+def test_a_tied_weight_is_filled_under_one_name() -> None:
+    """The other name needs no write of its own."""
+    model = Model()
+    fallbacks = [loader_fallback(load_only("head.weight", "scale"))]
+    assert "loader" == run_fallbacks(model, DerivedTensors(model, capture(model)), fallbacks, []).name
+
+
+def test_what_is_excluded_need_not_be_filled() -> None:
+    """A tensor that the transfer cannot have written is the loader's to leave."""
+    model = Model()
+    derived = DerivedTensors(model, capture(model, exclude=["scale"]))
+    run_fallbacks(model, derived, [loader_fallback(load_only("embed.weight"))], [])
+    assert [7.0, 7.0] == model.get_buffer("scale").tolist()
+
+
+def test_a_loader_that_failed_is_followed_by_a_way_that_fills_all() -> None:
+    """A way that left something is one of those that failed."""
+    model = Model()
+    fallbacks = [loader_fallback(load_only("scale")), Fallback("second", load_ones)]
+    run_fallbacks(model, DerivedTensors(model, capture(model)), fallbacks, [])
+    assert LOADED == state(model)
+
+
+def test_a_count_that_an_old_checkpoint_lacks_is_not_left_to_chance(tmp_path: Path) -> None:
+    """What torch leaves as it was is what a failed transfer left there."""
+    model = nn.BatchNorm1d(2)
+    content = {name: torch.ones(2) for name in ("weight", "bias", "running_mean", "running_var")}
+    save_file(content, tmp_path / "model.safetensors")
+    with pytest.raises(AllSourcesFailed, match="did not fill num_batches_tracked"):
+        run_fallbacks(model, DerivedTensors(model, capture(model)), [checkpoint_fallback(tmp_path)], [])
+
+
+def test_the_neighbours_of_an_expanded_tensor_are_kept() -> None:
+    """A buffer that no loader writes is put back, though an expanded one begins before it."""
+    model, memory = Model(), torch.arange(8.0)
+    model.register_buffer("wide", memory[:1].expand(8))
+    model.register_buffer("table", memory[1:], persistent=False)
+    derived = DerivedTensors(model, capture(model))
+    garbage(model)
+    run_fallbacks(model, derived, [Fallback("loader", load_only("embed.weight", "scale"))], [])
+    assert torch.arange(1.0, 8.0).tolist() == model.get_buffer("table").tolist()
+
+
+def test_the_gaps_of_a_strided_parameter_are_kept() -> None:
+    """A buffer between the rows of a parameter is put back."""
+    model, memory = Model(), torch.arange(8.0)
+    model.even = nn.Parameter(memory[::2])
+    model.register_buffer("odd", memory[1::2], persistent=False)
+    derived = DerivedTensors(model, capture(model))
+    garbage(model)
+    run_fallbacks(model, derived, [Fallback("loader", load_ones)], [])
+    assert [1.0, 3.0, 5.0, 7.0] == model.get_buffer("odd").tolist()
+
+
+def test_what_a_state_dict_raises_is_told() -> None:
+    """An exception of the module's own code is an error of the caller, with one line."""
+
+    class Broken(Model):
+        def state_dict(self, *args: object, **kwargs: object) -> dict[str, torch.Tensor]:  # type: ignore[override]
+            raise ZeroDivisionError("packed")
+
+    model = Broken()
+    with pytest.raises(UserError, match=r"state_dict\(\) raised ZeroDivisionError: packed"):
+        DerivedTensors(model, capture(model))
+
+
+def test_nothing_left_carries_all_reasons(tmp_path: Path) -> None:
+    """Every failure on the way is in the error, in its order, and on its one line."""
+    model = Model()
+    fallbacks = [checkpoint_fallback(tmp_path), loader_fallback(broken(ZeroDivisionError("bug")))]
+    before: list[RforkError] = [SourceUnavailable("the seed died")]
+    with pytest.raises(AllSourcesFailed) as caught:
+        run_fallbacks(model, DerivedTensors(model, capture(model)), fallbacks, before)
+    assert ["SourceGone", "CheckpointError", "UserError"] == [error.kind for error in caught.value.reasons]
+    assert ("user", True) == (caught.value.fault, "the seed died; CheckpointError: " in str(caught.value))
+    assert "loader: ZeroDivisionError: bug" in str(caught.value)
+
+
+def test_no_way_at_all() -> None:
+    """Without a source or a way the error says so."""
+    model = Model()
+    with pytest.raises(AllSourcesFailed, match="no source and no fallback was given"):
+        run_fallbacks(model, DerivedTensors(model, capture(model)), [], [])
+
+
+@pytest.mark.parametrize(
+    ("hint", "expected"),
+    [("is the planner running there?", "is the planner running there?"), ("", ALTERNATIVES_HINT)],
+)
+def test_the_last_advice_is_the_end_s(hint: str, expected: str) -> None:
+    """What to do is what the last failure that knows it says: a seed helps nobody whose planner is away."""
+    reasons = [PlannerUnreachable("no answer", hint=hint), SourceUnavailable("it ended")]
+    with pytest.raises(AllSourcesFailed) as caught:
+        run_fallbacks(Model(), None, [], reasons)
+    assert expected == caught.value.hint
+
+
+def test_an_interrupt_is_no_failure_to_go_on_from() -> None:
+    """Ctrl-C in a loader ends the fork and tries nothing else."""
+    tried: list[str] = []
+
+    def interrupted(module: nn.Module) -> None:
+        raise KeyboardInterrupt
+
+    model = Model()
+    fallbacks = [loader_fallback(interrupted), Fallback("next", lambda module: tried.append("next"))]
+    with pytest.raises(KeyboardInterrupt):
+        run_fallbacks(model, DerivedTensors(model, capture(model)), fallbacks, [])
+    assert [] == tried
+
+
+def test_an_engines_loader_is_run_elsewhere() -> None:
+    """It is not asked to fill the model, whose content stays as it was found."""
+    model, ran = Model(), []
+    out_of_place_fallback = engine_fallback(Model, lambda: None)
+    found = run_fallbacks(model, None, [out_of_place_fallback], [], lambda each: ran.append(each.name))
+    assert (out_of_place_fallback, ["the engine's loader"]) == (found, ran)
+
+
+def test_an_engines_loader_without_weights_is_not_offered() -> None:
+    """What its check raises is why; it looks at nothing but that."""
+
+    def check() -> None:
+        raise CheckpointError("no weights in the folder")
+
+    model = Model()
+    image = capture(model)
+    opening = engine_fallback(Model, check).open
+    if opening is None:
+        raise TypeError("it cannot be asked")
+    with pytest.raises(CheckpointError, match="no weights"):
+        opening(model, image, DerivedTensors(model, image))

@@ -1,0 +1,314 @@
+"""Weights that change in their place while a fork reads them: it has the bytes of one version, or none."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import pytest
+
+from rfork.errors import NoSource
+from rfork.image.chunk_state import ChunkState
+from rfork.image.chunks import MIB
+from rfork.image.memory import Image
+from rfork.receiver.chunk_scheduler import ChunkScheduler
+from rfork.receiver.chunk_verifier import ChunkVerifier
+from rfork.schema import ChunkAssignment, Plan, SourceFault
+from rfork.source.seed import Seed
+from rfork.testing.transport import FaultInjection
+from tests.unit.receiver.fleet import (
+    CHUNKS,
+    NEVER_S,
+    Fleet,
+    RecordingServingState,
+    Script,
+    Target,
+    content_hash,
+    image,
+    plan,
+    route,
+    settings,
+)
+
+ALL = (0, CHUNKS)
+LAST = CHUNKS - 1
+
+
+def update(seed: Seed, version: int) -> None:
+    """Change all weights in place."""
+    with seed.updating():
+        write_version(seed.image, version)
+
+
+def write_version(source_image: Image, version: int) -> None:
+    """Have the bytes of this version in it."""
+    for region, other in zip(source_image.regions, image(version).regions, strict=True):
+        region.copy_(other)
+
+
+def with_weights_id(plan: Plan, weights_id: str | None) -> Plan:
+    """A plan that names its weights."""
+    return plan.model_copy(update={"weights_id": weights_id})
+
+
+def can_serve(seed: Seed, target: Target) -> bool:
+    """Whether a source may give what the target misses: it has weights, and no others were begun."""
+    begun = target.relay.manifests[-1] if len(target.board) else None
+    return seed.manifest is not None and begun in (None, seed.manifest)
+
+
+def corrupt_chunk(source_image: Image, chunk: int) -> None:
+    """Change one byte of a chunk, without a word."""
+    with source_image.writable(chunk * MIB, chunk * MIB + 1) as (view,):
+        view[0] ^= 0xFF
+
+
+def test_a_silent_write_to_a_seed(fleet: Fleet) -> None:
+    """The chunk that changed is read again elsewhere, and the seed is reported."""
+    source_image = image(1)
+    wrong = fleet.source("wrong", source_image)
+    right = fleet.source("right", image(1))
+    script = Script([lambda: plan(route(wrong, ALL)), lambda: plan(route(right, ALL))])
+    target = Target(fleet, script)
+    target.board.subscribe(lambda: corrupt_chunk(source_image, LAST) if len(target.board) == 1 else None)
+    target.run()
+    assert (content_hash(image(1)), [("wrong", "source", "SourceCorrupt")]) == (
+        content_hash(target.image),
+        script.faults,
+    )
+
+
+def test_a_silent_write_to_a_relay(fleet: Fleet) -> None:
+    """What a relay verified goes bad in its memory: its reader blames the relay, not the seed above it."""
+    source_image = image(1)
+    manifest = source_image.manifest()
+    seed = fleet.source("seed", image(1), manifest=manifest)
+    board = ChunkState(source_image.layout.chunks, range(CHUNKS))
+    relay = fleet.source("relay", source_image, board=board, manifest=manifest)
+    corrupt_chunk(source_image, 2)
+    script = Script([lambda: plan(route(relay, ALL)), lambda: plan(route(seed, ALL))])
+    target = Target(fleet, script)
+    target.run()
+    assert (content_hash(image(1)), [("relay", "source", "SourceCorrupt")]) == (
+        content_hash(target.image),
+        script.faults,
+    )
+
+
+@pytest.mark.parametrize("updates", [(2,), (2, 3)], ids=["once", "twice"])
+def test_an_update_of_the_only_seed(fleet: Fleet, updates: Sequence[int]) -> None:
+    """Each time what was verified is of no use any more, and all of it is read anew from the same seed."""
+    seed = fleet.source("seed", image(1))
+    left = list(updates)
+
+    def replan(faults: tuple[SourceFault, ...], current: tuple[ChunkAssignment, ...]) -> Plan:
+        reported.extend(fault.error for fault in faults)
+        return plan(route(seed, ALL)) if can_serve(seed, target) else plan(reason="it holds other weights")
+
+    reported: list[str] = []
+    target = Target(fleet, replan, settings(max_inflight_chunks=1))
+    target.board.subscribe(lambda: update(seed, left.pop(0)) if left and len(target.board) == 2 else None)
+    pulled = target.run()
+    reason = "the weights changed at the source: started over, 2 chunks are compared anew"
+    assert content_hash(image(updates[-1])) == content_hash(target.image)
+    assert [reason] * len(updates) == [str(error) for error in target.transfer.reasons if reason in str(error)]
+    assert {"SourceChanged"} == set(reported) == set(target.reasons)
+    assert 2 * len(updates) <= pulled.bytes_repeated // MIB <= 3 * len(updates)
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["named", "by version"])
+def test_a_plan_of_another_version_starts_the_fork_over(fleet: Fleet, named: bool) -> None:
+    """The fork had read two chunks of the old version; the source of the new version is not blamed."""
+    seed = fleet.source("seed", image(1))
+    versions = ["v1", "v2"]
+
+    def replan(faults: tuple[SourceFault, ...], current: tuple[ChunkAssignment, ...]) -> Plan:
+        reported.extend(fault.error for fault in faults)
+        if seed.manifest is None:
+            return plan()
+        version, weights_id = versions[seed.generation > 0], seed.manifest.weights_id if named else None
+        return plan(route(seed, ALL)).model_copy(update={"version": version, "weights_id": weights_id})
+
+    reported: list[str] = []
+    target = Target(fleet, replan, settings(max_inflight_chunks=1))
+    target.board.subscribe(lambda: update(seed, 2) if not seed.generation and len(target.board) == 2 else None)
+    target.run()
+    assert content_hash(image(2)) == content_hash(target.image)
+    assert reported == ["SourceChanged"]
+    assert "started over" in str(target.transfer.reasons)
+
+
+def test_weights_that_come_back_as_they_were(fleet: Fleet) -> None:
+    """What is still in the image is compared with the new manifest, and not read again."""
+    seed = fleet.source("seed", image(1))
+    updates = [1]
+
+    def replan(faults: tuple[SourceFault, ...], current: tuple[ChunkAssignment, ...]) -> Plan:
+        return plan(route(seed, ALL)) if can_serve(seed, target) else plan(reason="it holds other weights")
+
+    target = Target(fleet, replan, settings(max_inflight_chunks=1))
+    target.board.subscribe(lambda: update(seed, updates.pop()) if updates and len(target.board) == 3 else None)
+    pulled = target.run()
+    assert (content_hash(image(1)), {"SourceChanged"}) == (content_hash(target.image), set(target.reasons))
+    assert pulled.bytes_repeated <= MIB  # the one that was on its way
+
+
+def test_what_is_left_is_digested_anew() -> None:
+    """A chunk that was written to meanwhile, or is in flight, is read again."""
+    source_image = image(1)
+    manifest, board = source_image.manifest(), ChunkState(source_image.layout.chunks)
+    schedule = ChunkScheduler(CHUNKS)
+    digests = ChunkVerifier(source_image, board, schedule, RecordingServingState(board))
+    digests.set_manifest(manifest)
+    for chunk in range(3):
+        schedule.mark_found([chunk])
+        board.mark_verified(chunk, manifest.digests[chunk])
+    digests.restart()
+    corrupt_chunk(source_image, 0)
+    schedule.assign({"seed": [(1, 2)]})
+    schedule.mark_available("seed", [(1, 2)])
+    schedule.next_read()
+    digests.set_manifest(manifest)
+    assert ((2, 3),) == board.verified
+
+
+def test_a_seed_that_never_serves_again(fleet: Fleet) -> None:
+    """What was begun is dropped, others are waited for as long as the setting says, and that is the end."""
+    seed = fleet.source("seed", image(1))
+    script = Script([lambda: plan(route(seed, ALL)), plan])
+    target = Target(fleet, script, settings(no_source_timeout_s=0.5))
+    target.board.subscribe(lambda: seed.fence() if len(target.board) == 2 else None)
+    with pytest.raises(NoSource):
+        target.run()
+    assert ((), True) == (target.board.verified, len(script.faults_by_request) > 3)
+
+
+def test_a_seed_that_fails_otherwise_is_not_waited_for(fleet: Fleet) -> None:
+    """Without other weights to come the fork ends at once, with what was verified."""
+    seed = fleet.source("seed", image(1), FaultInjection(dies_after=2 * MIB))
+    script = Script([lambda: plan(route(seed, ALL)), plan])
+    target = Target(fleet, script, settings(max_inflight_chunks=1))  # another read under way would be waited for
+    with pytest.raises(NoSource):
+        target.run()
+    assert (2, 2) == (len(script.faults_by_request), len(target.board))
+
+
+def test_an_update_under_a_relay(fleet: Fleet) -> None:
+    """The relay starts over, whoever reads from it follows, and both end with the new bytes."""
+    seed = fleet.source("seed", image(1))
+    relay_image = image()
+    board = ChunkState(relay_image.layout.chunks)
+    relay = fleet.source("relay", relay_image, board=board, knows_manifest=False)
+    lower_started = threading.Event()
+
+    def seed_plan(faults: tuple[SourceFault, ...], current: tuple[ChunkAssignment, ...]) -> Plan:
+        begun = relay.manifest if len(board) else None
+        is_consistent = seed.manifest is not None and begun in (None, seed.manifest)
+        return plan(route(seed, ALL)) if is_consistent else plan()
+
+    def relay_plan(faults: tuple[SourceFault, ...], current: tuple[ChunkAssignment, ...]) -> Plan:
+        return plan(route(relay, ALL)) if not relay.generation or can_serve(relay, lower) else plan()
+
+    def change() -> None:
+        if len(board) == 3 and not seed.generation:
+            lower_started.wait(NEVER_S)
+            update(seed, 2)
+
+    upper = Target(
+        fleet,
+        seed_plan,
+        settings(max_inflight_chunks=1),
+        target_image=relay_image,
+        board=board,
+        serving_state=relay,
+    )
+    lower = Target(fleet, relay_plan)
+    board.subscribe(change)
+    lower.board.subscribe(lower_started.set)
+    reading = threading.Thread(target=lower.run)
+    reading.start()
+    upper.run()
+    reading.join()
+    assert [content_hash(image(2))] * 2 == [content_hash(upper.image), content_hash(lower.image)]
+    assert [{"SourceChanged"}] * 2 == [set(upper.reasons), set(lower.reasons)]
+    assert seed.manifest == relay.manifest
+
+
+def test_leftovers_of_the_old_weights_are_not_begun_again(fleet: Fleet) -> None:
+    """Who holds some of what was dropped has yet to drop it: the next whole weights are waited for."""
+    seed = fleet.source("seed", image(1))
+    old = seed.manifest
+    assert old is not None
+    partial_board = ChunkState(old.layout.chunks, range(4))
+    stale_source = fleet.source("leftover", image(1), board=partial_board, manifest=old)
+
+    def updated_plan() -> Plan:
+        update(seed, 2)
+        return plan(route(seed, ALL))
+
+    partial_plan = with_weights_id(plan(route(stale_source, (0, 4)), retry_after_s=0.01), old.weights_id)
+    plan_factories = [lambda: partial_plan, updated_plan]
+
+    def replan(faults: tuple[SourceFault, ...], current: tuple[ChunkAssignment, ...]) -> Plan:
+        if seed.manifest is not None:
+            return with_weights_id(plan(route(seed, ALL)), seed.manifest.weights_id)
+        # What was begun is dropped once nothing of it is under way any more.
+        return plan_factories.pop(0)() if not len(target.board) else plan()
+
+    target = Target(fleet, replan)
+    target.board.subscribe(lambda: seed.fence() if not seed.generation and len(target.board) == 2 else None)
+    target.run()
+    assert (content_hash(image(2)), {"seed"}, []) == (
+        content_hash(target.image),
+        {share.source_id for share in target.transfer.shares},
+        plan_factories,
+    )
+
+
+def test_weights_that_are_changed_back_are_read_again(fleet: Fleet) -> None:
+    """Who holds all of what was dropped is read from."""
+    seed = fleet.source("seed", image(1))
+    weights_id = image(1).manifest().weights_id
+
+    def updated_plan() -> Plan:
+        seed.publish()
+        return with_weights_id(plan(route(seed, ALL)), weights_id)
+
+    script = Script([lambda: with_weights_id(plan(route(seed, ALL)), weights_id), plan, updated_plan])
+    target = Target(fleet, script)
+    target.board.subscribe(
+        lambda: seed.fence() if script.faults_by_request == [()] and len(target.board) == 2 else None
+    )
+    target.run()
+    assert content_hash(image(1)) == content_hash(target.image)
+
+
+def test_what_a_spool_holds_of_the_old_weights_is_not_taken() -> None:
+    """Who starts over knows of no chunk, and has none claimed."""
+    source_image = image(1)
+    board = ChunkState(source_image.layout.chunks)
+    board.mark_verified(0, source_image.digest(0))
+    schedule = ChunkScheduler(CHUNKS, board.verified)
+    digests = ChunkVerifier(source_image, board, schedule, RecordingServingState(board))
+    digests.set_manifest(source_image.manifest())
+    schedule.reserve("resume", [1, 2])
+    dropped = digests.restart()
+    assert (1, [], True, None, ()) == (
+        dropped,
+        schedule.claimed,
+        schedule.unassigned,
+        digests.manifest,
+        board.verified,
+    )
+
+
+def test_who_waits_behind_a_fork_hears_of_other_weights() -> None:
+    """They were told of the first, though nothing could be read yet: the next are a new generation."""
+    source_image = image(1)
+    board = ChunkState(source_image.layout.chunks)
+    relay = RecordingServingState(board)
+    digests = ChunkVerifier(source_image, board, ChunkScheduler(CHUNKS), relay)
+    digests.set_manifest(source_image.manifest())
+    before = list(relay.dropped)
+    digests.set_manifest(image(2).manifest())
+    assert ([], [()]) == (before, relay.dropped)

@@ -1,0 +1,55 @@
+"""Whether a loader does anything, as seen from outside."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from rfork.receiver import loader_liveness
+from rfork.receiver.loader_liveness import LoaderLiveness
+from tests.unit.receiver.fleet import NEVER_S
+
+
+def test_a_thread_that_waits_has_no_pulse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was last seen of it stays as it was, however often one looks."""
+    monkeypatch.setattr(loader_liveness, "IO", tmp_path / "none")
+    monkeypatch.setattr(loader_liveness, "MIN_CPU_S", 0.1)  # to begin to wait takes some, too
+    created: list[LoaderLiveness] = []
+    ready, finished = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        created.append(LoaderLiveness())
+        ready.set()
+        finished.wait(NEVER_S)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    ready.wait(NEVER_S)
+    is_active = [created[0].last_activity() for _ in range(3)]
+    finished.set()
+    thread.join()
+    assert 1 == len(set(is_active))
+
+
+def test_work_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU time of its thread counts."""
+    monkeypatch.setattr(loader_liveness, "IO", tmp_path / "none")
+    liveness = LoaderLiveness()
+    before = liveness.last_activity()
+    sum(range(2_000_000))
+    assert liveness.last_activity() > before
+
+
+@pytest.mark.parametrize(("count", "is_active"), [(loader_liveness.MIN_BYTES, True), (10, False)])
+def test_reading_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, is_active: bool) -> None:
+    """What its process reads counts, be it on other threads; a few bytes do not."""
+    io_file = tmp_path / "io"
+    io_file.write_text("rchar: 1000\nwchar: 5\nread_bytes: 0\n")
+    monkeypatch.setattr(loader_liveness, "IO", io_file)
+    monkeypatch.setattr(loader_liveness, "MIN_CPU_S", NEVER_S)
+    liveness = LoaderLiveness()
+    before = liveness.last_activity()
+    io_file.write_text(f"rchar: 1000\nwchar: 5\nread_bytes: {count}\n")
+    assert is_active == (liveness.last_activity() > before)

@@ -1,0 +1,109 @@
+"""A loader that builds another model in the place of the first: what is given back, and what is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from rfork.errors import RforkError, SourceWeightsChanged, StorageError
+from rfork.image.capture import capture
+from rfork.image.chunk_state import ChunkState
+from rfork.receiver.chunk_persister import ChunkPersister
+from rfork.receiver.fallback import DerivedTensors, LoaderError, engine_fallback
+from rfork.receiver.module_replacement import ModuleReplacement
+from rfork.settings import InstanceSettings
+from rfork.source.seed import InstanceIdentity, Seed
+from rfork.transport.http import HttpTransport
+
+
+class Model(nn.Module):
+    """A weight, and a table that models share."""
+
+    def __init__(self, value: float, table: torch.Tensor, size: int = 8) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((size,), value), requires_grad=False)
+        self.register_buffer("table", table, persistent=False)
+
+
+class ReplacementHarness:
+    """A model that was to be filled, and its seed."""
+
+    def __init__(self) -> None:
+        self.table = torch.arange(4.0)
+        self.model = Model(0.0, self.table)
+        self.image = capture(self.model)
+        board, settings, identity = (
+            ChunkState(self.image.layout.chunks),
+            InstanceSettings(),
+            InstanceIdentity("model"),
+        )
+        self.seed = Seed(self.image, identity, settings, [HttpTransport(settings)], board=board).start()
+        derived = DerivedTensors(self.model, self.image)
+        persister = ChunkPersister(None, identity, self.image, board)
+        self.replacement = ModuleReplacement(self.image, self.seed, persister, derived, (), lambda: None)
+
+    def load(self, build_replacement: Callable[[], nn.Module]) -> None:
+        """Replace the model."""
+        try:
+            self.replacement.load(engine_fallback(build_replacement, lambda: None))
+        finally:
+            self.seed.close()
+
+
+def test_the_first_models_memory_is_gone_before_the_second_is_built() -> None:
+    """But for what it computed for itself, as that may be shared: it is put back as it was."""
+    harness = ReplacementHarness()
+    harness.table.fill_(-1.0)  # what a transfer that broke off left
+    seen: list[object] = []
+
+    def build_replacement() -> nn.Module:
+        weight = harness.model.weight.untyped_storage().nbytes()
+        seen.extend((weight, harness.table.tolist(), harness.seed.suspended))
+        with pytest.raises(SourceWeightsChanged):
+            harness.image.segments(0, 1)
+        return Model(2.0, harness.table)
+
+    harness.load(build_replacement)
+    assert [0, [0.0, 1.0, 2.0, 3.0], False] == seen
+
+
+def test_the_second_is_given() -> None:
+    """Under the first one's image, which has its memory from then on."""
+    harness = ReplacementHarness()
+    loaded = Model(2.0, harness.table)
+    harness.load(lambda: loaded)
+    assert (True, True, capture(loaded).manifest().weights_id, True) == (
+        harness.replacement.replaced,
+        harness.replacement.can_serve,
+        harness.seed.manifest.weights_id if harness.seed.manifest else None,
+        harness.image.shares_memory_with(capture(loaded)),
+    )
+
+
+def test_another_layout_is_served_and_not_given() -> None:
+    """The engine has its model; nobody else gets it."""
+    harness = ReplacementHarness()
+    harness.load(lambda: Model(2.0, harness.table, size=9))
+    assert (True, False, None) == (
+        harness.replacement.replaced,
+        harness.replacement.can_serve,
+        harness.seed.manifest,
+    )
+
+
+@pytest.mark.parametrize("error", [OSError("disk"), StorageError("bucket"), KeyError("bug")])
+def test_what_a_loader_raises_ends_the_fork(error: Exception) -> None:
+    """As it is, though it be of rfork's own kinds: nothing can follow, as the first model is gone."""
+    harness = ReplacementHarness()
+
+    def build_replacement() -> nn.Module:
+        raise error
+
+    with pytest.raises(LoaderError) as caught:
+        harness.load(build_replacement)
+    assert (error, False, False) == (
+        caught.value.error, isinstance(caught.value, RforkError), harness.replacement.replaced
+    )  # fmt: skip

@@ -1,0 +1,310 @@
+"""A feed whose source is beyond the reach of some of the transports that both have."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+
+from rfork.errors import NotSameHost, SourceTimeout, TransportUnavailable
+from rfork.image.memory import Image
+from rfork.peer.base import Dial, Peer
+from rfork.planner_client.lease import derive_key
+from rfork.receiver.deadline import Deadline
+from rfork.receiver.peer_source import PeerSource
+from rfork.source.seed import InstanceIdentity, Seed
+from rfork.testing.peers import InMemoryPeer
+from rfork.testing.transport import (
+    FaultInjection,
+    InMemoryExporter,
+    InMemoryNetwork,
+    InMemoryReader,
+    InMemoryTransport,
+)
+from rfork.transport.base import AccessGate, Endpoint, OpenControlStream, TokenSource, no_control_stream
+from tests.unit.receiver.fleet import (
+    CHUNKS,
+    NEVER_S,
+    SECRET,
+    Fleet,
+    Script,
+    Target,
+    image,
+    plan,
+    route,
+    settings,
+)
+from tests.unit.receiver.recording_listener import ALL, RecordingListener
+
+
+class CrossHostTransport(InMemoryTransport):
+    """A transport of this name that finds out at `connect` that the two are not on one host."""
+
+    def __init__(self, network: InMemoryNetwork, name: str) -> None:
+        super().__init__(network)
+        self._name = name
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def export(self, image: Image, gate: AccessGate) -> InMemoryExporter:
+        return RenamedExporter(self._network, image, gate, FaultInjection(), name=self._name)
+
+    def connect(
+        self,
+        endpoint: Endpoint,
+        image: Image,
+        token: TokenSource,
+        deadline: float,
+        talk: OpenControlStream = no_control_stream,
+    ) -> InMemoryReader:
+        raise NotSameHost(f"{self._name}: the source runs on another host")
+
+
+class RenamedExporter(InMemoryExporter):
+    """An exporter that says another transport's name."""
+
+    def __init__(
+        self, network: InMemoryNetwork, image: Image, gate: AccessGate, faults: FaultInjection, *, name: str
+    ) -> None:
+        super().__init__(network, image, gate, faults)
+        self._transport = name
+
+    def endpoint(self) -> Endpoint:
+        return replace(super().endpoint(), transport=self._transport)
+
+
+@contextmanager
+def running_peer_source(
+    fleet: Fleet,
+    listener: RecordingListener,
+    transports: Sequence[InMemoryTransport],
+    *,
+    max_readers: int = 4,
+    dial: Dial | None = None,
+    stall_s: float = NEVER_S,
+) -> Iterator[tuple[Seed, PeerSource]]:
+    """A source that offers these, best first, and a feed of it, which has them too and has begun."""
+    source_image = image(1)
+    seed = Seed(
+        source_image,
+        InstanceIdentity("model", instance_id="a"),
+        settings(max_readers=max_readers, drain_s=0),
+        list(transports),
+        manifest=source_image.manifest(),
+        serve_peer=fleet.peers.service,
+    )
+    with seed:
+        seed.set_lease_keys([derive_key(SECRET, "a")])
+        names = tuple(transport.name for transport in transports)
+        peer_source = PeerSource(
+            route(seed, ALL).model_copy(update={"transports": names}),
+            image(),
+            {transport.name: transport for transport in transports},
+            dial or fleet.peers.dial,
+            settings(source_idle_timeout_s=stall_s),
+            listener,
+            Deadline(time.monotonic() + NEVER_S),
+        )
+        peer_source.start()
+        try:
+            yield seed, peer_source
+        finally:
+            peer_source.close()
+            peer_source.join()
+
+
+def test_a_transport_that_cannot_be_used_is_passed_over(fleet: Fleet) -> None:
+    """The next one that both have is taken, over which the chunks arrive; nobody has failed."""
+    listener, memory = RecordingListener(), InMemoryTransport(fleet.network)
+    with running_peer_source(fleet, listener, [CrossHostTransport(fleet.network, "shared_memory"), memory]) as (
+        _,
+        peer_source,
+    ):
+        assert listener.offered.wait(NEVER_S)
+        peer_source.read(0, 1 << 20, time.monotonic() + NEVER_S)
+        assert (["NotOneHost"], [], "memory") == (
+            listener.transport_errors,
+            listener.failures,
+            peer_source.transport,
+        )
+
+
+def test_a_detour_takes_one_readers_place(fleet: Fleet) -> None:
+    """The channel of the transport that cannot be used is given back: a source with one place serves on."""
+    listener, memory = RecordingListener(), InMemoryTransport(fleet.network)
+    unusable = [CrossHostTransport(fleet.network, name) for name in ("cuda_ipc", "shared_memory")]
+    with running_peer_source(fleet, listener, [*unusable, memory], max_readers=1) as (seed, _):
+        assert listener.offered.wait(NEVER_S)
+        assert (["NotOneHost"] * 2, 1) == (listener.transport_errors, len(seed._leases._channels))
+
+
+def test_a_source_that_no_transport_reaches_fails_without_blame(fleet: Fleet) -> None:
+    """The last transport's error is the feed's end, a fault of the network; the place is free again."""
+    listener = RecordingListener()
+    unusable = [CrossHostTransport(fleet.network, name) for name in ("cuda_ipc", "shared_memory")]
+    with running_peer_source(fleet, listener, unusable) as (seed, peer_source):
+        peer_source.join()
+        assert (["NotOneHost"], [("NotOneHost", "network")], 0) == (
+            listener.transport_errors,
+            [(error.kind, error.fault) for error in listener.failures],
+            len(seed._leases._channels),
+        )
+
+
+class SlowTransport(CrossHostTransport):
+    """It finds out only when its time is up."""
+
+    def connect(
+        self,
+        endpoint: Endpoint,
+        image: Image,
+        token: TokenSource,
+        deadline: float,
+        talk: OpenControlStream = no_control_stream,
+    ) -> InMemoryReader:
+        threading.Event().wait(max(0.0, deadline - time.monotonic()))
+        raise TransportUnavailable(f"{self._name}: took too long to register")
+
+
+class DeadlineCheckingPeer(InMemoryPeer):
+    """A peer service that answers nothing of what comes too late."""
+
+    def open(self, layout_id: str, transports: tuple[str, ...], deadline: float) -> tuple[str, Endpoint]:
+        self._check_deadline(deadline)
+        return super().open(layout_id, transports, deadline)
+
+    def close_channel(self, channel_id: str, deadline: float) -> None:
+        self._check_deadline(deadline)
+        super().close_channel(channel_id, deadline)
+
+    def _check_deadline(self, deadline: float) -> None:
+        if time.monotonic() >= deadline:
+            raise SourceTimeout("no answer in time")
+
+
+def test_a_slow_detour_leaves_the_next_transport_its_time(fleet: Fleet) -> None:
+    """One that used up all of its time is passed over, not the source; its place is given back."""
+    listener, memory = RecordingListener(), InMemoryTransport(fleet.network)
+
+    def dial(address: str, token: TokenSource) -> Peer:
+        return DeadlineCheckingPeer(fleet.peers, address, token)
+
+    slow_transports = [SlowTransport(fleet.network, name) for name in ("transfer_engine", "nccl")]
+    with running_peer_source(fleet, listener, [*slow_transports, memory], max_readers=1, dial=dial, stall_s=0.5) as (
+        _,
+        peer_source,
+    ):
+        assert listener.offered.wait(NEVER_S) or listener.failures
+        assert (["TransportUnusable"] * 2, [], "memory") == (
+            listener.transport_errors,
+            listener.failures,
+            peer_source.transport,
+        )
+
+
+@pytest.mark.parametrize("others", [True, False])
+def test_a_place_that_cannot_be_given_back_is_no_failure(fleet: Fleet, others: bool) -> None:
+    """The next transport is taken; without one, what ends the feed is why the last cannot be used."""
+
+    class CloseTimeoutPeer(InMemoryPeer):
+        def close_channel(self, channel_id: str, deadline: float) -> None:
+            raise SourceTimeout("no answer in time")
+
+    def dial(address: str, token: TokenSource) -> Peer:
+        return CloseTimeoutPeer(fleet.peers, address, token)
+
+    listener = RecordingListener()
+    transports: list[InMemoryTransport] = [CrossHostTransport(fleet.network, "shared_memory")]
+    if others:
+        transports.append(InMemoryTransport(fleet.network))
+    with running_peer_source(fleet, listener, transports, dial=dial):
+        (listener.offered if others else listener.failed).wait(NEVER_S)
+        outcome = listener.transport_errors, [error.kind for error in listener.failures]
+    assert ((["NotOneHost"], []) if others else ([], ["NotOneHost"])) == outcome
+
+
+def test_silence_counts_once_there_is_a_reader(fleet: Fleet) -> None:
+    """To connect has a deadline of its own; a connect that keeps to none counts as silence in the end."""
+    connect_started, proceed = threading.Event(), threading.Event()
+
+    class BlockingTransport(InMemoryTransport):
+        def connect(
+            self,
+            endpoint: Endpoint,
+            image: Image,
+            token: TokenSource,
+            deadline: float,
+            talk: OpenControlStream = no_control_stream,
+        ) -> InMemoryReader:
+            connect_started.set()
+            proceed.wait(NEVER_S)
+            return super().connect(endpoint, image, token, deadline, talk)
+
+    with running_peer_source(fleet, RecordingListener(), [BlockingTransport(fleet.network)], stall_s=10.0) as (
+        _,
+        peer_source,
+    ):
+        assert connect_started.wait(NEVER_S)
+        until = peer_source._connecting_until
+        stalls = [peer_source.check(until + later, starved=True) is not None for later in (0.5, 9.5, 10.5)]
+        proceed.set()
+    assert [False, False, True] == stalls
+
+
+@pytest.mark.parametrize("opened", ["shared_memory", "carrier pigeon"])
+def test_a_source_that_opens_what_was_not_asked_for(fleet: Fleet, opened: str) -> None:
+    """It is to blame, be it a transport passed over before or one that nobody has heard of."""
+
+    class WrongTransportPeer(InMemoryPeer):
+        def open(self, layout_id: str, transports: tuple[str, ...], deadline: float) -> tuple[str, Endpoint]:
+            channel_id, endpoint = super().open(layout_id, transports, deadline)
+            if endpoint.transport == "shared_memory":
+                return channel_id, endpoint
+            return channel_id, replace(endpoint, transport=opened)
+
+    def dial(address: str, token: TokenSource) -> Peer:
+        return WrongTransportPeer(fleet.peers, address, token)
+
+    listener = RecordingListener()
+    transports = [CrossHostTransport(fleet.network, "shared_memory"), InMemoryTransport(fleet.network)]
+    with running_peer_source(fleet, listener, transports, dial=dial):
+        assert listener.failed.wait(NEVER_S)
+        outcome = [(error.kind, error.fault) for error in listener.failures]
+    assert [("SourceCorrupt", "source")] == outcome
+    assert opened in str(listener.failures[0])
+
+
+def test_a_source_out_of_reach_is_given_up_at_once(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planner hears of it once, as a fault of the network, and another source gives everything."""
+    source_image = image(1)
+    a, b = fleet.source("a", source_image), fleet.source("b", source_image)
+    unreachable_name = next(iter(fleet.network.exports))
+    connect = InMemoryTransport.connect
+
+    def connect_if_reachable(
+        transport: InMemoryTransport,
+        endpoint: Endpoint,
+        image: Image,
+        token: TokenSource,
+        deadline: float,
+        talk: OpenControlStream = no_control_stream,
+    ) -> InMemoryReader:
+        if endpoint.parameters["name"] == unreachable_name:
+            raise NotSameHost("memory: the source runs on another host")
+        return connect(transport, endpoint, image, token, deadline, talk)
+
+    monkeypatch.setattr(InMemoryTransport, "connect", connect_if_reachable)
+    script = Script([lambda: plan(route(a, ALL)), lambda: plan(route(b, ALL))])
+    target = Target(fleet, script)
+    target.run()
+    assert ([("a", "network", "NotOneHost")], ["NotOneHost"], {"b": CHUNKS}) == (
+        script.faults,
+        target.reasons,
+        {share.source_id: share.verified_chunks for share in target.transfer.shares},
+    )

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import pytest
+
+from rfork.receiver.chunk_scheduler import ChunkRead, ChunkScheduler
+from rfork.receiver.read_concurrency import ReadConcurrency
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("rate", "expected"),
+    [(25 * MIB, 1), (255 * MIB, 1), (300 * MIB, 2), (1200 * MIB, 4), (10_000 * MIB, 4)],
+)
+def test_faster_links_take_more_reads_at_once(rate: int, expected: int) -> None:
+    """One connection fills a link of a gigabit or two; the window of the settings is the most."""
+    concurrency = ReadConcurrency(4)
+    concurrency.record_chunk(rate, 1.0, 0)
+    assert expected == concurrency.window("http")
+
+
+def test_one_read_shows_how_fast_it_goes() -> None:
+    """Before the first chunk has arrived nothing is known."""
+    assert 1 == ReadConcurrency(4).window("http")
+
+
+def test_sources_of_this_host_share_no_link() -> None:
+    """What is slow there is the kernel, which finds more memory for several."""
+    concurrency = ReadConcurrency(4)
+    concurrency.record_chunk(100 * MIB, 1.0, 0)
+    assert (4, 1) == (concurrency.window("shared_memory"), concurrency.window("http"))
+
+
+def test_reads_beside_one_another_share_the_rate() -> None:
+    """Four chunks of 100 MiB that arrive within a second together are 400 MiB a second."""
+    concurrency = ReadConcurrency(4)
+    concurrency.record_chunk(100 * MIB, 1.0, 3)
+    assert 2 == concurrency.window("http")
+
+
+def one_per_source(_source_id: str) -> int:
+    return 1
+
+
+def test_no_source_is_asked_for_more_than_its_window() -> None:
+    """A second source is read from while the first is busy; the third read waits."""
+    schedule = ChunkScheduler(4)
+    schedule.assign({"a": ((0, 2),), "b": ((2, 4),)})
+    for name in "ab":
+        schedule.mark_available(name, ((0, 4),))
+    first = schedule.next_read(one_per_source)
+    assert (ChunkRead("a", 0), ChunkRead("b", 2), None) == (
+        first,
+        schedule.next_read(one_per_source),
+        schedule.next_read(one_per_source),
+    )
+    assert first is not None
+    schedule.verified(first)
+    assert ChunkRead("a", 1) == schedule.next_read(one_per_source)

@@ -1,0 +1,152 @@
+"""The fork report: its line and its JSON."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rfork.receiver.phase_timer import PhaseTimer
+from rfork.receiver.report import (
+    ForkReport,
+    SourceShare,
+    TransferStats,
+    build_fork_result,
+    transports_by_source,
+)
+from rfork.receiver.throughput import ThroughputMeter
+
+FORKED = ForkReport(
+    fork_id="f",
+    instance_id="i",
+    model="m",
+    outcome="forked",
+    layout_id="l",
+    weights_id="w",
+    image_bytes=3_000_000_000,
+    chunks=4,
+    chunks_verified=4,
+    seconds=2.5,
+    phases={"transfer": 1.5},
+    bytes_repeated=1_500_000,
+    sources=(SourceShare("0123456789", "node-1", "http", 4, 3_000_000_000),),
+)
+FALLBACK = replace(FORKED, outcome="fallback", fallback="checkpoint /m", reasons=("SourceGone: a", "NoSource: b"))
+
+
+def test_the_line_of_a_fork() -> None:
+    """Size, time, speed, sources, verification, and what was read again."""
+    assert (
+        "forked 3.000 GB in 2.50 s (2.00 GB/s) from 01234567@node-1 (http); "
+        "4/4 chunks verified, 1.5 MB read again" == FORKED.line()
+    )
+
+
+def test_the_line_of_a_fallback() -> None:
+    """What was loaded instead, and the reason that decided it."""
+    assert "loaded 3.000 GB from checkpoint /m in 2.50 s, because: NoSource: b" == FALLBACK.line()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"version": "v1", "version_from": "served"},
+            "from 01234567@node-1 (http), version v1 as served; 4/4",
+        ),
+        ({"version": f"files:{'3' * 32}", "first": True}, "(http), first of version files:33333333; 4/4"),
+        ({"version": "v1"}, "from 01234567@node-1 (http); 4/4"),
+    ],
+    ids=["taken over", "first", "own"],
+)
+def test_the_line_names_a_version_that_people_may_not_expect(changes: dict[str, Any], words: str) -> None:
+    """One that was taken over, and one that is the first of its kind."""
+    assert words in replace(FORKED, **changes).line()
+
+
+def test_the_line_of_a_fallback_names_its_version_once() -> None:
+    """The reason has it already, if that is why it fell back."""
+    why = "NoSource: first of version v2 of model m; 1 instance serves v1"
+    first = replace(FALLBACK, version="v2", first=True)
+    assert 1 == replace(first, reasons=(why,)).line().count("first of version v2")
+    assert "in 2.50 s, first of version v2, because: NoSource: b" in first.line()
+
+
+def test_a_fallback_has_no_transfer_speed() -> None:
+    """The speed is that of a fork."""
+    assert (2.0, 0.0) == (FORKED.gb_per_s, FALLBACK.gb_per_s)
+
+
+def test_the_report_is_ready_for_json() -> None:
+    """Every value but the live seed, and the speed."""
+    values = json.loads(json.dumps(FORKED.to_dict()))
+    assert (True, 2.0, "node-1") == ("seed" not in values, values["gb_per_s"], values["sources"][0]["host"])
+
+
+def test_phases_entered_twice_add_up() -> None:
+    """A phase's seconds are all its seconds, also those of one that failed."""
+    timer = PhaseTimer()
+    with timer.phase("plan"):
+        pass
+    once = timer.phases["plan"]
+    with timer.phase("plan"):
+        pass
+    assert (True, ["plan"]) == (once <= timer.phases["plan"] <= timer.seconds, list(timer.phases))
+
+
+def test_each_second_counts_in_the_innermost_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is within another phase is told before it, and taken off it; the one that goes on is last."""
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    timer = PhaseTimer()
+    phase_snapshots: list[dict[str, float]] = []
+    with timer.phase("capture"):
+        now = 1.0
+    with timer.phase("transfer"):
+        with timer.phase("plan"):
+            now = 3.0
+            phase_snapshots.append(timer.phases)
+        now = 7.0
+        phase_snapshots.append(timer.phases)
+    now = 8.0
+    phase_snapshots.append(timer.phases)
+    assert [
+        {"capture": 1.0, "transfer": 0.0, "plan": 2.0},
+        {"capture": 1.0, "plan": 2.0, "transfer": 4.0},
+        {"capture": 1.0, "plan": 2.0, "transfer": 4.0},
+    ] == phase_snapshots
+    assert ["plan", "transfer", "transfer"] == [list(phases)[-1] for phases in phase_snapshots]
+
+
+def test_transports_are_told_of_peers_only() -> None:
+    """Storage has none, nor has what was still here; of many peers those that gave most count."""
+    peers = [SourceShare(f"p{number}", "h", "http", 1, number) for number in range(70)]
+    stored = SourceShare("snapshot:file:///s", "h", "snapshot", 9, 900)
+    others = [stored, SourceShare("resume", "h", "resume", 9, 900)]
+    transports = transports_by_source([*others, *peers])
+    assert (64, "p69", {"http"}) == (len(transports), next(iter(transports)), set(transports.values()))
+
+
+def test_a_fork_that_failed_tells_its_phases_too() -> None:
+    """What was done until then, and how fast its link and its sources were."""
+    timer = PhaseTimer()
+    with timer.phase("capture"):
+        pass
+    share = SourceShare("peer-1", "node-1", "http", 1, 5)
+    pulled = TransferStats(9, 4, 2, (share,), resume_s=0.5)
+    meter = ThroughputMeter(window_s=1.0)
+    for at, total in ((0.0, 0), (1.0, 7)):
+        meter.add(at, total, {"peer-1": min(5, total)})
+    finish = build_fork_result("failed", timer, pulled, meter, [ValueError("no")], None)
+    assert (["resume", "capture"], {"peer-1": 5.0}, {"peer-1": "http"}, 4, 2, 7.0, ("ValueError: no",)) == (
+        list(finish.phases),
+        finish.source_bytes_per_s,
+        finish.transports,
+        finish.bytes_repeated,
+        finish.replans,
+        finish.link_bytes_per_s,
+        finish.reasons,
+    )

@@ -1,0 +1,195 @@
+"""A process that dies and comes back: what it takes of what it kept."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rfork.image.capture import capture
+from rfork.image.chunk_state import ChunkState
+from rfork.image.chunks import MIB
+from rfork.receiver import spool_source as resume_module
+from rfork.receiver.chunk_persister import spool_name
+from rfork.storage.spool import PAGE, RECORD, Spool
+from rfork.storage.spool_lock import acquire_spool
+from tests.unit.receiver.fleet import NEVER_S, Fleet, Script, Target, image, plan, route
+from tests.unit.receiver.spools import (
+    ALL,
+    CHUNKS,
+    IDENTITY,
+    Model,
+    attach_spool,
+    run_fork,
+    seed_and_planner,
+    settings_with_resume_dir,
+    write_spool,
+)
+
+
+@pytest.fixture(autouse=True)
+def _fast_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How fast disk and sources are is not compared: on a busy machine that is a matter of chance."""
+    monkeypatch.setattr(resume_module, "WARMUP_S", NEVER_S)
+
+
+@pytest.mark.parametrize("spooled_chunks", [[0, 1, 2], [1, 4], list(range(CHUNKS)), []], ids=str)
+def test_only_what_is_missing_is_fetched(fleet: Fleet, tmp_path: Path, spooled_chunks: list[int]) -> None:
+    """The rest is what was here; the report tells the two apart, and the file is gone."""
+    source, module = Model(1), Model()
+    write_spool(tmp_path, capture(source), spooled_chunks)
+    _, planner = seed_and_planner(fleet, source)
+    report = run_fork(fleet, module, planner, settings_with_resume_dir(tmp_path))
+    here, missing = len(spooled_chunks) * MIB, (CHUNKS - len(spooled_chunks)) * MIB
+    assert source.bytes == module.bytes
+    assert ("forked", missing, here, 0, CHUNKS, []) == (
+        report.outcome,
+        report.bytes_read,
+        report.resumed_bytes,
+        report.bytes_repeated,
+        report.chunks_verified,
+        os.listdir(tmp_path),
+    )
+    expected = {("a", "node", "memory", missing), ("resume", "node", "file", here)}
+    assert {share for share in expected if share[3]} == {
+        (share.source_id, share.host, share.transport, share.verified_bytes) for share in report.sources
+    }
+    assert (bool(spooled_chunks), bool(spooled_chunks)) == (
+        "resume" in report.phases,
+        "that were here" in report.line(),
+    )
+
+
+def test_the_planner_hears_of_sources_only(fleet: Fleet, tmp_path: Path) -> None:
+    """What was here is neither a peer's nor storage's."""
+    source = Model(1)
+    write_spool(tmp_path, capture(source), [0, 1, 2])
+    _, planner = seed_and_planner(fleet, source)
+    run_fork(fleet, Model(), planner, settings_with_resume_dir(tmp_path))
+    assert [({"a": 3 * MIB}, 3 * MIB)] == [(finish.sources, finish.bytes_read) for _, finish in planner.finishes]
+    assert {"a"} >= {name for progress in planner.progress for name in progress.sources}
+
+
+def test_weights_that_changed_are_fetched(fleet: Fleet, tmp_path: Path) -> None:
+    """Chunks of other weights are not even read from the file; those that are the same still count."""
+    before, source, module = Model(1), Model(1), Model()
+    source.get_buffer("whole")[2 * MIB : 4 * MIB].add_(1)
+    write_spool(tmp_path, capture(before), [0, 1, 2, 3])
+    _, planner = seed_and_planner(fleet, source)
+    report = run_fork(fleet, module, planner, settings_with_resume_dir(tmp_path))
+    assert (source.bytes, 2 * MIB, 4 * MIB) == (module.bytes, report.resumed_bytes, report.bytes_read)
+
+
+def flip_byte(path: Path) -> None:
+    """One byte of chunk 1 is another than was written."""
+    with path.open("r+b") as file:
+        file.seek(2 * PAGE + MIB + 77)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def truncate_file(path: Path) -> None:
+    """The file ends within chunk 1."""
+    os.truncate(path, 2 * PAGE + MIB + 77)
+
+
+def tear_record(path: Path) -> None:
+    """The record of chunk 1 is half written."""
+    with path.open("r+b") as file:
+        file.seek(PAGE + RECORD.size + 10)
+        file.write(bytes(22))
+
+
+@pytest.mark.parametrize("damage_file", [flip_byte, truncate_file, tear_record])
+def test_what_is_wrong_is_fetched(fleet: Fleet, tmp_path: Path, damage_file: Callable[[Path], None]) -> None:
+    """A chunk counts by its bytes: the record of a wrong one says that they are right."""
+    source, module = Model(1), Model()
+    damage_file(write_spool(tmp_path, capture(source), [0, 1]))
+    _, planner = seed_and_planner(fleet, source)
+    report = run_fork(fleet, module, planner, settings_with_resume_dir(tmp_path))
+    assert (source.bytes, MIB, 5 * MIB, "forked") == (
+        module.bytes,
+        report.resumed_bytes,
+        report.bytes_read,
+        report.outcome,
+    )
+
+
+def test_a_wrong_chunk_has_no_record_any_more(fleet: Fleet, tmp_path: Path) -> None:
+    """So it is kept anew, once a source has given it: its record says what the right one would say."""
+    source = image(1)
+    flip_byte(write_spool(tmp_path, source, [0, 1]))
+    spool = acquire_spool(tmp_path, spool_name(IDENTITY), source.layout)
+    target = Target(fleet, Script([plan]))
+    spool_source, schedule = attach_spool(target, spool), target.transfer._schedule
+    with target.transfer._changed:
+        target.transfer._digests.set_manifest(source.manifest())
+        spool_source.set_manifest(source.manifest())
+        spool_source.start()
+        target.transfer._changed.wait_for(lambda: not schedule.claimed and not schedule.in_flight, NEVER_S)
+    spool_source.stop()
+    records = spool.records
+    spool.close()
+    assert ([0], ((0, 1),)) == (sorted(records), target.board.verified)
+
+
+def test_without_verification_a_kept_chunk_is_checked(fleet: Fleet, tmp_path: Path) -> None:
+    """A file that anything may have happened to is never taken at its word."""
+    source, module = Model(1), Model()
+    flip_byte(write_spool(tmp_path, capture(source), [0, 1]))
+    _, planner = seed_and_planner(fleet, source)
+    run_fork(fleet, module, planner, settings_with_resume_dir(tmp_path, verify=0))
+    assert source.bytes == module.bytes
+
+
+def test_a_claimed_chunk_is_asked_of_nobody(fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the file is read the sources give what is missing, and nothing else."""
+    source, module = Model(1), Model()
+    write_spool(tmp_path, capture(source), [0, 2, 4])
+    _, planner = seed_and_planner(fleet, source)
+    others_verified = threading.Event()
+    mark, read = ChunkState.mark_verified, Spool.read
+
+    def mark_and_signal(board: ChunkState, index: int, digest: bytes | None = None) -> None:
+        mark(board, index, digest)
+        if {1, 3, 5} <= board.digests.keys():
+            others_verified.set()
+
+    def blocked_read(spool: Spool, at: int, into: memoryview) -> bool:
+        others_verified.wait(NEVER_S)
+        return read(spool, at, into)
+
+    monkeypatch.setattr(ChunkState, "mark_verified", mark_and_signal)
+    monkeypatch.setattr(Spool, "read", blocked_read)
+    report = run_fork(fleet, module, planner, settings_with_resume_dir(tmp_path))
+    assert (source.bytes, 3 * MIB, 3 * MIB) == (module.bytes, report.bytes_read, report.resumed_bytes)
+
+
+def test_a_relay_gives_what_was_here(fleet: Fleet, tmp_path: Path) -> None:
+    """Before its own source has given anything, and only once the manifest is known."""
+    source = capture(Model(1))
+    write_spool(tmp_path, source, [0, 1, 2])
+    seed_board = ChunkState(source.layout.chunks)
+    seed = fleet.source("a", source, board=seed_board, manifest=source.manifest())
+    module = Model()
+    seen: list[int] = []
+
+    def on_chunk(board: ChunkState) -> None:
+        seen.append(len(board))
+        if len(board) == 3:
+            for chunk in range(CHUNKS):
+                seed_board.mark_verified(chunk)
+
+    target_image = capture(module)
+    board = ChunkState(target_image.layout.chunks)
+    board.subscribe(lambda: on_chunk(board))
+    spool = acquire_spool(tmp_path, spool_name(IDENTITY), target_image.layout)
+    target = Target(fleet, Script([lambda: plan(route(seed, ALL))]), target_image=target_image, board=board)
+    attach_spool(target, spool)
+    target.run()
+    spool.close()
+    assert (source.manifest().digests, [1, 2, 3, 4, 5, 6]) == (target_image.manifest().digests, seen)

@@ -1,0 +1,112 @@
+"""The spans of one fork, and what the planner and the sources are told of its trace."""
+
+from __future__ import annotations
+
+import pytest
+
+from rfork.errors import AllSourcesFailed
+from rfork.image.capture import capture
+from rfork.receiver.fallback import Fallback
+from rfork.receiver.session import ForkSession
+from rfork.testing.transport import FaultInjection
+from rfork.tracing import TraceContext
+from tests.unit.receiver.fake_planner import FakePlanner
+from tests.unit.receiver.fleet import FORK_ID, Fleet, plan, route
+from tests.unit.receiver.sessions import ALL, TWOS, Model, scripted_planner, session
+from tests.unit.tracing.span_recorder import SpanRecorder
+
+
+def traced_session(fleet: Fleet, planner: FakePlanner, recorder: SpanRecorder, *fallbacks: Fallback) -> ForkSession:
+    """A fork whose spans are kept."""
+    return session(fleet, Model(1.0), planner, *fallbacks, tracer=recorder.tracer)
+
+
+def test_the_spans_of_a_fork(fleet: Fleet) -> None:
+    """One for all of it, its phases within, one for each source that it read, and there what was given."""
+    recorder = SpanRecorder()
+    seed = fleet.source("a", capture(Model(0.0)), tracer=recorder.tracer)
+    planner = scripted_planner(lambda: plan(route(seed, ALL)))
+    report = traced_session(fleet, planner, recorder).run()
+    assert {
+        "fork": None, "capture": "fork", "transfer": "fork", "plan": "transfer", "read from peer": "transfer",
+        "give": "read from peer",
+    } == {name: recorder.parent(name) for name in recorder.spans}  # fmt: skip
+    fork, read = recorder.attributes("fork"), recorder.attributes("read from peer")
+    assert ("forked", "model", report.image_bytes, 0, ()) == (
+        fork["rfork.outcome"], fork["rfork.model"], fork["rfork.bytes"], fork["rfork.replans"],
+        fork["rfork.reasons"],
+    )  # fmt: skip
+    assert ("a", "memory", report.chunks, report.image_bytes, report.chunks) == (
+        read["rfork.source"], read["rfork.transport"], read["rfork.chunks"], read["rfork.bytes"],
+        read["rfork.planned_chunks"],
+    )  # fmt: skip
+    serve_attributes = recorder.attributes("give")
+    assert ("a", FORK_ID, "memory", report.image_bytes) == (
+        serve_attributes["rfork.instance"], serve_attributes["rfork.fork"], serve_attributes["rfork.transport"], serve_attributes["rfork.bytes"],
+    )  # fmt: skip
+    assert {report.trace_id} == {f"{span.context.trace_id:032x}" for span in recorder.spans.values()}
+    assert report.seed is not None
+    report.seed.close()
+
+
+def test_the_planner_is_told_the_trace(fleet: Fleet) -> None:
+    """With the span of what it is asked for: the plan's, and at the end the fork's own."""
+    recorder, seed = SpanRecorder(), fleet.source("a", capture(Model(0.0)))
+    planner = scripted_planner(lambda: plan(route(seed, ALL)))
+    report = traced_session(fleet, planner, recorder).run()
+    names = {f"{span.context.span_id:016x}": name for name, span in recorder.spans.items()}
+    span_by_path = {
+        path.rpartition("/")[2]: names[context.span_id]
+        for path, text in planner.traceparents
+        if (context := TraceContext.parse(text)) is not None
+    }
+    assert {"forks": "plan", "finish": "fork"} == span_by_path
+    assert report.seed is not None
+    report.seed.close()
+
+
+def test_a_source_that_fails_is_an_event_of_its_read(fleet: Fleet) -> None:
+    """Its span failed, and the fork, which found another, did not."""
+    recorder, faults = SpanRecorder(), FaultInjection(corrupt_chunks={1})
+    bad = fleet.source("bad", capture(Model(0.0)), faults=faults)
+    good = fleet.source("good", capture(Model(0.0)))
+    planner = scripted_planner(lambda: plan(route(bad, ALL)), lambda: plan(route(good, ALL)))
+    report = traced_session(fleet, planner, recorder).run()
+    reads = [span for span in recorder.all_named("read from peer") if span.events]
+    assert [("failure", "SourceCorrupt", "bad", False)] == [
+        (
+            span.events[0].name,
+            (span.events[0].attributes or {})["error.type"],
+            (span.attributes or {})["rfork.source"],
+            span.status.is_ok,
+        )
+        for span in reads
+    ]
+    assert recorder.spans["fork"].status.is_unset
+    assert report.seed is not None
+    report.seed.close()
+
+
+def test_a_fallback_is_a_phase_that_says_why(fleet: Fleet) -> None:
+    """And the fork's span tells what was loaded instead."""
+    recorder = SpanRecorder()
+    planner = scripted_planner(lambda: plan())
+    report = traced_session(fleet, planner, recorder, TWOS).run()
+    fork, fallback = recorder.attributes("fork"), recorder.attributes("fallback")
+    assert ("fallback", "twos", "twos", "fork", list(report.reasons)) == (
+        fork["rfork.outcome"], fork["rfork.fallback"], fallback["rfork.source"], recorder.parent("fallback"),
+        [fallback["rfork.because"]],
+    )  # fmt: skip
+    assert report.seed is not None
+    report.seed.close()
+
+
+def test_a_fork_that_has_nothing_left_failed(fleet: Fleet) -> None:
+    """Its span says so; nothing is left open."""
+    recorder = SpanRecorder()
+    with pytest.raises(AllSourcesFailed):
+        traced_session(fleet, scripted_planner(lambda: plan()), recorder).run()
+    assert (False, "NothingLeft") == (
+        recorder.spans["fork"].status.is_ok,
+        recorder.attributes("fork")["error.type"],
+    )

@@ -1,0 +1,325 @@
+"""The puller, with real sources in this process: the right bytes, or a clear end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from rfork.image.chunk_state import ChunkState
+from rfork.image.chunks import MIB
+from rfork.receiver.active_sources import ActiveSources
+from rfork.receiver.source import ChunkSource
+from rfork.schema import Plan
+from rfork.source.seed import Seed
+from rfork.testing.transport import FaultInjection
+from tests.unit.receiver.fleet import (
+    CHUNKS,
+    Fleet,
+    Script,
+    Target,
+    content_hash,
+    image,
+    lease,
+    plan,
+    route,
+    settings,
+)
+from tests.unit.receiver.transfer_helpers import ALL, IMAGE_BYTES, verified_by_source
+
+
+def test_one_source_gives_all(fleet: Fleet) -> None:
+    """Every byte is the source's, every chunk is read once, and the manifest is told to the relay side."""
+    source_image = image(1)
+    seed = fleet.source("a", source_image)
+    target = Target(fleet, Script([lambda: plan(route(seed, ALL))]))
+    pulled = target.run()
+    assert content_hash(source_image) == content_hash(target.image)
+    assert (IMAGE_BYTES, 0, 0) == (pulled.bytes_read, pulled.bytes_repeated, pulled.replans)
+    assert [seed.manifest] == target.relay.manifests
+    assert [("a", "node", "memory", CHUNKS, IMAGE_BYTES)] == [
+        (share.source_id, share.host, share.transport, share.verified_chunks, share.verified_bytes)
+        for share in pulled.sources
+    ]
+
+
+def test_three_sources_give_at_once(fleet: Fleet) -> None:
+    """Each source gives the share that it was planned for."""
+    source_image = image(1)
+    manifest = source_image.manifest()
+    a, b, c = (fleet.source(name, source_image, manifest=manifest) for name in "abc")
+    target = Target(fleet, Script([lambda: plan(route(a, (0, 1)), route(b, (1, 3)), route(c, (3, 6)))]))
+    target.run()
+    assert content_hash(source_image) == content_hash(target.image)
+    assert {"a": 1, "b": 2, "c": 3} == verified_by_source(target)
+
+
+def test_what_the_board_holds_is_not_read_again(fleet: Fleet) -> None:
+    """A pull that starts from a board with verified chunks reads the rest."""
+    source_image = image(1)
+    seed = fleet.source("a", source_image)
+    started = image()
+    started.regions[0].copy_(source_image.regions[0])
+    board = ChunkState(started.layout.chunks, range(CHUNKS // 2))
+    target = Target(fleet, Script([lambda: plan(route(seed, ALL))]), target_image=started, board=board)
+    pulled = target.run()
+    assert (content_hash(source_image), IMAGE_BYTES // 2) == (content_hash(target.image), pulled.bytes_read)
+
+
+def test_an_empty_image_needs_no_plan(fleet: Fleet) -> None:
+    """Nothing to read: nobody is asked."""
+    script = Script([])
+    Target(fleet, script, target_image=image(chunks=0)).run()
+    assert [] == script.faults_by_request
+
+
+def test_a_source_that_dies_is_replaced(fleet: Fleet) -> None:
+    """What was verified is kept; no more than the window is read again; the dead source is reported."""
+    source_image = image(1)
+    manifest = source_image.manifest()
+    a = fleet.source("a", source_image, FaultInjection(dies_after=3 * MIB), manifest=manifest)
+    b = fleet.source("b", source_image, manifest=manifest)
+    script = Script([lambda: plan(route(a, ALL)), lambda: plan(route(b, ALL))])
+    target = Target(fleet, script)
+    pulled = target.run()
+    assert content_hash(source_image) == content_hash(target.image)
+    assert {"a": 3, "b": 3} == verified_by_source(target)
+    assert [("a", "source", "SourceGone")] == script.faults
+    assert (1, ["SourceGone"]) == (pulled.replans, target.reasons)
+    assert pulled.bytes_repeated <= 2 * MIB
+
+
+def test_a_corrupt_chunk_is_thrown_away(fleet: Fleet) -> None:
+    """Wrong bytes are never marked, the source is blamed for them, and another gives them right."""
+    source_image = image(1)
+    manifest = source_image.manifest()
+    a = fleet.source("a", source_image, FaultInjection(corrupt_chunks={3}), manifest=manifest)
+    b = fleet.source("b", source_image, manifest=manifest)
+    script = Script([lambda: plan(route(a, ALL)), lambda: plan(route(b, ALL))])
+    target = Target(fleet, script)
+    pulled = target.run()
+    assert content_hash(source_image) == content_hash(target.image)
+    assert [("a", "source", "SourceCorrupt")] == script.faults
+    assert "chunk 3 does not match its digest" in str(target.transfer.reasons[0])
+    assert (CHUNKS, MIB) == (sum(verified_by_source(target).values()), min(pulled.bytes_repeated, MIB))
+
+
+def test_without_verification_a_corrupt_chunk_gets_through(fleet: Fleet) -> None:
+    """Turning verification off does so: it is for measurements only."""
+    source_image = image(1)
+    seed = fleet.source("a", source_image, FaultInjection(corrupt_chunks={3}))
+    target = Target(fleet, Script([lambda: plan(route(seed, ALL))]), settings(verify=False))
+    target.run()
+    assert content_hash(source_image) != content_hash(target.image)
+
+
+def test_a_source_that_stalls_is_replaced(fleet: Fleet) -> None:
+    """A source that sends no more bytes is given up for another."""
+    source_image = image(1)
+    manifest = source_image.manifest()
+    a = fleet.source("a", source_image, FaultInjection(stalls_after=2 * MIB), manifest=manifest)
+    b = fleet.source("b", source_image, manifest=manifest)
+    script = Script([lambda: plan(route(a, ALL)), lambda: plan(route(b, ALL))])
+    target = Target(fleet, script, settings(source_idle_timeout_s=1.0))
+    target.run()
+    assert content_hash(source_image) == content_hash(target.image)
+    assert [("a", "source", "SourceStalled")] == script.faults
+
+
+def test_a_relay_that_offers_nothing_new_is_replaced(fleet: Fleet) -> None:
+    """A relay that lives, but whose own source does not, is given up after three times the stall time."""
+    source_image = image(1)
+    manifest = source_image.manifest()
+    relay = fleet.source("a", source_image, board=ChunkState(source_image.layout.chunks, [0, 1]), manifest=manifest)
+    seed = fleet.source("b", source_image, manifest=manifest)
+    script = Script([lambda: plan(route(relay, ALL)), lambda: plan(route(seed, ALL))])
+    target = Target(fleet, script, settings(source_idle_timeout_s=0.5))
+    target.run()
+    assert {"a": 2, "b": 4} == verified_by_source(target)
+    assert [("a", "source", "SourceStalled")] == script.faults
+    assert "offered no new chunk" in str(target.transfer.reasons[0])
+
+
+def test_a_relay_gives_chunk_by_chunk(fleet: Fleet) -> None:
+    """Each chunk is read as soon as the relay has verified it, while it waits for the next."""
+    source_image = image(1)
+    relay_board = ChunkState(source_image.layout.chunks)
+    relay = fleet.source("a", source_image, board=relay_board, manifest=source_image.manifest())
+    target = Target(fleet, Script([lambda: plan(route(relay, ALL))]))
+    steps: list[int] = []
+
+    def advance() -> None:
+        steps.append(len(target.board))
+        if not target.board.complete:
+            relay_board.mark_verified(len(target.board))
+
+    target.board.subscribe(advance)
+    relay_board.mark_verified(0)
+    target.run()
+    assert (content_hash(source_image), list(range(1, CHUNKS + 1))) == (content_hash(target.image), steps)
+
+
+def test_a_chain_of_three_ends_equal(fleet: Fleet) -> None:
+    """A target that reads from a relay that itself still reads from a seed gets the seed's bytes."""
+    source_image = image(1)
+    seed = fleet.source("seed", source_image)
+    relay_image = image()
+    board = ChunkState(relay_image.layout.chunks)
+    relay = fleet.source("relay", relay_image, board=board, knows_manifest=False)
+    upper = Target(
+        fleet,
+        Script([lambda: plan(route(seed, ALL))]),
+        target_image=relay_image,
+        board=board,
+        serving_state=relay,
+    )
+    lower = Target(fleet, Script([lambda: plan(route(relay, ALL))]))
+    reading = threading.Thread(target=lower.run)
+    reading.start()
+    upper.run()
+    reading.join()
+    assert [content_hash(source_image)] * 2 == [content_hash(upper.image), content_hash(lower.image)]
+    assert {"relay": CHUNKS} == verified_by_source(lower)
+
+
+def test_a_relay_that_breaks_does_not_end_the_fork_below(fleet: Fleet) -> None:
+    """When a relay's weights are fenced its reader keeps what it has and reads on from another."""
+    source_image = image(1)
+    manifest = source_image.manifest()
+    board = ChunkState(source_image.layout.chunks, [0, 1, 2])
+    relay = fleet.source("a", source_image, board=board, manifest=manifest)
+    seed = fleet.source("b", source_image, manifest=manifest)
+    script = Script([lambda: plan(route(relay, ALL)), lambda: plan(route(seed, ALL))])
+    target = Target(fleet, script)
+    target.board.subscribe(lambda: relay.fence() if len(target.board) == 3 else None)
+    target.run()
+    assert (content_hash(source_image), {"a": 3, "b": 3}) == (
+        content_hash(target.image),
+        verified_by_source(target),
+    )
+    assert [("a", "source", "SourceChanged")] == script.faults
+
+
+def test_a_second_source_with_other_weights_is_refused(fleet: Fleet) -> None:
+    """All chunks come from holders of the bytes that the first source named."""
+    source_image = image(1)
+    a = fleet.source("a", source_image, FaultInjection(dies_after=2 * MIB))
+    b = fleet.source("b", image(2))
+    c = fleet.source("c", source_image)
+    script = Script([lambda: plan(route(a, ALL)), lambda: plan(route(b, ALL)), lambda: plan(route(c, ALL))])
+    target = Target(fleet, script)
+    target.run()
+    assert (content_hash(source_image), {"a": 2, "c": 4}) == (
+        content_hash(target.image),
+        verified_by_source(target),
+    )
+    assert [("a", "source", "SourceGone"), ("b", "source", "SourceChanged")] == script.faults
+
+
+def test_a_source_of_other_weights_than_planned_is_refused(fleet: Fleet) -> None:
+    """The plan's weights count, not those of whoever answers first."""
+    mismatched, matching = fleet.source("odd", image(1)), fleet.source("right", image(2))
+    assert matching.manifest is not None
+    weights_id = matching.manifest.weights_id
+
+    def weights_plan(seed: Seed) -> Plan:
+        return plan(route(seed, ALL)).model_copy(update={"weights_id": weights_id})
+
+    script = Script([lambda: weights_plan(mismatched), lambda: weights_plan(matching)])
+    target = Target(fleet, script)
+    target.run()
+    assert content_hash(matching.image) == content_hash(target.image)
+    assert [("odd", "source", "SourceChanged")] == script.faults
+
+
+def test_this_side_s_own_failure_is_not_the_source_s(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out of memory while a chunk is digested: the planner hears of a target's fault."""
+    seed = fleet.source("a", image(1))
+    script = Script([lambda: plan(route(seed, ALL))])
+    target = Target(fleet, script)
+    digest = target.image.digest
+    failures = iter([MemoryError("no more")])
+
+    def failing_once(chunk: int) -> bytes:
+        for failure in failures:
+            raise failure
+        return digest(chunk)
+
+    monkeypatch.setattr(target.image, "digest", failing_once)
+    target.run()
+    assert [("a", "target", "TargetError")] == script.faults
+
+
+def test_what_was_given_up_is_taken_under_the_lock(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread gives up a source meanwhile: none is forgotten, nor closed before its fault is told."""
+    source_image = image(1)
+    a, b = (
+        fleet.source("a", source_image, FaultInjection(corrupt_chunks={3})),
+        fleet.source("b", source_image),
+    )
+    target = Target(fleet, Script([lambda: plan(route(a, ALL)), lambda: plan(route(b, ALL))]))
+    lock_was_free: list[bool] = []
+    pop_retired = ActiveSources.pop_retired
+
+    def probe_lock() -> None:
+        lock_was_free.append(target.transfer._changed.acquire(blocking=False))
+
+    def probe_then_pop(sources: ActiveSources) -> list[ChunkSource]:
+        probe_thread = threading.Thread(target=probe_lock)
+        probe_thread.start()
+        probe_thread.join()
+        return pop_retired(sources)
+
+    monkeypatch.setattr(ActiveSources, "pop_retired", probe_then_pop)
+    target.run()
+    assert ({False}, content_hash(source_image)) == (set(lock_was_free), content_hash(target.image))
+
+
+def test_places_are_given_back(fleet: Fleet) -> None:
+    """A source has no reader left once the pull is over."""
+    seed = fleet.source("a", image(1))
+    Target(fleet, Script([lambda: plan(route(seed, ALL))])).run()
+    assert () == seed.report().readers
+
+
+def test_a_busy_source_is_passed_over(fleet: Fleet) -> None:
+    """A source whose places are taken sends the fork elsewhere."""
+    source_image = image(1)
+    a, b = fleet.source("a", source_image, max_readers=1), fleet.source("b", source_image)
+    a.open_channel(a.check(lease(a, fork_id="other").token), source_image.layout.layout_id, ["memory"], "127.0.0.1")
+    script = Script([lambda: plan(route(a, ALL)), lambda: plan(route(b, ALL))])
+    target = Target(fleet, script)
+    target.run()
+    assert ([("a", "source", "SourceBusy")], {"b": CHUNKS}) == (script.faults, verified_by_source(target))
+
+
+def unreachable(seed: Seed, fleet: Fleet) -> None:
+    fleet.peers.kill(seed.report().address)
+
+
+def draining(seed: Seed, fleet: Fleet) -> None:
+    seed.drain(0.0)
+
+
+def without_transport(seed: Seed, fleet: Fleet) -> None:
+    fleet.network.exports.clear()
+
+
+@pytest.mark.parametrize(
+    ("break_source", "error"),
+    [(unreachable, "SourceGone"), (draining, "SourceBusy"), (without_transport, "SourceGone")],
+)
+def test_a_source_that_cannot_be_opened_is_reported(
+    fleet: Fleet, break_source: Callable[[Seed, Fleet], None], error: str
+) -> None:
+    """Whatever keeps a channel from opening is that source's fault, and another is asked."""
+    source_image = image(1)
+    a = fleet.source("a", source_image)
+    broken_route = route(a, ALL)
+    break_source(a, fleet)
+    b = fleet.source("b", source_image)
+    script = Script([lambda: plan(broken_route), lambda: plan(route(b, ALL))])
+    target = Target(fleet, script)
+    target.run()
+    assert ([("a", "source", error)], {"b": CHUNKS}) == (script.faults, verified_by_source(target))

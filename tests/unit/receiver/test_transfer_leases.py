@@ -1,0 +1,156 @@
+"""Pulls whose leases the planner renews, loses or refuses, or whose planner is away."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from rfork.errors import PlannerRejected, PlannerUnreachable
+from rfork.image.chunk_state import ChunkState
+from rfork.image.chunks import MIB
+from rfork.planner_client.lease import derive_key
+from rfork.schema import ChunkAssignment, Plan, SourceFault
+from rfork.testing.transport import FaultInjection
+from tests.unit.receiver.fleet import CHUNKS, Fleet, Script, Target, content_hash, image, lease, plan, route
+from tests.unit.receiver.transfer_helpers import ALL, IMAGE_BYTES, raise_plan_error, verified_by_source
+
+
+def test_a_lease_refused_thrice_excludes_the_source(fleet: Fleet) -> None:
+    """The target takes two refusals on itself; the third asks for another source, without blame."""
+    source_image = image(1)
+    a = fleet.source("a", source_image, FaultInjection(refuses=True))
+    b = fleet.source("b", source_image)
+
+    def replan(faults: tuple[SourceFault, ...], current: tuple[ChunkAssignment, ...]) -> Plan:
+        reported.extend((fault.instance_id, fault.fault, fault.error) for fault in faults)
+        excluded = any(fault == "network" for _, fault, _ in reported)
+        return plan(route(b if excluded else a, ALL))
+
+    reported: list[tuple[str, str, str]] = []
+    target = Target(fleet, replan)
+    target.run()
+    assert {"b": CHUNKS} == verified_by_source(target)
+    assert [
+        ("a", "target", "LeaseRefused"),
+        ("a", "target", "LeaseRefused"),
+        ("a", "network", "LeaseRefused"),
+    ] == reported
+
+
+@pytest.mark.parametrize("lost", ["expired", "forged", "generation"])
+def test_a_bad_lease_is_replaced_by_the_next_plan(fleet: Fleet, lost: str) -> None:
+    """A source that refuses the token at its door is asked again with the token of the next plan."""
+    source_image = image(1)
+    seed = fleet.source("a", source_image)
+    good = route(seed, ALL)
+    tokens = {
+        "expired": lease(seed, ttl_s=-1).token,
+        "forged": "forged",
+        "generation": lease(seed, generation=3).token,
+    }
+    bad = good.model_copy(update={"lease": good.lease.model_copy(update={"token": tokens[lost]})})
+    script = Script([lambda: plan(bad), lambda: plan(good)])
+    target = Target(fleet, script)
+    target.run()
+    expected = ("source", "SourceChanged") if lost == "generation" else ("target", "LeaseRefused")
+    assert ([("a", *expected)], content_hash(source_image)) == (script.faults, content_hash(target.image))
+
+
+def test_renewed_leases_are_shown_from_then_on(fleet: Fleet) -> None:
+    """A lease that is renewed in mid-fork outlives the first one."""
+    source_image = image(1)
+    board = ChunkState(source_image.layout.chunks, [0])
+    relay = fleet.source("a", source_image, board=board, manifest=source_image.manifest())
+    target = Target(fleet, Script([lambda: plan(route(relay, ALL))]))
+    rotated = threading.Event()
+
+    def rotate() -> None:
+        if not rotated.is_set():
+            rotated.set()
+            newest = lease(relay, secret=b"3" * 32)
+            relay.set_lease_keys([derive_key(b"3" * 32, "a")])
+            target.transfer.update_leases({"a": newest, "unknown": newest})
+            for index in range(1, CHUNKS):
+                board.mark_verified(index)
+
+    target.board.subscribe(rotate)
+    target.run()
+    assert (content_hash(source_image), []) == (content_hash(target.image), target.reasons)
+
+
+def test_the_planner_may_go_while_sources_give(fleet: Fleet) -> None:
+    """A fork whose sources live goes on while the planner is away, and asks again for what is left."""
+    source_image = image(1)
+    manifest = source_image.manifest()
+    a, b = (fleet.source(name, source_image, manifest=manifest) for name in "ab")
+    script = Script(
+        [
+            lambda: plan(route(a, (0, 3))),
+            lambda: raise_plan_error(PlannerUnreachable("away")),
+            lambda: raise_plan_error(PlannerRejected("confused", status=500, problem="internal")),
+            lambda: plan(route(b, (3, 6))),
+        ]
+    )
+    target = Target(fleet, script)
+    target.run()
+    assert (content_hash(source_image), {"a": 3, "b": 3}, []) == (
+        content_hash(target.image),
+        verified_by_source(target),
+        target.reasons,
+    )
+
+
+def test_faults_reach_a_planner_that_was_away(fleet: Fleet) -> None:
+    """A fault that could not be told is told with the next request."""
+    source_image = image(1)
+    a = fleet.source("a", source_image, FaultInjection(dies_after=MIB))
+    b = fleet.source("b", source_image)
+    script = Script(
+        [
+            lambda: plan(route(a, ALL)),
+            lambda: raise_plan_error(PlannerUnreachable("away")),
+            lambda: plan(route(b, ALL)),
+        ]
+    )
+    Target(fleet, script).run()
+    assert [0, 1, 1] == [len(faults) for faults in script.faults_by_request]
+
+
+def test_a_planner_that_forgot_is_asked_anew(fleet: Fleet) -> None:
+    """After `request_replan` the rest is planned anew, what is verified is kept, and the source stays open."""
+    source_image = image(1)
+    board = ChunkState(source_image.layout.chunks, [0, 1])
+    seed = fleet.source("a", source_image, board=board, manifest=source_image.manifest())
+
+    def complete_plan() -> Plan:
+        for index in range(CHUNKS):
+            board.mark_verified(index)
+        return plan(route(seed, ALL))
+
+    script = Script([lambda: plan(route(seed, ALL)), complete_plan])
+    target = Target(fleet, script)
+    target.board.subscribe(lambda: target.transfer.request_replan("forgotten") if len(target.board) == 2 else None)
+    pulled = target.run()
+    assert (content_hash(source_image), IMAGE_BYTES, 1) == (
+        content_hash(target.image),
+        pulled.bytes_read,
+        pulled.replans,
+    )
+
+
+def test_while_a_planner_that_forgot_knows_no_source_the_old_plan_holds(fleet: Fleet) -> None:
+    """A restarted planner that has not heard of the seeds yet does not end a fork whose source gives."""
+    source_image = image(1)
+    board = ChunkState(source_image.layout.chunks, [0, 1])
+    seed = fleet.source("a", source_image, board=board, manifest=source_image.manifest())
+
+    def no_source_plan() -> Plan:
+        for index in range(CHUNKS):
+            board.mark_verified(index)
+        return plan(reason="no instance holds model")
+
+    target = Target(fleet, Script([lambda: plan(route(seed, ALL)), no_source_plan]))
+    target.board.subscribe(lambda: target.transfer.request_replan("forgotten") if len(target.board) == 2 else None)
+    target.run()
+    assert (content_hash(source_image), []) == (content_hash(target.image), target.reasons)

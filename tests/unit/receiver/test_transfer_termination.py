@@ -1,0 +1,122 @@
+"""When a pull ends that has no source, no time, or is interrupted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from rfork.errors import DeadlineExceeded, NoSource, PlannerRejected, PlannerUnreachable, RforkError
+from rfork.image.chunks import MIB
+from rfork.receiver.transfer import POLL_INTERVAL_S
+from rfork.schema import Plan
+from rfork.testing.transport import FaultInjection
+from tests.unit.receiver.fleet import (
+    CHUNKS,
+    Fleet,
+    Script,
+    Target,
+    image,
+    live_transfer_threads,
+    plan,
+    route,
+    settings,
+)
+from tests.unit.receiver.transfer_helpers import ALL, raise_plan_error, verified_by_source
+
+
+@pytest.mark.parametrize(
+    ("plan_factory", "error", "message"),
+    [
+        (lambda: plan(reason="nobody holds it"), NoSource, "nobody holds it"),
+        (lambda: plan(), NoSource, "knows no source"),
+        (lambda: raise_plan_error(NoSource("another layout")), NoSource, "another layout"),
+        (lambda: raise_plan_error(PlannerUnreachable("away")), PlannerUnreachable, "away"),
+        (lambda: raise_plan_error(PlannerRejected("no", status=401, problem="x")), PlannerRejected, "no"),
+    ],
+)
+def test_no_route_at_the_start_ends_at_once(
+    fleet: Fleet, plan_factory: Callable[[], Plan], error: type[RforkError], message: str
+) -> None:
+    """Where asking again is no use it is not done: the fallback starts at once."""
+    script = Script([plan_factory])
+    with pytest.raises(error, match=message):
+        Target(fleet, script).run()
+    assert 1 == len(script.faults_by_request)
+
+
+def test_a_place_that_frees_up_is_taken(fleet: Fleet) -> None:
+    """While all places are taken the fork asks again when the planner says so."""
+    seed = fleet.source("a", image(1))
+    script = Script([lambda: plan(retry_after_s=0.01), lambda: plan(route(seed, ALL))])
+    target = Target(fleet, script)
+    target.run()
+    assert ({"a": CHUNKS}, 2) == (verified_by_source(target), len(script.faults_by_request))
+
+
+def test_patience_runs_out(fleet: Fleet) -> None:
+    """A fork without any route waits no longer than its patience."""
+    script = Script([lambda: plan(reason="all are busy", retry_after_s=0.01)])
+    with pytest.raises(NoSource, match="all are busy"):
+        Target(fleet, script, settings(no_source_timeout_s=0.05)).run()
+    assert len(script.faults_by_request) > 1
+
+
+def test_the_last_source_gone_ends_in_no_source(fleet: Fleet) -> None:
+    """When the only source dies and no other is known, the fork ends, and says what happened."""
+    seed = fleet.source("a", image(1), FaultInjection(dies_after=2 * MIB))
+    script = Script([lambda: plan(route(seed, ALL)), lambda: plan(reason="nobody is left")])
+    target = Target(fleet, script)
+    with pytest.raises(NoSource, match="nobody is left"):
+        target.run()
+    assert (["SourceGone"], 2) == (target.reasons, len(target.board))
+
+
+def test_the_deadline_ends_a_fork(fleet: Fleet) -> None:
+    """Past the deadline the fork ends, and nothing can write to the image any more."""
+    seed = fleet.source("a", image(1), FaultInjection(stalls_after=2 * MIB))
+    target = Target(fleet, Script([lambda: plan(route(seed, ALL))]))
+    deadline = target.transfer._deadline
+
+    def expire_deadline() -> None:
+        if len(target.board) == 2:
+            deadline.monotonic_time = time.monotonic()
+
+    target.board.subscribe(expire_deadline)
+    with pytest.raises(DeadlineExceeded, match="2 of 6 chunks"):
+        target.run()
+    assert [] == live_transfer_threads()
+
+
+def test_an_interrupt_ends_a_fork(fleet: Fleet) -> None:
+    """An interrupt in the caller's thread leaves no thread behind, and gives the place back."""
+    seed = fleet.source("a", image(1), FaultInjection(stalls_after=MIB))
+    script = Script([lambda: plan(route(seed, (0, 2))), interrupt])
+    target = Target(fleet, script)
+    with pytest.raises(KeyboardInterrupt):
+        target.run()
+    assert ([], ()) == (live_transfer_threads(), seed.report().readers)
+
+
+def interrupt() -> Plan:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(("made_progress", "expected"), [(True, []), (False, ["SourceStalled"])])
+def test_who_stood_still_itself_blames_no_source(fleet: Fleet, made_progress: bool, expected: list[str]) -> None:
+    """What a source said meanwhile is heard first; one that said nothing has stalled a moment later."""
+    target = Target(fleet, Script([plan]), settings(source_idle_timeout_s=1.0))
+    transfer, seed = target.transfer, fleet.source("a", image(1))
+    peer_source = transfer._sources._opening.open_peer(route(seed, ALL), transfer._intake)  # not started
+    transfer._sources._active["a"] = peer_source
+    transfer._schedule.assign({"a": [ALL]})
+    started_at = peer_source.last_message_at
+    stalled: list[list[str]] = []
+    with transfer._changed:
+        for offset_s in (0.0, 0.2, 9.0, 9.1, 9.0 + POLL_INTERVAL_S):
+            if made_progress and offset_s == 9.1:
+                peer_source.last_message_at = peer_source.last_progress_at = started_at + offset_s
+            transfer._check_timeouts(started_at + offset_s)
+            stalled.append(target.reasons)
+    assert [[]] * 4 + [expected] == stalled

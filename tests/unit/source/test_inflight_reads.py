@@ -1,0 +1,121 @@
+"""The reads that whoever changes an image's bytes waits for."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from rfork.source import inflight_reads as readings_module
+from rfork.source.inflight_reads import InflightReads
+
+NEVER_S = 60.0
+
+
+@contextlib.contextmanager
+def blocked_read(inflight: InflightReads, events: list[str], name: str) -> Iterator[threading.Event]:
+    """A read on a thread of its own that ends once it is cut, or let go by the event."""
+    begun, ended = threading.Event(), threading.Event()
+
+    def read() -> None:
+        with inflight.track(cut):
+            begun.set()
+            ended.wait(NEVER_S)
+            events.append(f"{name} ended")
+
+    def cut() -> None:
+        events.append(f"{name} cut")
+        ended.set()
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    assert begun.wait(NEVER_S)
+    try:
+        yield ended
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_nobody_reads() -> None:
+    """There is nothing to wait for."""
+    assert 0 == InflightReads().drain(NEVER_S)
+
+
+def test_a_read_that_ends_is_not_cut() -> None:
+    """It is waited for."""
+    events: list[str] = []
+    inflight = InflightReads()
+    with blocked_read(inflight, events, "one") as ended:
+        threading.Timer(0.01, ended.set).start()
+        cut = inflight.drain(NEVER_S)
+    assert (0, ["one ended"]) == (cut, events)
+
+
+def test_reads_that_do_not_end_are_cut() -> None:
+    """All of them, and only then is it over."""
+    events: list[str] = []
+    inflight = InflightReads()
+    with blocked_read(inflight, events, "one"), blocked_read(inflight, events, "two"):
+        cut = inflight.drain(0.0)
+        assert (2, 4) == (cut, len(events))
+
+
+def test_a_read_that_goes_on_after_it_was_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is waited for however long it takes, and the log says so: here it ends for that."""
+    events: list[str] = []
+    begun, ended = threading.Event(), threading.Event()
+    ending_log = EndingLog(ended, events)
+    monkeypatch.setattr(readings_module, "log", ending_log)
+    monkeypatch.setattr(readings_module, "WARN_S", 0.0)
+    inflight = InflightReads()
+
+    def read() -> None:
+        with inflight.track(lambda: events.append("cut")):
+            begun.set()
+            ended.wait(NEVER_S)
+            events.append("ended")
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    assert begun.wait(NEVER_S)
+    inflight.drain(0.0)
+    thread.join()
+    assert ["cut", "warned", "ended"] == events
+
+
+class EndingLog:
+    """A log whose first warning ends the read."""
+
+    def __init__(self, ended: threading.Event, events: list[str]) -> None:
+        self._ended = ended
+        self._events = events
+
+    def warning(self, event: str, *, reads: int) -> None:
+        if not self._ended.is_set():
+            self._events.append("warned")
+            self._ended.set()
+
+
+def test_a_later_read_is_not_waited_for() -> None:
+    """Who begins after the bytes were fenced reads nothing that changes: the first's cut begins one here."""
+    events: list[str] = []
+    inflight = InflightReads()
+    with contextlib.ExitStack() as first, contextlib.ExitStack() as later:
+
+        def cut() -> None:
+            later.enter_context(inflight.track(lambda: events.append("later cut")))
+            first.close()
+
+        first.enter_context(inflight.track(cut))
+        assert (1, []) == (inflight.drain(0.0), events)
+
+
+def test_a_read_that_fails_is_over() -> None:
+    """Whatever it raises, nobody waits for it."""
+    inflight = InflightReads()
+    with pytest.raises(OSError, match="broken pipe"), inflight.track(lambda: None):
+        raise OSError("broken pipe")
+    assert 0 == inflight.drain(NEVER_S)

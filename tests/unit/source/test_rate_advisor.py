@@ -1,0 +1,111 @@
+"""What readers on one-sided transports are asked to keep to, and when they hear of it."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from rfork.source.egress_limiter import EgressLimiter
+from rfork.source.latency_controller import FIRST_RATE, LatencyController
+from rfork.source.rate_advisor import INCREASE_INTERVAL_S, ReaderRateAdvisor
+from tests.unit.fake_clock import FakeClock
+
+
+class VariableRateLimiter(EgressLimiter):
+    """A governor whose rate the test sets."""
+
+    def __init__(self, rate: int | None) -> None:
+        super().__init__(None)
+        self.now = rate
+
+    def rate(self, *, active: bool) -> int | None:
+        return self.now
+
+
+@pytest.mark.parametrize(
+    ("cap", "readers", "expected"),
+    [(None, 3, None), (9000, 3, 3000), (9000, 1, 9000), (9000, 0, 9000), (2, 3, 1)],
+)
+def test_readers_share_the_rate(cap: int | None, readers: int, expected: int | None) -> None:
+    """Each gets the same part, and never nothing at all."""
+    advisor = ReaderRateAdvisor(EgressLimiter(cap), lambda: readers, lambda: None)
+    reader_rate = advisor.per_reader_rate()
+    advisor.close()
+    assert expected == reader_rate
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "after_s", "expected"),
+    [
+        (1000, 1000, 9.0, False),
+        (1000, 950, 9.0, False),
+        (1000, 500, 0.0, True),
+        (1000, 1200, 9.0, False),
+        (1000, 2000, INCREASE_INTERVAL_S / 2, False),
+        (1000, 2000, INCREASE_INTERVAL_S, True),
+        (1000, None, 0.0, True),
+        (None, 1000, 0.0, True),
+        (None, None, 9.0, False),
+    ],
+)
+def test_readers_hear_of_what_matters(before: int | None, now: int | None, after_s: float, expected: bool) -> None:
+    """A lower rate at once, a much higher one when the last news is old enough, a little change never."""
+    clock, limiter = FakeClock(), VariableRateLimiter(before)
+    advisor = ReaderRateAdvisor(limiter, lambda: 1, lambda: None, clock=clock)
+    advisor.refresh()
+    clock.now += after_s
+    limiter.now = now
+    assert expected is advisor.refresh()
+
+
+def test_a_reader_makes_the_instance_one_that_gives() -> None:
+    """No code of the source runs for its reads, so that there is one is all that is known of them."""
+    clock = FakeClock()
+    controller = LatencyController(1.05, clock=clock)
+    for _ in range(20):
+        clock.now += 0.01
+        controller.record_step(0.01)
+    advisor = ReaderRateAdvisor(EgressLimiter(None, controller, clock=clock), lambda: 1, lambda: None, clock=clock)
+    advisor.refresh()
+    assert FIRST_RATE == controller.current_limit()
+
+
+def test_it_tells_by_itself() -> None:
+    """Who asked once hears of each change that matters, without asking again."""
+    limiter, notified = VariableRateLimiter(1000), threading.Event()
+    advisor = ReaderRateAdvisor(limiter, lambda: 1, notified.set)
+    first_rate = advisor.per_reader_rate()
+    limiter.now = 10
+    was_notified = notified.wait(30)
+    reader_rate = advisor.per_reader_rate()
+    advisor.close()
+    assert (1000, True, 10) == (first_rate, was_notified, reader_rate)
+
+
+def test_what_one_reader_hears_all_hear() -> None:
+    """The one that asks takes the news for itself: the others are told to ask too."""
+    readers, notified = [1], threading.Event()
+    advisor = ReaderRateAdvisor(VariableRateLimiter(1000), lambda: readers[0], notified.set)
+    reader_rates = [advisor.per_reader_rate()]
+    assert notified.wait(30)
+    advisor.close()
+    notified.clear()
+    readers[0] = 2
+    reader_rates.append(advisor.per_reader_rate())
+    second_advisor = ReaderRateAdvisor(VariableRateLimiter(1000), lambda: readers[0], notified.set)
+    reader_rates.append(second_advisor.per_reader_rate())
+    was_notified = notified.wait(30)
+    second_advisor.close()
+    assert ([1000, 500, 500], True) == (reader_rates, was_notified)
+
+
+def test_closing_ends_its_thread() -> None:
+    """Whether it looks after readers, waits for the first, or never began."""
+    waiting, fresh = (ReaderRateAdvisor(VariableRateLimiter(5), lambda: 0, lambda: None) for _ in range(2))
+    busy = ReaderRateAdvisor(VariableRateLimiter(5), lambda: 1, lambda: None)
+    waiting.per_reader_rate()
+    busy.per_reader_rate()
+    for advisor in (waiting, busy, fresh):
+        advisor.close()
+    assert [] == [thread.name for thread in threading.enumerate() if thread.name == "rfork-pacing"]

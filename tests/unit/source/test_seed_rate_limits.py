@@ -1,0 +1,146 @@
+"""A seed that serves: what it holds back, whom it tells, and what the planner hears of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from rfork.image.capture import image_from_tensors
+from rfork.image.chunks import MIB
+from rfork.planner_client.lease import LeaseClaims, decode_key, derive_key, sign
+from rfork.settings import InstanceSettings
+from rfork.source import latency_controller
+from rfork.source.image_state import compute_manifest
+from rfork.source.latency_controller import FIRST_RATE, MIN_RATE
+from rfork.source.seed import InstanceIdentity, Seed
+from rfork.testing.peers import InMemoryPeers
+from rfork.testing.transport import InMemoryNetwork, InMemoryTransport
+from rfork.transport.base import Transport
+
+KEY = derive_key(b"s" * 32, "seed-1")
+IMAGE = image_from_tensors({"a": torch.zeros(3 * MIB, dtype=torch.uint8)})
+LAYOUT_ID = IMAGE.layout.layout_id
+
+
+@contextmanager
+def seed_with_reader(
+    *, one_sided: bool = False, transports: Sequence[Transport] = (), **options: float
+) -> Iterator[Seed]:
+    """A seed without a planner, and a reader's place taken in it."""
+    made = Seed(
+        IMAGE,
+        InstanceIdentity("model", instance_id="seed-1"),
+        InstanceSettings.model_validate({"host": "node", "drain_s": 0, **options}),
+        list(transports) or [InMemoryTransport(InMemoryNetwork(), one_sided=one_sided)],
+        manifest=compute_manifest(IMAGE),
+        serve_peer=InMemoryPeers().service,
+    )
+    made.set_lease_keys([KEY])
+    with made:
+        admit(made, "fork-1")
+        made.open_channel("fork-1", LAYOUT_ID, ["memory"], "127.0.0.1")
+        yield made
+
+
+def admit(seed: Seed, fork_id: str) -> None:
+    """Have it know a lease of this fork."""
+    claims = LeaseClaims(fork_id, "seed-1", LAYOUT_ID, None, 0, time.time() + 60)
+    seed.authorize(sign(claims, decode_key(KEY)), 0, 1)
+
+
+def record_steps(seed: Seed) -> None:
+    """Enough units of work, alike, that the seed knows what they take: far longer than a test does."""
+    for _ in range(20):
+        seed.record_step_latency(60.0)
+
+
+@pytest.mark.parametrize(("one_sided", "expected"), [(True, 5_000_000), (False, None)])
+def test_a_rate_is_told_where_it_cannot_be_held(one_sided: bool, expected: int | None) -> None:
+    """Readers of a transport that asks for each byte are told nothing."""
+    with seed_with_reader(one_sided=one_sided, egress_rate=5_000_000) as seed:
+        assert expected == seed.progress_since(()).rate
+
+
+def test_readers_hear_of_one_more() -> None:
+    """Its place makes the share of each smaller, and they are told at once."""
+    with seed_with_reader(one_sided=True, egress_rate=5_000_000) as seed:
+        before = seed.progress_since(()).rate
+        reader_counts: list[int | None] = []
+        admit(seed, "fork-2")
+        with seed.on_change(lambda: reader_counts.append(len(seed.report().readers))):
+            seed.open_channel("fork-2", LAYOUT_ID, ["memory"], "127.0.0.1")
+        after = seed.progress_since(()).rate
+    # What the first was told may come late, so that it is heard here too.
+    assert (5_000_000, True, 2_500_000) == (before, 2 in reader_counts, after)
+
+
+@pytest.mark.parametrize(("one_sided", "expected"), [(False, 100_000_000), (True, 50_000_000)])
+def test_the_rate_holds_for_both_kinds_of_readers(one_sided: bool, expected: int) -> None:
+    """One reader asks for each byte; beside one that takes its half by itself, it is granted the other."""
+    transports = [
+        InMemoryTransport(InMemoryNetwork()),
+        SecondTransport(InMemoryNetwork(), one_sided=one_sided),
+    ]
+    with seed_with_reader(transports=transports, egress_rate=100_000_000) as seed:
+        admit(seed, "fork-2")
+        seed.open_channel("fork-2", LAYOUT_ID, ["aside"], "127.0.0.1")
+        assert expected // 50 == seed.acquire_bytes(1 << 40, "fork-1")
+
+
+class SecondTransport(InMemoryTransport):
+    """A second transport of a seed."""
+
+    @property
+    def name(self) -> str:
+        return "aside"
+
+
+def test_who_serves_tells_its_readers() -> None:
+    """One-sided readers hear of no limit; once it serves, of the floor until it knows what its work takes."""
+    with seed_with_reader(one_sided=True) as seed:
+        rates = [seed.progress_since(()).rate]
+        with seed.measure_step():
+            rates.append(seed.progress_since(()).rate)
+    assert [None, MIN_RATE] == rates
+
+
+def test_a_seed_that_serves_grants_little_at_once() -> None:
+    """All that is asked for while it idles; a fiftieth of a second's worth while it serves."""
+    with seed_with_reader() as idle_seed, seed_with_reader() as busy_seed:
+        idle = idle_seed.acquire_bytes(1 << 40, "fork-1")
+        record_steps(busy_seed)
+        with busy_seed.measure_step():
+            busy = busy_seed.acquire_bytes(1 << 40, "fork-1")
+    assert (1 << 40, FIRST_RATE // 50) == (idle, busy)
+
+
+def test_the_planner_hears_what_readers_are_held_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fixed cap, and less while it serves and gives."""
+    monkeypatch.setattr(latency_controller, "SETTLE_S", 60.0)  # what was granted a moment ago is still given
+    with seed_with_reader(egress_rate=1 << 40) as seed:
+        egress_rates = [seed.report().egress_rate]
+        record_steps(seed)
+        with seed.measure_step():
+            seed.acquire_bytes(1, "fork-1")
+            egress_rates.append(seed.report().egress_rate)
+    assert [1 << 40, FIRST_RATE] == egress_rates
+
+
+def test_a_setpoint_of_zero_holds_nothing_back() -> None:
+    """Nor does it tell anybody to."""
+    with seed_with_reader(one_sided=True, max_latency_ratio=0) as seed:
+        record_steps(seed)
+        with seed.measure_step():
+            assert (None, 1 << 40) == (seed.progress_since(()).rate, seed.acquire_bytes(1 << 40, "fork-1"))
+
+
+def test_a_closed_seed_leaves_no_thread() -> None:
+    """The one that tells readers of the rate ends with the seed."""
+    with seed_with_reader(one_sided=True) as seed:
+        seed.progress_since(())
+    assert [] == [thread.name for thread in threading.enumerate() if thread.name == "rfork-pacing"]

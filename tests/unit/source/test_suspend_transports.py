@@ -1,0 +1,241 @@
+"""Weights that come back elsewhere: transports that cannot use, open or close what they are given."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+
+import pytest
+
+from rfork.errors import GpuDirectUnavailable, SourceBusy, SourceWeightsChanged, TransportUnavailable
+from rfork.image.memory import Image
+from rfork.source import access_control
+from rfork.source.exporters import ExporterSet
+from rfork.testing.transport import InMemoryExporter, InMemoryNetwork, InMemoryTransport
+from rfork.transport.base import AccessGate, Endpoint
+from tests.unit.source.suspendable_seeds import (
+    build_seed,
+    image_with,
+    open_channel,
+    report_summary,
+    serving_summary,
+    suspended_summary,
+)
+
+
+class ConfigurableTransport(InMemoryTransport):
+    """A memory transport of another name, whose exporters say something else than a reader expects."""
+
+    def __init__(
+        self, network: InMemoryNetwork, name: str, *, authorizes: bool = True, can_export: bool = True
+    ) -> None:
+        super().__init__(network)
+        self._transport_name = name
+        self.authorizes = authorizes
+        self.can_export = can_export
+
+    @property
+    def name(self) -> str:
+        return self._transport_name
+
+    def export(self, image: Image, gate: AccessGate) -> InMemoryExporter:
+        if not self.can_export:
+            raise GpuDirectUnavailable("no way to the GPU", hint="modprobe")
+        exporter = super().export(image, gate)
+        if not self.authorizes:
+            exporter.authorize_peer = fail_authorization  # type: ignore[method-assign]
+        return exporter
+
+
+def fail_authorization(channel_id: str, address: str) -> None:
+    raise TransportUnavailable("the memory could not be registered")
+
+
+def test_memory_that_no_transport_can_use() -> None:
+    """It stays suspended until it is shown some that can."""
+    network = InMemoryNetwork()
+    transport, image = ConfigurableTransport(network, "memory"), image_with(1)
+    with build_seed(transport) as seed:
+        seed.suspend()
+        transport.can_export = False
+        with pytest.raises(GpuDirectUnavailable):
+            seed.resume(image)
+        refused = report_summary(seed)
+        transport.can_export = True
+        seed.resume(image)
+        assert (suspended_summary(1), serving_summary(1, image)) == (refused, report_summary(seed))
+
+
+def test_a_transport_that_fails_after_it_was_offered() -> None:
+    """The first reader that wants it gets the next one, and it is offered no more."""
+    network = InMemoryNetwork()
+    with build_seed(
+        ConfigurableTransport(network, "first", authorizes=False), ConfigurableTransport(network, "second")
+    ) as seed:
+        before = seed.report().transports
+        opened = open_channel(seed, 0, "first", "second")
+        after = seed.report()
+    assert (("first", "second"), "memory", ("second",), ("fork-1",)) == (
+        before,
+        opened,
+        after.transports,
+        after.readers,
+    )
+
+
+def test_the_only_transport_fails_after_it_was_offered(caplog: pytest.LogCaptureFixture) -> None:
+    """Every reader hears why it cannot be used, which is no fault of the source; the log says it once."""
+    with (
+        caplog.at_level("ERROR", "rfork"),
+        build_seed(ConfigurableTransport(InMemoryNetwork(), "first", authorizes=False)) as seed,
+    ):
+        for _ in range(2):
+            with pytest.raises(TransportUnavailable, match="could not be registered"):
+                open_channel(seed, 0, "first")
+        with pytest.raises(SourceWeightsChanged, match="offers"):
+            open_channel(seed, 0, "carrier pigeon")
+        assert ((), ()) == (seed.report().transports, seed.report().readers)
+    assert 1 == sum("no transport is left" in record.getMessage() for record in caplog.records)
+
+
+def test_a_transport_that_cannot_be_used_from_the_start() -> None:
+    """The others are offered without it."""
+    with build_seed(
+        ConfigurableTransport(InMemoryNetwork(), "first", can_export=False),
+        ConfigurableTransport(InMemoryNetwork(), "second"),
+    ) as seed:
+        assert ("second",) == seed.report().transports
+
+
+class UnreadyTransport(ConfigurableTransport):
+    """Its exporters are not ready to let anybody in until the test says so."""
+
+    def __init__(self, network: InMemoryNetwork, name: str) -> None:
+        super().__init__(network, name)
+        self.ready = False
+
+    def export(self, image: Image, gate: AccessGate) -> InMemoryExporter:
+        exporter = super().export(image, gate)
+        exporter.authorize_peer = self._authorize_peer  # type: ignore[method-assign]
+        exporter.endpoint = lambda: Endpoint(self.name, {})  # type: ignore[method-assign]
+        return exporter
+
+    def _authorize_peer(self, channel_id: str, address: str) -> None:
+        if not self.ready:
+            raise SourceBusy("not ready yet")
+
+
+def test_a_transport_that_is_not_ready_yet_is_passed_over() -> None:
+    """The reader gets the next that it named, with no other the word to come again; it stays on offer."""
+    network = InMemoryNetwork()
+    unready = UnreadyTransport(network, "first")
+    with build_seed(unready, InMemoryTransport(network)) as seed:
+        opened = [open_channel(seed, 0, "first", "memory")]
+        with pytest.raises(SourceBusy, match="not ready yet"):
+            open_channel(seed, 0, "first")
+        readers, transports = seed.report().readers, seed.report().transports
+        unready.ready = True
+        opened.append(open_channel(seed, 0, "first", "memory"))
+    assert (["memory", "first"], ("fork-1",), ("first", "memory")) == (opened, readers, transports)
+
+
+class PreparingTransport(ConfigurableTransport):
+    """Its exporters become ready once `ready_event` is set."""
+
+    def __init__(self, network: InMemoryNetwork, name: str) -> None:
+        super().__init__(network, name)
+        self.ready_called, self.ready_event = threading.Event(), threading.Event()
+
+    def export(self, image: Image, gate: AccessGate) -> InMemoryExporter:
+        exporter = super().export(image, gate)
+        exporter.ready = self._ready  # type: ignore[method-assign]
+        exporter.endpoint = lambda: Endpoint(self.name, {})  # type: ignore[method-assign]
+        return exporter
+
+    def _ready(self, deadline: float) -> bool:
+        self.ready_called.set()
+        return self.ready_event.wait(max(0.0, deadline - time.monotonic()))
+
+
+def test_a_better_transport_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is almost ready is taken, though another one is: the reader stays with what it gets."""
+    monkeypatch.setattr(access_control, "EXPORTER_READY_TIMEOUT_S", 60.0)
+    network = InMemoryNetwork()
+    preparing = PreparingTransport(network, "first")
+    with build_seed(preparing, InMemoryTransport(network)) as seed:
+        opened: list[str] = []
+        opening = threading.Thread(target=lambda: opened.append(open_channel(seed, 0, "first", "memory")))
+        opening.start()
+        assert preparing.ready_called.wait(60)
+        preparing.ready_event.set()
+        opening.join()
+    assert ["first"] == opened
+
+
+def test_a_better_transport_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one is taken, and where there is none the reader is told to come again."""
+    monkeypatch.setattr(access_control, "EXPORTER_READY_TIMEOUT_S", 0.01)
+    network = InMemoryNetwork()
+    with build_seed(PreparingTransport(network, "first"), InMemoryTransport(network)) as seed:
+        opened = open_channel(seed, 0, "first", "memory")
+        with pytest.raises(SourceBusy, match="first is not ready"):
+            open_channel(seed, 0, "first")
+    assert "memory" == opened
+
+
+def test_suspending_though_an_exporter_cannot_be_closed() -> None:
+    """The error is told; the memory is let go of all the same, and what is resumed is given."""
+    image, other = image_with(1), image_with(2)
+    memory = weakref.ref(image)
+    seed = build_seed(UncloseableTransport(InMemoryNetwork(), "memory"), seed_image=image).start()
+    del image
+    with pytest.raises(OSError, match="busy"):
+        seed.suspend()
+    seed.suspend()
+    gc.collect()
+    leaked_image = memory()
+    seed.resume(other)
+    assert (None, serving_summary(1, other)) == (leaked_image, report_summary(seed))
+    with pytest.raises(OSError, match="busy"):
+        seed.close()
+
+
+class UncloseableTransport(ConfigurableTransport):
+    """Its exporters say on closing that they could not."""
+
+    def export(self, image: Image, gate: AccessGate) -> InMemoryExporter:
+        exporter = super().export(image, gate)
+        close = exporter.close
+
+        def close_and_raise() -> None:
+            close()
+            raise OSError("busy")
+
+        exporter.close = close_and_raise  # type: ignore[method-assign]
+        return exporter
+
+
+def test_one_that_cannot_be_closed_holds_up_no_other() -> None:
+    """All have had their turn when the error is raised."""
+    network = InMemoryNetwork()
+    exporters = ExporterSet([UncloseableTransport(network, "first"), ConfigurableTransport(network, "second")])
+    exporters.open(image_with(1), build_seed())
+    with pytest.raises(OSError, match="busy"):
+        exporters.close()
+    assert ({}, []) == (network.exports, [*exporters])
+
+
+def test_one_that_cannot_be_opened_leaves_none() -> None:
+    """What is no matter of this machine (a port that is taken) ends the others too."""
+    network = InMemoryNetwork()
+
+    class UnopenableTransport(ConfigurableTransport):
+        def export(self, image: Image, gate: AccessGate) -> InMemoryExporter:
+            raise OSError("taken")
+
+    exporters = ExporterSet([ConfigurableTransport(network, "first"), UnopenableTransport(network, "second")])
+    with pytest.raises(OSError, match="taken"):
+        exporters.open(image_with(1), build_seed())
+    assert ({}, []) == (network.exports, [*exporters])

@@ -1,0 +1,185 @@
+"""Checkpoint folders: what loads, and what each broken one says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from rfork.errors import CheckpointError, StorageCorrupt
+from rfork.storage.checkpoints.checkpoint import Checkpoint
+from rfork.storage.formats.detect import INDEX, SINGLE
+
+Tensors = dict[str, torch.Tensor]
+
+
+class Tied(nn.Module):
+    """Two names for one weight, a persistent buffer, and one that is derived."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(4, 3)
+        self.head = nn.Linear(3, 4, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.zeros(2))
+        self.register_buffer("derived", torch.ones(2), persistent=False)
+
+
+def tensors(**changed: torch.Tensor | None) -> Tensors:
+    complete = {
+        "embed.weight": torch.arange(12.0).reshape(4, 3),
+        "scale": torch.tensor([5.0, 6.0]),
+        **changed,
+    }
+    return {name: value for name, value in complete.items() if value is not None}
+
+
+def single(folder: Path, content: Tensors) -> Path:
+    save_file(content, folder / SINGLE)
+    return folder
+
+
+def sharded(folder: Path, content: Tensors, index: dict[str, str] | None = None) -> Path:
+    """One shard a tensor."""
+    names = {name: f"shard-{number}.safetensors" for number, name in enumerate(content)}
+    for name, file in names.items():
+        save_file({name: content[name]}, folder / file)
+    (folder / INDEX).write_text(json.dumps({"weight_map": names if index is None else index}))
+    return folder
+
+
+@pytest.mark.parametrize("write", [single, sharded])
+def test_load(write: Callable[[Path, Tensors], Path], tmp_path: Path) -> None:
+    """A folder of one file or many fills parameters, tied weights and persistent buffers, no others."""
+    module, progress_bytes = Tied(), list[int]()
+    Checkpoint.open(write(tmp_path, tensors())).load_into(module, progress_bytes.append)
+    assert (list(range(12)), [5.0, 6.0], [1.0, 1.0]) == (
+        module.head.weight.flatten().tolist(),
+        module.get_buffer("scale").tolist(),
+        module.get_buffer("derived").tolist(),
+    )
+    assert 56 == sum(progress_bytes)
+
+
+def test_load_converts_the_dtype(tmp_path: Path) -> None:
+    """A checkpoint of another dtype is converted to the model's."""
+    module = Tied()
+    stored = tensors(scale=torch.tensor([1.5, -2.0], dtype=torch.bfloat16))
+    Checkpoint.open(single(tmp_path, stored)).load_into(module)
+    assert (torch.float32, [1.5, -2.0]) == (
+        module.get_buffer("scale").dtype,
+        module.get_buffer("scale").tolist(),
+    )
+
+
+def test_load_through_links(tmp_path: Path) -> None:
+    """A hub's cache holds links to files elsewhere; they are shards like any other."""
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "snapshot").mkdir()
+    sharded(tmp_path / "blobs", tensors())
+    for file in (tmp_path / "blobs").iterdir():
+        (tmp_path / "snapshot" / file.name).symlink_to(file)
+    module = Tied()
+    Checkpoint.open(tmp_path / "snapshot").load_into(module)
+    assert [5.0, 6.0] == module.get_buffer("scale").tolist()
+
+
+def test_extra_state_that_no_file_holds_is_missing(tmp_path: Path) -> None:
+    """A module that wants more than tensors back is refused by name, as torch's strict loading does."""
+
+    class Extra(Tied):
+        def get_extra_state(self) -> dict[str, int]:
+            return {"version": 3}
+
+        def set_extra_state(self, state: dict[str, int]) -> None:
+            raise AssertionError(state)
+
+    with pytest.raises(CheckpointError, match="lacks _extra_state"):
+        Checkpoint.open(single(tmp_path, tensors())).load_into(Extra())
+
+
+def truncated(folder: Path) -> None:
+    single(folder, tensors())
+    content = (folder / SINGLE).read_bytes()
+    (folder / SINGLE).write_bytes(content[:-4])
+
+
+def truncated_shard(folder: Path) -> None:
+    sharded(folder, tensors())
+    content = (folder / "shard-0.safetensors").read_bytes()
+    (folder / "shard-0.safetensors").write_bytes(content[:-4])
+
+
+def missing_shard(folder: Path) -> None:
+    sharded(folder, tensors())
+    (folder / "shard-1.safetensors").unlink()
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "message"),
+    [
+        (lambda folder: folder.rmdir(), "folder holds nothing to load"),
+        (lambda folder: None, "holds nothing to load: looked for model.safetensors.index.json"),
+        (missing_shard, "lacks the shard shard-1.safetensors"),
+        (lambda folder: (folder / INDEX).write_text("{"), "is not a safetensors index"),
+        (lambda folder: (folder / INDEX).write_text("{}"), "is not a safetensors index"),
+        (lambda folder: (folder / INDEX).write_text("[]"), "is not a safetensors index"),
+        (lambda folder: sharded(folder, tensors(), {"scale": "../x.safetensors"}), "outside the folder"),
+        (lambda folder: sharded(folder, tensors(), {"scale": "/etc/passwd"}), "outside the folder"),
+        (lambda folder: sharded(folder, tensors(), {"scale": ".."}), "outside the folder"),
+        (
+            lambda folder: sharded(
+                folder, tensors(), {"scale": "shard-0.safetensors", "embed.weight": "shard-0.safetensors"}
+            ),
+            "shard-0.safetensors lacks scale",
+        ),
+        (lambda folder: single(folder, tensors(extra=torch.zeros(1))), r"holds extra, .* \(1 such\)"),
+        (lambda folder: single(folder, tensors(scale=None)), r"lacks scale, .* \(1 such\)"),
+        (lambda folder: single(folder, tensors(scale=torch.zeros(3))), r"scale has shape \[3\], .* \[2\]"),
+    ],
+    ids=[
+        "no folder",
+        "empty folder",
+        "missing shard",
+        "broken index",
+        "index without a map",
+        "index of another kind",
+        "path above",
+        "absolute path",
+        "the folder above",
+        "shard without the tensor",
+        "unknown tensor",
+        "missing tensor",
+        "other shape",
+    ],
+)
+def test_a_broken_folder_says_what_is_wrong(corrupt: Callable[[Path], object], message: str, tmp_path: Path) -> None:
+    """Each broken folder is the user's to mend, and named."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    corrupt(folder)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        Checkpoint.open(folder).load_into(Tied())
+    assert "user" == caught.value.fault
+
+
+@pytest.mark.parametrize("corrupt", [truncated, truncated_shard])
+def test_a_file_that_is_cut_short_is_named(corrupt: Callable[[Path], object], tmp_path: Path) -> None:
+    """What lacks its end is refused before a byte is read: storage's fault, and not the user's."""
+    corrupt(tmp_path)
+    with pytest.raises(StorageCorrupt, match=r"\.safetensors: it is cut short"):
+        Checkpoint.open(tmp_path)
+
+
+def test_a_shape_that_differs_writes_nothing(tmp_path: Path) -> None:
+    """All shapes are compared before the first tensor is read."""
+    module = Tied()
+    before = module.embed.weight.detach().clone()
+    with pytest.raises(CheckpointError):
+        Checkpoint.open(single(tmp_path, tensors(scale=torch.zeros(3)))).load_into(module)
+    assert torch.equal(before, module.embed.weight)

@@ -1,0 +1,227 @@
+"""Checkpoint folders as sources of chunks: the bytes a loader would leave, or a clear refusal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from rfork.errors import CheckpointError, StorageError
+from rfork.image.capture import capture
+from rfork.image.memory import Image
+from rfork.receiver.fallback import DerivedTensors
+from rfork.storage.checkpoints.checkpoint import Checkpoint
+from rfork.storage.checkpoints.chunked import CheckpointChunks, NotBytewiseLoadable
+from rfork.storage.formats.detect import INDEX, SINGLE
+
+LAYER_BYTES = 400_000
+
+
+class Model(nn.Module):
+    """Tied weights, two layers of more than a chunk in all, and tensors that no checkpoint holds."""
+
+    def __init__(self, *, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(40, 30, dtype=dtype)
+        self.head = nn.Linear(30, 40, bias=False, dtype=dtype)
+        self.head.weight = self.embed.weight
+        self.layers = nn.ModuleList(nn.Linear(LAYER_BYTES // 8, 2, dtype=dtype) for _ in range(12))
+        self.register_buffer("scale", torch.zeros(2))
+        self.register_buffer("rotary", torch.arange(9.0), persistent=False)
+        self.stray = torch.tensor([1, 2, 3])
+
+
+def state(seed: int = 1) -> dict[str, torch.Tensor]:
+    """What a checkpoint of the model holds: tied weights once."""
+    torch.manual_seed(seed)
+    content = {name: torch.randn_like(value) for name, value in Model().state_dict().items()}
+    del content["head.weight"]
+    return content
+
+
+def single(folder: Path, content: dict[str, torch.Tensor]) -> Checkpoint:
+    folder.mkdir(exist_ok=True)
+    save_file(content, folder / SINGLE)
+    return Checkpoint.open(folder)
+
+
+def sharded(folder: Path, content: dict[str, torch.Tensor]) -> Checkpoint:
+    """Three shards, whose tensors are in no order that the image has."""
+    folder.mkdir(exist_ok=True)
+    names = {name: f"shard-{number % 3}.safetensors" for number, name in enumerate(sorted(content))}
+    for file in set(names.values()):
+        save_file({name: content[name] for name in names if names[name] == file}, folder / file)
+    (folder / INDEX).write_text(json.dumps({"weight_map": names}))
+    return Checkpoint.open(folder)
+
+
+def opened(checkpoint: Checkpoint, model: nn.Module) -> tuple[Image, CheckpointChunks]:
+    image = capture(model)
+    return image, CheckpointChunks.open(checkpoint, model, image, DerivedTensors(model, image).kept)
+
+
+def bytes_of(chunks: CheckpointChunks, begin: int, end: int) -> bytes:
+    data = bytearray(end - begin)
+    chunks.read(begin, end, [memoryview(data)])
+    return bytes(data)
+
+
+def read_image(image: Image) -> bytes:
+    with image.readable(0, image.layout.image_bytes) as views:
+        return b"".join(bytes(view) for view in views)
+
+
+@pytest.mark.parametrize("write", [single, sharded])
+def test_the_chunks_are_what_a_loader_leaves(
+    tmp_path: Path, write: Callable[[Path, dict[str, torch.Tensor]], Checkpoint]
+) -> None:
+    """Read by chunks or by odd ranges, the image is that of a model loaded whole."""
+    checkpoint = write(tmp_path, state())
+    loaded = Model()
+    checkpoint.load_into(loaded)
+    expected = read_image(capture(loaded))
+    image, chunks = opened(checkpoint, Model())
+    cuts = [0, 1, 5000, 5001, 1 << 20, 3_000_001, len(expected)]
+    by_ranges = b"".join(bytes_of(chunks, a, b) for a, b in pairwise(cuts))
+    by_chunks = b"".join(bytes_of(chunks, a, b) for a, b in image.layout.chunks)
+    chunks.close()
+    assert (expected, expected) == (by_chunks, by_ranges)
+
+
+def test_what_was_computed_is_given_as_it_was_built(tmp_path: Path) -> None:
+    """A transfer that overwrote the rotary table does not change what the checkpoint gives."""
+    checkpoint, model = single(tmp_path, state()), Model()
+    image, chunks = opened(checkpoint, model)
+    expected = bytes_of(chunks, 0, image.layout.image_bytes)
+    for region in image.regions:
+        region.fill_(0xAB)
+    assert expected == bytes_of(chunks, 0, image.layout.image_bytes)
+    chunks.close()
+
+
+def test_tensors_left_out_are_not_read(tmp_path: Path) -> None:
+    """What the image leaves out of the module stays out."""
+    checkpoint, model = single(tmp_path, state()), Model()
+    image = capture(model, exclude=["layers.*"])
+    chunks = CheckpointChunks.open(checkpoint, model, image, DerivedTensors(model, image).kept)
+    chunks.close()
+    checkpoint.load_into(model)
+    assert read_image(image) == bytes_of_open(checkpoint, image)
+
+
+def bytes_of_open(checkpoint: Checkpoint, image: Image) -> bytes:
+    """All of an image, from a checkpoint that is opened for it alone."""
+    model = Model()
+    fresh = capture(model, exclude=["layers.*"])
+    chunks = CheckpointChunks.open(checkpoint, model, fresh, DerivedTensors(model, fresh).kept)
+    data = bytes_of(chunks, 0, image.layout.image_bytes)
+    chunks.close()
+    return data
+
+
+def test_a_weight_stored_under_both_its_names(tmp_path: Path) -> None:
+    """As with a loader, the one that is loaded last counts."""
+    content = state()
+    checkpoint = single(tmp_path, {**content, "head.weight": content["embed.weight"] + 1})
+    loaded = Model()
+    checkpoint.load_into(loaded)
+    image, chunks = opened(checkpoint, Model())
+    assert read_image(capture(loaded)) == bytes_of(chunks, 0, image.layout.image_bytes)
+    chunks.close()
+
+
+class Transposed(Model):
+    """A model that keeps one weight the other way round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0].weight = nn.Parameter(torch.zeros(LAYER_BYTES // 8, 2).t(), requires_grad=False)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [(lambda: Model(dtype=torch.bfloat16), "torch.bfloat16 in the model"), (Transposed, "not contiguous")],
+    ids=["another type", "another order"],
+)
+def test_what_has_to_be_converted_is_loaded_whole(tmp_path: Path, model: Callable[[], nn.Module], message: str) -> None:
+    """A checkpoint that does not fit byte for byte has no chunks."""
+    with pytest.raises(NotBytewiseLoadable, match=message):
+        opened(single(tmp_path, state()), model())
+
+
+def test_a_tensor_of_another_shape(tmp_path: Path) -> None:
+    """A checkpoint of another model is named as such, and not taken for one that needs converting."""
+    content = {**state(), "scale": torch.zeros(3)}
+    with pytest.raises(CheckpointError, match=r"scale has shape \[3\]") as caught:
+        opened(single(tmp_path, content), Model())
+    assert CheckpointError is caught.type
+
+
+def test_a_shard_that_is_cut_short(tmp_path: Path) -> None:
+    """A file that lacks its end is refused before a byte is read."""
+    checkpoint = single(tmp_path, state())
+    path = tmp_path / SINGLE
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises((CheckpointError, StorageError), match="it is cut short"):
+        opened(checkpoint, Model())
+
+
+def fingerprint(folder: Path, content: dict[str, torch.Tensor], model: nn.Module | None = None) -> str:
+    _, chunks = opened(single(folder, content), model or Model())
+    chunks.close()
+    return chunks.origin
+
+
+def test_copies_have_one_origin(tmp_path: Path) -> None:
+    """The same files in two folders are the same to whoever goes on with the other's chunks."""
+    assert fingerprint(tmp_path / "one", state()) == fingerprint(tmp_path / "two", state())
+
+
+def other_values() -> tuple[dict[str, torch.Tensor], nn.Module]:
+    return state(2), Model()
+
+
+def other_table() -> tuple[dict[str, torch.Tensor], nn.Module]:
+    model = Model()
+    model.get_buffer("rotary").add_(1)
+    return state(), model
+
+
+def changed_norm() -> tuple[dict[str, torch.Tensor], nn.Module]:
+    content = state()
+    content["scale"][1] += 1
+    return content, Model()
+
+
+def changed_matrix(index: int) -> Callable[[], tuple[dict[str, torch.Tensor], nn.Module]]:
+    def changed() -> tuple[dict[str, torch.Tensor], nn.Module]:
+        content = state()
+        content["layers.7.weight"].view(-1)[index] += 1
+        return content, Model()
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        other_values,
+        other_table,
+        changed_norm,
+        changed_matrix(0),
+        changed_matrix(LAYER_BYTES // 8),
+        changed_matrix(-1),
+    ],
+    ids=["all values", "a computed table", "a norm", "a matrix's begin", "its middle", "its end"],
+)
+def test_other_bytes_have_another_origin(
+    tmp_path: Path, changed: Callable[[], tuple[dict[str, torch.Tensor], nn.Module]]
+) -> None:
+    """Stored values and computed ones both count."""
+    assert fingerprint(tmp_path / "one", state()) != fingerprint(tmp_path / "two", *changed())

@@ -1,0 +1,278 @@
+"""Conversions between the formats: whatever the way, names, types, shapes and bytes stay as they are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from rfork.errors import (
+    CheckpointError,
+    RforkError,
+    SettingsError,
+    StorageAccessDenied,
+    StorageFull,
+    StorageNotFound,
+)
+from rfork.settings import StorageSettings
+from rfork.storage.convert.convert import convert
+from rfork.storage.formats.detect import open_source
+from rfork.storage.module_io.save import save
+from rfork.storage.tensorizer.encryption import Secret
+from rfork.storage.tensorizer.writer import write_tensors
+from tests.memory_bucket import InMemoryBucket, bucket
+from tests.tensor_samples import KEY, Raw, raw_tensors
+
+__all__ = ["bucket"]
+
+TENSORS = {
+    "layers.0.weight": torch.arange(12.0).reshape(3, 4),
+    "layers.0.bias": torch.arange(3.0).to(torch.bfloat16),
+    "layers.1.weight": torch.arange(6, dtype=torch.int8).reshape(2, 3),
+    "norm": torch.ones(1),
+    "empty": torch.zeros(0, 2),
+}
+TYPES = (
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+    torch.float8_e4m3fn,
+)
+
+
+def read_raw(uri: str, key: bytes | None = None) -> Raw:
+    """What lies at a URI."""
+    with closing(open_source(uri, key=key)) as source:
+        return raw_tensors(source.stream())
+
+
+@pytest.fixture
+def source(bucket: InMemoryBucket) -> str:
+    """A `.tensors` file of `TENSORS`, in a bucket."""
+    write_tensors(TENSORS, "s3://bucket/in/model.tensors")
+    return "s3://bucket/in/model.tensors"
+
+
+tensors = st.dictionaries(
+    st.text("abc.01", min_size=1, max_size=12),
+    st.tuples(st.sampled_from(TYPES), st.lists(st.integers(0, 5), max_size=3)),
+    min_size=1,
+    max_size=8,
+)
+
+
+def random_tensors(specs: Mapping[str, tuple[torch.dtype, list[int]]]) -> dict[str, torch.Tensor]:
+    """A tensor of each type and shape, of random bytes."""
+    found: dict[str, torch.Tensor] = {}
+    for name, (dtype, shape) in specs.items():
+        found[name] = torch.randint(0, 2, shape, dtype=torch.uint8).to(dtype)
+    return found
+
+
+@given(
+    kinds=tensors,
+    chain=st.lists(st.sampled_from(["a.tensors", "folder/", "shards/", "a.safetensors"]), min_size=1, max_size=4),
+)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_chain_of_conversions_keeps_every_byte(
+    bucket: InMemoryBucket, specs: Mapping[str, tuple[torch.dtype, list[int]]], chain: list[str]
+) -> None:
+    """From safetensors through any formats in any order: the same names, types, shapes and bytes."""
+    bucket.objects.clear()
+    first = random_tensors(specs)
+    write_tensors(first, "s3://bucket/0/model.tensors")
+    at = "s3://bucket/0/model.tensors"
+    for step, name in enumerate([*chain, "last.safetensors"], 1):
+        following = f"s3://bucket/{step}/{name}"
+        saved = convert(at, following, max_shard_bytes=40 if name == "shards/" else None)
+        assert (len(first), sum(tensor.nbytes for tensor in first.values())) == (saved.tensors, saved.nbytes)
+        at = following
+    assert raw_tensors(first) == read_raw(at)
+    assert 0 == bucket.open_blobs
+
+
+def test_safetensors_itself_reads_what_is_written(tmp_path: Path) -> None:
+    """A converted file, and each file of a converted folder, is one for safetensors' own loader."""
+    save_file(TENSORS, tmp_path / "in.safetensors")
+    convert(str(tmp_path / "in.safetensors"), str(tmp_path / "model.tensors"))
+    convert(str(tmp_path / "model.tensors"), str(tmp_path / "out.safetensors"))
+    convert(str(tmp_path / "model.tensors"), str(tmp_path / "folder"), max_shard_bytes=50)
+    index = json.loads((tmp_path / "folder" / "model.safetensors.index.json").read_text())
+    files = sorted(set(index["weight_map"].values()))
+    loaded = {name: tensor for file in files for name, tensor in load_file(tmp_path / "folder" / file).items()}
+    right = raw_tensors(TENSORS)
+    assert right == raw_tensors(load_file(tmp_path / "out.safetensors"))
+    assert right == raw_tensors(loaded)
+    assert (2, 64) == (len(files), index["metadata"]["total_size"])
+    assert TENSORS.keys() == index["weight_map"].keys()
+
+
+def test_takes_names_and_types_that_were_asked_for(bucket: InMemoryBucket, source: str) -> None:
+    """`only` chooses by pattern; `dtype` converts floating-point tensors and leaves the others."""
+    convert(source, "s3://bucket/out.tensors", only=["layers.*", "norm"], dtype=torch.float16)
+    assert {
+        "layers.0.weight": TENSORS["layers.0.weight"].half(),
+        "layers.0.bias": TENSORS["layers.0.bias"].half(),
+        "layers.1.weight": TENSORS["layers.1.weight"],
+        "norm": TENSORS["norm"].half(),
+    }.keys() == read_raw("s3://bucket/out.tensors").keys()
+    assert raw_tensors({"norm": torch.ones(1).half()})["norm"] == read_raw("s3://bucket/out.tensors")["norm"]
+    assert raw_tensors(TENSORS)["layers.1.weight"] == read_raw("s3://bucket/out.tensors")["layers.1.weight"]
+
+
+def test_opens_and_encrypts(bucket: InMemoryBucket, source: str) -> None:
+    """What is read and what is written each have a secret of their own."""
+    convert(source, "s3://bucket/locked.tensors", lock=Secret(key=KEY))
+    with pytest.raises(StorageAccessDenied, match="is encrypted"):
+        convert("s3://bucket/locked.tensors", "s3://bucket/out.tensors")
+    assert "out.tensors" not in bucket.objects
+    convert("s3://bucket/locked.tensors", "s3://bucket/out.safetensors", unlock=Secret(key=KEY))
+    assert (
+        raw_tensors(TENSORS) == read_raw("s3://bucket/out.safetensors") == read_raw("s3://bucket/locked.tensors", KEY)
+    )
+
+
+@pytest.mark.parametrize("target", ["out.tensors", "out.safetensors", "snapshot/", "shards/"])
+def test_what_is_there_is_replaced_only_by_force(bucket: InMemoryBucket, source: str, target: str) -> None:
+    """Without `force` what is there stays; with it nothing of it is left."""
+    max_shard_bytes = 30 if target == "shards/" else None
+    write_tensors({"old": torch.ones(40)}, "s3://bucket/old.tensors")
+    convert("s3://bucket/old.tensors", f"s3://bucket/{target}", max_shard_bytes=max_shard_bytes)
+    before = dict(bucket.objects)
+    with pytest.raises(SettingsError, match="is there already"):
+        convert(source, f"s3://bucket/{target}", max_shard_bytes=max_shard_bytes)
+    assert before == bucket.objects
+    convert(source, f"s3://bucket/{target}", max_shard_bytes=max_shard_bytes, force=True)
+    assert raw_tensors(TENSORS) == read_raw(f"s3://bucket/{target}")
+
+
+def test_one_format_is_not_hidden_behind_another(bucket: InMemoryBucket, source: str) -> None:
+    """What is loaded after a forced conversion is what was converted, whatever was there before."""
+    convert(source, "s3://bucket/snapshot.safetensors/", max_shard_bytes=20)
+    with pytest.raises(SettingsError, match="holds a checkpoint"):
+        convert(source, "s3://bucket/snapshot.safetensors/", force=True)
+    write_tensors({"old": torch.ones(40)}, "s3://bucket/old.tensors")
+    save({"old": torch.ones(40)}, "s3://bucket/a.safetensors", shared=True)
+    with pytest.raises(SettingsError, match="is there already"):
+        convert(source, "s3://bucket/a.safetensors")
+    convert(source, "s3://bucket/a.safetensors", force=True)
+    assert raw_tensors(TENSORS) == read_raw("s3://bucket/a.safetensors")
+    convert(source, "s3://bucket/shards/", max_shard_bytes=20)
+    convert(source, "s3://bucket/shards/", max_shard_bytes=1000, force=True)
+    assert ["shards/model.safetensors"] == [name for name in bucket.objects if name.startswith("shards/")]
+
+
+@pytest.mark.parametrize(
+    ("target", "max_shard_bytes"),
+    [("out.tensors", None), ("out.tensors", 20), ("out.safetensors", None), ("out/", 20)],
+)
+@pytest.mark.parametrize("error", [StorageFull("no room"), KeyboardInterrupt()])
+def test_nothing_is_left_where_it_fails(
+    bucket: InMemoryBucket, source: str, target: str, max_shard_bytes: int | None, error: BaseException
+) -> None:
+    """Whatever ends a conversion, no file of it is left, nor is any held open."""
+    before = dict(bucket.objects)
+    for failing in range(1, 12):
+        bucket.log.clear()
+
+        def fail(operation: str, path: str, failing: int = failing) -> None:
+            if (
+                operation in ("write", "commit")
+                and len(bucket.paths_of("write") + bucket.paths_of("commit")) == failing
+            ):
+                raise error
+
+        bucket.fault = fail
+        try:
+            convert(source, f"s3://bucket/{target}", max_shard_bytes=max_shard_bytes)
+        except type(error):
+            bucket.fault = None
+            assert before == bucket.objects
+            assert 0 == bucket.open_blobs
+            continue
+        break
+    assert failing > 3
+
+
+def test_a_damaged_source_leaves_nothing(bucket: InMemoryBucket, source: str) -> None:
+    """A tensor that does not match its hash ends the conversion, though others were written by then."""
+    content = bytearray(bucket.objects["in/model.tensors"])
+    content[-9] ^= 1
+    at = content.rindex(TENSORS["norm"].numpy().tobytes())
+    content[at] ^= 1
+    bucket.objects["in/model.tensors"] = bytes(content)
+    with pytest.raises(RforkError, match="norm does not match its hash"):
+        convert(source, "s3://bucket/out.safetensors")
+    assert ["in/model.tensors"] == list(bucket.objects)
+
+
+@pytest.mark.parametrize(
+    ("source_name", "target", "how", "error", "message"),
+    [
+        ("in/model.tensors", "s3://bucket/in/model.tensors", {}, SettingsError, "is what is read"),
+        ("in", "s3://bucket/in/", {}, SettingsError, "is what is read"),
+        ("in/model.tensors", "s3://bucket/in/", {}, SettingsError, "is what is read"),
+        ("in", "s3://bucket/in/model.safetensors", {}, SettingsError, "is what is read"),
+        ("in/model.tensors", "https://host/out.tensors", {}, SettingsError, "only be read"),
+        ("in/model.tensors", "s3://bucket/out.gguf", {}, SettingsError, "not written"),
+        ("in/model.tensors", "s3://bucket/a.safetensors", {"max_shard_bytes": 9}, SettingsError, "no shards"),
+        ("in/model.tensors", "s3://bucket/out/", {"lock": Secret(key=KEY)}, SettingsError, "encrypted"),
+        ("in/model.tensors", "ftp://host/out", {}, SettingsError, "no kind known"),
+        ("in/model.tensors", "s3://bucket/out.tensors", {"only": ["x.*"]}, CheckpointError, "matches 'x"),
+        ("none.tensors", "s3://bucket/out.tensors", {}, StorageNotFound, "none.tensors"),
+        ("none", "s3://bucket/out.tensors", {}, CheckpointError, "nothing to load"),
+    ],
+)
+def test_wrong_input_is_one_line(
+    bucket: InMemoryBucket,
+    source: str,
+    source_name: str,
+    target: str,
+    how: dict[str, object],
+    error: type[RforkError],
+    message: str,
+) -> None:
+    """What cannot be done is said before anything is written, with force or without."""
+    for force in (False, True):
+        with pytest.raises(error, match=message) as raised:
+            convert(f"s3://bucket/{source_name}", target, force=force, **how)  # type: ignore[arg-type]
+        assert 1 == len(str(raised.value).splitlines())
+    assert ["in/model.tensors"] == list(bucket.objects)
+
+
+def test_a_type_that_safetensors_lacks_is_named(bucket: InMemoryBucket) -> None:
+    """Complex tensors go into `.tensors` files and snapshots; for safetensors they are refused."""
+    write_tensors({"wave": torch.ones(2, dtype=torch.complex64)}, "s3://bucket/in.tensors")
+    convert("s3://bucket/in.tensors", "s3://bucket/snapshot/")
+    with pytest.raises(CheckpointError, match="wave"):
+        convert("s3://bucket/in.tensors", "s3://bucket/out.safetensors")
+    assert raw_tensors({"wave": torch.ones(2, dtype=torch.complex64)}) == read_raw("s3://bucket/snapshot/")
+
+
+def test_memory_is_bounded(bucket: InMemoryBucket) -> None:
+    """Tensors are read a group at a time: never more of them than half of the setting's memory at once."""
+    tensors = {f"t{number}": torch.full((1 << 20,), number, dtype=torch.uint8) for number in range(64)}
+    write_tensors(tensors, "s3://bucket/in.tensors")
+    progress_calls: list[tuple[int, int]] = []
+    bucket.log.clear()
+    convert(
+        "s3://bucket/in.tensors",
+        "s3://bucket/out.tensors",
+        settings=StorageSettings(staging_bytes=16 << 20),
+        progress=lambda done, total: progress_calls.append((done, total)),
+    )
+    reads = [index for index, (operation, _) in enumerate(bucket.log) if operation == "read"]
+    writes = [index for index, (operation, _) in enumerate(bucket.log) if operation == "write"]
+    assert (64 << 20, 64 << 20) == progress_calls[-1]
+    assert reads[-1] > writes[len(writes) // 3]  # the last group is read when a third is written
+    assert bucket.objects["in.tensors"] == bucket.objects["out.tensors"]

@@ -1,0 +1,172 @@
+"""Headers of safetensors files: read as safetensors reads them, and refused in one line if wrong."""
+
+from __future__ import annotations
+
+import json
+import struct
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import JsonValue
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from rfork.errors import StorageCorrupt
+from rfork.image.capture import image_from_tensors
+from rfork.image.safetensors_header import header
+from rfork.storage.formats.safetensors_file import read_shard
+from tests.unit.storage.recording_store import RecordingBlob
+
+Header = dict[str, JsonValue]
+
+
+def packed(entries: Header | bytes, data: bytes = b"", length: int | None = None) -> bytes:
+    text = entries if isinstance(entries, bytes) else json.dumps(entries).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + data
+
+
+def entry(dtype: JsonValue, shape: JsonValue, begin: JsonValue, end: JsonValue) -> Header:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+VALID_FILE = packed({"a": entry("F32", [2], 0, 8)}, bytes(8))
+
+MALFORMED: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "it has 0 bytes"),
+    "no length": (b"1234567", "it has 7 bytes"),
+    "longer than allowed": (packed({}, length=100_000_001), "a header of 100000001 bytes"),
+    "longer than the file": (packed({}, length=90), "cut short: 10 bytes, its header alone has 98"),
+    "no JSON": (packed(b"{]"), "its header cannot be read"),
+    "no text": (packed(b'{"\xff": 1}'), "its header cannot be read"),
+    "nested without end": (packed(b'{"a":' + b"[" * 5000), "its header cannot be read"),
+    "a list": (packed(b"[1]"), "no JSON object"),
+    "metadata of another kind": (packed({"__metadata__": 3}), "__metadata__ is no object"),
+    "an entry that is none": (packed({"a": 3}), "entry of a cannot be read"),
+    "an entry without a type": (packed({"a": {"shape": [], "data_offsets": [0, 0]}}), "entry of a cannot"),
+    "an unknown type": (packed({"a": entry("F13", [1], 0, 4)}, bytes(4)), "a type unknown here, 'F13'"),
+    "a type that is none": (packed({"a": entry(["F32"], [1], 0, 4)}, bytes(4)), "entry of a cannot be read"),
+    "a shape below zero": (packed({"a": entry("F32", [-1, -2], 0, 8)}, bytes(8)), "entry of a cannot"),
+    "a shape of fractions": (packed({"a": entry("F32", [2.5], 0, 10)}, bytes(10)), "entry of a cannot"),
+    "a shape that is none": (packed({"a": entry("F32", "2", 0, 8)}, bytes(8)), "entry of a cannot"),
+    "offsets that are none": (
+        packed({"a": entry("F32", [2], 0.0, 8.0)}, bytes(8)),
+        r"a is \[2\] F32, 8 bytes",
+    ),
+    "three offsets": (
+        packed({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4, 8]}}, bytes(8)),
+        "entry of a cannot",
+    ),
+    "a length of another shape": (packed({"a": entry("F32", [3], 0, 8)}, bytes(8)), r"a is \[3\] F32, 12 b"),
+    "offsets below zero": (packed({"a": entry("F32", [2], -8, 0)}, bytes(8)), "lies at -8 to 0"),
+    "a file that is cut": (VALID_FILE[:-1], "cut short: 7 bytes of data, its header names 8"),
+    "a file with more": (VALID_FILE + b"x", "1 bytes follow"),
+    "a hole": (packed({"a": entry("U8", [2], 0, 2), "b": entry("U8", [2], 3, 5)}, bytes(5)), "b lies behind"),
+    "a hole at the begin": (packed({"a": entry("U8", [2], 1, 3)}, bytes(3)), "a lies behind a hole"),
+    "an overlap": (
+        packed({"a": entry("U8", [2], 0, 2), "b": entry("U8", [2], 1, 3)}, bytes(3)),
+        "b overlaps",
+    ),
+}
+
+
+@pytest.mark.parametrize(("data", "message"), MALFORMED.values(), ids=MALFORMED.keys())
+def test_a_malformed_header_is_refused_in_one_line(data: bytes, message: str) -> None:
+    """Each is named with its file, before any tensor is read; safetensors refuses it too."""
+    with pytest.raises(StorageCorrupt, match=message) as caught:
+        read_shard("x", RecordingBlob("file:///x.safetensors", data))
+    assert (True, 1) == (
+        str(caught.value).startswith("file:///x.safetensors: "),
+        len(str(caught.value).splitlines()),
+    )
+    with pytest.raises((SafetensorError, KeyError, ValueError)):
+        load(data)
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn]
+Shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
+
+
+@given(st.dictionaries(st.text(min_size=1, max_size=8), st.tuples(st.sampled_from(DTYPES), Shapes), max_size=8))
+def test_places_are_those_of_safetensors(specs: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
+    """Whatever safetensors writes is read as it says: type, shape, and the bytes themselves."""
+    specs.pop("__metadata__", None)
+    stored = {name: torch.randint(0, 2, shape, dtype=torch.uint8).to(dtype) for name, (dtype, shape) in specs.items()}
+    data = save(stored)
+    shard = read_shard("x", RecordingBlob("file:///x", data))
+    expected = {name: (tensor.dtype, tuple(tensor.shape), tensor.nbytes) for name, tensor in stored.items()}
+    assert expected == {
+        name: (location.dtype, location.shape, location.nbytes) for name, location in shard.locations.items()
+    }
+    for name, location in shard.locations.items():
+        memory = torch.frombuffer(
+            bytearray(data[location.offset : location.offset + location.nbytes] + b"x"), dtype=torch.uint8
+        )
+        assert torch.equal(stored[name].reshape(-1).view(torch.uint8), memory[:-1])
+
+
+def test_offsets_come_in_order() -> None:
+    """The order is that of the bytes, whatever the header's is."""
+    data = packed({"b": entry("U8", [2], 1, 3), "a": entry("U8", [1], 0, 1), "0": entry("U8", [0], 3, 3)}, bytes(3))
+    assert ["a", "b", "0"] == list(read_shard("x", RecordingBlob("file:///x", data)).locations)
+
+
+def test_a_long_header_takes_two_reads() -> None:
+    """The first read has most headers whole; what it lacks of a longer one is read after it."""
+    entries: Header = {f"layer.{number}.weight": entry("U8", [1], number, number + 1) for number in range(20_000)}
+    blob = RecordingBlob("file:///x", packed(entries, bytes(20_000)))
+    assert 20_000 == len(read_shard("x", blob).locations)
+    begin = blob.size - 20_000
+    assert [(0, 128 << 10), (128 << 10, begin)] == blob.read_ranges
+
+
+def test_tied_names_of_metadata() -> None:
+    """The names that safetensors keeps of tied tensors count; what describes the file does not."""
+    metadata: Header = {"format": "pt", "tied": "pt", "other": "nothing"}
+    shard = read_shard(
+        "x",
+        RecordingBlob("file:///x", packed({"__metadata__": metadata, "pt": entry("U8", [1], 0, 1)}, b"x")),
+    )
+    assert (["pt", "tied"], {"tied"}) == (list(shard.locations), set(shard.aliases))
+
+
+def test_packed_types_count_two_in_one() -> None:
+    """Of F4, two share a byte: torch's type for both counts them as one."""
+    shard = read_shard("x", RecordingBlob("file:///x", packed({"a": entry("F4", [2, 8], 0, 8)}, bytes(8))))
+    location = shard.locations["a"]
+    assert (torch.float4_e2m1fn_x2, (2, 4), 8) == (location.dtype, location.shape, location.nbytes)
+
+
+def snapshot_bytes() -> bytes:
+    base = torch.arange(24, dtype=torch.float32).reshape(4, 6)
+    image = image_from_tensors({"w": base.t(), "row": base[1], "z": torch.ones(3, dtype=torch.bfloat16)})
+    with image.readable(0, image.layout.image_bytes) as views:
+        return header(image.layout) + b"".join(bytes(view) for view in views)
+
+
+def test_a_snapshot_is_read_by_its_layout() -> None:
+    """Strides and tensors within others are there, though safetensors has no words for them."""
+    locations = read_shard("x", RecordingBlob("file:///x", snapshot_bytes())).locations
+    assert {"w": ((6, 4), (1, 6)), "row": ((6,), None), "z": ((3,), None)} == {
+        name: (location.shape, location.stride) for name, location in locations.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (b'[[\\"w\\"', b'[[\\"w\\"]', "the snapshot's layout cannot be read"),
+        (b'"[102,', b'"[103,', "its layout is of 103 bytes"),
+        (b"float32", b"floatxy", "floatxy"),
+    ],
+)
+def test_a_snapshot_whose_layout_is_wrong(old: bytes, new: bytes, message: str) -> None:
+    """A layout that does not fit its file is refused like any header."""
+    data = snapshot_bytes()
+    changed = data.replace(old, new, 1)
+    (length,) = struct.unpack_from("<Q", changed)
+    grown = len(changed) - len(data)
+    changed = struct.pack("<Q", length + grown) + changed[8:]
+    with pytest.raises(StorageCorrupt, match=message):
+        read_shard("x", RecordingBlob("file:///x", changed))

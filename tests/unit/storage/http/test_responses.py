@@ -1,0 +1,266 @@
+"""What ranged reads decide without sockets: requests, answers, when to ask again, when a second time."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from http import HTTPStatus
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rfork.errors import StorageChanged, StorageError
+from rfork.storage.http.request import HttpOrigin, HttpRequest
+from rfork.storage.http.requests import decode_chunked
+from rfork.storage.http.responses import (
+    ObjectVersion,
+    check_content_range,
+    error_from_response,
+    version_from_response,
+)
+from rfork.storage.http.retry import RetryableError
+from rfork.transport.http.parser import ResponseHead
+
+URI = "https://models.example/llama.bin"
+NOW = datetime(2026, 5, 4, 12, 0, 0, tzinfo=UTC)
+NO_RANGE = f"the server answered 416 {HTTPStatus(416).phrase} to a range"  # Python 3.13 words it otherwise
+
+
+def head(status: int, **fields: str) -> ResponseHead:
+    return ResponseHead(status, "1.1", {name.replace("_", "-"): value for name, value in fields.items()})
+
+
+# Requests.
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("http://host/a", HttpOrigin(False, "host", 80)),
+        ("https://host/a?b", HttpOrigin(True, "host", 443)),
+        ("https://host:8443/a", HttpOrigin(True, "host", 8443)),
+        ("http://[::1]:9000/", HttpOrigin(False, "::1", 9000)),
+    ],
+)
+def test_a_url_names_its_origin(url: str, expected: HttpOrigin) -> None:
+    """Scheme, host and port are what a connection goes to, and what credentials are kept to."""
+    assert expected == HttpRequest(url).origin
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "ftp://host/a",
+        "//host/a",
+        "http:///a",
+        "http://host:x/?key=secret",
+        "http://user:secret@host/",
+        "https://models..example/a?key=secret",
+        f"https://{'x' * 64}.example/a",
+    ],
+)
+def test_no_other_url_is_asked_for(url: str) -> None:
+    """What is no plain http or https URL of a possible host is refused, without its query."""
+    with pytest.raises(StorageError, match="cannot be asked for") as raised:
+        _ = HttpRequest(url).origin
+    assert "secret" not in str(raised.value)
+
+
+def test_a_request_hides_what_may_be_secret() -> None:
+    """Neither query nor headers are in what a request looks like."""
+    request = HttpRequest("https://host/a?signature=secret", {"Authorization": "Bearer secret"})
+    assert "Request('https://host/a')" == repr(request) == str(request)
+
+
+def test_a_head_has_the_requests_own_fields_first() -> None:
+    """What was signed goes before a field of the same name."""
+    request = HttpRequest("https://host:1/a%20b?x=1", {"Range": "bytes=1-2", "X-Token": "t"})
+    expected = b"GET /a%20b?x=1 HTTP/1.1\r\nHost: host:1\r\nRange: bytes=1-2\r\nX-Token: t\r\nIf-Match: x\r\n\r\n"
+    assert expected == request.head({"range": "bytes=0-0", "If-Match": "x"})
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        HttpRequest("http://host/a b"),
+        HttpRequest("http://host/a", {"Authorization": "Bearer se\r\ncret"}),
+        HttpRequest("http://host/a", {"Author\nization": "secret"}),
+        HttpRequest("http://host/a", {"Authorization": "Bearer sécret"}),
+    ],
+    ids=repr,
+)
+def test_nothing_is_smuggled_into_a_head(request_: HttpRequest) -> None:
+    """What would end a line early is refused, without being shown."""
+    with pytest.raises(StorageError, match=r"^'http://host/a[b ]*' cannot be asked for: [a-z ]+$"):
+        request_.head({})
+
+
+@pytest.mark.parametrize(
+    ("location", "url", "keeps"),
+    [
+        ("/b", "https://host/b", True),
+        ("b?x=1#part", "https://host/a/b?x=1", True),
+        ("https://host:443/b", "https://host:443/b", True),
+        ("//other/b", "https://other/b", False),
+        ("https://host:444/b", "https://host:444/b", False),
+        ("https://host.evil/b", "https://host.evil/b", False),
+    ],
+)
+def test_a_redirect_keeps_headers_to_their_origin(location: str, url: str, keeps: bool) -> None:
+    """A Location is read relative to the URL, and the headers go nowhere but to the same origin."""
+    headers = {"Authorization": "Bearer secret"}
+    redirected = HttpRequest("https://host/a/", headers).follow(location)
+    assert (url, headers if keeps else {}) == (redirected.url, redirected.headers)
+
+
+@pytest.mark.parametrize(
+    ("location", "message"),
+    [
+        ("http://[::1", "https://host/a/ redirects to what is no URL"),
+        ("https://u:SECRET@h/x?sig=SECRET", "'https://…' cannot be asked for: "),
+        ("https://h:x/", "'https://h:x/' cannot be asked for: it is no URL"),
+        ("http://[::1/?SECRET", "https://host/a/ redirects to what is no URL"),
+    ],
+)
+def test_a_redirect_that_leads_nowhere(location: str, message: str) -> None:
+    """It is an error of storage, in one line without a password."""
+    with pytest.raises(StorageError) as raised:
+        HttpRequest("https://host/a/").follow(location)
+    assert message == str(raised.value)[: len(message)]
+
+
+# Answers.
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        (
+            head(206, etag='"a"', last_modified="then", content_range="bytes 0-0/77", content_length="1"),
+            ObjectVersion(77, '"a"', "then"),
+        ),
+        (head(416, content_range="bytes */0"), ObjectVersion(0, "", "")),
+        (head(416, content_range="Bytes  */0", etag='"e"'), ObjectVersion(0, '"e"', "")),
+        (head(200, content_length="0", etag='"e"'), ObjectVersion(0, '"e"', "")),
+    ],
+)
+def test_the_first_byte_tells_what_the_object_is(response: ResponseHead, expected: ObjectVersion) -> None:
+    """Size, tag and date are those of the answer; empty objects are known by how servers refuse."""
+    assert expected == version_from_response(URI, response)
+
+
+@pytest.mark.parametrize(
+    ("response", "message"),
+    [
+        (head(200, content_length="77"), "this server has no ranges: it answers with the whole file"),
+        (head(416, content_range="bytes */5"), NO_RANGE),
+        (head(416), NO_RANGE),
+        (head(412), "the server answered 412 Precondition Failed to a range"),
+        (
+            head(206, content_range="bytes 0-0/*", content_length="1"),
+            "the server does not say how large it is",
+        ),
+        (
+            head(206, content_range="bytes 0-1/9", content_length="2"),
+            "the server gives bytes [0, 2) where [0, 1) were asked for",
+        ),
+        (head(206, content_range="bytes 0-0/9"), "the server does not say that its answer has 1 bytes"),
+        (
+            head(206, content_range="bytes 0-0/9", content_length="1", transfer_encoding="chunked"),
+            "the server does not say that its answer has 1 bytes",
+        ),
+        (head(206, content_length="1"), "cannot understand Content-Range ''"),
+    ],
+)
+def test_what_is_no_first_byte_is_refused(response: ResponseHead, message: str) -> None:
+    """Each has its line."""
+    with pytest.raises(StorageError) as raised:
+        version_from_response(URI, response)
+    assert f"{URI}: {message}" == str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("identity", "version", "conditions"),
+    [
+        (ObjectVersion(9, '"a"', "then"), '"a"', {"If-Match": '"a"'}),
+        (ObjectVersion(9, 'W/"a"', "then"), 'W/"a"', {"If-Unmodified-Since": "then"}),
+        (ObjectVersion(9, "", "then"), "then", {"If-Unmodified-Since": "then"}),
+        (ObjectVersion(9, 'W/"a"', ""), 'W/"a"', {}),
+        (ObjectVersion(9, "", ""), None, {}),
+    ],
+)
+def test_an_object_is_held_to_the_best_that_is_known_of_it(
+    identity: ObjectVersion, version: str | None, conditions: dict[str, str]
+) -> None:
+    """A strong tag, else the date: a weak tag matches nothing."""
+    assert (version, conditions) == (identity.version, identity.conditions)
+
+
+KNOWN = ObjectVersion(77, '"a"', "then")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"etag": '"b"'},
+        {"etag": '"a"', "content_range": "bytes 5-9/78"},
+        {"content_range": "bytes 5-7/8", "content_length": "3"},
+    ],
+)
+def test_an_answer_of_another_object_is_a_change(fields: dict[str, str]) -> None:
+    """Another tag or another size, whatever the server made of our conditions."""
+    response = head(206, **{"content_range": "bytes 5-9/77", "content_length": "5", **fields})
+    with pytest.raises(StorageChanged, match="was replaced while it was read"):
+        check_content_range(URI, response, KNOWN, 5, 10)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"etag": 'W/"a"', "last_modified": "later"},
+        {"content_range": "bytes 5-9/*"},
+    ],
+)
+def test_an_answer_that_says_less_is_of_the_same_object(fields: dict[str, str]) -> None:
+    """What is not told is not held against it; nor is a date where there is a tag."""
+    response = head(206, **{"content_range": "bytes 5-9/77", "content_length": "5", **fields})
+    check_content_range(URI, response, KNOWN, 5, 10)
+
+
+@given(
+    st.integers(100, 599),
+    st.dictionaries(st.sampled_from(["content-range", "content-length", "etag"]), st.text(max_size=30)),
+)
+def test_no_answer_is_taken_for_a_part_that_it_is_not(status: int, fields: dict[str, str]) -> None:
+    """Whatever a server writes, it is the very range of this object, or an error of ours."""
+    try:
+        check_content_range(URI, ResponseHead(status, "1.1", fields), KNOWN, 5, 10)
+    except StorageError:
+        return
+    assert (206, "5", True) == (status, fields["content-length"], fields.get("etag", '"a"') in ("", '"a"'))
+
+
+@pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
+def test_what_may_pass_is_no_error_yet(status: int) -> None:
+    """A server that is busy or broken is asked again, after as long as it says."""
+    error = error_from_response(URI, head(status, retry_after="7"), b"", lambda status, text: StorageError("explained"))
+    assert (RetryableError, 7.0) == (
+        type(error),
+        error.after_s if isinstance(error, RetryableError) else None,
+    )
+
+
+@given(st.binary(max_size=200), st.integers(1, 50))
+def test_a_text_in_chunks_is_put_together(text: bytes, size: int) -> None:
+    """What is sent in chunks of any size is read as it was; one that is cut off, as far as it came."""
+    pieces = [text[at : at + size] for at in range(0, len(text), size)]
+    coded = b"".join(b"%x;name=value\r\n%s\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
+    assert text == decode_chunked(coded)
+    assert all(text.startswith(decode_chunked(coded[:cut])) for cut in range(len(coded)))
+
+
+@given(st.binary(max_size=200))
+def test_no_text_in_chunks_breaks_a_read(coded: bytes) -> None:
+    """Whatever comes, some of it is text."""
+    assert len(decode_chunked(coded)) <= len(coded)

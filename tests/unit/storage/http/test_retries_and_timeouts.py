@@ -1,0 +1,349 @@
+"""When ranged reads ask again, when a second time, and how a wait is ended: without sockets."""
+
+from __future__ import annotations
+
+import os
+import threading
+from datetime import UTC, datetime
+from typing import cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rfork.settings import StorageSettings
+from rfork.storage.http.connect import Cancelled, CancelScope
+from rfork.storage.http.hedged_request import HedgedRequest
+from rfork.storage.http.hedging import MAX_HEDGED_FRACTION, MIN_DELAY_S, MIN_SAMPLES, HedgePolicy
+from rfork.storage.http.pool import IDLE_S, HttpConnectionPool, PooledConnection
+from rfork.storage.http.request import HttpOrigin
+from rfork.storage.http.retry import (
+    MAX_DELAY_S,
+    MAX_RETRY_AFTER_S,
+    PROGRESS,
+    RetryableError,
+    RetryBudget,
+    retry_after,
+)
+from rfork.storage.http.timeout import MIN_BYTES_PER_TIMEOUT, ReadTimeout
+from rfork.transport.http.stream import ScatterCursor, Stream
+from tests.unit.fake_clock import FakeClock
+
+NOW = datetime(2026, 5, 4, 12, 0, 0, tzinfo=UTC)
+MIB = 1 << 20
+
+# When to ask again.
+
+
+def test_waits_double_up_to_a_limit() -> None:
+    """With the most jitter the waits double, from a tenth of a second to five seconds."""
+    attempts = RetryBudget(9, 0.0, lambda: 1.0, lambda: 0.0)
+    assert [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0, None] == [attempts.failed(0) for _ in range(9)]
+
+
+@given(st.integers(1, 100), st.floats(0, 1, exclude_max=True), st.floats(0, 1e9))
+def test_no_wait_is_longer_than_its_limit(min_attempts: int, random: float, retry_after_s: float) -> None:
+    """Where no time is set there are just so many attempts, and each wait is within its limits."""
+    attempts = RetryBudget(min_attempts, 0.0, lambda: random, lambda: 0.0)
+    waits = [attempts.failed(0, retry_after_s) for _ in range(min_attempts)]
+    assert (None, min_attempts) == (waits[-1], attempts.made)
+    for wait in waits[:-1]:
+        assert wait is not None
+        assert min(retry_after_s, MAX_RETRY_AFTER_S) <= wait <= max(MAX_DELAY_S, MAX_RETRY_AFTER_S)
+
+
+def seconds_until_exhausted(attempts: RetryBudget, clock: FakeClock, attempt_s: float) -> float:
+    """How long attempts are made that fail, each after so many seconds."""
+    began = clock()
+    clock.now += attempt_s
+    while (wait_s := attempts.failed(0)) is not None:
+        clock.now += wait_s + attempt_s
+    return clock() - began
+
+
+@pytest.mark.parametrize("random", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize(
+    ("min_attempts", "min_s", "attempt_s", "max_s"),
+    [
+        (5, 10.0, 0.0, 10.0),  # refused at once: what is gone for ten seconds is waited for
+        (1, 10.0, 0.0, 10.0),
+        (5, 10.0, 3.0, 5 * 3.0 + 1.5),  # the attempts take longer than that by themselves
+        (2, 600.0, 0.0, 600.0),
+    ],
+)
+def test_nothing_is_given_up_too_soon_or_too_late(
+    min_attempts: int, min_s: float, attempt_s: float, max_s: float, random: float
+) -> None:
+    """The attempts are spent and the time has passed, and not much more of it."""
+    clock = FakeClock()
+    attempts = RetryBudget(min_attempts, min_s, lambda: random, clock)
+    elapsed_s = seconds_until_exhausted(attempts, clock, attempt_s)
+    assert (True, True) == (min_attempts <= attempts.made, min_s <= elapsed_s <= max_s + attempt_s + 1e-6)
+
+
+def test_a_server_that_is_away_is_not_asked_too_often() -> None:
+    """Ten seconds of a server that refuses cost a dozen requests or so."""
+    clock = FakeClock()
+    attempts = RetryBudget(5, 10.0, lambda: 0.0, clock)
+    seconds_until_exhausted(attempts, clock, 0.0)
+    assert 12 >= attempts.made
+
+
+def test_progress_begins_the_count_anew() -> None:
+    """An attempt that brought enough is the first of a new row; one that brought less is in vain."""
+    attempts = RetryBudget(3, 0.0, lambda: 1.0, lambda: 0.0)
+    received_bytes = [0, PROGRESS - 1, PROGRESS, 0, PROGRESS, PROGRESS, 1, 1]
+    assert [0.1, 0.2, 0.1, 0.2, 0.1, 0.1, 0.2, None] == [attempts.failed(count) for count in received_bytes]
+
+
+def test_progress_begins_the_time_anew() -> None:
+    """The time that must pass is counted from the last attempt that brought enough."""
+    clock = FakeClock()
+    attempts = RetryBudget(1, 10.0, lambda: 0.0, clock)
+    waits = []
+    for received_bytes in (0, PROGRESS, 0, 0):
+        clock.now += 6.0
+        waits.append(attempts.failed(received_bytes) is not None)
+    assert [True, True, True, False] == waits
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("0", 0.0),
+        (" 17 ", 17.0),
+        ("Mon, 04 May 2026 12:00:30 GMT", 30.0),
+        ("Mon, 04 May 2026 11:00:00 GMT", 0.0),
+        ("Mon, 04 May 2026 12:00:30 -0000", 30.0),
+        ("", 0.0),
+        ("-1", 0.0),
+        ("1.5", 0.0),
+        ("9" * 5000, 0.0),
+        ("Mon, 04 May 99999999999999999999 12:00:30 GMT", 0.0),
+        ("Mon, 04 May 2026 12:00:30 +99999999999999999", 0.0),
+        ("soon", 0.0),
+    ],
+)
+def test_retry_after_is_seconds_or_a_date(value: str, expected: float) -> None:
+    """Both forms are understood; what is neither asks for nothing."""
+    assert expected == retry_after(value, NOW)
+
+
+@given(st.text(max_size=60))
+def test_no_retry_after_breaks_a_read(value: str) -> None:
+    """Whatever a server writes there, it is a time that is not negative."""
+    assert 0.0 <= retry_after(value, NOW)
+
+
+# When to ask a second time.
+
+
+def hedges_after(hedges: HedgePolicy, count: int, seconds: float = 0.2) -> HedgePolicy:
+    """After so many answers of a mebibyte, each a tenth of a second to its first byte."""
+    for _ in range(count):
+        hedges.first_byte(MIB, 0.1, seconds)
+    return hedges
+
+
+def test_nothing_is_slow_before_enough_is_known() -> None:
+    """The first requests are never sent twice, nor is any with the setting 0."""
+    assert None is hedges_after(HedgePolicy(4, MIB), MIN_SAMPLES - 1).delay_s(MIB)
+    assert None is hedges_after(HedgePolicy(0, MIB), 10 * MIN_SAMPLES).delay_s(MIB)
+
+
+def test_what_is_slow_depends_on_the_size() -> None:
+    """A request is slow after so many times the usual first byte and the usual time of its bytes."""
+    hedges = hedges_after(HedgePolicy(4, MIB), MIN_SAMPLES)
+    assert [MIN_DELAY_S, 0.8, 4 * 0.1 + 4 * 0.4] == [hedges.delay_s(size) for size in (1, MIB, 4 * MIB)]
+
+
+def test_most_say_what_is_usual() -> None:
+    """A few slow answers change nothing; once most are slow, slow is usual."""
+    hedges = hedges_after(HedgePolicy(4, MIB), 60)
+    assert 0.8 == hedges_after(hedges, 20, 100.1).delay_s(MIB)
+    assert 4 * 100.1 == hedges_after(hedges, 40, 100.1).delay_s(MIB)
+
+
+def test_small_answers_say_little_of_large_ones() -> None:
+    """Seconds per byte are those of most bytes, not of most requests."""
+    hedges = hedges_after(HedgePolicy(4, MIB), 1)
+    for _ in range(60):
+        hedges.first_byte(100, 0.1, 0.11)
+    assert 0.8 == hedges.delay_s(MIB)
+
+
+@pytest.mark.parametrize("answered", [MIN_SAMPLES, 100, 1000])
+def test_only_a_few_are_sent_twice(answered: int) -> None:
+    """However many are slow at once, second requests stay a small share of all."""
+    hedges = hedges_after(HedgePolicy(4, 1 << 40), answered)
+    begun = sum(hedges.begin(1) for _ in range(answered))
+    assert (max(1, round(MAX_HEDGED_FRACTION * answered)), begun) == (begun, hedges.started)
+
+
+def test_second_requests_share_their_memory() -> None:
+    """There is none where its bytes find no room, and again once another has ended."""
+    hedges = hedges_after(HedgePolicy(4, 4 * MIB), 1000)
+    assert [True, False, True] == [hedges.begin(3 * MIB), hedges.begin(2 * MIB), hedges.begin(MIB)]
+    hedges.end(3 * MIB)
+    assert [True, False] == [hedges.begin(3 * MIB), hedges.begin(1)]
+
+
+def test_a_second_request_that_cannot_begin_gives_its_place_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the system has no further thread, the first goes on and the memory is another's."""
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("rfork.storage.http.hedged_request.threading.Thread.start", start)
+    hedges = hedges_after(HedgePolicy(4, MIB), 1000)
+    cursor = ScatterCursor([memoryview(bytearray(100))])
+    race = HedgedRequest(hedges, cursor, 0, 100, CancelScope(), CancelScope(), lambda cursor, begin, end: None)
+    assert (MIN_DELAY_S, 0) == (race.on_slow(), hedges.inflight_bytes)
+    race.wait_result()
+    assert 0 == cursor.done
+
+
+# Waits.
+
+
+class FakeConnection:
+    """What notes that it was cut."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def abort(self) -> None:
+        self.count += 1
+
+
+def test_a_leg_cuts_what_it_holds_and_nothing_else() -> None:
+    """What was let go may serve another by now: ending the leg leaves it alone."""
+    before, attached, after = FakeConnection(), FakeConnection(), FakeConnection()
+    cancel_scope = CancelScope()
+    with cancel_scope.attached(before):
+        pass
+    with cancel_scope.attached(attached):
+        cancel_scope.end()
+    with pytest.raises(Cancelled), cancel_scope.attached(after):
+        pass
+    assert (0, 1, 0) == (before.count, attached.count, after.count)
+
+
+def test_a_leg_that_was_ended_takes_no_connection() -> None:
+    """It does not even wait for its turn."""
+    cancel_scope = CancelScope()
+    cancel_scope.end()
+    with pytest.raises(Cancelled):
+        HttpConnectionPool(StorageSettings()).acquire(
+            HttpOrigin(False, "127.0.0.1", 1), cancel_scope, fresh=False, extra=False
+        )
+
+
+class FakeStream:
+    """A stream of which only its end is looked at."""
+
+    def __init__(self) -> None:
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def pooled_stream(pool: HttpConnectionPool, origin: HttpOrigin, process: int | None = None) -> FakeStream:
+    """A connection that has answered, and is given back to the pool."""
+    stream = FakeStream()
+    connection = PooledConnection(
+        cast(Stream, stream), origin, extra=True, process=os.getpid() if process is None else process
+    )
+    pool.release(connection, usable=True)
+    return stream
+
+
+def acquire_stream(pool: HttpConnectionPool, origin: HttpOrigin) -> object:
+    """What the pool gives for a request; None where it has nothing and would connect."""
+    cancel_scope = CancelScope()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("rfork.storage.http.pool.dial", lambda *_: None)
+        return pool.acquire(origin, cancel_scope, fresh=False, extra=True).stream
+
+
+HERE, THERE = HttpOrigin(False, "here", 80), HttpOrigin(False, "there", 80)
+
+
+@pytest.mark.parametrize(("idle_s", "reused"), [(IDLE_S - 1, True), (IDLE_S, False)])
+def test_connections_that_were_idle_for_long_are_not_used(idle_s: float, reused: bool) -> None:
+    """What lies between may have forgotten them; they are closed, not asked."""
+    clock = FakeClock()
+    pool = HttpConnectionPool(StorageSettings(), clock)
+    old = pooled_stream(pool, HERE)
+    clock.now += idle_s
+    assert (reused, not reused) == (acquire_stream(pool, HERE) is old, old.closed)
+
+
+def test_idle_connections_of_one_origin_are_dropped() -> None:
+    """Those to other servers stay."""
+    pool = HttpConnectionPool(StorageSettings())
+    here, there = pooled_stream(pool, HERE), pooled_stream(pool, THERE)
+    pool.drop_idle(HERE)
+    assert (None, True, True) == (
+        acquire_stream(pool, HERE),
+        here.closed,
+        acquire_stream(pool, THERE) is there,
+    )
+
+
+def test_connections_of_another_process_are_not_kept() -> None:
+    """What was taken before a fork and comes back after it is closed, and frees no place."""
+    pool = HttpConnectionPool(StorageSettings())
+    other = pooled_stream(pool, HERE, process=os.getpid() + 1)
+    assert (None, True) == (acquire_stream(pool, HERE), other.closed)
+
+
+@pytest.mark.parametrize(("memory", "max_bytes"), [(16 * MIB, 16 * MIB), (1 << 30, 256 * MIB)])
+def test_a_block_may_be_sent_twice_however_little_memory_there_is(memory: int, max_bytes: int) -> None:
+    """Second requests may hold a quarter of the memory, and a block of the largest size in any case."""
+    hedges = hedges_after(HttpConnectionPool(StorageSettings(staging_bytes=memory)).hedges, 1000)
+    assert [True, False] == [hedges.begin(max_bytes), hedges.begin(1)]
+
+
+# Patience.
+
+
+@pytest.mark.parametrize(
+    ("received", "expected"),
+    [
+        ([], "sent nothing for 10 s"),
+        ([1, MIN_BYTES_PER_TIMEOUT - 2], f"sent no more than {MIN_BYTES_PER_TIMEOUT - 1} bytes in 10 s"),
+        ([1, MIN_BYTES_PER_TIMEOUT - 1], None),
+        ([MIN_BYTES_PER_TIMEOUT, 0], None),
+    ],
+)
+def test_a_body_must_come_at_some_speed(
+    received: list[int], expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In each timeout there must be so many bytes; then the next begins."""
+    clock = FakeClock()
+    monkeypatch.setattr("rfork.storage.http.timeout.time.monotonic", clock)
+    timeout = ReadTimeout(10.0)
+    clock.now += 9.0
+    for count in received:
+        timeout.record_body(count)
+    clock.now += 1.0
+    message = None
+    try:
+        timeout.remaining()
+    except RetryableError as error:
+        message = str(error)
+    assert expected == message
+
+
+def test_a_head_must_come_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many bytes of it come, the time for all of it does not begin anew."""
+    clock = FakeClock()
+    monkeypatch.setattr("rfork.storage.http.timeout.time.monotonic", clock)
+    timeout = ReadTimeout(10.0)
+    clock.now += 9.0
+    timeout.record(2 * MIN_BYTES_PER_TIMEOUT)
+    clock.now += 1.0
+    with pytest.raises(RetryableError, match=f"sent no more than {2 * MIN_BYTES_PER_TIMEOUT} bytes in 10 s"):
+        timeout.remaining()

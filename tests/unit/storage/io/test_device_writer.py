@@ -1,0 +1,202 @@
+"""Blocks on their way to a device: which buffer waits for which copy. The device here is a dictionary."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import pytest
+import torch
+
+from rfork.errors import StorageError
+from rfork.settings import StorageSettings
+from rfork.storage.io import reader as reading
+from rfork.storage.io.device_writer import CopyHandle
+from rfork.storage.io.extents import ReadBlock
+from rfork.storage.io.reader import Extent, fill
+from rfork.storage.io.staging import BufferPool
+from tests.unit.storage.io.test_reader import PatternBlob
+
+KIB = 1 << 10
+BLOCK = 64 * KIB
+
+
+class FakeDevice:
+    """What a device holds, by offset in the one line of memory (a tensor without bytes) that tests fill.
+
+    Bytes are taken from the source when a copy is waited for, and no sooner: a buffer that is used again
+    before brings the wrong ones. `fail` is called with what is begun (copy, wait); may raise.
+    """
+
+    def __init__(self, length: int) -> None:
+        self.address_space = torch.empty(length, dtype=torch.uint8, device="meta")
+        self.memory = bytearray(length)
+        self.in_flight = 0
+        self.max_in_flight = 0
+        self.closed = False
+        self.direct_blocks: set[int] = set()
+        """Blocks that are read without staging, by their first byte."""
+        self.fail: Callable[[str], None] = lambda _: None
+        self._lock = threading.Lock()
+
+    def read(self, block: ReadBlock, pieces: Sequence[tuple[int, torch.Tensor]]) -> bool:
+        if block.begin not in self.direct_blocks:
+            return False
+        for offset, into in pieces:
+            data = bytearray(into.numel())
+            block.blob.read(offset, [memoryview(data)])
+            self.put(into, bytes(data))
+        return True
+
+    def copy(self, into: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> CopyHandle:
+        self.fail("copy")
+        with self._lock:
+            self.in_flight += 1
+            self.max_in_flight = max(self.max_in_flight, self.in_flight)
+        return FakeCopy(self, into, source)
+
+    def complete_copy(self, into: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> None:
+        """A copy is over."""
+        with self._lock:
+            self.in_flight -= 1
+        self.fail("wait")
+        for target, data in zip(into, source, strict=True):
+            self.put(target, bytes(data.tolist()))
+
+    def put(self, into: torch.Tensor, data: bytes) -> None:
+        """Take bytes into memory."""
+        begin = int(into.storage_offset())
+        assert into.numel() == len(data)
+        self.memory[begin : begin + into.numel()] = data
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class FakeCopy:
+    """A copy to the device; see `CopyHandle`."""
+
+    def __init__(self, device: FakeDevice, into: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> None:
+        self._device, self._into, self._source = device, into, source
+
+    def wait(self) -> None:
+        self._device.complete_copy(self._into, self._source)
+
+
+class CountedBufferPool:
+    """Staging, and how many of its buffers are in use."""
+
+    def __init__(self, buffers: int) -> None:
+        self.made: list[torch.Tensor] = []
+        self.freed: list[torch.Tensor] = []
+        self.staging = BufferPool(buffers * BLOCK, BLOCK, self._make, self.freed.append)
+
+    def _make(self, nbytes: int) -> torch.Tensor:
+        self.made.append(torch.empty(nbytes, dtype=torch.uint8))
+        return self.made[-1]
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
+    """A device with memory for twenty blocks, that takes the place of CUDA's."""
+    device = FakeDevice(20 * BLOCK)
+
+    def copier(devices: Iterable[torch.device], _: StorageSettings) -> FakeDevice:
+        assert [torch.device("meta")] == list(devices)
+        return device
+
+    monkeypatch.setattr(reading, "CudaBlockCopier", copier)
+    monkeypatch.setattr(reading, "block_bytes", lambda *_: BLOCK)
+    return device
+
+
+@pytest.fixture(params=[1, 2, 3, 8], ids=lambda count: f"{count}-buffers")
+def pool(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[CountedBufferPool]:
+    """So many buffers; each is given back by the end of a test."""
+    count: int = request.param
+    pool = CountedBufferPool(count)
+    monkeypatch.setattr(reading, "pinned_staging", lambda *_: pool.staging)
+    yield pool
+    assert len(pool.made) <= count
+    assert sorted(map(id, pool.made)) == sorted(map(id, pool.freed))
+
+
+def extents_of(device: FakeDevice, blob: PatternBlob, sizes: Iterable[int], offset: int = 0) -> list[Extent]:
+    """Neighbours in the blob, and in the device's memory."""
+    extents, at = [], 0
+    for size in sizes:
+        extents.append(Extent(blob, offset + at, device.address_space[at : at + size]))
+        at += size
+    return extents
+
+
+@pytest.mark.parametrize("streams", [1, 2, 5])
+@pytest.mark.parametrize("sizes", [[10 * BLOCK], [1000] * 500, [3, 5 * BLOCK + 7, 1, 0, 2 * BLOCK]])
+def test_every_byte_lands(device: FakeDevice, pool: CountedBufferPool, streams: int, sizes: list[int]) -> None:
+    """However few buffers and many threads: no buffer is read into before its copy is over."""
+    blob, filled = PatternBlob(sum(sizes) + 4321), list[int]()
+    extents = extents_of(device, blob, sizes, 4321)
+    fill(extents, StorageSettings(concurrency=streams), on_filled=filled.append)
+    assert blob.data[4321:] == bytes(device.memory[: sum(sizes)])
+    assert (list(range(len(sizes))), True, 0) == (sorted(filled), device.closed, device.in_flight)
+
+
+def test_a_copy_overlaps_with_the_next_read(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread with two buffers reads a block while the one before is copied, and waits for it then."""
+    pool, in_flight = CountedBufferPool(2), list[int]()
+    monkeypatch.setattr(reading, "pinned_staging", lambda *_: pool.staging)
+    blob = PatternBlob(4 * BLOCK, before=lambda _: in_flight.append(device.in_flight))
+    fill(extents_of(device, blob, [4 * BLOCK]), StorageSettings(concurrency=1))
+    assert ([0, 1, 1, 1], 2, 2) == (in_flight, device.max_in_flight, len(pool.made))
+
+
+def test_no_extent_is_told_before_it_is_there(device: FakeDevice, pool: CountedBufferPool) -> None:
+    """Whoever is told of an extent finds its bytes on the device."""
+    blob, right = PatternBlob(10 * BLOCK), list[bool]()
+    extents = extents_of(device, blob, [BLOCK // 2] * 20)
+
+    def on_filled(index: int) -> None:
+        begin = index * BLOCK // 2
+        here = bytes(device.memory[begin : begin + BLOCK // 2])
+        right.append(here == blob.data[begin : begin + BLOCK // 2])
+
+    fill(extents, StorageSettings(concurrency=3), on_filled=on_filled)
+    assert [True] * 20 == right
+
+
+def test_some_blocks_need_no_staging(device: FakeDevice, pool: CountedBufferPool) -> None:
+    """What the device reads by itself passes through no buffer, and the rest is right beside it."""
+    device.direct_blocks = {0, 3 * BLOCK}
+    blob, filled = PatternBlob(5 * BLOCK), list[int]()
+    fill(extents_of(device, blob, [BLOCK] * 5), StorageSettings(concurrency=2), on_filled=filled.append)
+    assert (blob.data, [0, 1, 2, 3, 4]) == (bytes(device.memory[: 5 * BLOCK]), sorted(filled))
+
+
+@pytest.mark.parametrize("failing_step", ["copy", "read", "wait"])
+def test_an_error_waits_for_copies_under_way(device: FakeDevice, pool: CountedBufferPool, failing_step: str) -> None:
+    """Whatever fails, no copy that was begun still reads a buffer after the call, and nobody hangs."""
+    calls: list[str] = []
+    counting = threading.Lock()
+
+    def fail(step: str, when: int = 4) -> None:
+        with counting:
+            calls.append(step)
+            count = calls.count(step)
+        if count == when and step == failing_step:
+            raise StorageError("it broke")
+
+    device.fail = fail
+    blob = PatternBlob(12 * BLOCK, before=lambda _: fail("read"))
+    with pytest.raises(StorageError, match="it broke"):
+        fill(extents_of(device, blob, [12 * BLOCK]), StorageSettings(concurrency=3))
+    assert (0, True) == (device.in_flight, device.closed)
+
+
+def test_both_kinds_of_memory_in_one_call(device: FakeDevice, pool: CountedBufferPool) -> None:
+    """Extents of the host between those of a device are read straight into their memory."""
+    blob, host = PatternBlob(4 * BLOCK), torch.zeros(BLOCK, dtype=torch.uint8)
+    extents = extents_of(device, blob, [BLOCK] * 4)
+    extents[1] = Extent(blob, BLOCK, host)
+    fill(extents, StorageSettings(concurrency=2))
+    device.memory[BLOCK : 2 * BLOCK] = bytes(host.tolist())
+    assert blob.data == bytes(device.memory[: 4 * BLOCK])

@@ -1,0 +1,149 @@
+"""GPUDirect Storage: what is read that way, and what is not. The library here reads into host memory."""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from rfork.errors import StorageChanged, StorageError
+from rfork.image.host_memory import host_view
+from rfork.settings import StorageSettings
+from rfork.storage.io.extents import ReadBlock, ReadPlan
+from rfork.storage.io.gds import DirectStorage
+from rfork.storage.io.reader import Extent
+from rfork.storage.local.files import LocalFile
+from tests.unit.storage.io.test_reader import PatternBlob
+
+CONTENT = bytes(range(256)) * 64
+
+
+class FakeGdsFile:
+    """A file that the library has open."""
+
+    def __init__(self, library: FakeGdsLibrary, file: str) -> None:
+        self._library = library
+        self._descriptor = os.open(file, os.O_RDONLY)
+
+    def raw_read(self, buf: torch.Tensor, size: int, file_offset: int) -> int:
+        if self._library.error is not None:
+            raise self._library.error
+        self._library.reads += 1
+        return os.preadv(self._descriptor, [host_view(buf.data_ptr(), size)], file_offset)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+        self._library.open -= 1
+
+
+class FakeGdsLibrary:
+    """In kvikio's place."""
+
+    def __init__(self) -> None:
+        self.error: RuntimeError | None = None
+        self.open = self.reads = 0
+
+    def CuFile(self, file: str, flags: str) -> FakeGdsFile:
+        assert "r" == flags
+        self.open += 1
+        return FakeGdsFile(self, file)
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalFile]:
+    """A file that is not in the page cache."""
+    path = tmp_path / "data"
+    path.write_bytes(CONTENT)
+    monkeypatch.setattr("rfork.storage.local.linux.resident", lambda *_: 0)
+    file = LocalFile(path, StorageSettings())
+    yield file
+    file.close()
+
+
+def pieces_of(extents: list[Extent]) -> tuple[ReadBlock, list[tuple[int, torch.Tensor]]]:
+    """The one block of the extents, and what is wanted of it."""
+    plan = ReadPlan(extents, 1 << 20)
+    (block,) = plan.blocks()
+    return block, [
+        (block.begin + piece.at, extents[piece.index].into[piece.begin : piece.end]) for piece in plan.pieces(block)
+    ]
+
+
+def test_a_block_is_read_piece_by_piece(file: LocalFile) -> None:
+    """Each piece gets its bytes, what lies between them is not read, and one handle serves all."""
+    library = FakeGdsLibrary()
+    extents = [Extent(file, at, torch.empty(90, dtype=torch.uint8)) for at in (7, 100, 300)]
+    storage = DirectStorage(library)
+    done = [storage.read(*pieces_of(extents)), storage.read(*pieces_of(extents))]
+    opened = library.open
+    storage.close()
+    assert ([True, True], 1, 0, 6) == (done, opened, library.open, library.reads)
+    assert [CONTENT[at : at + 90] for at in (7, 100, 300)] == [bytes(e.into.tolist()) for e in extents]
+
+
+@pytest.mark.parametrize("why", ["cached", "remote"])
+def test_what_goes_through_the_host(file: LocalFile, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files in the page cache are quicker that way, and objects have no other."""
+    if why == "cached":
+        monkeypatch.setattr("rfork.storage.local.linux.resident", lambda _, __, length: length)
+    blob = file if why == "cached" else PatternBlob(1000)
+    library = FakeGdsLibrary()
+    done = DirectStorage(library).read(*pieces_of([Extent(blob, 0, torch.empty(9, dtype=torch.uint8))]))
+    assert (False, 0) == (done, library.reads)
+
+
+def test_a_library_that_fails_is_left_alone(file: LocalFile) -> None:
+    """The block it failed at is not done, nor is any after it asked of it."""
+    library = FakeGdsLibrary()
+    storage = DirectStorage(library)
+    wanted = pieces_of([Extent(file, 0, torch.empty(9, dtype=torch.uint8))])
+    library.error = RuntimeError("cuFile does not like it")
+    first = storage.read(*wanted)
+    library.error = None
+    done = [first, storage.read(*wanted)]
+    storage.close()
+    assert ([False, False], 0) == (done, library.reads)
+
+
+def test_a_file_that_is_written_to(file: LocalFile) -> None:
+    """What changed meanwhile is noticed on this way too."""
+    with file.path.open("ab") as writing:
+        writing.write(b"more")
+    storage = DirectStorage(FakeGdsLibrary())
+    with pytest.raises(StorageChanged):
+        storage.read(*pieces_of([Extent(file, 0, torch.empty(9, dtype=torch.uint8))]))
+    storage.close()
+
+
+def test_a_file_that_ends_too_early(file: LocalFile) -> None:
+    """Fewer bytes than were asked for are an error."""
+    storage = DirectStorage(FakeGdsLibrary())
+    with pytest.raises(StorageError, match="ends before byte"):
+        storage.read(*pieces_of([Extent(file, len(CONTENT) - 5, torch.empty(9, dtype=torch.uint8))]))
+    storage.close()
+
+
+@pytest.mark.parametrize(
+    ("direct", "available", "expected"),
+    [("auto", True, True), ("auto", False, False), ("always", True, True), ("never", True, False)],
+)
+def test_where_it_is_used(direct: str, available: bool, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only where kvikio says that the machine can, and the settings do not forbid it."""
+    kvikio, driver = types.ModuleType("kvikio"), types.ModuleType("kvikio.cufile_driver")
+    monkeypatch.setattr(driver, "get", lambda name: available, raising=False)
+    monkeypatch.setattr(kvikio, "cufile_driver", driver, raising=False)
+    monkeypatch.setitem(sys.modules, "kvikio", kvikio)
+    monkeypatch.setitem(sys.modules, "kvikio.cufile_driver", driver)
+    found = DirectStorage.find(StorageSettings.model_validate({"direct": direct}))
+    assert expected == (found is not None)
+
+
+def test_a_machine_without_kvikio(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is an extra: without it, nothing is said but for a debug line."""
+    monkeypatch.setitem(sys.modules, "kvikio", None)
+    assert None is DirectStorage.find(StorageSettings())

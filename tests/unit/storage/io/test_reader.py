@@ -1,0 +1,293 @@
+"""Many ranges of blobs into memory at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rfork.errors import StorageChanged
+from rfork.settings import StorageSettings
+from rfork.storage.io import extents as reading_plan
+from rfork.storage.io.extents import GAP, ReadBlock, ReadPlan, block_bytes
+from rfork.storage.io.reader import Extent, fill
+from rfork.storage.local.linux import address_of
+
+MIB = 1 << 20
+NEVER_S = 60.0
+SETTINGS = StorageSettings(concurrency=4)
+
+
+class PatternBlob:
+    """A blob of so many bytes, no two runs of which are alike; `before` is called with each read."""
+
+    version = None
+
+    def __init__(self, size: int, seed: int = 0, before: Callable[[int], None] | None = None) -> None:
+        self.uri = f"s3://bucket/{seed}"
+        self.size = size
+        self.data = bytes((index * 31 + (index >> 8) + seed) % 251 for index in range(size))
+        self.reads: list[tuple[int, int]] = []
+        self._before = before
+
+    def read(self, offset: int, into: Sequence[memoryview]) -> None:
+        self.reads.append((offset, sum(view.nbytes for view in into)))
+        if self._before is not None:
+            self._before(offset)
+        for view in into:
+            view[:] = self.data[offset : offset + view.nbytes]
+            offset += view.nbytes
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+def content(extent: Extent) -> bytes:
+    """What has come into an extent."""
+    return bytes(extent.into.tolist())
+
+
+def expected_bytes(extent: Extent) -> bytes:
+    """What belongs in an extent."""
+    blob = extent.blob
+    assert isinstance(blob, PatternBlob)
+    return blob.data[extent.offset : extent.offset + extent.into.numel()]
+
+
+BLOBS = (PatternBlob(700), PatternBlob(500, seed=7))
+RANGES = st.lists(st.tuples(st.integers(0, 1), st.integers(0, 500), st.integers(0, 200), st.booleans()), max_size=30)
+
+
+@settings(max_examples=60, deadline=None)
+@given(RANGES, st.integers(1, 300), st.integers(0, 8), st.integers(1, 5))
+def test_every_extent_is_filled(ranges: list[tuple[int, int, int, bool]], size: int, gap: int, streams: int) -> None:
+    """Whatever lies where, overlaps, touches or repeats, each extent gets its bytes and no others change."""
+    extents, line = [], torch.full((10_000,), 255, dtype=torch.uint8)
+    at = 0
+    for which, offset, length, touching in ranges:
+        offset = min(offset, BLOBS[which].size)
+        length = min(length, BLOBS[which].size - offset)
+        at += 0 if touching else 3
+        extents.append(Extent(BLOBS[which], offset, line[at : at + length]))
+        at += length
+    filled: list[int] = []
+    progress_bytes: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reading_plan, "GAP", gap)
+        patch.setattr("rfork.storage.io.reader.block_bytes", lambda *_: size)
+        fill(
+            extents,
+            StorageSettings(concurrency=streams),
+            on_filled=filled.append,
+            progress=progress_bytes.append,
+        )
+    expected = bytearray(b"\xff" * 10_000)
+    for extent in extents:
+        begin = extent.into.data_ptr() - line.data_ptr()
+        expected[begin : begin + extent.into.numel()] = expected_bytes(extent)
+    assert bytes(expected) == bytes(line.tolist())
+    assert list(range(len(extents))) == sorted(filled)
+    assert sum(extent.into.numel() for extent in extents) == sum(progress_bytes)
+
+
+FAR = PatternBlob(0)
+STEPS = st.lists(
+    st.tuples(st.sampled_from([0, 0, 0, 1, 5, 5 * MIB]), st.sampled_from([0, 1, GAP - 1, GAP, GAP + 1, 3 * MIB])),
+    min_size=1,
+    max_size=60,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(STEPS, st.sampled_from([4 * MIB, 16 * MIB]))
+def test_no_gap_is_longer_than_its_memory(steps: list[tuple[int, int]], size: int) -> None:
+    """However extents follow one another, empty ones too: a block's views are its bytes, and none is
+    longer than the memory behind it."""
+    line = torch.empty(sum(length for length, _ in steps), dtype=torch.uint8)
+    extents, offset, at = [], 0, 0
+    for length, step in steps:
+        extents.append(Extent(FAR, offset, line[at : at + length]))
+        offset, at = offset + length + step, at + length
+    plan = ReadPlan(extents, size)
+    regions = [(line.data_ptr(), line.numel()), (plan._unwanted.data_ptr(), GAP)]
+    for block in plan.blocks():
+        views = plan.host_views(block)
+        assert block.end - block.begin == sum(view.nbytes for view in views)
+        for view in views:
+            begin = address_of(view)
+            assert any(start <= begin and begin + view.nbytes <= start + capacity for start, capacity in regions)
+
+
+def test_a_chain_of_empty_extents_bridges_nothing() -> None:
+    """What lies far apart is two blocks, whatever empty tensors lie between."""
+    offsets = range(0, 50 * 60_000, 60_000)
+    lengths = [100, *[0] * 48, 100]
+    extents = [
+        Extent(FAR, offset, torch.empty(length, dtype=torch.uint8))
+        for offset, length in zip(offsets, lengths, strict=True)
+    ]
+    plan = ReadPlan(extents, 16 * MIB)
+    assert [[100], [100]] == [[view.nbytes for view in plan.host_views(block)] for block in plan.blocks()]
+
+
+def test_a_gap_without_memory_is_an_error() -> None:
+    """Views are never made of memory that is not there."""
+    extents = [Extent(FAR, offset, torch.empty(9, dtype=torch.uint8)) for offset in (0, GAP + 10)]
+    block = ReadBlock(FAR, torch.device("cpu"), 0, GAP + 19, 18, 0, 2)
+    with pytest.raises(ValueError, match=f"a gap of {GAP + 1} bytes"):
+        ReadPlan(extents, 16 * MIB).host_views(block)
+
+
+def test_dense_memory_of_any_type_is_filled() -> None:
+    """Bytes come as they lie in memory, whatever a tensor's type, shape and the order of its dimensions."""
+    blob = PatternBlob(100)
+    plain, turned = torch.empty(3, 4, dtype=torch.int16), torch.empty(4, 3, dtype=torch.int16).t()
+    fill([Extent(blob, 7, plain), Extent(blob, 50, turned)], SETTINGS)
+    words = [torch.frombuffer(bytearray(blob.data[at : at + 24]), dtype=torch.int16) for at in (7, 50)]
+    assert words[0].view(3, 4).tolist() == plain.tolist()
+    assert words[1].view(4, 3).t().tolist() == turned.tolist()
+
+
+def test_small_neighbours_are_read_together() -> None:
+    """Extents that lie side by side, or almost, are one read; those far apart are not."""
+    blob = PatternBlob(4 * GAP)
+    offsets = [*range(0, 1000, 10), 1000 + GAP, 1010 + 2 * GAP + 1]
+    fill([Extent(blob, offset, torch.empty(10, dtype=torch.uint8)) for offset in offsets], SETTINGS)
+    assert [(0, 1010 + GAP), (1010 + 2 * GAP + 1, 10)] == sorted(blob.reads)
+
+
+def test_blocks_end_at_multiples_of_their_size() -> None:
+    """A long extent at an odd offset is cut where the disk's blocks are, and only there."""
+    extent = Extent(PatternBlob(0), 4321, torch.empty(40 * MIB, dtype=torch.uint8))
+    blocks = list(ReadPlan([extent], 16 * MIB).blocks())
+    assert [16 * MIB, 32 * MIB, 4321 + 40 * MIB] == [block.end for block in blocks]
+    assert all(one.end == other.begin for one, other in pairwise(blocks))
+
+
+@pytest.mark.parametrize(
+    ("total", "streams", "memory", "expected"),
+    [
+        (4 << 30, 8, 128 * MIB, 16 * MIB),
+        (64 * MIB, 8, 128 * MIB, 8 * MIB),
+        (MIB, 8, 128 * MIB, 4 * MIB),
+        (4 << 30, 1, 16 * MIB, 16 * MIB),
+        (65 * MIB, 8, 128 * MIB, 9 * MIB),
+    ],
+)
+def test_size_of_blocks(total: int, streams: int, memory: int, expected: int) -> None:
+    """16 MiB where there is much to read, less so that no stream is idle, and never a sliver."""
+    assert expected == block_bytes(total, streams, memory)
+
+
+def test_an_error_stops_the_others() -> None:
+    """The first error is raised as it is, what is under way ends first, and nothing is begun any more."""
+    others, failed = threading.Barrier(4), threading.Event()
+    failing: list[threading.Thread] = []
+    ended: list[int] = []
+
+    def before(offset: int) -> None:
+        if offset == 0:
+            failing.append(threading.current_thread())
+        others.wait(NEVER_S)
+        if offset == 0:
+            failed.set()
+            raise StorageChanged("somebody replaced it")
+        failed.wait(NEVER_S)
+        failing[0].join(NEVER_S)  # only then everybody is known to have been told of the error
+        ended.append(offset)
+
+    blob = PatternBlob(16 * 2 * GAP, before=before)
+    extents = [Extent(blob, index * 2 * GAP, torch.empty(10, dtype=torch.uint8)) for index in range(16)]
+    with pytest.raises(StorageChanged, match="somebody replaced it"):
+        fill(extents, SETTINGS)
+    assert (3, 4) == (len(ended), len(blob.reads))
+
+
+@pytest.mark.parametrize("error", [ValueError("a bug"), KeyboardInterrupt()])
+@pytest.mark.parametrize("which", ["on_filled", "progress"])
+def test_a_callback_that_raises(which: str, error: BaseException) -> None:
+    """What a callback raises ends the call, as it is."""
+
+    def fail(_: int) -> None:
+        raise error
+
+    extents = [Extent(PatternBlob(100), 0, torch.empty(100, dtype=torch.uint8))]
+    with pytest.raises(type(error)):
+        fill(extents, SETTINGS, **{which: fail})
+
+
+def test_an_interrupt_ends_the_reads() -> None:
+    """Ctrl-C is raised once the reads under way have ended: nobody writes into the memory any more."""
+    signalled = threading.Event()
+    ended: list[int] = []
+
+    def on_signal(*_: object) -> None:
+        signalled.set()
+        raise KeyboardInterrupt
+
+    def before(offset: int) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        signalled.wait(NEVER_S)
+        ended.append(offset)
+
+    extent = Extent(PatternBlob(100, before=before), 0, torch.zeros(100, dtype=torch.uint8))
+    handler = signal.signal(signal.SIGINT, on_signal)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            fill([extent], SETTINGS)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert ([0], expected_bytes(extent)) == (ended, content(extent))
+
+
+def test_progress_is_told_by_one_at_a_time() -> None:
+    """No call of `progress` is under way while another is made."""
+    inside = threading.Lock()
+    alone: list[bool] = []
+
+    def progress(_: int) -> None:
+        alone.append(inside.acquire(blocking=False))
+        inside.release()
+
+    blob = PatternBlob(32 * 2 * GAP)
+    extents = [Extent(blob, index * 2 * GAP, torch.empty(10, dtype=torch.uint8)) for index in range(32)]
+    fill(extents, SETTINGS, progress=progress)
+    assert [True] * 32 == alone
+
+
+def test_nothing_to_fill() -> None:
+    """No extents, or none with bytes: every one is whole, and nothing is read."""
+    blob, filled = PatternBlob(10), list[int]()
+    fill([], SETTINGS, on_filled=filled.append)
+    fill([Extent(blob, 10, torch.empty(0, dtype=torch.uint8))], SETTINGS, on_filled=filled.append)
+    assert ([0], []) == (filled, blob.reads)
+
+
+def test_no_more_streams_than_set() -> None:
+    """So many reads are under way at once, and no more."""
+    lock, in_flight, in_flight_counts = threading.Lock(), set[int](), list[int]()
+    full = threading.Barrier(4)
+
+    def before(offset: int) -> None:
+        with lock:
+            in_flight.add(offset)
+            in_flight_counts.append(len(in_flight))
+        full.wait(NEVER_S)
+        with lock:
+            in_flight.remove(offset)
+        full.wait(NEVER_S)
+
+    blob = PatternBlob(16 * 2 * GAP, before=before)
+    extents = [Extent(blob, index * 2 * GAP, torch.empty(10, dtype=torch.uint8)) for index in range(16)]
+    fill(extents, SETTINGS)
+    assert (4, [content(extent) for extent in extents]) == (
+        max(in_flight_counts),
+        [expected_bytes(e) for e in extents],
+    )

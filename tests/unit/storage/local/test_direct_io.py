@@ -1,0 +1,313 @@
+"""Reading local files past the page cache, and from it."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rfork.image.host_memory import copy_block, host_view
+from rfork.storage.io.staging import BufferPool, allocate_host
+from rfork.storage.local import direct_io, linux
+from rfork.storage.local.direct_io import (
+    EVERY,
+    FIRST,
+    SAMPLES,
+    Direct,
+    DirectFile,
+    EndOfFile,
+    ReadModeSelector,
+    selector_for_device,
+)
+
+MIB = 1 << 20
+SIZE = 3 * MIB + 777
+Preadv = Callable[[int, Sequence[memoryview], int], int]
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="this system has no O_DIRECT")
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of three MiB and some, on whatever file system tests have."""
+    path = tmp_path_factory.mktemp("direct") / "data"
+    path.write_bytes(os.urandom(SIZE))
+    return path
+
+
+def view_of(memory: torch.Tensor) -> memoryview:
+    """A tensor's bytes."""
+    return host_view(memory.data_ptr(), memory.numel())
+
+
+@contextmanager
+def opened(path: Path, read_options: Direct, staging: BufferPool | None = None) -> Iterator[DirectFile]:
+    """A file, open to be read."""
+    descriptor = os.open(path, os.O_RDONLY)
+    file = DirectFile(descriptor, read_options, staging or BufferPool(16 * MIB))
+    try:
+        yield file
+    finally:
+        file.close()
+        os.close(descriptor)
+
+
+@pytest.fixture
+def reset_selectors() -> Iterator[None]:
+    """Nothing is known of any device, before and after."""
+    selector_for_device.cache_clear()
+    yield
+    selector_for_device.cache_clear()
+
+
+@pytest.fixture
+def is_cold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is in the page cache, as far as the kernel tells."""
+    monkeypatch.setattr(linux, "resident", lambda *_: 0)
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """How each read of a file was made, as they come: `direct` or `cached`."""
+    import fcntl
+
+    made: list[str] = []
+    preadv = os.preadv
+
+    def noted(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+        made.append("direct" if flags & os.O_DIRECT else "cached")
+        return preadv(descriptor, views, offset)
+
+    monkeypatch.setattr(os, "preadv", noted)
+    return made
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    how=st.sampled_from(["auto", "always", "never"]),
+    begin=st.one_of(st.integers(0, SIZE), st.sampled_from([0, 511, 512, 4096, SIZE - 1])),
+    sizes=st.lists(st.integers(0, 300_000), max_size=6),
+    buffer=st.sampled_from([4096, 8192, 1 << 20]),
+)
+def test_every_range_is_read(read_options: Direct, begin: int, sizes: list[int], buffer: int, path: Path) -> None:
+    """Whatever offsets and lengths, and into however many views: the bytes are the file's."""
+    while begin + sum(sizes) > SIZE:
+        sizes = sizes[1:]
+    views = [bytearray(size) for size in sizes]
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        opened(path, read_options, BufferPool(buffer, buffer)) as file,
+    ):
+        patch.setattr(direct_io, "MIN_DIRECT_BYTES", 1)
+        patch.setattr(linux, "resident", lambda *_: 0)
+        file.read(begin, [memoryview(view) for view in views])
+    assert path.read_bytes()[begin : begin + sum(sizes)] == b"".join(views)
+
+
+@settings(max_examples=40, deadline=None)
+@given(begin=st.integers(0, 10_000), length=st.integers(2 * MIB, SIZE - 10_000), shift=st.sampled_from([0, 8]))
+def test_straight_into_huge_pages(begin: int, length: int, shift: int, path: Path) -> None:
+    """Memory in huge pages is filled without a copy where it is aligned like the file; whole either way."""
+    memory = allocate_host(length + shift, begin)[shift:]
+    with opened(path, "always") as file:
+        file.read(begin, [view_of(memory)])
+    assert path.read_bytes()[begin : begin + length] == memory.numpy().tobytes()
+
+
+def test_memory_like_the_file_needs_no_copy(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the two ends, that share a block of the disk with other bytes, pass through staging."""
+    copied: list[int] = []
+
+    def noted(block: memoryview, views: Sequence[memoryview]) -> None:
+        copied.append(block.nbytes)
+        copy_block(block, views)
+
+    monkeypatch.setattr("rfork.storage.local.direct_io.copy_block", noted)
+    monkeypatch.setattr(linux, "direct_alignment", lambda _: 4096)
+    monkeypatch.setattr(linux, "page_stats", lambda _, length: linux.PageStats(length, length))
+    memory = allocate_host(2 * MIB + 10_000, 100)
+    with opened(path, "always") as file:
+        file.read(100, [view_of(memory)])
+    assert [3996, (2 * MIB + 10_100) % 4096] == copied
+
+
+HUGE = 2 * MIB
+
+
+@pytest.mark.parametrize(
+    ("present", "huge", "aligned"),
+    [(0, 0, True), (HUGE, HUGE, True), (HUGE, 0, False), (2 * HUGE, HUGE, False)],
+    ids=["none there", "a neighbour's huge page", "a neighbour's small pages", "pages of both kinds"],
+)
+def test_new_memory_is_populated_before_it_is_read_into(
+    present: int, huge: int, aligned: bool, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no page is there, or only a neighbour's huge one: then no byte passes through staging."""
+    copied: list[int] = []
+    populated: list[tuple[int, int]] = []
+
+    def noted(block: memoryview, views: Sequence[memoryview]) -> None:
+        copied.append(block.nbytes)
+        copy_block(block, views)
+
+    def populate(address: int, length: int) -> bool:
+        populated.append((address, length))
+        return True
+
+    def mapped(_: int, length: int) -> linux.PageStats:
+        return linux.PageStats(length, length) if populated else linux.PageStats(present, huge)
+
+    monkeypatch.setattr("rfork.storage.local.direct_io.copy_block", noted)
+    monkeypatch.setattr(linux, "direct_alignment", lambda _: 4096)
+    monkeypatch.setattr(linux, "page_stats", mapped)
+    monkeypatch.setattr(linux, "populate", populate)
+    memory = allocate_host(HUGE + MIB)
+    with opened(path, "always") as file:
+        file.read(0, [view_of(memory)])
+    assert path.read_bytes()[: HUGE + MIB] == memory.numpy().tobytes()
+    if aligned:
+        assert ([], [(memory.data_ptr(), HUGE + MIB)]) == (copied, populated)
+    else:
+        assert (HUGE + MIB, []) == (sum(copied), populated)
+
+
+@pytest.mark.usefixtures("reset_selectors")
+def test_what_is_cached_is_read_from_the_cache(path: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where most of a block is resident, the disk is not asked."""
+    monkeypatch.setattr(linux, "resident", lambda _, __, length: length // 2 + 1)
+    with opened(path, "auto") as file:
+        file.read(0, [memoryview(bytearray(2 * MIB))])
+    assert {"cached"} == set(reads)
+
+
+@pytest.mark.usefixtures("reset_selectors", "is_cold")
+def test_small_reads_go_through_the_cache(path: Path, reads: list[str]) -> None:
+    """Headers and single small tensors are not worth the question."""
+    with opened(path, "auto") as file:
+        file.read(5, [memoryview(bytearray(1000))])
+    assert ["cached"] == reads
+
+
+@pytest.mark.usefixtures("reset_selectors", "is_cold")
+@pytest.mark.parametrize("refusal", [errno.EINVAL, errno.ENOTSUP])
+def test_a_file_system_without_direct_reads(
+    path: Path, refusal: int, reads: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the first direct read is refused, that one and all others go through the page cache."""
+    preadv, refused = os.preadv, list[int]()
+
+    def refuse(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
+        count = preadv(descriptor, views, offset)
+        if reads[-1] == "direct":
+            refused.append(offset)
+            raise OSError(refusal, os.strerror(refusal))
+        return count
+
+    monkeypatch.setattr(os, "preadv", refuse)
+    got = [bytearray(2 * MIB), bytearray(MIB)]
+    with opened(path, "always") as file:
+        file.read(3, [memoryview(got[0])])
+        file.read(4, [memoryview(got[1])])
+    data = path.read_bytes()
+    assert ([data[3 : 2 * MIB + 3], data[4 : MIB + 4]], 1) == ([bytes(view) for view in got], len(refused))
+
+
+def test_an_error_of_the_disk_is_no_refusal(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the disk fails at is raised, and not tried another way."""
+    tried: list[int] = []
+
+    def fail(_: int, __: Sequence[memoryview], offset: int) -> int:
+        tried.append(offset)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with opened(path, "always") as file, pytest.raises(OSError, match="Input/output"):
+        file.read(0, [memoryview(bytearray(2 * MIB))])
+    assert [0] == tried
+
+
+@pytest.mark.parametrize("read_options", ["always", "never"])
+@pytest.mark.parametrize("begin", [SIZE - 1000, SIZE - 2 * MIB, SIZE, SIZE + 4096])
+def test_a_file_that_ends_too_early(read_options: Direct, begin: int, path: Path, reads: list[str]) -> None:
+    """Bytes that are not there are an error, and never zeros; nor is that a reason to read another way."""
+    with opened(path, read_options) as file:
+        for _ in range(2):
+            with pytest.raises(EndOfFile):
+                file.read(begin, [memoryview(bytearray(2 * MIB + 1))])
+    assert {"direct" if read_options == "always" else "cached"} == set(reads)
+
+
+BLOCK = 16 * MIB
+UNTIL_CHOSEN = (FIRST + (SAMPLES - 1) * EVERY) // BLOCK + 1
+"""Blocks that are read before a way is chosen."""
+
+
+def chosen_modes(selector: ReadModeSelector, cached_s: float, direct_s: float, blocks: int) -> list[str]:
+    """The ways that blocks were read, where each takes so long."""
+    used: list[str] = []
+    for _ in range(blocks):
+        mode = selector.next(BLOCK)
+        used.append(mode)
+        selector.record(mode, cached_s if mode == "cached" else direct_s)
+    return used
+
+
+@pytest.mark.parametrize(
+    ("cached_s", "direct_s", "kept"),
+    [(1.0, 2.0, "cached"), (2.0, 1.0, "direct"), (1.0, 1.05, "direct")],
+)
+def test_the_quicker_way_is_kept(cached_s: float, direct_s: float, kept: str) -> None:
+    """A few blocks are read through the cache; then one way is kept, direct reads where it is close."""
+    used = chosen_modes(ReadModeSelector(), cached_s, direct_s, UNTIL_CHOSEN + 2 * EVERY // BLOCK)
+    samples = [index for index, mode in enumerate(used[:UNTIL_CHOSEN]) if mode == "cached"]
+    assert [(FIRST + sample * EVERY) // BLOCK for sample in range(SAMPLES)] == samples
+    assert {kept} == set(used[UNTIL_CHOSEN:])
+
+
+def test_a_short_read_samples_nothing() -> None:
+    """What is read in a moment is not slowed down by finding out what would be quicker."""
+    assert ["direct"] * (FIRST // BLOCK) == chosen_modes(ReadModeSelector(), 1.0, 2.0, FIRST // BLOCK)
+
+
+def test_no_more_samples_than_needed() -> None:
+    """While the last samples are not in, further blocks are read past the cache."""
+    selector = ReadModeSelector()
+    used = [selector.next(BLOCK) for _ in range(2 * UNTIL_CHOSEN)]
+    assert (SAMPLES, None) == (used.count("cached"), selector.chosen)
+
+
+@pytest.mark.usefixtures("reset_selectors", "is_cold")
+def test_what_was_measured_holds_for_the_device(path: Path, reads: list[str]) -> None:
+    """The next file of the device is read the way that was quicker with the ones before."""
+    selector_for_device(path.stat().st_dev).chosen = "cached"
+    with opened(path, "auto") as file:
+        file.read(0, [memoryview(bytearray(2 * MIB))])
+    assert {"cached"} == set(reads)
+
+
+def test_what_the_kernel_tells(path: Path) -> None:
+    """A file just read is in the page cache; new memory has no pages before it is populated."""
+    path.read_bytes()
+    with path.open("rb") as file:
+        there = linux.resident(file.fileno(), 5, MIB), linux.resident_when_mapped(file.fileno(), 0, MIB)
+    memory = allocate_host(8 * MIB)
+    before = linux.page_stats(memory.data_ptr(), memory.numel())
+    linux.populate(memory.data_ptr(), memory.numel())
+    after = linux.page_stats(memory.data_ptr(), memory.numel())
+    assert {there[0], there[1]} <= {None, MIB + 4096, MIB}
+    assert before in (None, (0, 0))
+    assert after is None or after.present == 8 * MIB
+
+
+def test_views_of_torch_memory() -> None:
+    """The address of a view is that of its tensor."""
+    memory = torch.empty(100, dtype=torch.uint8)
+    assert memory.data_ptr() == linux.address_of(view_of(memory))

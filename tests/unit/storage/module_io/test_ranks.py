@@ -1,0 +1,128 @@
+"""Whose weights are read and written where a folder holds those of several ranks, or of two models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import rfork
+from rfork.errors import CheckpointError, SettingsError
+from rfork.schema import Rank
+from rfork.storage.module_io.load import load
+from rfork.storage.module_io.save import save
+from rfork.storage.tensorizer.file_set import of_rank
+from rfork.storage.tensorizer.writer import write_tensors
+
+FIRST, SECOND = Rank(tp=0, tp_size=2), Rank(tp=1, tp_size=2)
+SPECULATIVE = Rank(role="draft")
+SUFFIXES = pytest.mark.parametrize("suffix", [".tensors", ".safetensors"])
+
+
+def linear(value: float) -> nn.Linear:
+    """Weights of that value alone."""
+    module = nn.Linear(2, 2, bias=False)
+    nn.init.constant_(module.weight, value)
+    return module
+
+
+def loaded(uri: Path | str, rank: Rank) -> float:
+    """The value of the weights that a rank gets there."""
+    module = linear(-1)
+    rfork.load(module, uri, rank=rank)
+    return float(module.weight.detach()[0, 0])
+
+
+@SUFFIXES
+def test_a_template_names_each_ranks_file(tmp_path: Path, suffix: str) -> None:
+    """Written and read by its number; `rank` counts on both sides."""
+    template = tmp_path / f"model-rank-%03d{suffix}"
+    for value, rank in ((10.0, FIRST), (11.0, SECOND)):
+        saved = save(linear(value), template, rank=rank)
+        assert f"model-rank-{rank.tp:03d}{suffix}" == saved.uri.rpartition("/")[2]
+    assert [10.0, 11.0] == [loaded(template, rank) for rank in (FIRST, SECOND)]
+    assert [10.0, 11.0] == [loaded(tmp_path, rank) for rank in (FIRST, SECOND)]
+
+
+@pytest.mark.parametrize(
+    ("name", "rank", "written"),
+    [
+        ("model-rank-%03d.tensors", Rank(ep=1, ep_size=2), "model-rank-000-ep-001.tensors"),
+        ("m-%d.safetensors", Rank(tp=1, tp_size=2, pp=1, pp_size=2), "m-3.safetensors"),
+        ("draft-rank-%03d.safetensors", SPECULATIVE, "draft-rank-000.safetensors"),
+        ("a%20draft%d0.safetensors", SECOND, "a%20draft%d0.safetensors"),
+        ("folder-%03d", SECOND, "folder-%03d"),
+    ],
+)
+def test_what_a_template_becomes(name: str, rank: Rank, written: str) -> None:
+    """As the snapshots of a folder are called; what a URI escapes is no template."""
+    assert f"s3://bucket/{written}" == of_rank(f"s3://bucket/{name}", rank)
+
+
+@SUFFIXES
+def test_a_draft_is_not_written_over_its_target(tmp_path: Path, suffix: str) -> None:
+    """The number is the same: the name has to tell them apart."""
+    with pytest.raises(SettingsError, match="draft"):
+        save(linear(1), tmp_path / f"model-rank-%03d{suffix}", rank=SPECULATIVE)
+    assert [] == list(tmp_path.iterdir())
+
+
+@SUFFIXES
+@pytest.mark.parametrize(
+    ("stored_name", "requested"),
+    [
+        ("model-rank-001", FIRST),
+        ("model-rank-000", SPECULATIVE),
+        ("draft-rank-001", SPECULATIVE),
+        ("draft-rank-000", FIRST),
+    ],
+)
+def test_another_ranks_file_is_not_taken(tmp_path: Path, stored_name: str, requested: Rank, suffix: str) -> None:
+    """Nor that of another model: there is an error instead."""
+    if suffix == ".tensors":
+        write_tensors(linear(1), str(tmp_path / f"{stored_name}{suffix}"))
+    else:
+        save_file({"weight": torch.ones(2, 2)}, tmp_path / f"{stored_name}{suffix}")
+    with pytest.raises(CheckpointError, match="none of the rank asked for"):
+        loaded(tmp_path, requested)
+
+
+@SUFFIXES
+@pytest.mark.parametrize("target", ["model.safetensors", "model.safetensors.index.json"])
+def test_a_drafts_own_file_comes_first(tmp_path: Path, target: str, suffix: str) -> None:
+    """The checkpoint beside it is that of the model which it drafts for."""
+    save_file({"weight": torch.full((2, 2), 1.0)}, tmp_path / "model.safetensors")
+    if target.endswith(".json"):
+        (tmp_path / target).write_text('{"weight_map": {"weight": "model.safetensors"}}')
+    save(linear(2), tmp_path / f"draft-rank-000{suffix}", rank=SPECULATIVE)
+    assert [1.0, 2.0] == [loaded(tmp_path, rank) for rank in (FIRST, SPECULATIVE)]
+    (tmp_path / f"draft-rank-000{suffix}").rename(tmp_path / f"draft-rank-001{suffix}")
+    with pytest.raises(CheckpointError, match="none of the rank asked for"):
+        loaded(tmp_path, SPECULATIVE)
+
+
+def test_a_drafts_own_folder_is_as_any(tmp_path: Path) -> None:
+    """Where no file names a rank, a folder's checkpoint is what was asked for."""
+    save_file({"weight": torch.full((2, 2), 3.0)}, tmp_path / "model.safetensors")
+    assert 3.0 == loaded(tmp_path, SPECULATIVE)
+
+
+def test_a_set_of_files_for_each_rank(tmp_path: Path) -> None:
+    """The rank's set is found in the folder."""
+    for value, rank in ((10.0, FIRST), (11.0, SECOND)):
+        module = nn.Sequential(linear(value), linear(value))
+        write_tensors(module, str(tmp_path / f"model-rank-{rank.tp:03d}.tensors"), max_file_bytes=16)
+    module = nn.Sequential(linear(0), linear(0))
+    load(module, tmp_path, rank=SECOND)
+    assert [11.0] * 8 == torch.cat([tensor.flatten() for tensor in module.state_dict().values()]).tolist()
+
+
+@pytest.mark.parametrize("name", ["foo.pt", "foo.gguf", "foo.bin"])
+def test_the_name_of_another_format_is_refused(tmp_path: Path, name: str) -> None:
+    """A folder of that name is what nobody wants."""
+    with pytest.raises(SettingsError, match="no such name"):
+        save(linear(1), tmp_path / name)
+    assert [] == list(tmp_path.iterdir())

@@ -1,0 +1,215 @@
+"""What refusals of S3 services, and botocore's errors, become."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("botocore", reason="NO boto3: S3 IS NOT TESTED")
+
+from botocore import exceptions as aws
+from botocore.exceptions import BotoCoreError, ClientError
+
+from rfork.errors import (
+    RforkError,
+    SettingsError,
+    StorageAccessDenied,
+    StorageCorrupt,
+    StorageError,
+    StorageFull,
+    StorageNotFound,
+)
+from rfork.storage.s3.errors import (
+    ConcurrentWriteConflict,
+    ConditionFailed,
+    Unsupported,
+    WrongRegion,
+    explain,
+    failure,
+)
+
+URI = "s3://models/llama/a.bin"
+
+
+def _document(code: str, message: str) -> bytes:
+    """As services write it, with elements that are nobody's business."""
+    return (
+        '<?xml version="1.0" encoding="UTF-8"?>\n'
+        f"<Error><Code>{code}</Code><Message>{message}</Message>"
+        "<AWSAccessKeyId>AKIASECRET</AWSAccessKeyId><StringToSign>secret</StringToSign></Error>"
+    ).encode()
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "message", "error", "line"),
+    [
+        (404, "NoSuchKey", "The key does not exist.", StorageNotFound, "there is no such object"),
+        (404, "NoSuchBucket", "No such bucket", StorageNotFound, "there is no such bucket"),
+        (
+            403,
+            "AccessDenied",
+            "Access Denied.",
+            StorageAccessDenied,
+            "access denied: Access Denied (AccessDenied)",
+        ),
+        (
+            403,
+            "SignatureDoesNotMatch",
+            "It does not match",
+            StorageAccessDenied,
+            "access denied: It does not match (SignatureDoesNotMatch)",
+        ),
+        (403, "InvalidAccessKeyId", "", StorageAccessDenied, "access denied: InvalidAccessKeyId"),
+        (400, "ExpiredToken", "Too old", StorageAccessDenied, "access denied: Too old (ExpiredToken)"),
+        (
+            403,
+            "RequestTimeTooSkewed",
+            "The difference is too large",
+            StorageAccessDenied,
+            "access denied: The difference is too large (RequestTimeTooSkewed)",
+        ),
+        (403, "NobodyKnowsThis", "No", StorageAccessDenied, "access denied: No (NobodyKnowsThis)"),
+        (
+            400,
+            "AuthorizationQueryParametersError",
+            "the region &#39;a&#39; is wrong; expecting &#39;b&#39;",
+            WrongRegion,
+            "the bucket is in another region: the region 'a' is wrong; expecting 'b' "
+            "(AuthorizationQueryParametersError)",
+        ),
+        (507, "XMinioStorageFull", "Full", StorageFull, "no room is left: Full (XMinioStorageFull)"),
+        (403, "QuotaExceeded", "Quota", StorageFull, "no room is left: Quota (QuotaExceeded)"),
+        (
+            500,
+            "InternalError",
+            "write: no space left on device",
+            StorageFull,
+            "no room is left: write: no space left on device (InternalError)",
+        ),
+        (412, "PreconditionFailed", "", ConditionFailed, "the service refuses: PreconditionFailed"),
+        (
+            409,
+            "ConditionalRequestConflict",
+            "",
+            ConcurrentWriteConflict,
+            "the service refuses: ConditionalRequestConflict",
+        ),
+        (501, "NotImplemented", "", Unsupported, "the service refuses: NotImplemented"),
+        (400, "InvalidRange", "line\nbreak", StorageError, "the service refuses: line break (InvalidRange)"),
+    ],
+)
+def test_refusals(status: int, code: str, message: str, error: type[StorageError], line: str) -> None:
+    """Each of S3's codes is the error that it means, in one line that holds nothing of the signature."""
+    found = explain(URI, status, _document(code, message))
+    assert (error, f"{URI}: {line}") == (type(found), str(found))
+
+
+@pytest.mark.parametrize("text", [b"", b"<html>404</html>", b"<Code></Code>", b"\xff" * 100])
+def test_texts_that_are_not_of_s3(text: bytes) -> None:
+    """What is no refusal of S3's is left to its status."""
+    assert explain(URI, 404, text) is None
+
+
+def test_errors_that_storage_acts_upon_have_a_word_of_everybodys() -> None:
+    """In reports and metrics they are storage errors like others."""
+    assert ["StorageError"] * 2 == [error("x").kind for error in (WrongRegion, ConcurrentWriteConflict)]
+
+
+SECRET_URL = "https://s3.example.com/models/a?X-Amz-Signature=secret"
+
+
+def _refused(code: str, status: int, operation: str = "HeadObject", message: str = "said so") -> ClientError:
+    return ClientError(
+        {"Error": {"Code": code, "Message": message}, "ResponseMetadata": {"HTTPStatusCode": status}},
+        operation,
+    )
+
+
+@pytest.mark.parametrize(
+    ("raised", "error", "line"),
+    [
+        (_refused("404", 404), StorageNotFound, f"{URI}: there is no such object"),
+        (_refused("403", 403), StorageAccessDenied, f"{URI}: access denied: said so (403)"),
+        (_refused("507", 507), StorageFull, f"{URI}: no room is left: said so (507)"),
+        (_refused("SlowDown", 503), StorageError, f"{URI}: the service refuses: said so (SlowDown)"),
+        (
+            _refused("InvalidIdentityToken", 400, "AssumeRoleWithWebIdentity"),
+            StorageAccessDenied,
+            f"{URI}: AWS gives no credentials: said so (InvalidIdentityToken)",
+        ),
+        (
+            _refused("AccessDenied", 403, "AssumeRole", "said\n  so."),
+            StorageAccessDenied,
+            f"{URI}: AWS gives no credentials: said so (AccessDenied)",
+        ),
+        (aws.NoCredentialsError(), StorageAccessDenied, f"{URI}: no credentials were found"),
+        (
+            aws.PartialCredentialsError(provider="env", cred_var="AWS_SECRET_ACCESS_KEY"),
+            StorageAccessDenied,
+            f"{URI}: Partial credentials found in env, missing: AWS_SECRET_ACCESS_KEY",
+        ),
+        (
+            aws.EndpointConnectionError(endpoint_url=SECRET_URL, error="refused"),
+            StorageError,
+            f"{URI}: the service at https://s3.example.com cannot be reached",
+        ),
+        (
+            aws.ConnectionClosedError(endpoint_url=SECRET_URL),
+            StorageError,
+            f"{URI}: the service at https://s3.example.com cannot be reached",
+        ),
+        (
+            aws.ReadTimeoutError(endpoint_url=SECRET_URL),
+            StorageError,
+            f"{URI}: the service at https://s3.example.com did not answer in time",
+        ),
+        (aws.HTTPClientError(error=SECRET_URL), StorageError, f"{URI}: the service cannot be reached"),
+        (
+            aws.SSLError(endpoint_url=SECRET_URL, error="self-signed"),
+            StorageError,
+            f"{URI}: the service's certificate is not trusted, or TLS failed",
+        ),
+        (
+            aws.ProfileNotFound(profile="mine"),
+            SettingsError,
+            "The config profile (mine) could not be found",
+        ),
+        (
+            aws.ParamValidationError(report='Invalid bucket name "M_"'),
+            SettingsError,
+            f'{URI} cannot be asked for: Parameter validation failed: Invalid bucket name "M_"',
+        ),
+        (
+            aws.MetadataRetrievalError(error_msg="timed out"),
+            StorageAccessDenied,
+            f"{URI}: no credentials were given: Error retrieving metadata: timed out",
+        ),
+        (
+            aws.FlexibleChecksumError(error_msg="Expected checksum a did not match b"),
+            StorageCorrupt,
+            f"{URI}: what the service sent does not match its checksum",
+        ),
+        (
+            aws.PaginationError(message="The same next token was received twice"),
+            StorageError,
+            f"{URI}: the service's list makes no sense: "
+            "Error during pagination: The same next token was received twice",
+        ),
+        (
+            ValueError("Invalid endpoint: localhost"),
+            SettingsError,
+            f"S3 cannot be used for {URI}: Invalid endpoint: localhost",
+        ),
+    ],
+)
+def test_botocores_errors(raised: ClientError | BotoCoreError | ValueError, error: type[RforkError], line: str) -> None:
+    """Each of botocore's errors is the one that it means, in one line without the query of any URL."""
+    found = failure(URI, raised)
+    assert (error, line) == (type(found), str(found))
+
+
+def test_missing_credentials_say_what_to_do() -> None:
+    """The hint names every way there is to have credentials, and to do without."""
+    assert (
+        "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or RFORK_STORAGE_S3_PROFILE; "
+        "RFORK_STORAGE_S3_ANONYMOUS=1 for public buckets"
+    ) == failure(URI, aws.NoCredentialsError()).hint

@@ -1,0 +1,171 @@
+"""What rfork's settings, AWS's files and its environment make of an S3 store; no server is asked."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+pytest.importorskip("botocore", reason="NO boto3: S3 IS NOT TESTED")
+
+from rfork.errors import SettingsError, StorageAccessDenied
+from rfork.settings import StorageSettings
+from rfork.storage.location import Location
+from rfork.storage.s3 import bucket as s3_bucket
+from rfork.storage.s3 import store as module
+from rfork.storage.s3.bucket import S3Bucket
+from rfork.storage.s3.store import S3Store
+from tests.seaweed import UseIdentity, use_identity
+
+__all__ = ["use_identity"]
+
+
+@pytest.fixture
+def keys(use_identity: UseIdentity, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Credentials in the environment, and nothing else of AWS."""
+    use_identity(None)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAENVIRONMENT")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+
+
+def _settings(**changes: str | bool) -> StorageSettings:
+    return StorageSettings.model_validate(changes)
+
+
+@pytest.mark.parametrize(
+    ("bucket", "changes", "host", "path"),
+    [
+        ("models", {}, "models.s3.amazonaws.com", "/a/b"),
+        ("models", {"s3_region": "eu-central-1"}, "models.s3.eu-central-1.amazonaws.com", "/a/b"),
+        ("models", {"s3_addressing": "path"}, "s3.amazonaws.com", "/models/a/b"),
+        ("models", {"s3_endpoint": "http://minio:9000"}, "minio:9000", "/models/a/b"),
+        (
+            "models",
+            {"s3_endpoint": "https://minio", "s3_addressing": "virtual"},
+            "models.minio",
+            "/a/b",
+        ),
+        # A name with dots is covered by no certificate of AWS's.
+        ("my.models", {}, "s3.amazonaws.com", "/my.models/a/b"),
+    ],
+)
+def test_addressing(keys: None, bucket: str, changes: dict[str, str], host: str, path: str) -> None:
+    """The bucket is named in the host or in the path, as the settings, the endpoint and its name have it."""
+    url = urlsplit(S3Bucket(bucket, _settings(**changes)).url("a/b"))
+    assert (host, path) == (url.netloc, url.path)
+
+
+def test_urls_are_signed_by_the_current_version(keys: None) -> None:
+    """A URL has a signature of version 4, for the region, by the environment's key, of the host alone."""
+    query = parse_qs(urlsplit(S3Bucket("models", _settings(s3_region="eu-west-1")).url("a")).query)
+    access_key, _, region, service, _ = query["X-Amz-Credential"][0].split("/")
+    assert ("AKIAENVIRONMENT", "eu-west-1", "s3", ["host"], ["900"]) == (
+        access_key,
+        region,
+        service,
+        query["X-Amz-SignedHeaders"],
+        query["X-Amz-Expires"],
+    )
+
+
+def test_anonymous_urls_have_no_signature(keys: None) -> None:
+    """With `s3_anonymous` the environment's keys are not used."""
+    assert "https://models.s3.amazonaws.com/a%20b/%C3%BC%3F%23%2B" == (
+        S3Bucket("models", _settings(s3_anonymous=True)).url("a b/ü?#+")
+    )
+
+
+def test_profiles(use_identity: UseIdentity, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A profile's credentials, region and endpoint come from AWS's own files."""
+    use_identity(None)
+    (tmp_path / "credentials").write_text("[lab]\naws_access_key_id = AKIALAB\naws_secret_access_key = x\n")
+    (tmp_path / "config").write_text("[profile lab]\nregion = ap-south-1\nendpoint_url = http://lab.example.com\n")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    url = urlsplit(S3Bucket("models", _settings(s3_profile="lab")).url("a"))
+    signed = parse_qs(url.query)["X-Amz-Credential"][0].split("/")
+    assert ("lab.example.com", "/models/a", "AKIALAB", "ap-south-1") == (
+        url.netloc,
+        url.path,
+        signed[0],
+        signed[2],
+    )
+
+
+def test_a_profile_that_is_not_there(keys: None) -> None:
+    """One line names it, and the setting."""
+    with pytest.raises(SettingsError, match="profile \\(nobody\\) could not be found") as caught:
+        S3Store(Location.parse("s3://models/"), _settings(s3_profile="nobody")).open("a")
+    assert "RFORK_STORAGE_S3_PROFILE or AWS_PROFILE names it" == caught.value.hint
+
+
+def test_no_credentials(use_identity: UseIdentity) -> None:
+    """Without any, nothing is asked of the service, and the error says what to set."""
+    use_identity(None)
+    with pytest.raises(StorageAccessDenied, match=r"s3://models/a: no credentials were found") as caught:
+        S3Store(Location.parse("s3://models/"), _settings()).open("a")
+    assert "RFORK_STORAGE_S3_ANONYMOUS=1" in caught.value.hint
+
+
+def test_a_name_that_no_bucket_has(keys: None) -> None:
+    """What botocore refuses before it asks is one line."""
+    with pytest.raises(SettingsError, match="Invalid bucket name") as caught:
+        S3Store(Location.parse("s3://Mod_els*/"), _settings()).remove("a")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_signature_is_used_for_a_while(keys: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request is signed anew once its signature is old, long before it ends; it never shows."""
+    now, signed = [1000.0], itertools.count(1)
+    bucket = S3Bucket("models", _settings())
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(bucket, "url", lambda key: f"https://s3/{key}?X-Amz-Signature={next(signed)}")
+    sign = module._Signed(bucket, "a")
+    urls = []
+    for seconds in (0, module.SIGNED_S - 1, 1, 10):
+        now[0] += seconds
+        urls.append(sign().url)
+    assert ["1", "1", "2", "2"] == [url[-1] for url in urls]
+    assert "Request('https://s3/a')" == repr(sign())
+    assert module.SIGNED_S < s3_bucket.URL_S / 2
+
+
+def test_one_client_for_all_threads(keys: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that come at once wait for one client, which is made when it is needed first."""
+    made: list[StorageSettings] = []
+    start, connect = threading.Barrier(4), s3_bucket._connect
+
+    def counted(settings: StorageSettings) -> tuple[s3_bucket._Client, Path | None]:
+        made.append(settings)
+        return connect(settings)
+
+    monkeypatch.setattr(s3_bucket, "_connect", counted)
+    bucket = S3Bucket("models", _settings())
+    assert [] == made
+
+    def sign() -> None:
+        start.wait()
+        bucket.url("a")
+
+    threads = [threading.Thread(target=sign) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert 1 == len(made)
+
+
+def test_authorities_of_aws_settings_are_the_readers_too(
+    keys: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """`RFORK_STORAGE_CA` stands before what AWS_CA_BUNDLE names; reads are checked by the same file."""
+    bundle = tmp_path / "bundle.pem"
+    monkeypatch.setenv("AWS_CA_BUNDLE", str(bundle))
+    assert (bundle, tmp_path) == (
+        S3Bucket("models", _settings()).authorities,
+        S3Bucket("models", _settings(ca=str(tmp_path))).authorities,
+    )

@@ -1,0 +1,380 @@
+"""Uploads to an object store, against a bucket in memory."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from rfork.errors import (
+    RforkError,
+    StorageAccessDenied,
+    StorageCorrupt,
+    StorageError,
+    StorageFull,
+    StorageNotFound,
+)
+from rfork.settings import StorageSettings
+from rfork.storage.s3.errors import ConcurrentWriteConflict, ConditionFailed, Unsupported
+from rfork.storage.s3.parts import (
+    MAX_PARTS,
+    MIN_PART_BYTES,
+    ObjectHead,
+    Part,
+    PartBody,
+    buffers,
+    multipart_etag,
+    part_size,
+)
+from rfork.storage.s3.upload import open_upload
+
+MIB = 1 << 20
+SETTINGS = StorageSettings(concurrency=2, staging_bytes=32 * MIB, max_attempts=3, timeout_s=1e-9)
+
+
+class FakeMultipartBucket:
+    """Keeps objects, parts and what was called; `fail` maps a call's name to errors, one for each call."""
+
+    def __init__(self, *, gate: Callable[[int], None] = lambda number: None) -> None:
+        self.objects: dict[str, bytes] = {}
+        self.uploads: dict[str, dict[int, bytes]] = {}
+        self.calls: list[str] = []
+        self.pauses: list[float] = []
+        self.fail: dict[str, list[RforkError | None]] = {}
+        self.lose_response = False
+        self._gate = gate
+        self._lock = threading.Lock()
+
+    def put(self, key: str, body: PartBody, *, only_new: bool) -> None:
+        self._record_call("put new" if only_new else "put", key, only_new)
+        self.objects[key] = body.read()
+
+    def begin(self, key: str) -> str:
+        self._record_call("begin", key)
+        self.uploads["id"] = {}
+        return "id"
+
+    def put_part(self, key: str, upload: str, number: int, body: PartBody) -> Part:
+        self._gate(number)
+        data = body.read()
+        with self._lock:
+            self._record_call(f"part {number}", key)
+            self.uploads[upload][number] = data
+        return Part(number, f'"{_md5(data)}"', {})
+
+    def complete(self, key: str, upload: str, parts: Sequence[Part], *, only_new: bool) -> str:
+        self._record_call("complete new" if only_new else "complete", key, only_new)
+        stored_parts = self.uploads.pop(upload)
+        self.objects[key] = b"".join(stored_parts[part.number] for part in parts)
+        if self.lose_response:
+            raise StorageError("no answer")
+        return self._head(key).etag
+
+    def abort(self, key: str, upload: str) -> None:
+        self._record_call("abort", key)
+        self.uploads.pop(upload, None)
+
+    def head(self, key: str) -> ObjectHead | None:
+        self._record_call("head", key)
+        return self._head(key) if key in self.objects else None
+
+    def _head(self, key: str) -> ObjectHead:
+        data = self.objects[key]
+        parts = [data[at : at + MIN_PART_BYTES] for at in range(0, len(data), MIN_PART_BYTES)]
+        tag = multipart_etag([Part(number, _md5(part), {}) for number, part in enumerate(parts, start=1)])
+        return ObjectHead(len(data), tag or "")
+
+    def _record_call(self, call: str, key: str, only_new: bool = False) -> None:
+        self.calls.append(call)
+        errors = self.fail.get(call, [])
+        if errors and (error := errors.pop(0)) is not None:
+            raise error
+        if only_new and key in self.objects:
+            raise ConditionFailed("there is one")
+
+
+def _md5(data: bytes) -> str:
+    return hashlib.md5(data, usedforsecurity=False).hexdigest()
+
+
+def _write(bucket: FakeMultipartBucket, *pieces: bytes, replace: bool = True) -> None:
+    with open_upload(bucket, "key", "s3://bucket/key", SETTINGS, replace=replace, pause=bucket.pauses.append) as writer:
+        for piece in pieces:
+            writer.write([memoryview(piece)])
+
+
+@pytest.mark.parametrize(
+    ("number", "size"),
+    [
+        (1, 8 * MIB),
+        (1000, 8 * MIB),
+        (1001, 16 * MIB),
+        (3000, 32 * MIB),
+        (3001, 64 * MIB),
+        (10_000, 4096 * MIB),
+    ],
+)
+def test_parts_grow_with_their_number(number: int, size: int) -> None:
+    """Parts are small at first and twice as large after each thousand."""
+    assert size == part_size(number)
+
+
+def test_the_largest_object_fits() -> None:
+    """So many parts as an object may have hold more than the largest object, of 5 TiB."""
+    assert 5 << 40 < sum(part_size(number) for number in range(1, MAX_PARTS + 1))
+
+
+@pytest.mark.parametrize(
+    ("streams", "memory", "size", "expected"),
+    [
+        (8, 128 * MIB, 8 * MIB, 9),  # each stream sends one while another fills
+        (8, 32 * MIB, 8 * MIB, 4),
+        (1, 128 * MIB, 8 * MIB, 2),
+        (8, 16 * MIB, 8 * MIB, 2),
+        (8, 16 * MIB, 64 * MIB, 1),  # a part is sent from memory, however large
+    ],
+)
+def test_memory_bounds_the_parts_in_flight(streams: int, memory: int, size: int, expected: int) -> None:
+    """There are as many parts in memory as it has room for, one more than streams at most."""
+    assert expected == buffers(size, StorageSettings(concurrency=streams, staging_bytes=memory))
+
+
+@pytest.mark.parametrize(
+    ("size", "calls"),
+    [
+        (0, ["put"]),
+        (1, ["put"]),
+        (8 * MIB, ["put"]),
+        (8 * MIB + 1, ["begin", "part 1", "part 2", "complete", "head"]),
+    ],
+)
+def test_small_blobs_are_one_request(size: int, calls: list[str]) -> None:
+    """What fits into a part is put at once; what does not, in parts, and its size is looked at."""
+    bucket, data = FakeMultipartBucket(), b"abc" * (size // 3) + b"abc"[: size % 3]
+    _write(bucket, data)
+    assert (data, sorted(calls)) == (bucket.objects["key"], sorted(bucket.calls))
+
+
+def test_bytes_may_change_after_they_were_written() -> None:
+    """What a caller does with its memory after `write` changes nothing of the object."""
+    bucket, memory = FakeMultipartBucket(), bytearray(5 * MIB)
+    with open_upload(bucket, "key", "s3://bucket/key", SETTINGS, replace=True) as writer:
+        for value in range(5):
+            memory[:] = bytes([value]) * len(memory)
+            writer.write([memoryview(memory)[:MIB], memoryview(memory)[MIB:]])
+    assert b"".join(bytes([value]) * 5 * MIB for value in range(5)) == bucket.objects["key"]
+
+
+def test_parts_are_put_together_by_number() -> None:
+    """An object has its parts in order, though a later one was uploaded first."""
+    second_started = threading.Event()
+
+    def gate(number: int) -> None:
+        second_started.wait() if number == 1 else second_started.set()
+
+    bucket = FakeMultipartBucket(gate=gate)
+    _write(bucket, b"a" * MIN_PART_BYTES, b"b" * MIN_PART_BYTES, b"c")
+    assert b"a" * MIN_PART_BYTES + b"b" * MIN_PART_BYTES + b"c" == bucket.objects["key"]
+
+
+def test_a_writer_waits_for_memory() -> None:
+    """No more parts are begun than memory has room for, until one is through."""
+    released, begun = threading.Semaphore(0), threading.Semaphore(0)
+    running: set[int] = set()
+    in_flight_counts: list[int] = []
+
+    def gate(number: int) -> None:
+        running.add(number)
+        in_flight_counts.append(len(running))
+        begun.release()
+        released.acquire()
+        running.discard(number)
+
+    bucket, settings = FakeMultipartBucket(gate=gate), StorageSettings(concurrency=8, staging_bytes=16 * MIB)
+
+    def write() -> None:
+        with open_upload(bucket, "key", "s3://bucket/key", settings, replace=True) as writer:
+            writer.write([memoryview(bytes(MIN_PART_BYTES * 6))])
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    begun.acquire()
+    for _ in range(5):
+        begun.acquire()
+        released.release()
+    released.release()
+    thread.join()
+    assert (2, 6 * MIN_PART_BYTES) == (max(in_flight_counts), len(bucket.objects["key"]))
+
+
+def test_a_failed_part_ends_it_all() -> None:
+    """The error of a part is raised, and neither an object nor a part is left."""
+    bucket = FakeMultipartBucket()
+    bucket.fail = {"part 2": [StorageFull("no room is left")]}
+    with pytest.raises(StorageFull, match="no room"):
+        _write(bucket, *[b"a" * MIN_PART_BYTES] * 6)
+    assert ({}, {}, "abort") == (bucket.objects, bucket.uploads, bucket.calls[-1])
+
+
+def test_leaving_with_an_exception_leaves_nothing() -> None:
+    """An exception in the block ends the upload, whose parts under way are through by then."""
+    begun, released = threading.Event(), threading.Event()
+
+    def gate(number: int) -> None:
+        begun.set()
+        released.wait()
+
+    bucket = FakeMultipartBucket(gate=gate)
+
+    def interrupted() -> None:
+        with open_upload(bucket, "key", "s3://bucket/key", SETTINGS, replace=True) as writer:
+            writer.write([memoryview(bytes(MIN_PART_BYTES + 1))])
+            begun.wait()
+            threading.Timer(0, released.set).start()
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        interrupted()
+    assert ({}, {}) == (bucket.objects, bucket.uploads)
+    assert ["begin", "part 1", "abort"] == bucket.calls
+
+
+def test_an_abort_that_fails_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Where parts cannot be removed a log line says so, and the error is the one that came first."""
+    bucket = FakeMultipartBucket()
+    bucket.fail = {"part 1": [StorageAccessDenied("first")], "abort": [StorageError("second")]}
+    with caplog.at_level(logging.WARNING), pytest.raises(StorageAccessDenied, match="first"):
+        _write(bucket, b"a" * MIN_PART_BYTES, b"b")
+    assert ["parts of an upload are left behind"] == [
+        record.getMessage().split(" object=")[0] for record in caplog.records
+    ]
+
+
+def test_a_body_that_was_given_up_is_not_sent_again() -> None:
+    """Going back to the start, as each further attempt does, fails once the upload is given up."""
+    body = PartBody(memoryview(b"abc"))
+    before = (body.seek(0), body.read())
+    body.cancel()
+    with pytest.raises(OSError, match="given up"):
+        body.seek(0)
+    assert (0, b"abc") == before
+
+
+@pytest.mark.parametrize("size", [3, MIN_PART_BYTES + 3])
+@pytest.mark.parametrize(
+    ("errors", "there", "kept"),
+    [
+        ([], False, b"new"),
+        ([], True, b"old"),
+        ([ConcurrentWriteConflict("now")], False, b"new"),
+        ([ConcurrentWriteConflict("now"), ConditionFailed("there")], False, None),
+        ([Unsupported("If-None-Match")], False, b"new"),
+        ([Unsupported("If-None-Match")], True, b"old"),
+    ],
+)
+def test_what_is_there_stays(size: int, errors: list[RforkError], there: bool, kept: bytes | None) -> None:
+    """Without `replace` an object that is there is left, whatever of conditions the service knows."""
+    bucket = FakeMultipartBucket()
+    if there:
+        bucket.objects["key"] = b"old"
+    bucket.fail = {"put new": [*errors], "complete new": [*errors]}
+    _write(bucket, b"new".ljust(size), replace=False)
+    assert (kept, {}) == (bucket.objects.get("key", b"").strip() or None, bucket.uploads)
+
+
+def test_writers_in_each_others_way() -> None:
+    """One that never gets through gives up after so many attempts, and leaves nothing."""
+    bucket = FakeMultipartBucket()
+    bucket.fail = {"put new": [ConcurrentWriteConflict("now")] * 9}
+    with pytest.raises(StorageError, match="others are writing it"):
+        _write(bucket, b"new", replace=False)
+    assert [*["put new"] * SETTINGS.max_attempts, "head"] == bucket.calls
+
+
+@pytest.mark.parametrize("size", [3, MIN_PART_BYTES + 3])
+def test_the_other_writer_gets_through(size: int) -> None:
+    """After each conflict there is a pause; once the other writer's object is there, all is done."""
+    bucket = FakeMultipartBucket()
+
+    def pause(seconds: float) -> None:
+        bucket.pauses.append(seconds)
+        if len(bucket.pauses) == 2:
+            bucket.objects["key"] = b"theirs"
+
+    bucket.fail = {call: [ConcurrentWriteConflict("now")] * 9 for call in ("put new", "complete new")}
+    with open_upload(bucket, "key", "s3://bucket/key", SETTINGS, replace=False, pause=pause) as writer:
+        writer.write([memoryview(bytes(size))])
+    assert (b"theirs", {}, True) == (
+        bucket.objects["key"],
+        bucket.uploads,
+        0.05 <= bucket.pauses[0] <= bucket.pauses[1] <= 0.2,
+    )
+
+
+def test_an_upload_that_a_conflict_ended() -> None:
+    """A service that knows the upload no more after a conflict has the other writer's object, or fails."""
+    bucket = FakeMultipartBucket()
+    missing_upload = StorageNotFound("there is no such upload")
+    bucket.fail = {
+        "complete new": [
+            ConcurrentWriteConflict("now"),
+            missing_upload,
+            ConcurrentWriteConflict("now"),
+            missing_upload,
+        ]
+    }
+    with pytest.raises(StorageNotFound, match="no such upload"):
+        _write(bucket, bytes(MIN_PART_BYTES + 3), replace=False)
+    theirs = {"key": b"theirs"}
+    with open_upload(
+        bucket, "key", "uri", SETTINGS, replace=False, pause=lambda _: bucket.objects.update(theirs)
+    ) as writer:
+        writer.write([memoryview(bytes(MIN_PART_BYTES + 3))])
+    assert (theirs, {}) == (bucket.objects, bucket.uploads)
+
+
+def test_a_lost_answer_is_no_failure() -> None:
+    """An object that was made, though the answer did not come, counts as made."""
+    bucket = FakeMultipartBucket()
+    bucket.lose_response = True
+    _write(bucket, b"a" * MIN_PART_BYTES, b"b")
+    assert b"a" * MIN_PART_BYTES + b"b" == bucket.objects["key"]
+
+
+def test_an_answer_that_never_came() -> None:
+    """Where the object is not there, or is another, the failure to complete it is raised."""
+    bucket = FakeMultipartBucket()
+    bucket.objects["key"] = b"a" * MIN_PART_BYTES + b"c"
+    bucket.fail = {"complete": [StorageError("the service did not answer")]}
+    with pytest.raises(StorageError, match="did not answer"):
+        _write(bucket, b"a" * MIN_PART_BYTES, b"b")
+    assert {} == bucket.uploads
+
+
+def test_an_object_of_another_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service that has other than was written is found out; an object of a later writer is none of ours."""
+    bucket = FakeMultipartBucket()
+    monkeypatch.setattr(bucket, "complete", lambda *args, only_new: '"tag"')
+    monkeypatch.setattr(bucket, "head", lambda key: ObjectHead(7, '"tag"'))
+    with pytest.raises(StorageCorrupt, match=f"has 7 bytes where {MIN_PART_BYTES + 1} were written"):
+        _write(bucket, b"a" * MIN_PART_BYTES, b"b")
+    monkeypatch.setattr(bucket, "head", lambda key: ObjectHead(7, '"another"'))
+    _write(bucket, b"a" * MIN_PART_BYTES, b"b")
+
+
+def test_whoever_may_only_write() -> None:
+    """An object is written though its size cannot be looked at."""
+    bucket = FakeMultipartBucket()
+    bucket.fail = {"head": [StorageAccessDenied("not yours to read")]}
+    _write(bucket, b"a" * MIN_PART_BYTES, b"b")
+    assert MIN_PART_BYTES + 1 == len(bucket.objects["key"])
+
+
+def test_tag_of_an_object_in_parts() -> None:
+    """It is the MD5 of its parts' MD5s and their number; none where parts have other tags."""
+    tag = '"043a916d6cfeecedf5e04f0312ba762d-2"'
+    parts = [Part(1, '"900150983cd24fb0d6963f7d28e17f72"', {}), Part(2, _md5(b"abc"), {})]
+    assert (tag, None) == (multipart_etag(parts), multipart_etag([*parts, Part(3, '"opaque"', {})]))

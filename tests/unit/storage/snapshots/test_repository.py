@@ -1,0 +1,272 @@
+"""Snapshots in a repository: listed, verified, removed, and what dead writers left swept up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rfork.errors import SettingsError, StorageCorrupt
+from rfork.image.capture import image_from_tensors
+from rfork.image.chunks import MIB
+from rfork.image.memory import Image
+from rfork.schema import Rank
+from rfork.settings import StorageSettings
+from rfork.storage.location import Location
+from rfork.storage.snapshots.delete import DeleteResult, remove_leftovers, remove_snapshots
+from rfork.storage.snapshots.entry import SnapshotEntry, read_entry
+from rfork.storage.snapshots.repository import Listing, Repository
+from rfork.storage.snapshots.verify import Verifier, VerifyResult
+from rfork.storage.snapshots.writer import write_snapshot
+from tests.memory_bucket import InMemoryBucket, bucket
+
+__all__ = ["bucket"]
+
+ROOT = Location.parse("s3://bucket/tiny/")
+HEADER = 4096
+SNAPSHOT_BYTES = HEADER + 3 * MIB
+PENDING = f"tiny/rev-9/model-rank-000.safetensors.manifest.json.{'0' * 32}.pending"
+
+
+def make_image(seed: int) -> Image:
+    """Three chunks of 1 MiB: two of the seed's numbers, and one of zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    return image_from_tensors({"a": torch.randn(MIB // 2, generator=generator), "b": torch.zeros(MIB // 4)})
+
+
+def write(revision: str, seed: int, *, shared: bool = True, tp: int = 0) -> None:
+    image = make_image(seed)
+    rank = Rank(tp=tp, tp_size=2)
+    uri = f"{ROOT.uri}{revision}/"
+    write_snapshot(image, image.manifest(), uri, rank=rank, model="tiny", shared=shared)
+
+
+def contents() -> Listing:
+    return Repository(ROOT).contents()
+
+
+def in_revision(revision: str) -> list[SnapshotEntry]:
+    folder = Repository(ROOT.child(f"{revision}/"))
+    return folder.entries_in(folder.contents())
+
+
+def verified() -> list[VerifyResult]:
+    verifier = Verifier(StorageSettings(concurrency=2))
+    return [verifier.verify(found) for found in contents().snapshots]
+
+
+def chunk_names(bucket: InMemoryBucket) -> list[str]:
+    return [name for name in bucket.objects if name.startswith("tiny/chunks/")]
+
+
+def test_what_a_repository_holds(bucket: InMemoryBucket) -> None:
+    """Each snapshot with its rank, its form, and how much of it others have too."""
+    write("rev-1", 1)
+    write("rev-2", 2, tp=1)
+    write("rev-3", 3, shared=False)
+    found = contents()
+    expected = [
+        ("s3://bucket/tiny/rev-1/model-rank-000.safetensors", "tiny", 0, SNAPSHOT_BYTES, False, MIB, None),
+        ("s3://bucket/tiny/rev-2/model-rank-001.safetensors", "tiny", 1, SNAPSHOT_BYTES, False, MIB, None),
+        ("s3://bucket/tiny/rev-3/model-rank-000.safetensors", "tiny", 0, SNAPSHOT_BYTES, True, 0, None),
+    ]
+    assert expected == [
+        (
+            each.uri,
+            each.manifest_file.model,
+            each.manifest_file.rank.tp,
+            each.size,
+            each.manifest_file.chunks is None,
+            each.shared,
+            each.problem,
+        )
+        for each in found.snapshots
+        if each.manifest_file is not None
+    ]
+    assert ((), 0) == (found.leftovers, bucket.open_blobs)
+
+
+def test_chunks_above_the_folder_are_seen(bucket: InMemoryBucket) -> None:
+    """Of one revision alone it is seen whether its chunks are there."""
+    write("rev-1", 1)
+    assert [None] == [found.problem for found in in_revision("rev-1")]
+    del bucket.objects[chunk_names(bucket)[0]]
+    assert ["1 of 4 chunks"] == [(found.problem or "")[:13] for found in in_revision("rev-1")]
+
+
+def test_trouble_that_shows_at_first_sight(bucket: InMemoryBucket) -> None:
+    """Missing data, data of another size, and a manifest that is none."""
+    for revision in ("rev-1", "rev-2", "rev-3"):
+        write(revision, 1, shared=False)
+    del bucket.objects["tiny/rev-1/model-rank-000.safetensors"]
+    bucket.objects["tiny/rev-2/model-rank-000.safetensors"] = b"x"
+    bucket.objects["tiny/rev-3/model-rank-000.safetensors.manifest.json"] = b"{}"
+    expected = [
+        "its data is missing",
+        f"its data has 1 bytes instead of {SNAPSHOT_BYTES}",
+        "is not a manifest",
+    ]
+    found = contents().snapshots
+    assert [True] * 3 == [message in (each.problem or "") for message, each in zip(expected, found, strict=True)]
+
+
+def test_a_right_snapshot_is_verified(bucket: InMemoryBucket) -> None:
+    """Every byte is read in pieces; chunks that two share are read once."""
+    write("rev-1", 1)
+    write("rev-2", 1, tp=1)
+    write("rev-3", 1, shared=False)
+    bucket.log.clear()
+    results, weights_id = verified(), make_image(1).manifest().weights_id
+    assert [(weights_id, 3, 3 * MIB, ())] * 3 == [
+        (result.weights_id, result.chunks, result.nbytes, result.mismatches) for result in results
+    ]
+    chunk_reads = [path for path in bucket.paths_of("read") if path.endswith(f"-{MIB}")]
+    assert (3, 0) == (len(set(chunk_reads)), bucket.open_blobs)
+    assert len(chunk_reads) == len(set(chunk_reads))
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["file", "shared"])
+def test_damage_is_named(bucket: InMemoryBucket, shared: bool) -> None:
+    """One changed byte names its chunk, and a missing object itself."""
+    write("rev-1", 1, shared=shared)
+    digest = make_image(1).manifest().digests[1].hex()
+    name = f"tiny/chunks/{digest[:2]}/{digest}-{MIB}" if shared else "tiny/rev-1/model-rank-000.safetensors"
+    data = bytearray(bucket.objects[name])
+    data[0 if shared else HEADER + MIB] ^= 255
+    bucket.objects[name] = bytes(data)
+    where = name if shared else f"bytes {HEADER + MIB}-{HEADER + 2 * MIB}"
+    uri = "s3://bucket/tiny/rev-1/model-rank-000.safetensors"
+    assert [(f"{uri}: chunk 1 ({where}) does not match its digest",)] == [each.mismatches for each in verified()]
+    if shared:
+        del bucket.objects[name]
+        assert [True] == ["cannot be read: " in each.mismatches[0] for each in verified()]
+
+
+def test_damage_that_two_share_is_told_of_both(bucket: InMemoryBucket) -> None:
+    """Though the chunk is read once."""
+    write("rev-1", 1)
+    write("rev-2", 2, tp=1)
+    digest = make_image(1).manifest().digests[2].hex()
+    bucket.objects[f"tiny/chunks/{digest[:2]}/{digest}-{MIB}"] = bytes(MIB - 1) + b"x"
+    assert [1, 1] == [len(result.mismatches) for result in verified()]
+
+
+def test_damage_outside_the_chunks(bucket: InMemoryBucket) -> None:
+    """Of a header, of a manifest's own hash; a manifest that is none, or names nowhere; no data."""
+    for revision in ("rev-1", "rev-2", "rev-3"):
+        write(revision, 1, shared=False)
+    head = bytearray(bucket.objects["tiny/rev-1/model-rank-000.safetensors"])
+    head[HEADER - 1] = ord("\t")
+    bucket.objects["tiny/rev-1/model-rank-000.safetensors"] = bytes(head)
+    name = "tiny/rev-2/model-rank-000.safetensors.manifest.json"
+    digest = make_image(1).manifest().digests[0].hex().encode()
+    bucket.objects[name] = bucket.objects[name].replace(digest, b"0" * 32)
+    bucket.objects["tiny/rev-3/model-rank-000.safetensors.manifest.json"] = b"{}"
+    write("rev-4", 1, shared=False)
+    del bucket.objects["tiny/rev-4/model-rank-000.safetensors"]
+    write("rev-5", 1)
+    name = "tiny/rev-5/model-rank-000.safetensors.manifest.json"
+    bucket.objects[name] = bucket.objects[name].replace(b'"../chunks/"', b'"../../../chunks/"')
+    expected = ["header does not match", "do not hash", "not a manifest", "no such object", "no folder above"]
+    assert [True] * 5 == [message in result.mismatches[0] for message, result in zip(expected, verified(), strict=True)]
+
+
+def test_removing_keeps_what_others_need(bucket: InMemoryBucket) -> None:
+    """The manifest goes first; of the chunks those that no other rank or revision names."""
+    write("rev-1", 1)
+    write("rev-2", 2)
+    bucket.log.clear()
+    assert DeleteResult(1, HEADER + 2 * MIB, MIB) == remove_snapshots(in_revision("rev-1"))
+    first = bucket.paths_of("remove")[0]
+    assert "tiny/rev-1/model-rank-000.safetensors.manifest.json" == first
+    assert [()] == [result.mismatches for result in verified()]
+    assert DeleteResult(1, SNAPSHOT_BYTES, 0) == remove_snapshots(in_revision("rev-2"))
+    assert {} == bucket.objects
+
+
+def test_all_ranks_of_a_revision_go_at_once(bucket: InMemoryBucket) -> None:
+    """What two of them share goes with them; a file beside them too."""
+    write("rev-1", 1)
+    write("rev-1", 2, tp=1)
+    write("rev-2", 1, shared=False)
+    assert DeleteResult(2, 2 * SNAPSHOT_BYTES - MIB, 0) == remove_snapshots(in_revision("rev-1"))
+    assert DeleteResult(1, SNAPSHOT_BYTES, 0) == remove_snapshots(in_revision("rev-2"))
+    assert {} == bucket.objects
+
+
+def test_chunks_that_a_writer_counts_on_stay(bucket: InMemoryBucket) -> None:
+    """A snapshot that is written meanwhile has noted what it needs."""
+    write("rev-1", 1)
+    bucket.objects[PENDING] = bucket.objects["tiny/rev-1/model-rank-000.safetensors.manifest.json"]
+    assert DeleteResult(1, 0, SNAPSHOT_BYTES) == remove_snapshots(in_revision("rev-1"))
+
+
+def test_a_writer_that_ends_meanwhile_is_not_overlooked(bucket: InMemoryBucket) -> None:
+    """Its note may be gone before it is read: its manifest is there by then."""
+    write("rev-1", 1)
+    manifest = "tiny/rev-1/model-rank-000.safetensors.manifest.json"
+    bucket.objects[PENDING] = bucket.objects[manifest]
+
+    def finish(operation: str, path: str) -> None:
+        if operation == "open" and path == PENDING:
+            bucket.objects[PENDING.rsplit(".", 2)[0]] = bucket.objects.pop(PENDING)
+
+    found = in_revision("rev-1")
+    bucket.fault = finish
+    assert DeleteResult(1, 0, SNAPSHOT_BYTES) == remove_snapshots(found)
+
+
+def test_nothing_goes_beside_a_manifest_that_cannot_be_read(bucket: InMemoryBucket) -> None:
+    """It may name the same chunks."""
+    write("rev-1", 1)
+    write("rev-2", 2)
+    bucket.objects["tiny/rev-2/model-rank-000.safetensors.manifest.json"] = b"{}"
+    before = dict(bucket.objects)
+    with pytest.raises(StorageCorrupt, match="rev-2"):
+        remove_snapshots(in_revision("rev-1"))
+    assert before == bucket.objects
+
+
+def test_leftovers_are_shown_and_swept_up(bucket: InMemoryBucket) -> None:
+    """Of a dead writer: its note, its chunks, data without a manifest; snapshots and strangers stay."""
+    write("rev-1", 1)
+    write("rev-9", 9)
+    kept = {name for name in bucket.objects if "rev-9" not in name}
+    bucket.objects[PENDING] = bucket.objects.pop("tiny/rev-9/model-rank-000.safetensors.manifest.json")
+    bucket.objects["tiny/rev-8/draft-rank-000.safetensors"] = b"half"
+    bucket.objects["tiny/rev-8/model-00001-of-00002.safetensors"] = b"somebody's checkpoint"
+    bucket.objects[f"tiny/chunks/removing-{'1' * 32}"] = b""
+    kept = kept - set(chunk_names(bucket)) | {"tiny/rev-8/model-00001-of-00002.safetensors"}
+    assert [f"chunks/removing-{'1' * 32}", "rev-8/draft-rank-000.safetensors", PENDING[5:]] == [
+        left.name for left in contents().leftovers
+    ]
+    note = len(bucket.objects[PENDING])
+    assert DeleteResult(3 + 3, 4 + note + HEADER + 2 * MIB) == remove_leftovers(Repository(ROOT))
+    assert (kept, 4) == (set(bucket.objects) - set(chunk_names(bucket)), len(chunk_names(bucket)))
+    assert ([()], ()) == ([result.mismatches for result in verified()], contents().leftovers)
+
+
+def test_files_that_are_half_written(tmp_path: Path) -> None:
+    """On a disk, the temporary file of a writer that was killed."""
+    image = make_image(1)
+    write_snapshot(image, image.manifest(), tmp_path / "rev-1")
+    half = tmp_path / "rev-1" / f".model-rank-001.safetensors.{'0' * 32}.tmp"
+    half.write_bytes(b"half")
+    repository = Repository(Location.parse(tmp_path))
+    assert [f"rev-1/{half.name}"] == [left.name for left in repository.contents().leftovers]
+    assert (DeleteResult(1, 4), False) == (remove_leftovers(repository), half.exists())
+    assert 1 == len(repository.contents().snapshots)
+
+
+def test_one_snapshot_is_found_without_a_list(bucket: InMemoryBucket) -> None:
+    """By its name, also where storage lists nothing."""
+    write("rev-1", 1)
+    folder = ROOT.child("rev-1/")
+    assert contents().snapshots[0].manifest_file == read_entry(folder, "model-rank-000.safetensors").manifest_file
+
+
+def test_a_web_server_has_no_list() -> None:
+    """It is said what to name instead."""
+    with pytest.raises(SettingsError, match="cannot be listed"):
+        Repository(Location.parse("http://127.0.0.1:1/models/")).contents()

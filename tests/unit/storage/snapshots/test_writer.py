@@ -1,0 +1,249 @@
+"""Writing snapshots: whatever happens on the way, nobody takes what lies there for what it is not."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from rfork.errors import RforkError, SettingsError, SourceWeightsChanged, StorageError, StorageFull
+from rfork.image.buffer_views import allocate_buffer
+from rfork.image.capture import image_from_tensors
+from rfork.image.chunks import MIB
+from rfork.image.memory import Image
+from rfork.schema import Rank
+from rfork.settings import StorageSettings
+from rfork.storage.snapshots.snapshot import Snapshot
+from rfork.storage.snapshots.writer import WriteReport, write_snapshot
+from tests.memory_bucket import InMemoryBucket, bucket
+
+__all__ = ["bucket"]
+
+REVISION = "s3://bucket/tiny/rev-1/"
+NEXT = "s3://bucket/tiny/rev-2/"
+NAME = "tiny/rev-1/model-rank-000.safetensors"
+HEADER = 4096
+SERIAL = StorageSettings(concurrency=1)
+FORMS = pytest.mark.parametrize("shared", [False, True], ids=["file", "shared"])
+
+
+def make_image(seed: int, *, last: float = 0.0) -> Image:
+    """Three chunks of 1 MiB: two of the seed's numbers, and one of `last` alone."""
+    generator = torch.Generator().manual_seed(seed)
+    return image_from_tensors({"a": torch.randn(MIB // 2, generator=generator), "b": torch.full((MIB // 4,), last)})
+
+
+IMAGE, OTHER_IMAGE = make_image(1), make_image(2)
+MANIFEST, OTHER_MANIFEST = IMAGE.manifest(), OTHER_IMAGE.manifest()
+
+
+def weights_at(uri: str) -> str | None:
+    """What a reader gets there: the weights_id of an image that was filled, or None where it is refused."""
+    buffer, _ = allocate_buffer(IMAGE.layout)
+    target = Image(IMAGE.layout, [buffer])
+    try:
+        snapshot = Snapshot.open(uri, IMAGE.layout, settings=SERIAL)
+    except RforkError:
+        return None
+    try:
+        snapshot.fill(target)
+    finally:
+        snapshot.close()
+    return target.manifest().weights_id
+
+
+def test_what_was_written(bucket: InMemoryBucket) -> None:
+    """The file is header and image; its manifest comes last."""
+    progress_bytes = list[int]()
+    written = write_snapshot(IMAGE, MANIFEST, REVISION, progress=progress_bytes.append)
+    uri = "s3://bucket/tiny/rev-1/model-rank-000.safetensors"
+    assert (WriteReport(uri, MANIFEST.weights_id, HEADER + 3 * MIB, 0), 3 * MIB) == (
+        written,
+        sum(progress_bytes),
+    )
+    assert [NAME, f"{NAME}.manifest.json"] == bucket.paths_of("commit") == list(bucket.objects)
+
+
+def test_equal_chunks_are_stored_once(bucket: InMemoryBucket) -> None:
+    """Another rank and another revision write only what differs, and each comes back whole."""
+    first = write_snapshot(IMAGE, MANIFEST, REVISION, shared=True)
+    rank = write_snapshot(IMAGE, MANIFEST, REVISION, shared=True, rank=Rank(tp=1, tp_size=2))
+    revision = write_snapshot(OTHER_IMAGE, OTHER_MANIFEST, NEXT, shared=True)
+    again = write_snapshot(OTHER_IMAGE, OTHER_MANIFEST, NEXT, shared=True)
+    snapshot_bytes = HEADER + 3 * MIB
+    assert [(snapshot_bytes, 0), (0, snapshot_bytes), (HEADER + 2 * MIB, MIB), (0, snapshot_bytes)] == [
+        (written.written, written.reused_bytes) for written in (first, rank, revision, again)
+    ]
+    assert [MANIFEST.weights_id, OTHER_MANIFEST.weights_id] == [weights_at(REVISION), weights_at(NEXT)]
+    assert 5 + 2 == sum(name.startswith("tiny/chunks/") for name in bucket.objects)
+
+
+def test_equal_chunks_of_one_image_are_stored_once(bucket: InMemoryBucket) -> None:
+    """Three chunks of zeros are one object; all bytes are told of."""
+    image, progress_bytes = image_from_tensors({"a": torch.zeros(3 * MIB // 4)}), list[int]()
+    written = write_snapshot(image, image.manifest(), REVISION, shared=True, progress=progress_bytes.append)
+    assert (HEADER + MIB, 2 * MIB, 3 * MIB) == (written.written, written.reused_bytes, sum(progress_bytes))
+
+
+def test_shared_chunks_lie_where_the_caller_says(bucket: InMemoryBucket) -> None:
+    """Beside the revision, further up, or at the top of a bucket that is the revision."""
+    for uri, chunks in ((REVISION, "../chunks/"), (REVISION, "../../all/"), ("s3://bucket/", "../chunks/")):
+        write_snapshot(IMAGE, MANIFEST, uri, shared=True, chunks=chunks)
+    folders = {name.rsplit("/", 2)[0] for name in bucket.objects if "manifest" not in name}
+    assert {"tiny/chunks", "all", "chunks"} == folders
+    assert [MANIFEST.weights_id] * 2 == [weights_at(REVISION), weights_at("s3://bucket/")]
+
+
+@pytest.mark.parametrize("chunks", ["chunks", "../../../c/", "/c/", "../a/b/", "../.hidden/"])
+def test_a_folder_of_chunks_that_cannot_be(bucket: InMemoryBucket, chunks: str) -> None:
+    """It is refused before anything is written."""
+    with pytest.raises(SettingsError):
+        write_snapshot(IMAGE, MANIFEST, REVISION, shared=True, chunks=chunks)
+    assert [] == bucket.log
+
+
+def test_a_chunk_that_was_cut_short_is_written_anew(bucket: InMemoryBucket) -> None:
+    """An object of the wrong size does not count as there."""
+    write_snapshot(IMAGE, MANIFEST, REVISION, shared=True)
+    name = next(name for name in bucket.objects if name.endswith(f"-{MIB}"))
+    bucket.objects[name] = b""
+    assert MIB == write_snapshot(IMAGE, MANIFEST, REVISION, shared=True).written
+    assert MANIFEST.weights_id == weights_at(REVISION)
+
+
+class _WriterKilled(Exception):
+    """The process was killed here."""
+
+
+OLD, NEW = OTHER_MANIFEST.weights_id, MANIFEST.weights_id
+
+
+@pytest.mark.parametrize(
+    ("before", "shared", "allowed"),
+    [
+        (None, False, [None]),
+        ("file", False, [OLD, None]),  # the data is replaced, and then its manifest
+        ("shared", False, [OLD]),
+        (None, True, [None, NEW]),
+        ("file", True, [OLD, None, NEW]),
+        ("shared", True, [OLD, NEW]),  # the manifest is all that is replaced
+    ],
+)
+def test_a_writer_may_die_at_any_step(
+    bucket: InMemoryBucket, before: str | None, shared: bool, allowed: list[str | None]
+) -> None:
+    """A reader gets the weights before, or those that were written, or is refused: never a mixture."""
+    if before is not None:
+        write_snapshot(OTHER_IMAGE, OTHER_MANIFEST, REVISION, shared=before == "shared", settings=SERIAL)
+    start, steps, seen = dict(bucket.objects), 0, list[str | None]()
+    while True:
+        bucket.objects, left = dict(start), steps
+
+        def kill_writer(operation: str, path: str) -> None:
+            nonlocal left
+            left -= 1
+            if left < 0:  # from here on nothing is done, and nothing cleaned up: the process is gone
+                raise _WriterKilled(operation)
+
+        bucket.fault = kill_writer
+        try:
+            write_snapshot(IMAGE, MANIFEST, REVISION, shared=shared, settings=SERIAL)
+        except _WriterKilled:
+            bucket.fault = None
+            seen.append(weights_at(REVISION))
+            steps += 1
+        else:
+            bucket.fault = None
+            break
+    assert (allowed, NEW) == (list(dict.fromkeys(seen)), weights_at(REVISION))
+
+
+@FORMS
+@pytest.mark.parametrize("last", [False, True], ids=["data", "manifest"])
+def test_a_full_disk_leaves_no_snapshot(bucket: InMemoryBucket, shared: bool, last: bool) -> None:
+    """The store's error is raised, and what a writer notes for itself is gone again."""
+
+    def full(operation: str, path: str) -> None:
+        if operation == "write" and (path.endswith("manifest.json") if last else len(bucket.paths_of("write")) > 3):
+            raise StorageFull(f"{path}: no space left")
+
+    bucket.fault = full
+    with pytest.raises(StorageFull, match="no space left"):
+        write_snapshot(IMAGE, MANIFEST, REVISION, shared=shared)
+    bucket.fault = None
+    assert (None, []) == (weights_at(REVISION), [name for name in bucket.objects if "rev-1" in name])
+
+
+@FORMS
+def test_weights_that_change_meanwhile(bucket: InMemoryBucket, shared: bool) -> None:
+    """What is written is digested again: other bytes than the manifest's are an error."""
+    changing = make_image(1)
+    manifest = changing.manifest()
+
+    def change(count: int) -> None:
+        changing.regions[0][-1] += 1
+
+    with pytest.raises(SourceWeightsChanged, match="chunk 1 is not what it was"):
+        write_snapshot(changing, manifest, REVISION, shared=shared, progress=change, settings=SERIAL)
+    assert (None, []) == (weights_at(REVISION), [name for name in bucket.objects if "rev-1" in name])
+
+
+def test_no_shared_form_while_chunks_are_removed(bucket: InMemoryBucket) -> None:
+    """A writer that would count on chunks which go now gives up."""
+    bucket.objects["tiny/chunks/removing-" + "0" * 32] = b""
+    with pytest.raises(StorageError, match="somebody removes chunks there now"):
+        write_snapshot(IMAGE, MANIFEST, REVISION, shared=True)
+    assert ["tiny/chunks/removing-" + "0" * 32] == list(bucket.objects)
+
+
+def test_a_writer_whose_note_is_gone_gives_up(bucket: InMemoryBucket) -> None:
+    """Somebody took it for dead, and its chunks for nobody's."""
+
+    def forget(count: int) -> None:
+        for name in [name for name in bucket.objects if name.endswith(".pending")]:
+            del bucket.objects[name]
+
+    with pytest.raises(StorageError, match="removed the leftovers"):
+        write_snapshot(IMAGE, MANIFEST, REVISION, shared=True, progress=forget)
+    assert None is weights_at(REVISION)
+
+
+def test_a_place_that_can_only_be_read() -> None:
+    """A web server takes no snapshot."""
+    with pytest.raises(SettingsError, match="can only be read"):
+        write_snapshot(IMAGE, MANIFEST, "https://127.0.0.1:1/models/")
+
+
+def test_a_file_where_the_folder_should_be(tmp_path: Path) -> None:
+    """It is one clear error of storage."""
+    (tmp_path / "models").write_text("")
+    with pytest.raises(StorageError, match="model-rank-000"):
+        write_snapshot(IMAGE, MANIFEST, tmp_path / "models")
+
+
+def test_two_that_write_one_snapshot_do_not_mix(tmp_path: Path) -> None:
+    """Whoever is last has written a whole one, and nothing is left lying about."""
+    path, begun = tmp_path / "model.safetensors", False
+
+    def write_too(nbytes: int) -> None:
+        nonlocal begun
+        if not begun:
+            begun = True
+            write_snapshot(OTHER_IMAGE, OTHER_MANIFEST, path)
+
+    write_snapshot(IMAGE, MANIFEST, path, progress=write_too)
+    manifest = path.with_name(f"{path.name}.manifest.json")
+    assert (MANIFEST.weights_id, {path, manifest}) == (weights_at(str(path)), set(tmp_path.iterdir()))
+
+
+def test_an_interrupted_writer_cleans_up(tmp_path: Path) -> None:
+    """Ctrl-C in the middle leaves the folder as it was."""
+
+    def interrupt(nbytes: int) -> None:
+        raise KeyboardInterrupt
+
+    with contextlib.suppress(KeyboardInterrupt):
+        write_snapshot(IMAGE, MANIFEST, tmp_path / "rev-1", progress=interrupt)
+    assert [] == [path for path in tmp_path.rglob("*") if path.is_file()]

@@ -1,0 +1,117 @@
+"""Versions of sources: the commit of a hub model, else the fingerprint of the files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rfork.settings.hub import hub_cache
+from rfork.storage.versions.fingerprint import fingerprint_of
+from rfork.storage.versions.hub import hub_commit
+from rfork.storage.versions.version import version_of
+
+COMMIT, OTHER = "0123456789abcdef" * 2 + "01234567", "f" * 40
+ID = "acme/tiny"
+
+
+@pytest.fixture
+def snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a commit in a Hugging Face cache, whose files are links to blobs."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    model = tmp_path / "hub" / "models--acme--tiny"
+    folder = model / "snapshots" / COMMIT
+    (folder / "sub").mkdir(parents=True)
+    (model / "blobs").mkdir()
+    (model / "blobs" / "abc").write_bytes(b"weights")
+    (folder / "model.gguf").symlink_to("../../blobs/abc")
+    (model / "refs" / "pr").mkdir(parents=True)
+    (model / "refs" / "main").write_text(COMMIT)
+    (model / "refs" / "pr" / "1").write_text(f"{OTHER}\n")
+    return folder
+
+
+@pytest.mark.parametrize("below", [".", "model.gguf", "sub", "sub/missing.safetensors"])
+def test_a_path_in_the_cache_has_its_commit(snapshot: Path, below: str) -> None:
+    """The folder of a commit, and all below it, linked files included."""
+    assert COMMIT == hub_commit(snapshot / below)
+    assert COMMIT == hub_commit((snapshot / below).as_uri())
+
+
+@pytest.mark.parametrize(
+    ("revision", "expected"),
+    [(None, COMMIT), ("main", COMMIT), ("refs", None), ("pr/1", OTHER), (OTHER, OTHER), ("../main", None)],
+)
+def test_an_id_in_the_cache_has_its_commit(snapshot: Path, revision: str | None, expected: str | None) -> None:
+    """A reference is looked up in the cache; a complete commit is its own."""
+    assert expected == hub_commit(ID, revision)
+
+
+def test_a_cache_may_be_named(snapshot: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines may download into a folder of their own."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "other"))
+    assert hub_commit(ID) is None
+    assert COMMIT == hub_commit(ID, cache=tmp_path / "hub")
+
+
+@pytest.mark.parametrize("source", ["acme/unknown", "../hub", "s3://b/models--a--b/snapshots/" + COMMIT, "a b"])
+def test_other_sources_have_no_commit(snapshot: Path, source: str) -> None:
+    """Ids that are not in the cache, other paths and URIs of object stores."""
+    assert hub_commit(source) is None
+
+
+def test_a_path_that_leaves_the_cache_has_no_commit(snapshot: Path) -> None:
+    """With `..` and links on the way, a path may lead anywhere."""
+    assert hub_commit(f"{snapshot}/sub/../model.gguf") is None
+
+
+def test_a_local_folder_wins_over_an_id(snapshot: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines load a folder with the name of an id."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ID).mkdir(parents=True)
+    (tmp_path / ID / "model.gguf").write_bytes(b"own")
+    assert hub_commit(ID) is None
+    assert fingerprint_of(tmp_path / ID) == version_of(ID)
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"HF_HUB_CACHE": "/a"}, "/a"),
+        ({"HF_HOME": "/b"}, "/b/hub"),
+        ({"XDG_CACHE_HOME": "/c"}, "/c/huggingface/hub"),
+        ({"HOME": "/d"}, "/d/.cache/huggingface/hub"),
+    ],
+)
+def test_where_the_cache_is(variables: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variables of huggingface_hub say where."""
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert Path(expected) == hub_cache()
+
+
+def test_the_version_of_a_hub_model_is_its_commit(snapshot: Path) -> None:
+    """By path and by id alike, so that both meet."""
+    assert f"commit:{COMMIT}" == version_of(snapshot)
+    assert f"commit:{COMMIT}" == version_of(f"{snapshot}/")
+    assert f"commit:{COMMIT}" == version_of(ID)
+    assert f"commit:{OTHER}" == version_of(ID, revision="pr/1")
+
+
+def test_an_id_that_is_not_in_the_cache_has_no_version(snapshot: Path) -> None:
+    """Its version is known once it was downloaded."""
+    assert version_of("acme/unknown") is None
+
+
+def test_one_file_of_a_hub_model_has_its_fingerprint(snapshot: Path) -> None:
+    """A repository may hold several sets of weights under one commit."""
+    assert fingerprint_of(snapshot / "model.gguf") == version_of(snapshot / "model.gguf")
+
+
+def test_the_version_of_other_folders_is_their_fingerprint(tmp_path: Path) -> None:
+    """A folder of weight files has the fingerprint, one without has none."""
+    assert version_of(tmp_path) is None
+    (tmp_path / "model.gguf").write_bytes(b"weights")
+    assert fingerprint_of(tmp_path) == version_of(tmp_path)

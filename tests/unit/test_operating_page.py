@@ -1,0 +1,106 @@
+"""The operating page speaks of what there is: log lines, errors, metrics, settings, problems and alerts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import yaml
+
+from docs.site.reference import metrics_page, settings_page
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "operating.md"
+RULES = ROOT / "deploy" / "helm" / "rfork" / "rules"
+ELSEWHERE = {"outcome=interrupted", "No space left on device"}
+"""What is put together as it is said: by the logger, by the kernel."""
+
+
+@cache
+def source() -> str:
+    """All code of both packages, a string that goes over several lines made one."""
+    files = [*sorted((ROOT / "rfork").rglob("*.py")), *sorted((ROOT / "planner").rglob("*.py"))]
+    text = "\n".join(file.read_text() for file in files)
+    return re.sub(r'"\n\s*f?"', "", text)
+
+
+def failures() -> Iterator[tuple[str, str]]:
+    """Of each row of the failure tables what is seen, in quotes, one by one."""
+    table = PAGE.read_text().partition("## When something is wrong")[2].partition("## Alerts")[0]
+    for row in re.findall(r"^\| (.*?) \| .* \| .* \|$", table, re.MULTILINE):
+        for quoted in re.findall(r"`([^`]+)`", row):
+            yield quoted, row
+
+
+@cache
+def variables() -> dict[str, str]:
+    """The default of each setting, by its variable."""
+    options = (
+        each for settings_class in settings_page.settings_classes() for each in settings_page.options(settings_class)
+    )
+    return {each.variable: each.default.strip("`") for each in options}
+
+
+@cache
+def metrics() -> frozenset[str]:
+    """The names of all metrics."""
+    found = metrics_page.registries().values()
+    return frozenset(metric.name for registry in found for metric in metrics_page.metrics(registry))
+
+
+@pytest.mark.parametrize("quoted", sorted({quoted for quoted, _ in failures()} - ELSEWHERE))
+def test_what_is_seen_is_what_is_said(quoted: str) -> None:
+    """Every line, error, problem and setting that the failure table quotes is one of the code's."""
+    name = quoted.partition("{")[0]
+    known = name in metrics() or name.partition("=")[0] in variables() or quoted in source()
+    assert known, quoted
+
+
+def test_settings_are_settings() -> None:
+    """Every variable on the page is one of a setting."""
+    documented_variables = set(re.findall(r"`(RFORK_[A-Z_]*[A-Z])(?:=[^`]*)?`", PAGE.read_text()))
+    assert set() == documented_variables - variables().keys()
+
+
+def test_defaults_are_the_codes() -> None:
+    """A number in brackets behind a variable is its default."""
+    documented_defaults = re.findall(r"`(RFORK_[A-Z_]+)` \(([0-9.]+)\)", PAGE.read_text())
+    assert documented_defaults
+    assert [(name, variables()[name]) for name, _ in documented_defaults] == documented_defaults
+
+
+def test_tests_exist() -> None:
+    """Every group of failures names the tests that make them happen, and they exist."""
+    groups = PAGE.read_text().partition("## When something is wrong")[2].partition("## Alerts")[0].split("\n### ")[1:]
+    for group in groups:
+        named = re.findall(r"<!-- shown by: (.*) -->", group)
+        assert 1 == len(named), group[:40]
+        assert [] == [name for name in named[0].split() if not (ROOT / name).exists()]
+
+
+def alerts() -> list[str]:
+    """The names of all alerts that the chart brings."""
+    found = []
+    for file in sorted(RULES.glob("*.y*ml")):
+        for group in yaml.safe_load(file.read_text())["groups"]:
+            found += [rule["alert"] for rule in group["rules"] if "alert" in rule]
+    return found
+
+
+def kebab(name: str) -> str:
+    """`RforkPlannerAway` as `rfork-planner-away`."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", name).lower()
+
+
+def test_each_alert_has_its_section() -> None:
+    """And each section its alert, with an anchor that a runbook link can name."""
+    page = PAGE.read_text()
+    for file in RULES.glob("*.y*ml"):
+        for link in re.findall(r"runbook_url: \S+#(\S+)", file.read_text()):
+            assert f'<a id="{link}"></a>' in page
+    documented_alerts = re.findall(r'^<a id="alert-([a-z0-9-]+)"></a>\n\n## Alert: (\w+)$', page, re.MULTILINE)
+    assert sorted(alerts()) == sorted(name for _, name in documented_alerts)
+    assert [kebab(name) for _, name in documented_alerts] == [anchor for anchor, _ in documented_alerts]

@@ -1,0 +1,62 @@
+"""The page on the snapshot format is right to the byte: its examples run, and its numbers are the code's."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from pathlib import Path
+
+import pytest
+
+from rfork.image import chunks, digest, layout, manifest, safetensors_header
+from rfork.storage.snapshots import files
+from tests.docs.run_by import blocks_run_by
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "snapshot-format.md"
+
+
+def test_examples_run(tmp_path: Path) -> None:
+    """The page's examples, run one after the other, find in a snapshot what the page says."""
+    blocks = [block.text for block in blocks_run_by(__file__)]
+    assert 5 == len(blocks)
+    names: dict[str, object] = {"__name__": "example"}
+    with contextlib.chdir(tmp_path):
+        for number, block in enumerate(blocks):
+            exec(compile(block, f"{PAGE.name}, example {number}", "exec"), names)
+
+
+def test_a_larger_image_has_the_chunks_that_are_told() -> None:
+    """128 chunks at most, of 1 to 256 MiB, up to 32 GiB."""
+    mib = 1 << 20
+    sizes = {1: 1, 128: 1, 129: 2, 1024: 8, 16 << 10: 128, 32 << 10: 256, 64 << 10: 256}
+    assert sizes == {image: chunks.chunk_size_for(image * mib) // mib for image in sizes}
+    assert 256 == len(chunks.Chunks.of(64 << 30))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        str(safetensors_header.ALIGNMENT),
+        f"{safetensors_header.MAX_HEADER_BYTES:,}",
+        f"{digest.LEAF_BYTES >> 10} KiB",
+        f"digest_size={digest.DIGEST_BYTES}",
+        digest.HASH_DOMAIN.decode(),
+        layout.LAYOUT_DOMAIN.decode().strip(),
+        manifest.WEIGHTS_DOMAIN.decode().strip(),
+        safetensors_header.LAYOUT_KEY,
+        safetensors_header.WEIGHTS_KEY,
+        files.MANIFEST_SUFFIX,
+        files.SHARED_CHUNKS_PATH,
+        f"{files.MAX_MANIFEST_BYTES >> 20} MiB",
+    ],
+)
+def test_numbers_are_the_codes(text: str) -> None:
+    """Sizes, names and domains on the page are those that the code has."""
+    assert text in PAGE.read_text()
+
+
+def test_manifest_fields_are_told() -> None:
+    """The table of the manifest has every field of it, and no other."""
+    table = PAGE.read_text().partition("## The manifest")[2].partition("## ")[0]
+    rows = re.findall(r"^\| (`[^|]+) \|", table, re.MULTILINE)
+    assert set(files.ManifestFile.model_fields) == set(re.findall(r"`(\w+)`", " ".join(rows)))

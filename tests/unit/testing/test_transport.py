@@ -1,0 +1,126 @@
+"""The memory transport keeps the contract, and fails as it is told."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from itertools import count
+from types import SimpleNamespace
+
+import pytest
+
+from rfork.errors import LeaseRejected, SourceTimeout, SourceUnavailable
+from rfork.image.chunks import MIB
+from rfork.testing import transport
+from rfork.testing.transport import FaultInjection, InMemoryExporter, InMemoryNetwork, InMemoryTransport
+from tests.transport_contract import CONTRACT, TransportPair, content, soon
+
+
+@pytest.mark.parametrize("check", CONTRACT, ids=[check.__name__ for check in CONTRACT])
+def test_memory_keeps_the_contract(check: Callable[[TransportPair], None]) -> None:
+    """Every check of the contract holds over memory."""
+    pair = TransportPair.create(InMemoryTransport(InMemoryNetwork()))
+    check(pair)
+    pair.close()
+
+
+def faulty(faults: FaultInjection) -> TransportPair:
+    return TransportPair.create(InMemoryTransport(InMemoryNetwork(), faults), sizes=(3 * MIB, 100))
+
+
+def test_a_corrupt_chunk_differs_in_one_byte() -> None:
+    """The first byte of a corrupt chunk is flipped; all others are right."""
+    pair = faulty(FaultInjection(corrupt_chunks={1}))
+    pair.connect().read(0, pair.source.layout.image_bytes, soon())
+    source_bytes, target_bytes = content(pair.source), content(pair.target)
+    assert [(MIB, source_bytes[MIB] ^ 0xFF)] == [
+        (at, target_bytes[at]) for at in range(len(target_bytes)) if target_bytes[at] != source_bytes[at]
+    ]
+
+
+def test_a_dying_source_gives_so_many_bytes_and_no_more() -> None:
+    """A source that dies after 2 MiB has given exactly those, and is gone for good."""
+    pair = faulty(FaultInjection(dies_after=2 * MIB))
+    reader = pair.connect()
+    with pytest.raises(SourceUnavailable):
+        reader.read(0, 3 * MIB, soon())
+    with pytest.raises(SourceUnavailable):
+        pair.connect()
+    assert content(pair.source, 0, 2 * MIB) + bytes(MIB) == content(pair.target, 0, 3 * MIB)
+
+
+def test_a_stalled_source_holds_the_reader_to_its_deadline() -> None:
+    """A source that stalls gives SourceTimeout, not before the deadline."""
+    pair = faulty(FaultInjection(stalls_after=MIB))
+    reader = pair.connect()
+    reader.read(0, MIB, soon())  # whatever the time: it comes
+    deadline = time.monotonic() + 0.1
+    with pytest.raises(SourceTimeout):
+        reader.read(MIB, 3 * MIB, deadline)
+    assert time.monotonic() >= deadline
+    assert content(pair.source, 0, MIB) + bytes(2 * MIB) == content(pair.target, 0, 3 * MIB)
+
+
+def test_two_that_read_at_once_get_no_more_than_one() -> None:
+    """What the first may have is taken before the second is asked."""
+    pair = faulty(FaultInjection(stalls_after=MIB))
+    assert isinstance(pair.exporter, InMemoryExporter)
+    assert [False, True] == [pair.exporter.is_stalled(MIB) for _ in range(2)]
+
+
+def test_a_refusing_source_gives_nothing() -> None:
+    """A source that refuses gives LeaseRejected though its gate would not."""
+    pair = faulty(FaultInjection(refuses=True))
+    with pytest.raises(LeaseRejected):
+        pair.connect().read(0, 100, soon())
+    assert bytes(100) == content(pair.target, 0, 100)
+
+
+def test_faults_can_be_mended() -> None:
+    """A fault that is taken away no longer holds for the next slice."""
+    faults = FaultInjection(refuses=True)
+    pair = faulty(faults)
+    faults.refuses = False
+    pair.connect().read(0, 100, soon())
+    assert content(pair.source, 0, 100) == content(pair.target, 0, 100)
+
+
+def test_a_reader_that_is_held_back_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the first slice nothing more comes until the rate allows it: here not before the deadline."""
+    pair = faulty(FaultInjection())
+    reader = pair.connect()
+    reader.set_rate_limit(1)
+    clock_reads = count()  # a second passes with each look at the clock
+    monkeypatch.setattr(transport, "time", SimpleNamespace(monotonic=lambda: next(clock_reads)))
+    with pytest.raises(SourceTimeout, match="held back"):
+        reader.read(0, 3 * MIB, 3.0)
+    assert content(pair.source, 0, MIB) + bytes(2 * MIB) == content(pair.target, 0, 3 * MIB)
+
+
+def test_a_reader_hears_at_once_of_a_higher_rate() -> None:
+    """A read that would take a month at the old rate ends when the limit is lifted."""
+    pair = faulty(FaultInjection())
+    reader = pair.connect()
+    reader.set_rate_limit(1)
+    thread = threading.Thread(target=reader.read, args=(0, 3 * MIB, soon()))
+    thread.start()
+    reader.set_rate_limit(None)
+    thread.join(30)
+    assert content(pair.source, 0, 3 * MIB) == content(pair.target, 0, 3 * MIB)
+
+
+def test_a_one_sided_export_asks_for_no_budget() -> None:
+    """As those of a transport whose reads run no code of the source."""
+    pair = TransportPair.create(InMemoryTransport(InMemoryNetwork(), one_sided=True))
+    acquired: list[int] = []
+    pair.gate.before_slice = acquired.append
+    pair.connect().read(0, 100, soon())
+    assert [] == acquired
+
+
+def test_networks_are_apart() -> None:
+    """An export of one network cannot be reached from another."""
+    pair = faulty(FaultInjection())
+    with pytest.raises(SourceUnavailable):
+        InMemoryTransport(InMemoryNetwork()).connect(pair.exporter.endpoint(), pair.target, lambda: "", soon())

@@ -1,0 +1,113 @@
+"""Whether network cards reach GPU memory: kernels made of files."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import pytest
+import torch
+
+from rfork.errors import GpuDirectUnavailable
+from rfork.transport.mooncake.gpu_direct import (
+    gpu_direct,
+    has_dma_buf,
+    has_open_modules,
+    has_peer_module,
+)
+
+LOADED = "nvidia_peermem 16384 0 - Live 0x0000000000000000\nib_uverbs 1 1 nvidia_peermem, Live 0x0\n"
+OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\n"
+CLOSED = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\n"
+
+
+@pytest.mark.parametrize(
+    ("modules", "folder", "expected"),
+    [
+        (LOADED, None, True),
+        ("ib_uverbs 1 1 nvidia_peermem, Live 0x0\n", None, False),
+        ("nv_peer_mem 1 0 - Live 0x0\n", None, True),
+        (None, "nvidia_peermem", True),
+        (None, None, False),
+    ],
+    ids=["loaded", "only mentioned", "its predecessor", "seen in /sys alone", "nothing is told"],
+)
+def test_the_kernel_module(tmp_path: Path, modules: str | None, folder: str | None, expected: bool) -> None:
+    """It is looked for in /proc/modules, and where that is hidden in /sys/module."""
+    (tmp_path / "proc").mkdir()
+    if modules is not None:
+        (tmp_path / "proc" / "modules").write_text(modules)
+    if folder is not None:
+        (tmp_path / "sys" / "module" / folder).mkdir(parents=True)
+    assert expected == has_peer_module(tmp_path)
+
+
+@pytest.mark.parametrize(("version", "expected"), [(OPEN, True), (CLOSED, False), (None, False)])
+def test_the_open_modules(tmp_path: Path, version: str | None, expected: bool) -> None:
+    """The driver says whether its modules are the open ones."""
+    if version is not None:
+        (tmp_path / "proc" / "driver" / "nvidia").mkdir(parents=True)
+        (tmp_path / "proc" / "driver" / "nvidia" / "version").write_text(version)
+    assert expected == has_open_modules(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("peer_module", "dma_buf", "expected"),
+    [(True, False, "nvidia-peermem"), (True, True, "nvidia-peermem"), (False, True, "dma-buf")],
+)
+def test_either_way_is_enough(peer_module: bool, dma_buf: bool, expected: str) -> None:
+    """The kernel module goes first: it is what Mooncake takes for granted."""
+    assert expected == gpu_direct(peer_module=peer_module, dma_buf=dma_buf)
+
+
+def test_without_either_the_next_transport_is_taken() -> None:
+    """It says what to load."""
+    with pytest.raises(GpuDirectUnavailable, match="cannot reach GPU memory") as raised:
+        gpu_direct(peer_module=False, dma_buf=False)
+    assert "modprobe nvidia-peermem" in raised.value.hint
+
+
+def test_files_that_are_no_text(tmp_path: Path) -> None:
+    """What cannot be read as text says nothing, and raises nothing."""
+    for name in ("modules", "driver/nvidia/version"):
+        (tmp_path / "proc" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "proc" / name).write_bytes(b"\xff\xfe")
+    assert (False, False) == (has_peer_module(tmp_path), has_open_modules(tmp_path))
+
+
+class Driver:
+    """A driver that answers only once it is initialized, as CUDA's: each GPU but the first has dma-buf."""
+
+    def __init__(self, *, starts: bool) -> None:
+        self._starts = starts
+        self._initialized = False
+
+    def cuInit(self, flags: int) -> int:
+        self._initialized = self._starts
+        return 0 if self._starts else 100
+
+    def cuDeviceGetAttribute(self, value: object, attribute: int, device: int) -> int:
+        if not self._initialized:
+            return 3
+        ctypes.cast(value, ctypes.POINTER(ctypes.c_int))[0] = int(device > 0)  # type: ignore[arg-type]
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("starts", "version", "device", "expected"),
+    [
+        (True, CLOSED, "cuda:1", True),
+        (True, OPEN, "cuda:0", False),
+        (False, OPEN, "cuda:0", True),
+        (False, CLOSED, "cuda:1", False),
+    ],
+    ids=["has it", "has it not", "does not start, open modules", "does not start, closed modules"],
+)
+def test_dma_buf(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, starts: bool, version: str, device: str, expected: bool
+) -> None:
+    """The driver says it, whoever used CUDA before; where it does not start, the modules do."""
+    (tmp_path / "proc" / "driver" / "nvidia").mkdir(parents=True)
+    (tmp_path / "proc" / "driver" / "nvidia" / "version").write_text(version)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver(starts=starts))
+    assert expected == has_dma_buf(torch.device(device), tmp_path)

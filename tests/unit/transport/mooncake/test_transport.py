@@ -1,0 +1,115 @@
+"""Over what the transport runs: decided once for each image, from one look at the machine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from rfork.errors import DeviceDown
+from rfork.image.capture import image_from_tensors
+from rfork.image.memory import Image
+from rfork.settings import InstanceSettings
+from rfork.transport.base import Endpoint
+from rfork.transport.mooncake import topology
+from rfork.transport.mooncake import transport as module
+from rfork.transport.mooncake.library import LibraryState
+from rfork.transport.mooncake.topology import RdmaDevice
+from rfork.transport.mooncake.transport import TransferEngineTransport
+
+IMAGE = image_from_tensors({"a": torch.ones(8192, dtype=torch.uint8)})
+PORT_UP, PORT_DOWN = RdmaDevice("mlx5_0"), RdmaDevice("mlx5_0", state="DOWN")
+
+
+class FakeRdmaDevices:
+    """Looks at sysfs: what each finds, one after the other; the last one stays."""
+
+    def __init__(self, *found: RdmaDevice) -> None:
+        self._found: Iterator[RdmaDevice] = iter(found)
+        self._device = found[0]
+        self.scan_count = 0
+
+    def __call__(self, root: Path) -> tuple[RdmaDevice, ...]:
+        self.scan_count += 1
+        self._device = next(self._found, self._device)
+        return (self._device,)
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """The protocol and the devices of each engine that was to be started."""
+    engines: list[tuple[str, str]] = []
+
+    def exporter(image: Image, host: str, protocol: str, devices: str, nice: int) -> None:
+        engines.append((protocol, devices))
+
+    def connect(session: str, remote: int, protocol: str, host: str, devices: str, *rest: object) -> None:
+        engines.append((protocol, devices))
+
+    monkeypatch.setattr(module, "library_state", lambda: LibraryState(("a wheel",)))
+    monkeypatch.setattr(module, "TransferEngineExporter", exporter)
+    monkeypatch.setattr(module, "connect_engine", connect)
+    monkeypatch.setattr(module, "TransferEngineReader", lambda *rest, gather: None)
+    return engines
+
+
+def export(transport: TransferEngineTransport) -> None:
+    transport.export(IMAGE, None)  # type: ignore[arg-type]
+
+
+def connect(transport: TransferEngineTransport) -> None:
+    endpoint = Endpoint(
+        "transfer_engine",
+        {"session": "10.0.0.1:1", "protocol": "rdma"},
+        tuple(IMAGE.segments(0, IMAGE.layout.image_bytes)),
+    )
+    transport.connect(endpoint, IMAGE, lambda: "token", math.inf)
+
+
+@pytest.mark.parametrize("begin", [export, connect])
+@pytest.mark.parametrize("flips_after", [1, 2, 3, 4])
+def test_a_port_that_goes_down_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+    started: list[tuple[str, str]],
+    begin: Callable[[TransferEngineTransport], None],
+    flips_after: int,
+) -> None:
+    """One look decides: no engine is started over RDMA without devices, nor with any over TCP."""
+    fake_devices = FakeRdmaDevices(*[PORT_UP] * flips_after, PORT_DOWN)
+    monkeypatch.setattr(topology, "rdma_devices", fake_devices)
+    begin(TransferEngineTransport(InstanceSettings(allow_unauthenticated_tcp=True)))
+    assert ([("rdma", "mlx5_0")], 1) == (started, fake_devices.scan_count)
+
+
+@pytest.mark.parametrize(
+    ("found", "settings", "usable"),
+    [
+        (PORT_UP, InstanceSettings(), True),
+        (PORT_DOWN, InstanceSettings(), False),
+        (PORT_DOWN, InstanceSettings(allow_unauthenticated_tcp=True), True),
+        (PORT_DOWN, InstanceSettings(rdma_devices="mlx5_0"), False),
+    ],
+)
+def test_whether_it_can_run_takes_one_look(
+    monkeypatch: pytest.MonkeyPatch,
+    started: list[tuple[str, str]],
+    found: RdmaDevice,
+    settings: InstanceSettings,
+    usable: bool,
+) -> None:
+    """Sysfs is slow where there are many devices."""
+    fake_devices = FakeRdmaDevices(found)
+    monkeypatch.setattr(topology, "rdma_devices", fake_devices)
+    available = TransferEngineTransport(settings).availability()
+    assert (usable, 1) == (available.usable, fake_devices.scan_count)
+
+
+def test_a_named_device_that_is_down(monkeypatch: pytest.MonkeyPatch, started: list[tuple[str, str]]) -> None:
+    """An image is not given over another one."""
+    monkeypatch.setattr(topology, "rdma_devices", FakeRdmaDevices(PORT_DOWN))
+    with pytest.raises(DeviceDown, match="its port is DOWN"):
+        export(TransferEngineTransport(InstanceSettings(rdma_devices="mlx5_0", allow_unauthenticated_tcp=True)))
+    assert [] == started

@@ -223,7 +223,7 @@ async def _wait_until_expected(planner: httpx.AsyncClient, count: int) -> None:
             raise RforkError(f"the planner expects {expected} replicas, not {count}")
         await asyncio.sleep(0.1)
         views = (await planner.get("/v1/scaleups")).raise_for_status().json()
-        expected = sum(view["scaleup"]["replicas"] - view["arrived"] for view in views)
+        expected = sum(view["scaleup"]["replicas"] - view["arrived_count"] for view in views)
 
 
 def _planner(installation: Installation) -> httpx.AsyncClient:
@@ -235,7 +235,7 @@ def _planner(installation: Installation) -> httpx.AsyncClient:
 def _request(installation: Installation, token: str, uid: str) -> bytes:
     target = SEED.model_copy(
         update={
-            "instance_id": f"{uid}-target-tp0of1-pp0of1-ep0of1-dp0-00000000",
+            "instance_id": f"{uid}-main-tp0of1-pp0of1-ep0of1-dp0-00000000",
             "weights_id": None,
             "state": "loading",
             "verified": (),
@@ -265,7 +265,7 @@ async def _send_request(installation: Installation, request: bytes) -> float:
 
 
 def _removal(planner: httpx.AsyncClient, uid: str) -> Callable[[], Awaitable[httpx.Response]]:
-    name = f"{uid}-target-tp0of1-pp0of1-ep0of1-dp0-00000000"
+    name = f"{uid}-main-tp0of1-pp0of1-ep0of1-dp0-00000000"
 
     async def remove() -> httpx.Response:
         (await planner.delete(f"/v1/instances/{name}")).raise_for_status()

@@ -10,7 +10,7 @@ target has a drawn share of the image, one or two of these are done:
   counts as stalled (2 s).
 - cut: a link carries nothing, either way, for 1 to 6 s or to the end of the round. loss: it loses one
   packet in twenty, either way, to the end of the round.
-- full: no byte is left on the disk that a target keeps what it has on (`RFORK_RESUME`), or that a seed
+- full: no byte is left on the disk that a target keeps what it has on (`RFORK_RESUME_DIR`), or that a seed
   writes a snapshot to. Reading a snapshot writes nothing. torn: the checkpoint or snapshot that a target
   reads, for all that wait, is cut in half under it.
 

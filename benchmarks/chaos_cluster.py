@@ -43,16 +43,16 @@ FORKSERVER: Final = "from benchmarks.chaos_forkserver import main; main()"
 NODE: Final = {
     "RFORK_TRANSPORTS": "http",
     "RFORK_DEADLINE_S": f"{DEADLINE_S:g}",
-    "RFORK_STALL_S": "2",
-    "RFORK_STORAGE_STALL_S": "2",
+    "RFORK_SOURCE_IDLE_TIMEOUT_S": "2",
+    "RFORK_STORAGE_IDLE_TIMEOUT_S": "2",
     "RFORK_PLANNER_TIMEOUT_S": "2",
-    "RFORK_DRAIN_S": "1",
-    "RFORK_WINDOW": f"{WINDOW}",
+    "RFORK_DRAIN_TIMEOUT_S": "1",
+    "RFORK_MAX_INFLIGHT_CHUNKS": f"{WINDOW}",
 }
 SERVICE: Final = {
     "RFORK_PLANNER_BIND": "0.0.0.0",
-    "RFORK_PLANNER_HEARTBEAT_S": "0.5",
-    "RFORK_PLANNER_FORGET_S": "3",
+    "RFORK_PLANNER_HEARTBEAT_INTERVAL_S": "0.5",
+    "RFORK_PLANNER_INSTANCE_TTL_S": "3",
     "RFORK_PLANNER_LEASE_TTL_S": "6",
     "RFORK_PLANNER_STORE_TIMEOUT_S": "1",
 }
@@ -165,7 +165,7 @@ class ChaosCluster:
         if store == "redis":
             own |= {
                 "RFORK_PLANNER_STORE": f"redis://127.0.0.1:{REDIS_PORT}/0",
-                "RFORK_PLANNER_SECRET": "c" * 32,
+                "RFORK_PLANNER_LEASE_KEYS": "c" * 32,
             }
         name = f"{PLANNER}-{store}"
         self.planners[store] = self._spawn(
@@ -234,7 +234,7 @@ class ChaosCluster:
     def _node(self, name: str) -> SpawnRequest:
         own = {
             "RFORK_BIND": self.lab.address(name),
-            "RFORK_HOST": name,
+            "RFORK_NODE_NAME": name,
             "RFORK_LOG_LEVEL": self._log_level,
         }
         return SpawnRequest("node", name, self.lab.namespace(name), str(self.log(name)), {**NODE, **own})

@@ -15,7 +15,7 @@ store once and pass from host to host, on links of their own, so its bound is S/
 T runs from the go to the return of the last one's call. "store sent" is what left the store's host, by the
 counter of its interface, headers included; "reported" what the forks say they read from it; "host sent" is
 the most of any other host; all in S. Each process's bytes are compared, after each run, with those that were
-stored, by a SHA-256 that nothing else used. Options of rfork may be set (RFORK_WINDOW, …).
+stored, by a SHA-256 that nothing else used. Options of rfork may be set (RFORK_MAX_INFLIGHT_CHUNKS, …).
 
 Needs root, `ip`, `tc` and `weed`; without them it says so, and measures nothing.
 """

@@ -44,7 +44,7 @@ def settings_for(planner: str, transport: str, *, governed: bool, reads: bool) -
         transports=(transport,),
         bind=LOOPBACK,
         allow_unauthenticated_tcp=True,
-        drain_s=0.0,
+        drain_timeout_s=0.0,
         max_latency_ratio=None if governed else 0.0,
         serving_thread_nice=None if governed else 0,
     )

@@ -17,7 +17,7 @@ joiner" is the longest that a late one took from its own go. "sent" and "receive
 host, in S, headers and acknowledgements included; the last lines have them host by host. "replans" are
 those of all targets together. "cpu" is the busy part of the
 processors, "own" what the case's processes used: where nearly all is used, processors limit as links do,
-and T says little: lower `--rate`. Options of rfork may be set (RFORK_WINDOW, …).
+and T says little: lower `--rate`. Options of rfork may be set (RFORK_MAX_INFLIGHT_CHUNKS, …).
 
 Needs root, `ip` and `tc`; without them it says so, and measures nothing.
 """

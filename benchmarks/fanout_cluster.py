@@ -180,11 +180,11 @@ class FanoutCluster:
 
     def _run_node(self, name: str) -> None:
         url = f"http://{self.lab.address(PLANNER)}:{PORT}"
-        variables = {"RFORK_PLANNER": url, "RFORK_BIND": self.lab.address(name), "RFORK_HOST": name}
+        variables = {"RFORK_PLANNER": url, "RFORK_BIND": self.lab.address(name), "RFORK_NODE_NAME": name}
         self._run(name, ["-c", NODE, self._socket_path, name, str(self.size)], {**self._variables, **variables})
 
     def _run(self, host: str, arguments: Sequence[str], variables: Mapping[str, str]) -> None:
-        # Options of the data plane (RFORK_WINDOW, …) come in from outside: they are what is to be tried.
+        # Options of the data plane (RFORK_MAX_INFLIGHT_CHUNKS, …) come in from outside: they are what is to be tried.
         chosen = {"RFORK_TRANSPORTS": "http", "RFORK_LOG_LEVEL": "warning", **os.environ, **variables}
         output = self.open.enter_context((self._folder / f"{host}.log").open("a"))
         self._processes[host] = self.lab.start(host, [sys.executable, *arguments], chosen, output)

@@ -44,8 +44,8 @@ class ServerProcess:
 def planner(batch_s: float) -> Iterator[ServerProcess]:
     """``rfork planner``: its defaults, but for the window and for times to live without end."""
     variables = {
-        "RFORK_PLANNER_BATCH_S": batch_s,
-        "RFORK_PLANNER_FORGET_S": FOR_EVER_S,
+        "RFORK_PLANNER_BATCH_WINDOW_S": batch_s,
+        "RFORK_PLANNER_INSTANCE_TTL_S": FOR_EVER_S,
         "RFORK_PLANNER_LEASE_TTL_S": FOR_EVER_S,
     }
     command = ["-m", "rfork", "planner", "--json", "--port", "0"]

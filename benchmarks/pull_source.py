@@ -90,7 +90,7 @@ def settings_for(
         InstanceSettings,
         planner=planner,
         transports=tuple(transports),
-        verify=verify,
+        verify_chunks=verify,
         window=IN_FLIGHT,
         bind=LOOPBACK,
         allow_unauthenticated_tcp=True,

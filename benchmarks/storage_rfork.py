@@ -31,7 +31,7 @@ def contenders() -> list[StorageContender]:
                 media=("cold",),
                 destinations=("existing",),
                 max_rounds=SIDE_ROUNDS,
-                environment={"RFORK_STORAGE_DIRECT": direct},
+                environment={"RFORK_STORAGE_DIRECT_IO": direct},
             )
             for direct in ("always", "never")
         ),

@@ -140,13 +140,13 @@ def create_app(
     metrics, clock, tracer = Metrics(), clock or Clock(), tracer or process_tracer(PLANNER)
     registry = Registry(settings, store or make_store(settings, clock), clock, metrics, tracer)
     auth = Auth(settings, clock.monotonic)
-    app = PlannerApp(registry, metrics, guarded=auth.guarded, heartbeat_s=settings.heartbeat_s)
+    app = PlannerApp(registry, metrics, guarded=auth.guarded, heartbeat_s=settings.heartbeat_interval_s)
     http_errors.register_handlers(app, metrics.store_unavailable)
     # The one added last is met first: the log sees every request, the limit only those let in.
-    app.add_middleware(BodyLimit, limit=settings.max_body, on_refused=metrics.request_refused)
+    app.add_middleware(BodyLimit, limit=settings.max_body_bytes, on_refused=metrics.request_refused)
     if tracer.enabled:
         app.add_middleware(TracingMiddleware, tracer=tracer)
-    rate = RateLimit(settings.rate_limit, clock.monotonic) if settings.rate_limit else None
+    rate = RateLimit(settings.max_requests_per_s, clock.monotonic) if settings.max_requests_per_s else None
     if auth.guarded or rate is not None:
         app.add_middleware(AuthMiddleware, auth=auth, rate=rate, on_refused=metrics.request_refused)
     if hosts is not None and not auth.guarded:

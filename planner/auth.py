@@ -133,7 +133,7 @@ class Auth:
             if not TOKEN.fullmatch(token):
                 raise SettingsError("RFORK_PLANNER_TOKEN is empty, or cannot stand in a header as it is")
             self._static_tokens = (Caller(_digest(token), "operator"),)
-        self._file = None if settings.tokens is None else TokensFile(settings.tokens, monotonic)
+        self._file = None if settings.tokens_file is None else TokensFile(settings.tokens_file, monotonic)
 
     @property
     def guarded(self) -> bool:
@@ -247,7 +247,7 @@ def _read(path: Path) -> tuple[Caller, ...]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
-        raise SettingsError(f"{path}: {reason}", hint="RFORK_PLANNER_TOKENS names the tokens file") from None
+        raise SettingsError(f"{path}: {reason}", hint="RFORK_PLANNER_TOKENS_FILE names the tokens file") from None
     callers: dict[bytes, Caller] = {}
     for number, caller in _parsed(path, lines):
         if caller.digest in callers:

@@ -31,9 +31,9 @@ from rfork.schema import ForkProgress, SourceFault
 AVOID_S: Final = frozenset({"source", "network", "storage"})
 """Faults after which the fork is not sent to the same source again for a while."""
 BUSY: Final = "SourceBusy"
-CHANGED: Final = "SourceChanged"
-UNAVAILABLE: Final = "SourceGone"
-STALLED: Final = "SourceStalled"
+CHANGED: Final = "SourceWeightsChanged"
+UNAVAILABLE: Final = "SourceUnavailable"
+STALLED: Final = "SourceTimeout"
 LATE_HEARTBEAT_FACTOR: Final = 1.5
 """Heartbeat intervals after which a heartbeat is missed; instances send one each 0.8."""
 MAX_WITNESSES: Final = 4096

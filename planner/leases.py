@@ -47,7 +47,7 @@ class LeaseSigner:
         Raises SettingsError for an empty secret, which anyone could derive keys from.
         """
         if not all(secrets):
-            raise SettingsError("RFORK_PLANNER_SECRET: one of the secrets is empty")
+            raise SettingsError("RFORK_PLANNER_LEASE_KEYS: one of the secrets is empty")
         # In order, each once: a source need not try the same key twice.
         self._secrets = tuple(dict.fromkeys(each.encode() for each in secrets)) or (os.urandom(32),)
         self._ttl_s = ttl_s

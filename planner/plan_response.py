@@ -23,7 +23,7 @@ class PlanResponseBuilder:
 
     def plan(self, fork: ForkRecord, decision: PlanDecision, *, forgotten: bool) -> Plan:
         """A fork's plan as its target gets it; `forgotten`: it began by plans that nobody here knows of."""
-        other = None if decision.other_layout is None else RouteRecord(decision.other_layout, (), (), 0)
+        other = None if decision.mismatched_source is None else RouteRecord(decision.mismatched_source, (), (), 0)
         routes = [self._route(fork.fork_id, read) for read in fork.reads]
         replan_reason = decision.no_free_slot or (forgotten and not (fork.reads or fork.storage))
         return Plan(

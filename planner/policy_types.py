@@ -177,7 +177,7 @@ class PlanDecision:
     no_free_slot: bool = False
     """Whether asking again soon may give (more) routes: a source has no free slot now, or waits for its own,
     or may come to read storage."""
-    other_layout: str | None = None
+    mismatched_source: str | None = None
     """Whom to compare with (instance_id), where all that hold the model hold another layout."""
 
     @property

@@ -65,17 +65,19 @@ class Registry:
         self._settings = settings
         self._metrics = metrics
         self._lease_signer = LeaseSigner(
-            tuple(key.get_secret_value() for key in settings.secret), ttl_s=settings.lease_ttl_s, clock=clock
+            tuple(key.get_secret_value() for key in settings.lease_keys), ttl_s=settings.lease_ttl_s, clock=clock
         )
         self._request_intake = RequestIntake(settings, store, metrics)
         self._response_builder = PlanResponseBuilder(store, self._lease_signer)
-        self._fault_bounds = FaultBounds(settings.quarantine_s, settings.heartbeat_s)
+        self._fault_bounds = FaultBounds(settings.quarantine_s, settings.heartbeat_interval_s)
         self.scaleups = ScaleUpRegistry(store)
         metrics.track_scaleups(self.scaleups.count)
         scaleup_batching = ScaleUpBatching(
             self.scaleups, settings.scaleup_wait_s, self._register_arrival, metrics.scaleup_batched
         )
-        planning = PlanService(store, self._request_intake, self._response_builder, metrics, settings.heartbeat_s)
+        planning = PlanService(
+            store, self._request_intake, self._response_builder, metrics, settings.heartbeat_interval_s
+        )
         self._plans = TracedPlanner(planning.plan, lambda group: len(self.state.group(group).sources), tracer)
         self._batches = RequestBatcher(settings.batch_window_s, self._plans, clock.monotonic, scaleup_batching)
         self._next_sweep = 0.0
@@ -103,7 +105,7 @@ class Registry:
         if old is None or old.report.state != report.state:
             self._request_intake.log_new(report)
         return InstanceAck(
-            heartbeat_s=self._settings.heartbeat_s,
+            heartbeat_s=self._settings.heartbeat_interval_s,
             lease_keys=self._lease_signer.keys_of(report.instance_id, record.owner),
             unix_s=self._lease_signer.unix_time,
         )
@@ -210,7 +212,7 @@ class Registry:
 
         That is so until each instance had time for a heartbeat, if the planner began without records.
         """
-        if report.version is not None or (is_single(report.rank) and report.rank.role == "target"):
+        if report.version is not None or (is_single(report.rank) and report.rank.role == "main"):
             return False
         return self._warm_at is not None and self.now() < self._warm_at
 
@@ -284,7 +286,7 @@ class Registry:
         now = self.now()
         if self._warm_at is None:
             known = self.state.instance_count > 0
-            self._warm_at = now if known else now + self._settings.heartbeat_s * FIRST_HEARTBEAT_FRACTION
+            self._warm_at = now if known else now + self._settings.heartbeat_interval_s * FIRST_HEARTBEAT_FRACTION
         if now < self._next_sweep:
             return
         self._next_sweep = now + SWEEP_INTERVAL_S

@@ -68,7 +68,7 @@ class RequestIntake:
         self._settings = settings
         self._store = store
         self._metrics = metrics
-        self._bounds = FaultBounds(settings.quarantine_s, settings.heartbeat_s)
+        self._bounds = FaultBounds(settings.quarantine_s, settings.heartbeat_interval_s)
         self._avoided_by_host = AvoidedByHost()
         self._log = logger("planner.request_intake")
 
@@ -96,7 +96,7 @@ class RequestIntake:
         if (
             report.state == "serving"
             and not report.has_lease_keys
-            and now - previous_fork.since >= 2 * self._settings.heartbeat_s
+            and now - previous_fork.since >= 2 * self._settings.heartbeat_interval_s
         ):
             until = now + self._settings.instance_ttl_s
             return replace(record, quarantined_until=until, quarantine=UNCONFIRMED_PLAN_S)
@@ -178,7 +178,7 @@ class RequestIntake:
         for _ in range(ATTEMPTS):
             changes = self._store.version(key)
             ranks = list(state.ranks_of(report.replica)) if report.replica is not None else []
-            models = {each.report.model for each in ranks if each.report.rank.role == "target"}
+            models = {each.report.model for each in ranks if each.report.rank.role == "main"}
             mains = [each for model in models for each in state.members_of(model)]
             members = [] if own_version else list(state.members_of(report.model))
             try:
@@ -186,7 +186,7 @@ class RequestIntake:
                     report,
                     members,
                     ranks,
-                    mains if report.rank.role != "target" else (),
+                    mains if report.rank.role != "main" else (),
                     loading=self._loading(request, members),
                 )
             except ReplicaConflict as error:
@@ -224,7 +224,7 @@ class RequestIntake:
         """
         report, changes = record.report, dict[str, object]()
         if report.version not in (None, version):
-            changes = {"version": version, "verified": (), "weights_id": None, "draft": None}
+            changes = {"version": version, "verified": (), "weights_id": None, "provisional_id": None}
         adopts_served_version = report.version is None or report.any_version
         if adopts_served_version and report.storage and not weights_version.is_unnamed(version):
             changes["storage"] = ()

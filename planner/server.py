@@ -140,11 +140,11 @@ def _server(
         raise SettingsError(f"the planner's TLS files cannot be used: {error}") from error
     if tls.certificate is not None:
         app.metrics.follow_certificate(tls.certificate)
-    if settings.bind not in LOOPBACK and settings.token is None and settings.tokens is None:
+    if settings.bind not in LOOPBACK and settings.token is None and settings.tokens_file is None:
         log.warning(
             "THE PLANNER IS OPEN: anyone who reaches it can get leases on the weights",
             bind=settings.bind,
-            hint="set RFORK_PLANNER_TOKEN or RFORK_PLANNER_TOKENS",
+            hint="set RFORK_PLANNER_TOKEN or RFORK_PLANNER_TOKENS_FILE",
         )
 
     def started() -> None:

@@ -79,7 +79,7 @@ def resolve(
     ):
         return _resolve_to(reported_version)
     served = _served(same_role)
-    if len(served) > 1 and role != "target":
+    if len(served) > 1 and role != "main":
         served = _served_with_main(same_role, mains, replica) or served
     if len(served) == 1:
         return _resolve_to(next(iter(served)))
@@ -136,7 +136,7 @@ def _served_with_main(
     own_replica = {
         (record.report.model, record.version)
         for record in replica
-        if record.report.rank.role == "target" and record.version
+        if record.report.rank.role == "main" and record.version
     }
     replicas = {
         record.report.replica

@@ -132,7 +132,7 @@ def fork_with_fallbacks(
     named, rank = snapshot or settings.snapshot, rank or Rank()
     if settings.fail_if_not_forked and settings.planner is None and named is None:
         raise SettingsError(
-            "neither a planner nor a snapshot is set, and RFORK_REQUIRED is",
+            "neither a planner nor a snapshot is set, and RFORK_FAIL_IF_NOT_FORKED is",
             hint="set RFORK_PLANNER or RFORK_SNAPSHOT",
         )
     fallbacks, storage = (

@@ -98,7 +98,7 @@ class PortInUse(UserError):
             if several
             else f"cannot listen on {host}:{port}: the address is in use",
             hint=f"stop the process that holds it, or set {setting} to a free port (0 picks one)"
-            + (", or RFORK_PORTS to more" if several else ""),
+            + (", or RFORK_PORT_RANGE_SIZE to more" if several else ""),
         )
 
 

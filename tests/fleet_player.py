@@ -274,13 +274,13 @@ def play_unhealthy_fleet(fleet: FleetPlayer) -> None:
     fleet.progress(llama(20), 36, 0.31 * GB, plan)
     # One was killed, and one reader found nobody there.
     plan = fleet.request_fork(llama(21), "a4-n2")
-    fault = SourceFault(instance_id=plan.routes[0].source_id, fault="network", error="SourceGone")
+    fault = SourceFault(instance_id=plan.routes[0].source_id, fault="network", error="SourceUnavailable")
     fleet.request_fork(llama(21), "a4-n2", faults=[fault])
     for index, reason in enumerate(
         (
-            "SourceStalled: llama-7c9f-02 gave nothing for 5 s",
-            "SourceStalled: llama-7c9f-03 gave nothing for 5 s",
-            "DeadlinePassed: 60 s are over with 84 of 120 chunks",
+            "SourceTimeout: llama-7c9f-02 gave nothing for 5 s",
+            "SourceTimeout: llama-7c9f-03 gave nothing for 5 s",
+            "DeadlineExceeded: 60 s are over with 84 of 120 chunks",
         )
     ):
         plan = fleet.request_fork(llama(30 + index), f"a4-n{5 + index}")

@@ -86,7 +86,9 @@ def main(folder: Path) -> int:
 
 
 def _take_screenshot(browser: Browser, screenshot: Screenshot, folder: Path) -> int:
-    settings = PlannerSettings(port=0, batch_window_s=0, scaleup_wait_s=0, heartbeat_s=600, instance_ttl_s=6000)
+    settings = PlannerSettings(
+        port=0, batch_window_s=0, scaleup_wait_s=0, heartbeat_interval_s=600, instance_ttl_s=6000
+    )
     with run_in_thread(settings) as url, FleetPlayer(url) as fleet:
         context = browser.new_context(
             viewport={"width": screenshot.width, "height": screenshot.height},

@@ -3,7 +3,7 @@
 #   docker build -f deploy/docker/engine.Dockerfile --build-arg ENGINE_IMAGE=vllm/vllm-openai:v0.32.0 \
 #       -t vllm-rfork:0.32.0 .
 #
-# Pods of such an image get no files: leave RFORK_HOOK_FILES at `none`, or annotate rfork.dev/files: none.
+# Pods of such an image get no files: leave RFORK_K8S_INJECTION_MODE at `none`, or annotate rfork.dev/files: none.
 
 # The image of Dockerfile beside this one: the wheel, and what installs it, come from there.
 ARG RFORK_IMAGE=rfork:0.1.0

@@ -83,7 +83,7 @@ FORK_REQUEST: Final = ForkRequest(fork_id="fork-1", instance=TARGET)
 REPLAN_REQUEST: Final = ForkRequest(
     fork_id="fork-1",
     instance=PARTIAL_TARGET,
-    faults=(SourceFault(instance_id="seed-1", fault="source", error="SourceGone", detail="connection reset"),),
+    faults=(SourceFault(instance_id="seed-1", fault="source", error="SourceUnavailable", detail="connection reset"),),
 )
 COLD_FORK_REQUEST: Final = ForkRequest(fork_id="fork-2", instance=COLD_TARGET)
 PROGRESS: Final = ForkProgress(
@@ -191,7 +191,7 @@ PREVIEWS: Final = PreviewPage(
     items=(
         Preview(
             model=MODEL,
-            rank_key="target-tp0of1-pp0of1-ep0of1",
+            rank_key="main-tp0of1-pp0of1-ep0of1",
             image_bytes=IMAGE_BYTES,
             chunk_count=CHUNKS,
             seeds=1,

@@ -76,7 +76,7 @@ def forks_router(registry: Registry) -> APIRouter:
     ) -> ProgressAck:
         """Tell what is verified, about once a second; the answer renews the leases of the current routes.
 
-        A source that the answer lacks is gone or has new weights. `ask_again` says that a better plan can be
+        A source that the answer lacks is gone or has new weights. `replan_suggested` says that a better plan can be
         had. Problem `unknown-fork` (404) means that the planner restarted, or heard nothing for too long: ask
         for a plan again.
         """

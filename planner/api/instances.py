@@ -92,7 +92,7 @@ def instances_router(registry: Registry) -> APIRouter:
 
         For a preStop hook, once it is drained: `rfork drain INSTANCE --wait 60`, or without rfork
         `for try in $(seq 30); do curl -fsS -m 1 -H "Authorization: Bearer $RFORK_TOKEN"
-        $RFORK_PLANNER/v1/instances/$INSTANCE/exit | grep -q '"may_exit":true' && break; sleep 1; done`.
+        $RFORK_PLANNER/v1/instances/$INSTANCE/exit | grep -q '"can_exit":true' && break; sleep 1; done`.
         An instance that the planner does not know may end.
         """
         return await registry.can_exit(instance_id)

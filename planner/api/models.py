@@ -28,7 +28,7 @@ def models_router(registry: Registry) -> APIRouter:
 
         `storage_bytes` and `forked_bytes` are those of the model's rank, alike in each of its rows. The fewer
         bytes came from storage for each image's worth that was forked, the less the storage was asked for.
-        So are `storage_s`, `fork_s` and `saved_s`: how long the last ones took that read the whole image from
+        So are `storage_s`, `fork_s` and `seconds_saved`: how long the last ones took that read the whole image from
         storage, or from one another, and what the latter saved in all.
         """
         await registry.sweep()

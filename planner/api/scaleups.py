@@ -39,7 +39,7 @@ def scaleups_router(registry: Registry) -> APIRouter:
         """Have those that start together share one plan: call it before they start.
 
         The first fork of each rank then waits until as many have asked as are expected, for
-        RFORK_PLANNER_GATHER_S at most. Said again with the same `scaleup_id` it replaces what was said:
+        RFORK_PLANNER_SCALEUP_WAIT_S at most. Said again with the same `scaleup_id` it replaces what was said:
         `replicas` are those that have not asked *by then*; 0 withdraws it. While replicas are expected the
         last instance that holds the weights is told that it may not exit. Of more than 10,000 scale-ups that
         is forgotten which would expire first.

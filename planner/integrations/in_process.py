@@ -1,4 +1,4 @@
-"""Hooks in the planner's process (RFORK_PLANNER_HOOKS)."""
+"""Hooks in the planner's process (RFORK_PLANNER_INTEGRATIONS)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from planner.integrations.health import IntegrationMetrics
 from planner.integrations.runner import STOP_S, IntegrationRunner
 from rfork.errors import SettingsError
 from rfork.logs import logger
-from rfork.settings import HookName, InstanceSettings, KubernetesSettings, PlannerSettings, load
+from rfork.settings import InstanceSettings, IntegrationName, KubernetesSettings, PlannerSettings, load
 
 log = logger("planner.integrations")
 
@@ -25,7 +25,7 @@ class InProcessRunner:
     """
 
     def __init__(
-        self, names: Sequence[HookName], kubernetes_settings: KubernetesSettings, settings: InstanceSettings
+        self, names: Sequence[IntegrationName], kubernetes_settings: KubernetesSettings, settings: InstanceSettings
     ) -> None:
         self._runner = IntegrationRunner(names, kubernetes_settings, settings, restart_on_failure=True)
         self.metrics = IntegrationMetrics(self._runner.statuses)
@@ -86,17 +86,19 @@ def create_in_process_runner(planner_settings: PlannerSettings, url: str) -> Ite
     Where RFORK_PLANNER says nothing else they ask that planner, with its own token. Raises SettingsError
     where KubernetesSettings cannot be used, or do not say where Pods find the planner.
     """
-    if not planner_settings.hooks:
+    if not planner_settings.integrations:
         yield None
         return
     kubernetes_settings, settings = load(KubernetesSettings), load(InstanceSettings)
-    is_for_pods = kubernetes_settings.planner or settings.planner
-    if is_for_pods is None and "webhook" in planner_settings.hooks:
-        raise SettingsError("the webhook does not know where Pods find this planner", hint="set RFORK_HOOK_PLANNER")
+    is_for_pods = kubernetes_settings.pod_planner_url or settings.planner
+    if is_for_pods is None and "webhook" in planner_settings.integrations:
+        raise SettingsError(
+            "the webhook does not know where Pods find this planner", hint="set RFORK_K8S_POD_PLANNER_URL"
+        )
     for everywhere, loopback in (("//0.0.0.0:", "//127.0.0.1:"), ("//[::]:", "//[::1]:")):
         url = url.replace(everywhere, loopback)
     with InProcessRunner(
-        tuple(dict.fromkeys(planner_settings.hooks)),
+        tuple(dict.fromkeys(planner_settings.integrations)),
         kubernetes_settings.model_copy(update={"planner": is_for_pods}),
         settings.model_copy(
             update={

@@ -16,7 +16,7 @@ from planner.integrations.health import IntegrationMetrics, IntegrationStatus, p
 from planner.sockets import address_of, listen, run_server
 from rfork.errors import MissingExtra, RforkError
 from rfork.logs import logger
-from rfork.settings import HookName, InstanceSettings, KubernetesSettings
+from rfork.settings import InstanceSettings, IntegrationName, KubernetesSettings
 from rfork.tracing import get_tracer
 
 STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
@@ -71,7 +71,7 @@ async def _scaler(
         await planner_api.close()
 
 
-INTEGRATIONS: Final[Mapping[HookName, IntegrationMain]] = {
+INTEGRATIONS: Final[Mapping[IntegrationName, IntegrationMain]] = {
     "webhook": _webhook,
     "controller": _controller,
     "scaler": _scaler,
@@ -83,19 +83,19 @@ class IntegrationRunner:
 
     def __init__(
         self,
-        names: Sequence[HookName],
+        names: Sequence[IntegrationName],
         kubernetes_settings: KubernetesSettings,
         settings: InstanceSettings,
         *,
         restart_on_failure: bool,
-        integrations: Mapping[HookName, IntegrationMain] = INTEGRATIONS,
+        integrations: Mapping[IntegrationName, IntegrationMain] = INTEGRATIONS,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings_pair = (kubernetes_settings, settings)
         self._restart_on_failure = restart_on_failure
         self._integrations, self._sleep, self._monotonic = integrations, sleep, monotonic
-        self._statuses: dict[HookName, IntegrationStatus] = {name: IntegrationStatus(name) for name in names}
+        self._statuses: dict[IntegrationName, IntegrationStatus] = {name: IntegrationStatus(name) for name in names}
 
     def statuses(self) -> Sequence[IntegrationStatus]:
         """What each hook says now; may be asked on any thread."""
@@ -122,7 +122,7 @@ class IntegrationRunner:
         for error in failed:
             raise error
 
-    async def _once(self, name: HookName) -> None:
+    async def _once(self, name: IntegrationName) -> None:
         status = self._statuses[name]
         try:
             await self._integrations[name](*self._settings_pair, status)
@@ -130,7 +130,7 @@ class IntegrationRunner:
             raise _to_rfork_error(name, error) from error
         raise RforkError(f"hook {name} ended by itself")
 
-    async def _restart_loop(self, name: HookName) -> None:
+    async def _restart_loop(self, name: IntegrationName) -> None:
         min_pause_s, max_pause_s = BACKOFF_S
         pause_s = min_pause_s
         while True:
@@ -149,7 +149,7 @@ class IntegrationRunner:
 
 
 async def run_integrations(
-    names: Sequence[HookName],
+    names: Sequence[IntegrationName],
     kubernetes_settings: KubernetesSettings,
     settings: InstanceSettings,
     *,
@@ -165,21 +165,21 @@ async def run_integrations(
     PlatformCollector(registry=registry)
     registry.register(IntegrationMetrics(integrations.statuses))
     bind = kubernetes_settings.bind
-    listener = listen(bind, kubernetes_settings.health_port, prefix="RFORK_HOOK_", port_setting="HEALTH_PORT")
+    listener = listen(bind, kubernetes_settings.health_port, prefix="RFORK_K8S_", port_setting="HEALTH_PORT")
     async with run_server(probes_app(integrations.statuses, registry), listener):
         log.info("hooks run", hooks=",".join(names), probes=f"http://{address_of(bind, listener)}")
         await integrations.run()
 
 
 def run_until_signal(
-    names: Sequence[HookName], kubernetes_settings: KubernetesSettings, settings: InstanceSettings
+    names: Sequence[IntegrationName], kubernetes_settings: KubernetesSettings, settings: InstanceSettings
 ) -> None:
     """`rfork hook`: run hooks until SIGINT or SIGTERM, or until one fails. Raises as `run_integrations`."""
     asyncio.run(_until_signal(names, kubernetes_settings, settings))
 
 
 async def _until_signal(
-    names: Sequence[HookName], kubernetes_settings: KubernetesSettings, settings: InstanceSettings
+    names: Sequence[IntegrationName], kubernetes_settings: KubernetesSettings, settings: InstanceSettings
 ) -> None:
     loop = asyncio.get_running_loop()
     integrations = asyncio.create_task(
@@ -199,7 +199,7 @@ async def _until_signal(
         await integrations
 
 
-def _to_rfork_error(name: HookName, error: Exception) -> RforkError:
+def _to_rfork_error(name: IntegrationName, error: Exception) -> RforkError:
     """One error of ours for whatever a hook failed with; of a group of tasks, the first of ours."""
     leaves = list(_leaves(error))
     for leaf in leaves:

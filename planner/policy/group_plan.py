@@ -162,7 +162,7 @@ def _plan_single(state: PlanState, demand: ForkDemand) -> None:
         if not sources:
             other = reasons.sample_source(others).instance_id if others else None
             reason = reasons.no_holder_reason(state.group, others)
-            decision = PlanDecision(None, (), reason, other_layout=other)
+            decision = PlanDecision(None, (), reason, mismatched_source=other)
         elif others:
             other_layout_note = reasons.other_layouts_phrase(state.group, others, "this model and rank")
             decision = replace(decision, reason=f"{decision.reason}; {other_layout_note}")
@@ -179,7 +179,7 @@ def _name_another_layout(state: PlanState, demand: ForkDemand) -> None:
         state.decisions[demand.fork_id] = replace(
             decision,
             reason=f"{decision.reason}; {other_layout_note}",
-            other_layout=reasons.sample_source(others).instance_id,
+            mismatched_source=reasons.sample_source(others).instance_id,
         )
 
 

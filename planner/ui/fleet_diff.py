@@ -164,7 +164,7 @@ class FleetDiff:
             "models": [row.model_dump() for group in groups for row in model_infos(registry.state, group)],
             "scaleups": [view.model_dump(exclude={"expires_in_s"}) for view in registry.scaleups.views()],
             "ready": registry.store.ready,
-            "saved_s": _saved_s(registry.state),
+            "seconds_saved": _seconds_saved(registry.state),
         }
         changes = {name: value for name, value in totals.items() if self._totals.get(name) != value}
         self._totals = totals
@@ -187,7 +187,7 @@ class FleetDiff:
         yield _message("ready", {"now": now})
 
 
-def _saved_s(state: PlannerState) -> float | None:
+def _seconds_saved(state: PlannerState) -> float | None:
     """Over all models, those that were scaled to nothing too; None where nobody can say."""
     sent_row = [past.seconds_saved for past in state.histories() if past.seconds_saved is not None]
     return round(sum(sent_row), 3) if sent_row else None

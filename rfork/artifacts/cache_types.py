@@ -164,10 +164,10 @@ def cache_dirs(settings: ArtifactSettings, *, all_known: bool = False) -> list[C
 
     Raises SettingsError for a kind that is not known and has no folder.
     """
-    moved = dict(settings.folders)
+    moved = dict(settings.dirs)
     for name in moved:
         if not CACHE_TYPE_NAME.fullmatch(name):
-            raise SettingsError(f"RFORK_ARTIFACTS_FOLDERS: {name!r} is no name of a kind", hint="a-z, 0-9 and _")
+            raise SettingsError(f"RFORK_ARTIFACTS_DIRS: {name!r} is no name of a kind", hint="a-z, 0-9 and _")
     everything = ALL in settings.kinds or (all_known and not settings.kinds)
     names = dict.fromkeys((*CACHE_TYPES, *moved) if everything else settings.kinds)
     return [_cache_dir(name, moved.get(name), settings) for name in names]
@@ -179,7 +179,7 @@ def _cache_dir(name: str, moved: Path | None, settings: ArtifactSettings) -> Cac
         if moved is None:
             raise SettingsError(
                 f"RFORK_ARTIFACTS_KINDS: {name!r} is not known",
-                hint=f"one of {', '.join((*CACHE_TYPES, ALL))}, or give it a folder (RFORK_ARTIFACTS_FOLDERS)",
+                hint=f"one of {', '.join((*CACHE_TYPES, ALL))}, or give it a folder (RFORK_ARTIFACTS_DIRS)",
             )
         # Nothing is known of it, so nothing is presumed.
         cache_type = CacheType(name, lambda artifact_settings: Path(), path_bound=True, all_or_nothing=True)
@@ -189,7 +189,7 @@ def _cache_dir(name: str, moved: Path | None, settings: ArtifactSettings) -> Cac
     except RuntimeError:
         raise SettingsError(
             f"{cache_type.name}: {folder}: no home is known of that user",
-            hint="set HOME, or name its folder (RFORK_ARTIFACTS_FOLDERS)",
+            hint="set HOME, or name its folder (RFORK_ARTIFACTS_DIRS)",
         ) from None
     return CacheDir(cache_type, Path(os.path.abspath(folder)))
 

@@ -211,7 +211,7 @@ def _sources(planner: PlannerClient, model: str, key: ArtifactKey, max_bytes: in
     if named and not mine:
         min_bytes = min(report.image_bytes for report in named)
         raise NoSource(
-            f"artifacts of {model}, {min_bytes} bytes, are larger than RFORK_ARTIFACTS_MOST_BYTES ({max_bytes})"
+            f"artifacts of {model}, {min_bytes} bytes, are larger than RFORK_ARTIFACTS_MAX_BYTES ({max_bytes})"
         )
     if not mine:
         others = other_keys((report.model for report in complete), key)

@@ -45,10 +45,10 @@ def check_layout(layout: Layout, cache_types: Mapping[str, CacheType], max_files
     """
     if layout.image_bytes > max_bytes:
         raise SourceCorrupt(
-            f"{layout.image_bytes} bytes of artifacts, larger than RFORK_ARTIFACTS_MOST_BYTES ({max_bytes})"
+            f"{layout.image_bytes} bytes of artifacts, larger than RFORK_ARTIFACTS_MAX_BYTES ({max_bytes})"
         )
     if len(layout.tensors) > max_files + 1:
-        raise SourceCorrupt(f"{len(layout.tensors)} files of artifacts, RFORK_ARTIFACTS_MOST_FILES are {max_files}")
+        raise SourceCorrupt(f"{len(layout.tensors)} files of artifacts, RFORK_ARTIFACTS_MAX_FILES are {max_files}")
     names: set[str] = set()
     folders: set[str] = set()
     total = 0

@@ -91,13 +91,13 @@ class ArtifactServer:
         log.info("artifacts are given", files=packed.files, megabytes=round(packed.bytes / 1e6, 1))
         if before is not None:
             seed.wait_registered(self._settings.planner_timeout_s)
-            before.close(self._settings.drain_s)
+            before.close(self._settings.drain_timeout_s)
         return True
 
     def close(self, drain_s: float | None = None) -> None:
         """Stop giving; readers may finish within `drain_s` (the settings' own)."""
         if self._seed is not None:
-            self._seed.close(self._settings.drain_s if drain_s is None else drain_s)
+            self._seed.close(self._settings.drain_timeout_s if drain_s is None else drain_s)
             self._seed = None
 
     def __enter__(self) -> ArtifactServer:

@@ -229,5 +229,5 @@ class _folder_errors:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise StorageFull(message) from None
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise StorageAccessDenied(message, hint="RFORK_ARTIFACTS_FOLDERS names another folder") from None
+            raise StorageAccessDenied(message, hint="RFORK_ARTIFACTS_DIRS names another folder") from None
         raise StorageError(message) from None

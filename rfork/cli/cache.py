@@ -195,7 +195,9 @@ def seed(
     """Give the caches of this machine until interrupted, and what is compiled meanwhile too."""
     with handle_errors(as_json=as_json):
         artifact_settings = _settings(kinds, None, as_json=as_json, interval=interval)
-        chosen = options.load(InstanceSettings, planner=planner, bind=bind, host=host, egress_rate=egress_rate)
+        chosen = options.load(
+            InstanceSettings, planner=planner, bind=bind, node_name=host, max_egress_bytes_per_s=egress_rate
+        )
         from rfork.artifacts import ArtifactServer, local_key
 
         if chosen.planner is None:

@@ -50,7 +50,7 @@ def drain(
         typer.Option(
             min=0,
             metavar="SECONDS",
-            help="Most seconds to wait until it may end; 0: only look [env: RFORK_DRAIN_S]",
+            help="Most seconds to wait until it may end; 0: only look [env: RFORK_DRAIN_TIMEOUT_S]",
         ),
     ] = None,
     planner: PlannerOption = None,
@@ -62,18 +62,18 @@ def drain(
             raise SettingsError(
                 "name one instance, or with --replica NAME all those of one server, or with --own this one's"
             )
-        chosen = options.load(InstanceSettings, planner=planner, drain_s=wait)
+        chosen = options.load(InstanceSettings, planner=planner, drain_timeout_s=wait)
         if own and chosen.replica is None:
             raise SettingsError("RFORK_REPLICA is not set: --own drains the server that it names")
         named = chosen.replica if own else replica
         with PlannerClient.of(chosen) as client:
             if named is not None:
                 # A server that drains itself is about to end, whether or not it is the last.
-                _drain_all(client, named, force=force or own, wait_s=chosen.drain_s, as_json=as_json)
+                _drain_all(client, named, force=force or own, wait_s=chosen.drain_timeout_s, as_json=as_json)
             elif instance is not None:
-                with spinner(chosen.drain_s) as wait_spinner:
+                with spinner(chosen.drain_timeout_s) as wait_spinner:
                     drain_result = drain_instance(
-                        client, instance, force=force, wait_s=chosen.drain_s, on_wait=wait_spinner.set_message
+                        client, instance, force=force, wait_s=chosen.drain_timeout_s, on_wait=wait_spinner.set_message
                     )
                 if as_json:
                     print_json({"instance_id": instance, **drain_result.model_dump(mode="json")})
@@ -90,7 +90,7 @@ def _drain_all(client: PlannerClient, replica: str, *, force: bool, wait_s: floa
         out.print(f"{replica} has no instances: it may end", markup=False)
     else:
         for each in drain_results:
-            word = "may end" if each.may_exit else "may not end"
+            word = "may end" if each.can_exit else "may not end"
             out.print(f"{each.instance_id} {word}: {each.reason}", markup=False)
-    if left := [each.instance_id for each in drain_results if not each.may_exit]:
+    if left := [each.instance_id for each in drain_results if not each.can_exit]:
         raise SourceBusy(f"{len(left)} of {len(drain_results)} instances of {replica} may not end yet")

@@ -73,7 +73,7 @@ def rank(key: str) -> str:
     if match is None:
         return key
     role, *numbers = match.groups()
-    parts = ["draft"] if role == "draft" else []
+    parts = ["speculative"] if role == "speculative" else []
     for name, index, count in zip(("tp", "pp", "ep"), numbers[::2], numbers[1::2], strict=True):
         if count != "1":
             parts.append(f"{name} {index}/{count}")

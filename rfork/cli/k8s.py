@@ -9,9 +9,9 @@ import typer
 from rfork import settings as options
 from rfork.cli.console import configure_logs, handle_errors
 from rfork.errors import SettingsError
-from rfork.settings import HookName, InstanceSettings, KubernetesSettings
+from rfork.settings import InstanceSettings, IntegrationName, KubernetesSettings
 
-INTEGRATIONS: tuple[HookName, ...] = get_args(HookName)
+INTEGRATIONS: tuple[IntegrationName, ...] = get_args(IntegrationName)
 
 
 def hook(
@@ -21,12 +21,12 @@ def hook(
         typer.Option(metavar="URL", help="URL of the planner, for the hook itself [env: RFORK_PLANNER]"),
     ] = None,
     bind: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="Address to listen on [env: RFORK_HOOK_BIND]")
+        str | None, typer.Option(metavar="ADDRESS", help="Address to listen on [env: RFORK_K8S_BIND]")
     ] = None,
 ) -> None:
-    """Run hooks: the admission webhook, the scale-up controller, KEDA's scaler. All else is RFORK_HOOK_*.
+    """Run hooks: the admission webhook, the scale-up controller, KEDA's scaler. All else is RFORK_K8S_*.
 
-    Ends with one of them that fails. /healthz, /readyz and /metrics are at RFORK_HOOK_HEALTH_PORT.
+    Ends with one of them that fails. /healthz, /readyz and /metrics are at RFORK_K8S_HEALTH_PORT.
     """
     with handle_errors():
         if unknown := [name for name in names if name not in INTEGRATIONS]:

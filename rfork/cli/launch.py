@@ -1,6 +1,6 @@
 """`rfork launch`: start SGLang or vLLM so that it forks, and drain it before it ends.
 
-Where a planner is set, the server is given RFORK_DRAIN_S=0: it is drained here, for `drain_s` seconds at
+Where a planner is set, the server is given RFORK_DRAIN_TIMEOUT_S=0: it is drained here, for `drain_s` seconds at
 most, before the SIGTERM reaches it, and would else wait as long again. So no other signal drains it.
 """
 
@@ -82,10 +82,10 @@ def _drain(settings: InstanceSettings, replica: str, stop: threading.Event) -> N
     if settings.planner is None:
         return
     try:
-        log.info("draining", replica=replica, most_s=settings.drain_s)
+        log.info("draining", replica=replica, most_s=settings.drain_timeout_s)
         with PlannerClient.of(settings) as client:
-            for each in drain_replica(client, replica, wait_s=settings.drain_s, force=True, stop=stop):
-                log.info("drained", instance_id=each.instance_id, may_exit=each.may_exit, reason=each.reason)
+            for each in drain_replica(client, replica, wait_s=settings.drain_timeout_s, force=True, stop=stop):
+                log.info("drained", instance_id=each.instance_id, can_exit=each.can_exit, reason=each.reason)
     except RforkError as error:
         log.warning("not drained", because=str(error))
     except Exception:  # a bug is no reason for the engine to outlive a SIGTERM

@@ -40,9 +40,13 @@ BindOption = Annotated[
 ]
 EgressOption = Annotated[
     int | None,
-    typer.Option("--egress-rate", metavar="BYTES", help="Most bytes a second to give [env: RFORK_EGRESS_RATE]"),
+    typer.Option(
+        "--egress-rate", metavar="BYTES", help="Most bytes a second to give [env: RFORK_MAX_EGRESS_BYTES_PER_S]"
+    ),
 ]
-HostOption = Annotated[str | None, typer.Option("--host", metavar="NAME", help="Name of this node [env: RFORK_HOST]")]
+HostOption = Annotated[
+    str | None, typer.Option("--host", metavar="NAME", help="Name of this node [env: RFORK_NODE_NAME]")
+]
 
 
 def model_name(folder: Path, name: str | None) -> str:

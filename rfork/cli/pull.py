@@ -80,8 +80,8 @@ def pull(
             InstanceSettings,
             planner=planner,
             bind=bind,
-            host=host,
-            egress_rate=egress_rate,
+            node_name=host,
+            max_egress_bytes_per_s=egress_rate,
             deadline_s=deadline,
             version=version,
         )
@@ -147,7 +147,7 @@ def pull(
                 wait_for_shutdown(stopped)
         finally:
             if report.seed is not None:
-                report.seed.close(chosen.drain_s)
+                report.seed.close(chosen.drain_timeout_s)
 
 
 def _generate_reply(module: PreTrainedModel, folder: Path, prompt: str) -> str:

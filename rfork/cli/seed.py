@@ -34,7 +34,12 @@ def seed(
     """Load a Hugging Face folder with transformers and seed it until interrupted."""
     with handle_errors(as_json=as_json):
         chosen = options.load(
-            InstanceSettings, planner=planner, bind=bind, host=host, egress_rate=egress_rate, version=version
+            InstanceSettings,
+            planner=planner,
+            bind=bind,
+            node_name=host,
+            max_egress_bytes_per_s=egress_rate,
+            version=version,
         )
         configure_logs(chosen, as_json=as_json)
         from rfork import _api as engine

@@ -16,7 +16,7 @@ from rfork.shutdown import shutdown_on_signal, wait_for_shutdown
 def sidecar(
     engine: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="The SGLang server beside it [env: RFORK_SIDECAR_ENGINE]"),
+        typer.Option(metavar="URL", help="The SGLang server beside it [env: RFORK_SIDECAR_ENGINE_URL]"),
     ] = None,
     model: Annotated[
         str | None,
@@ -31,7 +31,7 @@ def sidecar(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Answer a client of this model with the seed that the planner chose [env: RFORK_SIDECAR_CLIENT_OF]",
+            help="Answer a client of this model with the seed that the planner chose [env: RFORK_SIDECAR_SOURCE_MODEL]",
         ),
     ] = None,
     port: Annotated[
@@ -48,8 +48,8 @@ def sidecar(
     Nothing is verified, and a lease binds nobody: docs/sidecar.md says what that means.
     """
     with handle_errors(as_json=as_json):
-        chosen = options.load(InstanceSettings, planner=planner, bind=bind, host=host)
-        own = options.load(SidecarSettings, engine=engine, model=model, source_model=client_of_model, port=port)
+        chosen = options.load(InstanceSettings, planner=planner, bind=bind, node_name=host)
+        own = options.load(SidecarSettings, engine_url=engine, model=model, source_model=client_of_model, port=port)
         configure_logs(chosen, as_json=as_json)
         from rfork.engines.sglang_bridge.sidecar import Sidecar
 
@@ -59,7 +59,7 @@ def sidecar(
                 ready = {
                     "clients": running.client_address,
                     "seeds": running.seed_address,
-                    "engine": own.engine,
+                    "engine": own.engine_url,
                 }
                 print_json({"event": "ready", **ready})
             else:

@@ -40,10 +40,10 @@ def check_reachability(settings: InstanceSettings) -> CheckResult:
 def check_resume(folder: Path | None) -> CheckResult:
     """The folder in which a fork keeps what it has verified."""
     if folder is None:
-        return CheckResult("resume", "skip", "nothing is kept of a fork whose process dies (RFORK_RESUME)")
+        return CheckResult("resume", "skip", "nothing is kept of a fork whose process dies (RFORK_RESUME_DIR)")
     there = next((each for each in (folder, *folder.parents) if each.exists()), folder)
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        fix = "let this process's user write to it, or correct RFORK_RESUME"
+        fix = "let this process's user write to it, or correct RFORK_RESUME_DIR"
         return CheckResult("resume", "fail", f"{folder} cannot be written to", fix)
     return CheckResult("resume", "ok", f"in {folder}")
 

@@ -38,16 +38,16 @@ def check_local_sockets(folder: Path | None, namespace: str) -> CheckResult:
     """Whether sockets for other instances of this host can be made, in a folder or without one."""
     if folder is None:
         detail = f"without a folder: seen in this network namespace ({namespace or 'unknown'}) only"
-        fix = "containers of their own network: set RFORK_LOCAL_SOCKETS to a folder that they share"
+        fix = "containers of their own network: set RFORK_UNIX_SOCKET_DIR to a folder that they share"
         return CheckResult("local sockets", "ok", detail, fix)
-    fix = "make it, or correct RFORK_LOCAL_SOCKETS (a hostPath, or an emptyDir of one pod)"
+    fix = "make it, or correct RFORK_UNIX_SOCKET_DIR (a hostPath, or an emptyDir of one pod)"
     try:
         if not stat.S_ISDIR(folder.stat().st_mode):
             return CheckResult("local sockets", "fail", f"{folder} is no folder", fix)
     except OSError as error:
         return CheckResult("local sockets", "fail", f"{folder}: {error.strerror or error}", fix)
     if not os.access(folder, os.W_OK | os.X_OK):
-        fix = "let this process's user write to it, or correct RFORK_LOCAL_SOCKETS"
+        fix = "let this process's user write to it, or correct RFORK_UNIX_SOCKET_DIR"
         return CheckResult("local sockets", "fail", f"{folder} cannot be written to", fix)
     return CheckResult("local sockets", "ok", f"in {folder}")
 

@@ -110,7 +110,7 @@ def load_or_fork(
     if chosen.planner is None and chosen.snapshot is None:
         if chosen.fail_if_not_forked:
             raise SettingsError(
-                "neither a planner nor a snapshot is set, and RFORK_REQUIRED is",
+                "neither a planner nor a snapshot is set, and RFORK_FAIL_IF_NOT_FORKED is",
                 hint="set RFORK_PLANNER or RFORK_SNAPSHOT",
             )
         log.warning("no planner is set: the engine loads its weights by itself", hint="set RFORK_PLANNER")

@@ -51,4 +51,4 @@ def _weights_key(report: InstanceReport) -> tuple[str, str, str | None]:
 
 def _rank_order(rank: Rank) -> tuple[bool, int, int, int]:
     """The model before its draft, then as the names of their snapshots go."""
-    return rank.role != "target", rank.pp, rank.tp, rank.ep
+    return rank.role != "main", rank.pp, rank.tp, rank.ep

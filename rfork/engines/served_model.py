@@ -137,7 +137,7 @@ class ServedModel:
         with self._closing:
             if not self._closed:
                 self._closed = True
-                self.seed.close(self.seed.settings.drain_s if drain_s is None else drain_s)
+                self.seed.close(self.seed.settings.drain_timeout_s if drain_s is None else drain_s)
 
     def _version_of(self) -> VersionOf | None:
         """Return what names the weights that are served next; None where they are those of before.

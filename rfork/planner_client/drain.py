@@ -36,7 +36,7 @@ class DrainResult:
     """One instance of a server, and what became of it: whether it may end now, and why (not)."""
 
     instance_id: str
-    may_exit: bool
+    can_exit: bool
     reason: str
 
 

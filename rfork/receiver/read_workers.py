@@ -106,7 +106,7 @@ class ReadWorkers:
     def _fetch(self, feed: ChunkSource, read: ChunkRead, window: int) -> bytes | None:
         """Read one chunk; returns its digest, where that is wanted. `window`: the source's, before."""
         begin, end = self._chunks[read.chunk]
-        timeout_s = self._settings.source_idle_timeout_s + (end - begin) / self._settings.min_throughput
+        timeout_s = self._settings.source_idle_timeout_s + (end - begin) / self._settings.min_source_bytes_per_s
         began = time.monotonic()
         feed.read(begin, end, min(began + timeout_s, self._deadline.monotonic_time))
         with self._changed:
@@ -119,7 +119,7 @@ class ReadWorkers:
             self._pace.record_chunk(end - begin, feed.last_progress_at - began, inflight)
             if self._limit_for(read.source_id) > window:
                 self._changed.notify_all()
-        wanted = self._settings.verify or isinstance(feed, StorageSource)
+        wanted = self._settings.verify_chunks or isinstance(feed, StorageSource)
         return self._image.digest(read.chunk) if wanted else None
 
     def _complete(

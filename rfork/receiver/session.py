@@ -136,7 +136,7 @@ class ForkSession:
         """
         rank = self._identity.rank
         with self._tracer.span(
-            "fork", fork=self._fork_id, instance=self._identity.instance_id, host=self._settings.host,
+            "fork", fork=self._fork_id, instance=self._identity.instance_id, host=self._settings.node_name,
             model=self._identity.model, rank=rank.key, data_parallel_rank=rank.dp,
         ) as span:  # fmt: skip
             try:
@@ -311,7 +311,7 @@ class ForkSession:
             weights_id=manifest.weights_id if manifest is not None else "",
             image_bytes=layout.image_bytes,
             chunks=len(layout.chunks),
-            chunks_verified=len(board) if self._settings.verify or used_fallback is not None else 0,
+            chunks_verified=len(board) if self._settings.verify_chunks or used_fallback is not None else 0,
             seconds=self._watch.seconds,
             phases=phases,
             bytes_read=pulled.bytes_read,
@@ -319,7 +319,7 @@ class ForkSession:
             replans=pulled.replans,
             sources=pulled.sources
             if used_fallback is None
-            else add_fallback_share(pulled.sources, used_fallback, layout, self._settings.host),
+            else add_fallback_share(pulled.sources, used_fallback, layout, self._settings.node_name),
             link_bytes_per_s=self._meter.best,
             efficiency=self._meter.efficiency(fetched, transfer_s) if used_fallback is None else None,
             fallback=used_fallback.name if used_fallback is not None else None,
@@ -390,7 +390,7 @@ class ForkSession:
                 image,
                 board,
                 chosen,
-                identity=(self._identity.instance_id, chosen.host),
+                identity=(self._identity.instance_id, chosen.node_name),
                 opening=opening,
                 replan=plan_requester,
                 run_loader=offers.run_loader,

@@ -63,7 +63,7 @@ class SourceFactory:
             self.settings.storage_idle_timeout_s,
             options.load(StorageSettings),
             instance_id=self.instance_id,
-            host=self.settings.host,
+            host=self.settings.node_name,
             reading=reading,
         )
 

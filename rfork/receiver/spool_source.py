@@ -67,7 +67,7 @@ class SpoolSource:
         self._digests = digests
         self._changed = changed
         self._chunks = image.layout.chunks
-        self._share = SourceShare(RESUME_SOURCE_ID, settings.host, "file", 0, 0)
+        self._share = SourceShare(RESUME_SOURCE_ID, settings.node_name, "file", 0, 0)
         self._writing = threading.Lock()
         self._finished = spool is None
         self._wanted: dict[int, bytes] = {}

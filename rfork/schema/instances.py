@@ -40,8 +40,8 @@ class Rank(WireModel):
     ep: RankIndex = Field(0, description="expert parallel index")
     ep_size: RankSize = Field(1, description="how many expert parallel ranks a replica has")
     dp: RankIndex = Field(0, description="data parallel index; not matched")
-    role: Literal["target", "draft"] = Field(
-        "target", description="the model itself, or its speculative draft"
+    role: Literal["main", "speculative"] = Field(
+        "main", description="`main`: the model itself; `speculative`: its draft model for speculative decoding"
     )
 
     @property

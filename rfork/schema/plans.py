@@ -29,7 +29,7 @@ class SourceFault(WireModel):
 
     instance_id: Identifier = Field(description="the source; the target's own id stands for its storage")
     fault: Literal["user", "target", "source", "network", "storage"] = Field(description="whose fault it is, as far as the target can tell")
-    error: Text = Field(max_length=64, description="name of the error class", examples=["SourceStalled"])
+    error: Text = Field(max_length=64, description="name of the error class", examples=["SourceTimeout"])
     detail: SanitizedText = Field("", description="what the error says")
 
 

@@ -13,7 +13,7 @@ from rfork.settings.env import checked, load
 from rfork.settings.instance import InstanceSettings, TransportName
 from rfork.settings.kubernetes import KubernetesSettings
 from rfork.settings.node import node_name, own_namespace
-from rfork.settings.planner import HookName, PlannerSettings
+from rfork.settings.planner import IntegrationName, PlannerSettings
 from rfork.settings.sidecar import SidecarSettings
 from rfork.settings.storage import StorageSettings
 from rfork.settings.tls import TlsSettings
@@ -22,8 +22,8 @@ from rfork.settings.tracing import TracingSettings
 __all__ = [
     "LOOPBACK",
     "ArtifactSettings",
-    "HookName",
     "InstanceSettings",
+    "IntegrationName",
     "KubernetesSettings",
     "PlannerSettings",
     "SidecarSettings",

@@ -44,7 +44,7 @@ class ArtifactSettings(BaseSettings):
     kinds: Annotated[tuple[str, ...], NoDecode] = Field(
         (), description="caches to give and take, comma separated (`rfork artifacts ls` names them), or `all`; none: off"
     )
-    folders: Annotated[tuple[tuple[str, Path], ...], NoDecode] = Field(
+    dirs: Annotated[tuple[tuple[str, Path], ...], NoDecode] = Field(
         (), description="KIND=PATH, comma separated: where a cache lies instead; also of kinds that rfork does not know"
     )
     max_bytes: int = Field(4 << 30, gt=0, description="most bytes that are given or taken; they are held in memory")

@@ -46,7 +46,7 @@ class InstanceSettings(BaseSettings):
     port_range_size: int = Field(
         1, ge=1, le=4096, description="how many ports from `peer_port`, and from `http_port`, on may be tried: the ranks of one host, and the models of one process, each take the first that is free"
     )
-    host: Label = Field(
+    node_name: Label = Field(
         default_factory=node_name,
         description="name of this node: instances with one name share a host; without: its host name, or, in a container that has a host name of its own, the kernel's boot id, which all containers of a node see",
     )
@@ -98,8 +98,8 @@ class InstanceSettings(BaseSettings):
         description="seconds without a byte from storage (its own, or that of whom it waits for) "
         "after which that counts as stalled",
     )
-    min_throughput: int = Field(1 << 20, gt=0, description="bytes a second below which a source counts as stalled")
-    verify: bool = Field(True, description="check every chunk against the manifest; off only to measure")
+    min_source_bytes_per_s: int = Field(1 << 20, gt=0, description="bytes a second below which a source counts as stalled")
+    verify_chunks: bool = Field(True, description="check every chunk against the manifest; off only to measure")
     resume_dir: Path | None = Field(
         None,
         description="folder (local disk, or /dev/shm) where a fork keeps what it has verified, so that a process "
@@ -135,7 +135,7 @@ class InstanceSettings(BaseSettings):
     egress_share: float = Field(
         1.0, gt=0, le=100, description="share of the readers it wants, beside others that say 1"
     )
-    egress_rate: int | None = Field(
+    max_egress_bytes_per_s: int | None = Field(
         None,
         gt=0,
         description="most bytes a second this instance gives in all; readers on one-sided transports keep to their "
@@ -158,7 +158,7 @@ class InstanceSettings(BaseSettings):
     max_readers: int = Field(
         4, ge=1, le=1 << 16, description="most forks that may read from this instance at once"
     )
-    drain_s: float = Field(30.0, ge=0, description="seconds a closing seed waits for its readers to finish")
+    drain_timeout_s: float = Field(30.0, ge=0, description="seconds a closing seed waits for its readers to finish")
 
     log_json: bool = Field(False, description="log as JSON lines instead of text")
     log_level: Literal["debug", "info", "warning", "error"] = Field(
@@ -216,7 +216,7 @@ class InstanceSettings(BaseSettings):
     @property
     def _planner_is_remote(self) -> bool:
         try:
-            host = urlsplit(self.planner or "").hostname
+            node_name = urlsplit(self.planner or "").hostname
         except ValueError:
-            host = None
-        return host is not None and not is_loopback(host)
+            node_name = None
+        return node_name is not None and not is_loopback(node_name)

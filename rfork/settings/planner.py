@@ -11,7 +11,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from rfork.settings.env import load
 from rfork.settings.tls import TlsSettings
 
-HookName = Literal["webhook", "controller", "scaler"]
+IntegrationName = Literal["webhook", "controller", "scaler"]
 
 
 class PlannerSettings(BaseSettings):
@@ -26,7 +26,7 @@ class PlannerSettings(BaseSettings):
     token: SecretStr | None = Field(
         None, description="bearer token that may do everything; none, and no `tokens`: open to all"
     )
-    tokens: Path | None = Field(
+    tokens_file: Path | None = Field(
         None,
         description="file of further tokens, one `ROLE TOKEN` a line (roles: instance, operator, reader); read again when it changes",
     )
@@ -34,7 +34,7 @@ class PlannerSettings(BaseSettings):
         (),
         description="host names, beside its own and IP addresses, that callers may use while no token is set, comma separated; `*`: any",
     )
-    secret: Annotated[tuple[SecretStr, ...], NoDecode] = Field(
+    lease_keys: Annotated[tuple[SecretStr, ...], NoDecode] = Field(
         (),
         description="keys that lease tokens are derived from, comma separated: the first signs, the others still open; none: a new one at each start",
     )
@@ -51,15 +51,15 @@ class PlannerSettings(BaseSettings):
         le=8,  # a fork whose first call is not answered in time (`InstanceSettings.planner_timeout_s`, 5) asks once more
         description="most seconds that the first fork of an announced scale-up waits for the others, to share one plan; less than twice RFORK_PLANNER_TIMEOUT_S of instances",
     )
-    hooks: Annotated[tuple[HookName, ...], NoDecode] = Field(
+    integrations: Annotated[tuple[IntegrationName, ...], NoDecode] = Field(
         (), description="hooks that run in the planner's process, comma separated (`rfork hook` runs them in one of their own); none: no hook"
     )
-    rate_limit: float = Field(
+    max_requests_per_s: float = Field(
         0.0, ge=0, description="requests a second that one caller (token and address) may send; 0: no limit"
     )
-    max_body: int = Field(4 << 20, gt=0, description="largest request body, in bytes")
+    max_body_bytes: int = Field(4 << 20, gt=0, description="largest request body, in bytes")
     lease_ttl_s: float = Field(30.0, gt=0, le=3600, description="seconds a lease lives unless renewed")
-    heartbeat_s: float = Field(5.0, gt=0, description="seconds between an instance's heartbeats")
+    heartbeat_interval_s: float = Field(5.0, gt=0, description="seconds between an instance's heartbeats")
     instance_ttl_s: float = Field(20.0, gt=0, description="seconds of silence after which an instance is forgotten")
     quarantine_s: float = Field(
         60.0, ge=0, description="seconds a source that lied or stalled gets no reader"
@@ -84,8 +84,8 @@ class PlannerSettings(BaseSettings):
     def _shared(self) -> Self:
         if self.store != "memory" and not self.store.startswith(("redis://", "rediss://", "unix://")):
             raise ValueError("store is `memory` or a redis:// URL")
-        if self.store != "memory" and not self.secret:
-            raise ValueError("replicas that share a store must share the lease key: set RFORK_PLANNER_SECRET")
+        if self.store != "memory" and not self.lease_keys:
+            raise ValueError("replicas that share a store must share the lease key: set RFORK_PLANNER_LEASE_KEYS")
         return self
 
     @property

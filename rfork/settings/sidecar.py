@@ -13,8 +13,8 @@ class SidecarSettings(BaseSettings):
         env_prefix="RFORK_SIDECAR_", env_ignore_empty=True, extra="ignore", frozen=True, populate_by_name=True
     )
 
-    engine: str | None = Field(None, description="URL of the SGLang server beside it")
-    engine_token: SecretStr | None = Field(None, description="the server's --api-key, if it has one")
+    engine_url: str | None = Field(None, description="URL of the SGLang server beside it")
+    engine_api_key: SecretStr | None = Field(None, description="the server's --api-key, if it has one")
     model: str | None = Field(None, description="name that its weights are given under; none: the name it serves")
     source_model: str | None = Field(None, description="name of the model whose seeds it gives to clients; none: it answers no clients")
     bind: str = Field("127.0.0.1", description="address that clients ask at; they show no token")

@@ -97,7 +97,9 @@ class AccessControl(SuspendableImage):
         self._serving_spans = ServingSpans(tracer, lambda: self._egress_limiter.current_limit, identity.instance_id)
         self._channels = ChannelTable(self._leases, self._exports, self._notify, self._serving_spans)
         self._latency = LatencyController(settings.max_latency_ratio, floor=self._min_rate)
-        self._egress_limiter = EgressLimiter(settings.egress_rate, self._latency, part=self._governed_fraction)
+        self._egress_limiter = EgressLimiter(
+            settings.max_egress_bytes_per_s, self._latency, part=self._governed_fraction
+        )
         self._rate_advisor: ReaderRateAdvisor | None = None
 
     @property

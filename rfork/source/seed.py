@@ -159,7 +159,7 @@ class Seed(AccessControl):
     def __exit__(
         self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close(self.settings.drain_s if exc_type is None else 0.0)
+        self.close(self.settings.drain_timeout_s if exc_type is None else 0.0)
 
     # -- what the engine tells -------------------------------------------------------------------------
 
@@ -207,7 +207,7 @@ class Seed(AccessControl):
             address=peer.address if peer is not None else "closed:0",
             transports=tuple(self._exports),
             placement=Placement(
-                host=self.settings.host,
+                host=self.settings.node_name,
                 rack=self.settings.rack,
                 zone=self.settings.zone,
                 nvlink=self.settings.nvlink,

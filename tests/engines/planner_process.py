@@ -22,7 +22,7 @@ class PlannerProcess:
 
     def __init__(self, *, port: int = 0, environment: Mapping[str, str] | None = None) -> None:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("RFORK_")}
-        quick = {"RFORK_PLANNER_HEARTBEAT_S": "0.5", "RFORK_PLANNER_FORGET_S": "3"}
+        quick = {"RFORK_PLANNER_HEARTBEAT_INTERVAL_S": "0.5", "RFORK_PLANNER_INSTANCE_TTL_S": "3"}
         self.environment = {**inherited, "PYTHONUNBUFFERED": "1", **quick, **(environment or {})}
         self.port = port
         self.url = ""

@@ -16,7 +16,11 @@ PROMPTS = (
     "Dear Sir or Madam,",
 )  # fmt: skip
 TOKENS = 16
-SLOW_FORK_ENVIRONMENT = {"RFORK_TRANSPORTS": "http", "RFORK_MIN_RATE": "1000", "RFORK_PATIENCE_S": "1"}
+SLOW_FORK_ENVIRONMENT = {
+    "RFORK_TRANSPORTS": "http",
+    "RFORK_MIN_SOURCE_BYTES_PER_S": "1000",
+    "RFORK_NO_SOURCE_TIMEOUT_S": "1",
+}
 """Bytes go by a socket, and a source may give few of them."""
 MIB = 1 << 20
 

@@ -120,7 +120,9 @@ def test_new_weights_are_forked_once_they_are_there(tiny_folder: TinyFolder, tmp
 
     def start(name: str) -> SglangServer:
         log = tmp_path / f"{name}.log"
-        return SglangServer(bare, log=log, arguments=arguments, environment={**environment, "RFORK_REQUIRED": "1"})
+        return SglangServer(
+            bare, log=log, arguments=arguments, environment={**environment, "RFORK_FAIL_IF_NOT_FORKED": "1"}
+        )
 
     with SglangServer(old, log=tmp_path / "seed.log", arguments=arguments, environment=environment) as seed:
         seed.wait_ready()
@@ -144,7 +146,7 @@ def test_new_weights_are_forked_once_they_are_there(tiny_folder: TinyFolder, tmp
 
 
 def test_required_means_no_other_way(tiny_folder: TinyFolder, planner: PlannerProcess, tmp_path: Path) -> None:
-    """With RFORK_REQUIRED a server that nobody can be forked from does not start, though it has weights."""
+    """With RFORK_FAIL_IF_NOT_FORKED a server that nobody can be forked from does not start, though it has weights."""
     with SglangServer(
         tiny_folder(),
         log=tmp_path / "server.log",

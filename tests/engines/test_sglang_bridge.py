@@ -14,7 +14,7 @@ from tests.engines.servers import SglangServer, wait_until
 from tests.ports import free_port
 
 PROMPTS = ("The capital of France is", "A seed gives chunks,", "fork() copies a process;")
-TCP = {"MOONCAKE_PROTOCOL": "tcp", "RFORK_UNGUARDED_TCP": "1"}
+TCP = {"MOONCAKE_PROTOCOL": "tcp", "RFORK_ALLOW_UNAUTHENTICATED_TCP": "1"}
 ON_CPU = Path(__file__).parent / "setup" / "stock_on_cpu"
 
 

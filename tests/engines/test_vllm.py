@@ -94,7 +94,7 @@ def test_seed_dies_in_mid_fork(tiny_folder: TinyFolder, planner: PlannerProcess,
     """Its forks are unready until then; one loads by itself, one without weights ends, and says why."""
     folder = tiny_folder()
     bare = copy_without_weights(folder, tmp_path)
-    rate = {"RFORK_EGRESS_RATE": str(MIB)}
+    rate = {"RFORK_MAX_EGRESS_BYTES_PER_S": str(MIB)}
     with server(folder, tmp_path / "seed.log", planner.url, **SLOW_FORK_ENVIRONMENT, **rate) as seed:
         seed.wait_ready()
         expected = greedy_tokens(seed, PROMPTS[:5])
@@ -149,9 +149,9 @@ def test_new_weights_are_forked_once_they_are_there(tiny_folder: TinyFolder, tmp
 
 
 def test_required_without_a_source_is_an_error(tiny_folder: TinyFolder, tmp_path: Path) -> None:
-    """With RFORK_REQUIRED a server that cannot be forked does not start, although it could load."""
+    """With RFORK_FAIL_IF_NOT_FORKED a server that cannot be forked does not start, although it could load."""
     url = f"http://127.0.0.1:{free_port()}"
-    with server(tiny_folder(), tmp_path / "server.log", url, RFORK_REQUIRED="1") as alone:
+    with server(tiny_folder(), tmp_path / "server.log", url, RFORK_FAIL_IF_NOT_FORKED="1") as alone:
         assert 0 != alone.wait()
         assert alone.lines_with("no way to get the weights is left: PlannerUnreachable")
 
@@ -210,7 +210,7 @@ def test_ranks_and_drafts_fork_one_by_one(tiny_folder: TinyFolder, planner: Plan
             assert 4 == len(fork.lines_with("fork done report=forked"))
             wait_serving(planner, 8)
             ranks = {(report.rank.role, report.rank.tp) for report in instances(planner)}
-            assert {("target", 0), ("target", 1), ("draft", 0), ("draft", 1)} == ranks
+            assert {("main", 0), ("main", 1), ("speculative", 0), ("speculative", 1)} == ranks
 
 
 def test_stopped_seed_does_not_hold_up_its_end(

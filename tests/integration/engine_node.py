@@ -208,7 +208,7 @@ class EngineProcess:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         subject = ModelIdentity(
             MODEL,
-            Rank(role="draft" if role == "draft" else "target"),
+            Rank(role="speculative" if role == "speculative" else "main"),
             facts=(f"engine toy {self._options.engine}", "device cpu"),
             packages=(__name__.partition(".")[0],),
         )

@@ -30,7 +30,7 @@ SLOW = 16 << 20
 def start_seed(rate: int | None = None, stall_s: float = 10.0) -> Seed:
     """A started seed of an image of `SIZES`."""
     image = image_of(SIZES, seed=1)
-    settings = InstanceSettings(egress_rate=rate, source_idle_timeout_s=stall_s)
+    settings = InstanceSettings(max_egress_bytes_per_s=rate, source_idle_timeout_s=stall_s)
     identity = InstanceIdentity("model", instance_id="seed-1")
     seed = Seed(image, identity, settings, [GlooTransport(settings)], manifest=compute_manifest(image))
     seed.set_lease_keys([KEY])

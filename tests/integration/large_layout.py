@@ -90,7 +90,7 @@ def source() -> None:
     """Seed it until standard input ends."""
     layout = layout_of()
     image = Image(layout, [reserve_memory(layout.image_bytes)])
-    settings = InstanceSettings(drain_s=0)
+    settings = InstanceSettings(drain_timeout_s=0)
     identity = InstanceIdentity("moe")
     served_seed = Seed(image, identity, settings, [HttpTransport(settings)], manifest=manifest_of(layout))
     key = derive_key(b"s" * 32, identity.instance_id)

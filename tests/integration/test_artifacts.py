@@ -110,7 +110,7 @@ FROM_CACHE = (1, 1, 0, 0)
 
 
 def artifact_settings(folder: Path, **more: float) -> ArtifactSettings:
-    return settings_of(ArtifactSettings, kinds="inductor", folders=f"inductor={folder}", quiet_period_s=0, **more)
+    return settings_of(ArtifactSettings, kinds="inductor", dirs=f"inductor={folder}", quiet_period_s=0, **more)
 
 
 def read_tree(folder: Path) -> dict[str, bytes]:
@@ -152,7 +152,7 @@ def planner(rfork_process: StartRfork) -> str:
 
 @pytest.fixture
 def instance(planner: str) -> InstanceSettings:
-    return InstanceSettings(planner=planner, transports=("http",), drain_s=0.0)
+    return InstanceSettings(planner=planner, transports=("http",), drain_timeout_s=0.0)
 
 
 @slow_compile
@@ -168,7 +168,7 @@ def test_a_cache_travels_and_is_used(
     environment = {
         "RFORK_TRANSPORTS": "http",
         "RFORK_ARTIFACTS_KINDS": "inductor",
-        "RFORK_ARTIFACTS_SETTLE_S": "0",
+        "RFORK_ARTIFACTS_QUIET_PERIOD_S": "0",
     }
     more = ["--model", MODEL, "--planner", planner, "--json"]
     rfork_process(
@@ -290,7 +290,7 @@ def test_nobody_there_is_a_report(instance: InstanceSettings, tmp_path: Path) ->
     dead = instance.model_copy(update={"planner": "http://127.0.0.1:1"})
     without_planner = artifacts.fetch(model=MODEL, settings=dead, artifacts=artifact_settings(tmp_path / "b"))
     empty = artifacts.load(str(tmp_path / "s"), artifacts=artifact_settings(tmp_path / "b"))
-    assert ["NoSource", "artifacts are off", "PlannerUnreachable", "StorageMissing"] == [
+    assert ["NoSource", "artifacts are off", "PlannerUnreachable", "StorageNotFound"] == [
         (report.reason or "").partition(":")[0] for report in (without_source, off, without_planner, empty)
     ]
 
@@ -331,7 +331,7 @@ def test_artifacts_beyond_the_bound_are_named_as_such(instance: InstanceSettings
         report = artifacts.fetch(
             model=MODEL, settings=instance, artifacts=artifact_settings(tmp_path / "b", max_bytes=4000)
         )
-    assert "larger than RFORK_ARTIFACTS_MOST_BYTES (4000)" in (report.reason or "")
+    assert "larger than RFORK_ARTIFACTS_MAX_BYTES (4000)" in (report.reason or "")
 
 
 def test_a_disk_that_is_full_is_asked_once(

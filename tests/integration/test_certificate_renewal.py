@@ -150,7 +150,7 @@ def test_half_of_a_renewal_keeps_the_files_before(server: TlsFiles, old: trustme
 def test_a_source_takes_up_renewed_files(tmp_path: Path, server: TlsFiles, old: trustme.CA, new: trustme.CA) -> None:
     """Its data port and its peer service, for the readers that come from then on."""
 
-    settings = InstanceSettings(host="node", transports=("http",))
+    settings = InstanceSettings(node_name="node", transports=("http",))
     seed = Seed(IMAGE, InstanceIdentity("m"), settings, [HttpTransport(settings)], manifest=compute_manifest(IMAGE))
     with seed:
         server.write_authorities(old, new)

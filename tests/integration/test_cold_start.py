@@ -61,7 +61,7 @@ class ColdGroup:
         os.mkfifo(self._gate)
         self._gate_environment = startup_patch(folder / "patch", GATED_DISK_PATCH.format(gate=str(self._gate)))
         # Soon enough for who waits for one that was killed; one that this machine holds up is not lost by it.
-        environment = {"RFORK_PLANNER_HEARTBEAT_S": "0.5", "RFORK_PLANNER_FORGET_S": "8"}
+        environment = {"RFORK_PLANNER_HEARTBEAT_INTERVAL_S": "0.5", "RFORK_PLANNER_INSTANCE_TTL_S": "8"}
         planner = start("planner", "--port", "0", "--json", until=READY, environment=environment)
         self.url = cast(str, json.loads(planner.wait_for(rf"^.*{READY}.*$").group())["url"])
         self.client = PlannerClient(self.url)
@@ -74,7 +74,12 @@ class ColdGroup:
         environment: dict[str, str] | None = None,
     ) -> RforkProcess:
         """An instance that stays as a seed once it has its weights."""
-        more = {"RFORK_TRANSPORTS": "http", "RFORK_WINDOW": "1", "RFORK_STALL_S": "5", **(environment or {})}
+        more = {
+            "RFORK_TRANSPORTS": "http",
+            "RFORK_MAX_INFLIGHT_CHUNKS": "1",
+            "RFORK_SOURCE_IDLE_TIMEOUT_S": "5",
+            **(environment or {}),
+        }
         if gated:
             more |= self._gate_environment
         arguments = ["pull", str(self._model), "--name", "tiny", "--planner", self.url]

@@ -25,11 +25,11 @@ NAME = "model-rank-000.safetensors"
 BEFORE = 6
 """Answers that a server gives before it stalls: to have it opened, and some chunks."""
 SEQUENTIAL_READS = {
-    "RFORK_STORAGE_STREAMS": "1",
-    "RFORK_STORAGE_HEDGE": "0",
-    "RFORK_STORAGE_ATTEMPTS": "2",
+    "RFORK_STORAGE_CONCURRENCY": "1",
+    "RFORK_STORAGE_HEDGE_RATIO": "0",
+    "RFORK_STORAGE_MAX_ATTEMPTS": "2",
     "RFORK_STORAGE_TIMEOUT_S": "120",
-    "RFORK_STORAGE_STALL_S": "120",
+    "RFORK_STORAGE_IDLE_TIMEOUT_S": "120",
 }
 """One request after the other, and each once where nothing fails: they can be counted."""
 FAST_RETRY_PATCH = """
@@ -156,6 +156,6 @@ def test_wrong_credentials_are_told_and_passed_over(
     assert (image_sha256(image), ["checkpoint"], True, False) == (
         report["sha256"],
         [name.partition(":")[0] for name in verified_chunks(report)],
-        "StorageDenied" in reasons_text(report),
+        "StorageAccessDenied" in reasons_text(report),
         "quite-another-secret" in reader.transcript(),
     )

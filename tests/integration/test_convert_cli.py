@@ -131,7 +131,7 @@ def test_an_interrupted_conversion_leaves_nothing(
         server.script.always(StallFault(after=1000))
         process = rfork_process(
             "convert", server.url("model.tensors"), str(folder / target), *shard_size_option,
-            environment={"RFORK_STORAGE_MEMORY": str(16 << 20), "RFORK_STORAGE_TIMEOUT_S": "300"},
+            environment={"RFORK_STORAGE_STAGING_BYTES": str(16 << 20), "RFORK_STORAGE_TIMEOUT_S": "300"},
         )  # fmt: skip
         server.script.wait_stalled()
         process.signal(signal.SIGINT)

@@ -43,7 +43,7 @@ HERE = {
     "launch": ("docs/engines.md", "rfork launch"),
     "artifacts": ("docs/artifacts.md", "rfork artifacts"),
     "announce": ("docs/kubernetes.md", "/v1/scaleups"),
-    "leave": ("docs/planner.md", "may_exit"),
+    "leave": ("docs/planner.md", "can_exit"),
 }
 """The blocks that are run here: their page, and a word by which they are known."""
 ENGINE = '#!/bin/sh\necho engine: "$@"\n'
@@ -148,13 +148,13 @@ def test_artifacts_travel_by_the_commands(rfork_process: StartRfork, tmp_path: P
     with run_in_thread(PlannerSettings.model_validate({"port": 0})) as url:
         text = text.replace("http://planner:8700", url).replace("s3://bucket/caches/", f"{tmp_path}/kept/")
         exported = dict(re.findall(r"(RFORK_\w+)=(\S+)", text))
-        more = {"RFORK_ARTIFACTS_SETTLE_S": "0", "RFORK_PATIENCE_S": "0.2", "RFORK_TRANSPORTS": "http"}
+        more = {"RFORK_ARTIFACTS_QUIET_PERIOD_S": "0", "RFORK_NO_SOURCE_TIMEOUT_S": "0.2", "RFORK_TRANSPORTS": "http"}
         for words in simple_commands(text):
             if words[:2] != ["rfork", "artifacts"]:
                 continue
             folder = tmp_path / ("b" if words[2] == "load" else "a")
             folders = ",".join(f"{cache_type}={folder / cache_type}" for cache_type in ("triton", "inductor", "vllm"))
-            environment = {**exported, **more, "RFORK_ARTIFACTS_FOLDERS": folders}
+            environment = {**exported, **more, "RFORK_ARTIFACTS_DIRS": folders}
             if words[2] == "seed":
                 artifact_server = rfork_process(*words[1:], until="^giving", environment=environment)
                 artifact_server.signal(signal.SIGTERM)

@@ -196,4 +196,4 @@ def test_python_that_does_not_exist_is_found() -> None:
     """A name that the package lacks, and a keyword that a function does not take."""
     text = "import rfork\nrfork.spoon()\nrfork.seed(m, modell='x')\nrfork.seed(m, model='x')\n"
     assert ["rfork.seed(modell=)", "rfork.spoon"] == sorted(unknown_python_names(text))
-    assert ["RFORK_PLANER"] == unknown_variables("RFORK_PLANNER, RFORK_PLANER, RFORK_STORAGE_*, RFORK_HOOK_…")
+    assert ["RFORK_PLANER"] == unknown_variables("RFORK_PLANNER, RFORK_PLANER, RFORK_STORAGE_*, RFORK_K8S_…")

@@ -20,7 +20,7 @@ TIMEOUT_S = 60.0
 
 def test_forks_read_as_it_was_said(rfork_process: StartRfork, tiny_model: Path, tmp_path: Path) -> None:
     """Two come together: each reads half from the seed and half from the other, for the chunks are few."""
-    environment = {"RFORK_PLANNER_GATHER_S": "8"}
+    environment = {"RFORK_PLANNER_SCALEUP_WAIT_S": "8"}
     planner = rfork_process("planner", "--port", "0", "--json", until=READY, environment=environment)
     url = cast(str, json.loads(planner.wait_for(rf"^.*{READY}.*$").group())["url"])
     own = {"RFORK_TRANSPORTS": "http"}
@@ -39,7 +39,7 @@ def test_forks_read_as_it_was_said(rfork_process: StartRfork, tiny_model: Path, 
         rfork_process(
             "pull",
             *common,
-            environment={**own, "RFORK_REPLICA": f"p{n}", "RFORK_HOST": f"h{n}", **gate.environment},
+            environment={**own, "RFORK_REPLICA": f"p{n}", "RFORK_NODE_NAME": f"h{n}", **gate.environment},
         )
         for n, gate in enumerate(gates, 1)
     ]

@@ -101,7 +101,7 @@ StartServer = Callable[..., ExampleServer]
 @pytest.fixture
 def planner(rfork_process: StartRfork) -> str:
     """A planner that forgets within the test what a test kills."""
-    environment = {"RFORK_PLANNER_HEARTBEAT_S": "0.5", "RFORK_PLANNER_FORGET_S": "8"}
+    environment = {"RFORK_PLANNER_HEARTBEAT_INTERVAL_S": "0.5", "RFORK_PLANNER_INSTANCE_TTL_S": "8"}
     process = rfork_process("planner", "--port", "0", "--json", environment=environment)
     line = process.wait_for(r'^.*"event": ?"ready".*$').group()
     return cast(dict[str, str], json.loads(line))["url"]
@@ -161,7 +161,7 @@ def test_servers_that_fork_from_one_another(
     expected: list[list[int]],
 ) -> None:
     """The first reads its files, the second, without any, forks; the first killed, a third forks from it."""
-    first = server(tiny_model, RFORK_EGRESS_RATE=SLOW)
+    first = server(tiny_model, RFORK_MAX_EGRESS_BYTES_PER_S=SLOW)
     first.event("ready")
     second = server(weightless)
     second.event("listening")
@@ -224,7 +224,7 @@ def test_a_signal_whose_exception_is_dropped_ends_it(
     server: StartServer, tiny_model: Path, weightless: Path, tmp_path: Path
 ) -> None:
     """It came as a weak reference's callback ran: the fork is finished, and nothing is served."""
-    first = server(tiny_model, RFORK_EGRESS_RATE=SLOW)
+    first = server(tiny_model, RFORK_MAX_EGRESS_BYTES_PER_S=SLOW)
     first.event("ready")
     second = server(weightless, **startup_patch(tmp_path / "patch", DROPPED_EXCEPTION_PATCH))
     second.event("listening")
@@ -236,7 +236,7 @@ def test_a_signal_whose_exception_is_dropped_ends_it(
 
 def test_the_end_before_it_is_ready(server: StartServer, tiny_model: Path, weightless: Path) -> None:
     """SIGTERM in mid-fork ends a server that was never ready, with exit code 0."""
-    first = server(tiny_model, RFORK_EGRESS_RATE=SLOW)
+    first = server(tiny_model, RFORK_MAX_EGRESS_BYTES_PER_S=SLOW)
     first.event("ready")
     second = server(weightless)
     second.event("listening")

@@ -42,7 +42,7 @@ class ForkFleet:
     def __init__(self, start: StartRfork, model: Path) -> None:
         self._start = start
         self.model = model
-        environment = {"RFORK_PLANNER_HEARTBEAT_S": "0.5"}
+        environment = {"RFORK_PLANNER_HEARTBEAT_INTERVAL_S": "0.5"}
         self.planner = start("planner", "--port", "0", "--json", until=READY, environment=environment)
         self.url = event(self.planner)["url"]
         self.client = PlannerClient(self.url)
@@ -79,9 +79,9 @@ class ForkFleet:
             environment={
                 "RFORK_TRANSPORTS": "http",
                 # One chunk in flight: a slow seed sends something every half second.
-                "RFORK_WINDOW": "1",
+                "RFORK_MAX_INFLIGHT_CHUNKS": "1",
                 # However long this machine has something else to do.
-                "RFORK_STALL_S": "60",
+                "RFORK_SOURCE_IDLE_TIMEOUT_S": "60",
                 **(environment or {}),
             },
         )
@@ -165,7 +165,7 @@ def test_a_fork_in_python(fleet: ForkFleet) -> None:
 
 def test_a_corrupted_source(fleet: ForkFleet) -> None:
     """A seed whose bytes are not those of its manifest is found out, and what it gave does not stay."""
-    chosen = InstanceSettings(planner=fleet.url, transports=("http",), drain_s=0)
+    chosen = InstanceSettings(planner=fleet.url, transports=("http",), drain_timeout_s=0)
     source, target, right = TiedWeightsModel(1), TiedWeightsModel(2), TiedWeightsModel(3)
     with rfork.seed(source, model="net", settings=chosen) as seed:
         assert seed.wait_registered(30)
@@ -250,7 +250,7 @@ def test_a_source_lost_in_mid_fork(fleet: ForkFleet, expected_sha256: str, numbe
     """A source that dies or hangs in mid-fork is replaced, by another seed or by the checkpoint."""
     for _ in range(seeds):
         fleet.seed(rate=SLOW)
-    process = fleet.pull("--checkpoint", str(fleet.model), environment={"RFORK_STALL_S": "5"})
+    process = fleet.pull("--checkpoint", str(fleet.model), environment={"RFORK_SOURCE_IDLE_TIMEOUT_S": "5"})
     wait_mid_fork(process)
     (view,) = fleet.client.forks(model="tiny")
     fleet.seeds[view.plan[0].source_id].signal(number)

@@ -37,7 +37,7 @@ def planner(rfork_process: StartRfork) -> str:
 @pytest.fixture
 def settings(planner: str) -> InstanceSettings:
     """Forks that give up soon."""
-    return InstanceSettings(planner=planner, transports=("http",), no_source_timeout_s=0.2, drain_s=0)
+    return InstanceSettings(planner=planner, transports=("http",), no_source_timeout_s=0.2, drain_timeout_s=0)
 
 
 @pytest.fixture(autouse=True)
@@ -216,7 +216,7 @@ def test_pull_leaves_it_to_transformers_where_it_has_to(
     bare = without_weights(mixtral, tmp_path / "bare")
     expected = model_checksum(MixtralForCausalLM.from_pretrained(mixtral))
     common = ("pull", str(bare), "--version", "v1", "--planner", planner, "--json", "--sha256")
-    quick = {"RFORK_TRANSPORTS": "http", "RFORK_PATIENCE_S": "0.2", "RFORK_DRAIN_S": "0"}
+    quick = {"RFORK_TRANSPORTS": "http", "RFORK_NO_SOURCE_TIMEOUT_S": "0.2", "RFORK_DRAIN_TIMEOUT_S": "0"}
     fails = rfork_process(*common, "--checkpoint", "s3://models/mixtral/", environment=quick)
     assert (7, True) == (fails.wait(), "only it can: give it as a folder of this machine" in fails.stdout)
     works = rfork_process(*common, "--checkpoint", mixtral.as_uri(), environment=quick)

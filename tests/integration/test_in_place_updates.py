@@ -33,9 +33,9 @@ from tests.conftest import StartRfork
 from tests.integration.weights_node import CHECKPOINT, CHUNKS, MODEL, Message, WeightsNode, sha256_of
 
 READY = r'"event": ?"ready"'
-SLOW = {"RFORK_EGRESS_RATE": str(2 << 20)}
+SLOW = {"RFORK_MAX_EGRESS_BYTES_PER_S": str(2 << 20)}
 """A fork of all 12 MiB takes seconds: time to change what it reads."""
-SLOWER = {"RFORK_EGRESS_RATE": str(1 << 20)}
+SLOWER = {"RFORK_MAX_EGRESS_BYTES_PER_S": str(1 << 20)}
 """The same where two give it."""
 ONE_READER = {"RFORK_MAX_READERS": "1"}
 """The second target has to read from the first."""
@@ -47,7 +47,7 @@ class WeightsFleet:
     """A planner and the instances that were started with it."""
 
     def __init__(self, start: StartRfork, stack: contextlib.ExitStack) -> None:
-        environment = {"RFORK_PLANNER_HEARTBEAT_S": "0.5", "RFORK_PLANNER_LOG_LEVEL": "debug"}
+        environment = {"RFORK_PLANNER_HEARTBEAT_INTERVAL_S": "0.5", "RFORK_PLANNER_LOG_LEVEL": "debug"}
         self.planner = planner = start("planner", "--port", "0", "--json", until=READY, environment=environment)
         event = json.loads(planner.wait_for(rf"^.*{READY}.*$").group())
         self.url = cast(str, event["url"])
@@ -57,7 +57,12 @@ class WeightsFleet:
 
     def node(self, **options: str) -> WeightsNode:
         """An instance that does nothing yet."""
-        chosen = {"RFORK_WINDOW": "1", "RFORK_STALL_S": "5", "RFORK_DRAIN_S": "0", **options}
+        chosen = {
+            "RFORK_MAX_INFLIGHT_CHUNKS": "1",
+            "RFORK_SOURCE_IDLE_TIMEOUT_S": "5",
+            "RFORK_DRAIN_TIMEOUT_S": "0",
+            **options,
+        }
         return self._stack.enter_context(WeightsNode(self.url, chosen))
 
     def seed(self, **options: str) -> tuple[WeightsNode, str]:
@@ -116,7 +121,7 @@ def test_an_update_under_a_chain(fleet: WeightsFleet, updates: tuple[int, ...]) 
     reports = [target.request("report") for target in targets]
     newest = sha256_of(updates[-1])
     assert [("forked", newest)] * 2 == [(report["outcome"], report["sha256"]) for report in reports]
-    assert [{"SourceChanged"}] * 2 == [set(error_kinds(report)) for report in reports]
+    assert [{"SourceWeightsChanged"}] * 2 == [set(error_kinds(report)) for report in reports]
     assert [True, True] == ["started over" in str(report["reasons"]) for report in reports]
     assert {} == quarantined(fleet)
     assert newest == fork_afterwards(fleet)
@@ -201,7 +206,7 @@ def pending_manifest_request(draft: str | None, patch: pytest.MonkeyPatch) -> It
     """A relay that does not know its manifest, and what somebody gets who asks for it and waits by now."""
     image, settings = (
         image_from_tensors({"a": torch.ones(2 * MIB, dtype=torch.uint8)}),
-        InstanceSettings(drain_s=0),
+        InstanceSettings(drain_timeout_s=0),
     )
     board = ChunkState(image.layout.chunks)
     board.set_provisional_id(draft)
@@ -243,7 +248,7 @@ def test_who_waits_for_a_manifest_gets_it_from_a_draft(monkeypatch: pytest.Monke
 def test_after_a_fence_no_new_byte_goes_to_an_old_reader() -> None:
     """Who does not take its bytes is cut in mid-slice: what it still gets afterwards is all of the old."""
     image = image_from_tensors({"a": torch.zeros(64 * MIB, dtype=torch.uint8)})
-    settings = InstanceSettings(drain_s=0)
+    settings = InstanceSettings(drain_timeout_s=0)
     seed = Seed(image, InstanceIdentity(MODEL), settings, [HttpTransport(settings)], manifest=image.manifest())
     token, layout_id = token_for(seed), image.layout.layout_id
     with seed:

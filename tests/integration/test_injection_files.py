@@ -240,10 +240,12 @@ def test_an_image_that_does_not_fit_is_left_alone(image: EngineImage, engine: st
 
 @pytest.mark.parametrize("engine", [VLLM, SGLANG], ids=["vllm", "sglang"])
 def test_a_server_that_must_be_forked(image: EngineImage, engine: dict[str, str]) -> None:
-    """With RFORK_REQUIRED it does not start, for the same reason."""
+    """With RFORK_FAIL_IF_NOT_FORKED it does not start, for the same reason."""
     image.add({**engine, **OLD_PROTOBUF})
-    done = image.run(image.packages / "serve.py", RFORK_REQUIRED="1")
-    expected = f"RuntimeError: this server cannot be forked: {OUTDATED_PROTOBUF_MESSAGE} (unset RFORK_REQUIRED)"
+    done = image.run(image.packages / "serve.py", RFORK_FAIL_IF_NOT_FORKED="1")
+    expected = (
+        f"RuntimeError: this server cannot be forked: {OUTDATED_PROTOBUF_MESSAGE} (unset RFORK_FAIL_IF_NOT_FORKED)"
+    )
     assert (1, expected) == (done.returncode, done.stderr.splitlines()[-1])
 
 

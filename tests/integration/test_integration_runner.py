@@ -75,11 +75,11 @@ def environment(folder: WebhookCertificates, tmp_path: Path) -> dict[str, str]:
     return {
         "HOME": str(tmp_path),
         "KUBECONFIG": str(tmp_path / "none"),
-        "RFORK_HOOK_PLANNER": "http://planner:8700",
-        "RFORK_HOOK_CERTIFICATES": str(folder.path),
-        "RFORK_HOOK_WEBHOOK_PORT": "0",
-        "RFORK_HOOK_HEALTH_PORT": "0",
-        "RFORK_HOOK_LOOK_S": "0.05",
+        "RFORK_K8S_POD_PLANNER_URL": "http://planner:8700",
+        "RFORK_K8S_CERTIFICATE_DIR": str(folder.path),
+        "RFORK_K8S_WEBHOOK_PORT": "0",
+        "RFORK_K8S_HEALTH_PORT": "0",
+        "RFORK_K8S_POLL_INTERVAL_S": "0.05",
     }
 
 
@@ -113,7 +113,7 @@ async def test_a_certificate_is_changed_under_a_connection() -> None:
     live.set_certificate(
         certs.load_pair(b"".join(pem.bytes() for pem in first.cert_chain_pems), first.private_key_pem.bytes())
     )
-    listener = listen("127.0.0.1", 0, prefix="RFORK_HOOK_", port_setting="WEBHOOK_PORT")
+    listener = listen("127.0.0.1", 0, prefix="RFORK_K8S_", port_setting="WEBHOOK_PORT")
     port = listener.getsockname()[1]
     unchecked = ssl.create_default_context()
     unchecked.check_hostname, unchecked.verify_mode = False, ssl.CERT_NONE
@@ -136,7 +136,7 @@ async def test_a_certificate_is_changed_under_a_connection() -> None:
 async def test_without_a_certificate_no_handshake_succeeds() -> None:
     """Until there is one the server listens, and refuses; it does not fail."""
     live = ReloadingContext()
-    listener = listen("127.0.0.1", 0, prefix="RFORK_HOOK_", port_setting="WEBHOOK_PORT")
+    listener = listen("127.0.0.1", 0, prefix="RFORK_K8S_", port_setting="WEBHOOK_PORT")
     url = f"https://127.0.0.1:{listener.getsockname()[1]}/"
     own = certs.generate_bundle(HOSTS, DAYS, time.time())
     async with (
@@ -213,16 +213,16 @@ def port_in_use() -> Iterator[str]:
 @pytest.mark.parametrize(
     ("arguments", "changed", "error"),
     [
-        (("webhook",), {"RFORK_HOOK_WEBHOOK_PORT": "taken"}, "the address is in use"),
-        (("webhook",), {"RFORK_HOOK_HEALTH_PORT": "taken"}, "the address is in use"),
+        (("webhook",), {"RFORK_K8S_WEBHOOK_PORT": "taken"}, "the address is in use"),
+        (("webhook",), {"RFORK_K8S_HEALTH_PORT": "taken"}, "the address is in use"),
         (
             ("webhook",),
-            {"RFORK_HOOK_CERTIFICATES": "/nowhere"},
+            {"RFORK_K8S_CERTIFICATE_DIR": "/nowhere"},
             "/nowhere/tls.crt: No such file or directory",
         ),
-        (("webhook",), {"RFORK_HOOK_CERTIFICATES": ""}, "cannot use the kubeconfig"),
-        (("webhook",), {"RFORK_HOOK_PLANNER": ""}, "does not know where Pods find the planner"),
-        (("webhook",), {"RFORK_HOOK_BIND": "203.0.113.1"}, "cannot listen on 203.0.113.1"),
+        (("webhook",), {"RFORK_K8S_CERTIFICATE_DIR": ""}, "cannot use the kubeconfig"),
+        (("webhook",), {"RFORK_K8S_POD_PLANNER_URL": ""}, "does not know where Pods find the planner"),
+        (("webhook",), {"RFORK_K8S_BIND": "203.0.113.1"}, "cannot listen on 203.0.113.1"),
         (("controller",), {}, "cannot use the kubeconfig"),
         (("webhook", "nothing"), {}, "no hook is called 'nothing': there are webhook, controller, scaler"),
     ],
@@ -238,7 +238,7 @@ def test_what_cannot_work_is_one_line(
     """Exit code 2, no traceback, and the reason."""
     changed = {name: port_in_use if value == "taken" else value for name, value in changed.items()}
     process_environment = environment | {"RFORK_PLANNER": "http://planner:8700"} | changed
-    if not changed.get("RFORK_HOOK_PLANNER", "set"):
+    if not changed.get("RFORK_K8S_POD_PLANNER_URL", "set"):
         process_environment["RFORK_PLANNER"] = ""
     process = rfork_process("hook", *arguments, environment=process_environment)
     assert (2, True, False) == (
@@ -252,7 +252,7 @@ def test_one_that_fails_ends_the_others(
     rfork_process: StartRfork, environment: dict[str, str], port_in_use: str
 ) -> None:
     """A Pod with two hooks is restarted as a whole."""
-    process_environment = {"RFORK_PLANNER": "http://planner:8700", "RFORK_HOOK_SCALER_PORT": port_in_use}
+    process_environment = {"RFORK_PLANNER": "http://planner:8700", "RFORK_K8S_SCALER_PORT": port_in_use}
     process = rfork_process("hook", "webhook", "scaler", environment=environment | process_environment)
     assert 2 == process.wait(), process.transcript()
 
@@ -261,7 +261,7 @@ def test_the_planner_runs_the_webhook(
     rfork_process: StartRfork, environment: dict[str, str], folder: WebhookCertificates, free_port: int
 ) -> None:
     """One process serves its API, and Pods over TLS; its metrics tell of the hook, and it ends with 0."""
-    process_environment = {"RFORK_PLANNER_HOOKS": "webhook", "RFORK_PLANNER_PORT": str(free_port)}
+    process_environment = {"RFORK_PLANNER_INTEGRATIONS": "webhook", "RFORK_PLANNER_PORT": str(free_port)}
     process = rfork_process("planner", until="webhook is up", environment=environment | process_environment)
     url = process.wait_for(r"webhook is up.*url=(\S+)")[1]
     planner = f"http://127.0.0.1:{free_port}"
@@ -293,9 +293,9 @@ def test_a_hook_that_fails_does_not_hurt_the_planner(
         holder.listen()
         port = str(holder.getsockname()[1])
         process_environment = {
-            "RFORK_PLANNER_HOOKS": "webhook",
+            "RFORK_PLANNER_INTEGRATIONS": "webhook",
             "RFORK_PLANNER_PORT": str(free_port),
-            "RFORK_HOOK_WEBHOOK_PORT": port,
+            "RFORK_K8S_WEBHOOK_PORT": port,
         }
         process = rfork_process(
             "planner", until="hook failed.*again_in_s=1", environment=environment | process_environment
@@ -311,9 +311,9 @@ def test_a_planner_with_hooks_that_cannot_work_does_not_start(
 ) -> None:
     """Settings that are wrong are one line, as all others of the planner."""
     process_environment = {
-        "RFORK_PLANNER_HOOKS": "webhook",
+        "RFORK_PLANNER_INTEGRATIONS": "webhook",
         "RFORK_PLANNER_PORT": "0",
-        "RFORK_HOOK_PLANNER": "",
+        "RFORK_K8S_POD_PLANNER_URL": "",
     }
     process = rfork_process("planner", environment=environment | process_environment)
     assert (2, True) == (

@@ -93,10 +93,10 @@ def test_a_webhook_answers_whatever_its_collector_does(
         environment = {
             "HOME": str(folder.path),
             "KUBECONFIG": str(folder.path / "none"),
-            "RFORK_HOOK_PLANNER": "http://planner:8700",
-            "RFORK_HOOK_CERTIFICATES": str(folder.path),
-            "RFORK_HOOK_WEBHOOK_PORT": "0",
-            "RFORK_HOOK_HEALTH_PORT": "0",
+            "RFORK_K8S_POD_PLANNER_URL": "http://planner:8700",
+            "RFORK_K8S_CERTIFICATE_DIR": str(folder.path),
+            "RFORK_K8S_WEBHOOK_PORT": "0",
+            "RFORK_K8S_HEALTH_PORT": "0",
             "RFORK_TRACING_ENDPOINT": collector.url,
             **({} if hangs else startup_patch(folder.path / "patch", LONG_FLUSH_PATCH)),
         }

@@ -128,7 +128,7 @@ def test_a_signal_that_another_thread_takes_goes_on(launch: Launch, tmp_path: Pa
 
 def test_a_planner_that_is_away_does_not_hold_up_the_end(launch: Launch) -> None:
     """A SIGTERM goes on to the engine in the time of a drain, though nobody can be asked for one."""
-    process = launch(drain_s="0.5")
+    process = launch(drain_timeout_s="0.5")
     process.signal(signal.SIGTERM)
     assert (7, ["engine got SIGTERM"]) == (process.wait(), lines(process))
 
@@ -150,7 +150,7 @@ def test_a_second_sigterm_goes_on_at_once(launch: Launch, planner: PlannerClient
     with seed_of(planner, REPLICA) as seed, seed_of(planner, "reader", has_weights=False) as reader:
         assert (True, True) == (seed.wait_registered(10), reader.wait_registered(10))
         planner.request_plan(ForkRequest(fork_id="fork-1", instance=reader.report(), faults=(), current_assignments=()))
-        process = launch(planner=planner.url, drain_s="1000")
+        process = launch(planner=planner.url, drain_timeout_s="1000")
         process.signal(signal.SIGTERM)
         process.wait_for("draining")
         process.signal(signal.SIGTERM)

@@ -31,7 +31,7 @@ class ToyEngineFleet:
     """A planner, and toy engines of one model."""
 
     def __init__(self, start: StartRfork, folder: Path) -> None:
-        environment = {"RFORK_PLANNER_HEARTBEAT_S": "0.5", "RFORK_PLANNER_FORGET_S": "8"}
+        environment = {"RFORK_PLANNER_HEARTBEAT_INTERVAL_S": "0.5", "RFORK_PLANNER_INSTANCE_TTL_S": "8"}
         planner = start("planner", "--port", "0", "--json", until=READY, environment=environment)
         self.url = cast(str, json.loads(planner.wait_for(rf"^.*{READY}.*$").group())["url"])
         self.client = PlannerClient(self.url)
@@ -214,7 +214,7 @@ def test_what_is_required_is_never_loaded(fleet: ToyEngineFleet) -> None:
     alone = fleet.node(required="1", no_source_timeout_s="1").request("up")
     none = fleet.node(required="1", planner="").request("up")
     bug = fleet.node("--fail-empty", required="1").request("up")
-    assert (["NothingLeft", "SettingsError", "TargetError"], [0, 0, 0]) == (
+    assert (["AllSourcesFailed", "SettingsError", "TargetError"], [0, 0, 0]) == (
         [response["error"] for response in (alone, none, bug)],
         [response["loads"] for response in (alone, none, bug)],
     )
@@ -229,8 +229,8 @@ def test_a_bug_of_the_plug_in_does_not_keep_the_engine_from_serving(fleet: ToyEn
 def test_two_models_of_one_process_do_not_collide(fleet: ToyEngineFleet) -> None:
     """The draft's image is its own: each role forks from its own seed."""
     seed, target = fleet.node(replica="one"), fleet.node("--config-only", replica="two")
-    loaded = [seed.request("up", role) for role in ("target", "draft")]
-    forked = [target.request("up", role) for role in ("target", "draft")]
+    loaded = [seed.request("up", role) for role in ("main", "speculative")]
+    forked = [target.request("up", role) for role in ("main", "speculative")]
     assert (["forked"] * 2, [each["proof"] for each in loaded], 4) == (
         [each["outcome"] for each in forked],
         [each["proof"] for each in forked],

@@ -159,9 +159,9 @@ def mooncake_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeL
         for name in ("seed", "reader"):
             environment = {
                 "RFORK_BIND": lab.address(name),
-                "RFORK_UNGUARDED_TCP": "1",
+                "RFORK_ALLOW_UNAUTHENTICATED_TCP": "1",
                 "RFORK_TRANSPORTS": "transfer_engine",
-                "RFORK_STALL_S": "5",
+                "RFORK_SOURCE_IDLE_TIMEOUT_S": "5",
                 "BAD_PEER_BYTES": str(SIZE),
             }
             made.append(start_node(partial(lab.start, name), folder, name, name, **environment))

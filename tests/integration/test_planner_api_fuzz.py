@@ -52,7 +52,7 @@ def test_the_planner_answers_as_its_document_says(
     rfork_process: StartRfork, tmp_path: Path, phases: str, examples: int
 ) -> None:
     """Good and bad requests to each route, alone and in sequence: no 5xx, no answer that it does not tell."""
-    environment = {"RFORK_PLANNER_TOKEN": "operator-token", "RFORK_PLANNER_BATCH_S": "0.002"}
+    environment = {"RFORK_PLANNER_TOKEN": "operator-token", "RFORK_PLANNER_BATCH_WINDOW_S": "0.002"}
     planner = rfork_process("planner", "--port", "0", "--json", until='"event": ?"ready"', environment=environment)
     url = json.loads(planner.wait_for(r'^.*"event": ?"ready".*$').group())["url"]
     configuration = tmp_path / "schemathesis.toml"

@@ -39,11 +39,11 @@ def replicas(redis_server: RedisServer, rfork_process: StartRfork) -> Iterator[t
     """Two planners over one Redis."""
     environment = {
         "RFORK_PLANNER_STORE": redis_server.url,
-        "RFORK_PLANNER_SECRET": "s" * 32,
+        "RFORK_PLANNER_LEASE_KEYS": "s" * 32,
         "RFORK_PLANNER_STORE_TIMEOUT_S": "20",
-        "RFORK_PLANNER_FORGET_S": "600",  # nobody sends heartbeats here
+        "RFORK_PLANNER_INSTANCE_TTL_S": "600",  # nobody sends heartbeats here
         "RFORK_PLANNER_LEASE_TTL_S": "600",
-        "RFORK_PLANNER_BATCH_S": "0",  # each request is planned by itself: as many meet as can
+        "RFORK_PLANNER_BATCH_WINDOW_S": "0",  # each request is planned by itself: as many meet as can
     }
     processes = [rfork_process("planner", "--port", "0", environment=environment) for _ in range(2)]
     first, second = (PlannerReplica(process) for process in processes)
@@ -165,7 +165,7 @@ def test_a_planner_waits_for_its_redis(redis_server: RedisServer, rfork_process:
     """Started before it, it is not ready, says so in one clear line, and serves as soon as there is one."""
     redis_server.kill()
     url = redis_server.url.replace("redis://", "redis://default:hush@")
-    environment = {"RFORK_PLANNER_STORE": url, "RFORK_PLANNER_SECRET": "s" * 32}
+    environment = {"RFORK_PLANNER_STORE": url, "RFORK_PLANNER_LEASE_KEYS": "s" * 32}
     replica = PlannerReplica(rfork_process("planner", "--port", "0", environment=environment))
     with replica.planner as planner:
         refused = planner.ready()

@@ -211,7 +211,7 @@ def test_streams_end_with_their_token(start: StartPlanner, tokens: Path) -> None
 def test_a_malformed_tokens_file_ends_the_start(rfork_process: StartRfork, tokens: Path) -> None:
     """One line that names the file and its line, and shows no token."""
     tokens.write_text("reader look\nhidden-secret instance\n")
-    process = rfork_process("planner", "--port", "0", environment={"RFORK_PLANNER_TOKENS": str(tokens)})
+    process = rfork_process("planner", "--port", "0", environment={"RFORK_PLANNER_TOKENS_FILE": str(tokens)})
     code = process.wait()
     log_text = " ".join(process.stderr.split())
     assert (2, True, False) == (code, f"{tokens}:2" in log_text.replace(" ", ""), "hidden" in log_text)
@@ -240,7 +240,7 @@ def test_leases_outlive_a_change_of_the_secret(start: StartPlanner, free_port: i
 
 def test_the_limits_of_the_settings_hold() -> None:
     """A body above `max_body`, and more requests than `rate_limit` gives for two seconds."""
-    chosen = PlannerSettings(port=0, max_body=100, rate_limit=0.01)
+    chosen = PlannerSettings(port=0, max_body_bytes=100, max_requests_per_s=0.01)
     with run_in_thread(chosen) as url, httpx.Client(base_url=url, trust_env=False) as web:
         responses = [
             web.put("/v1/instances/s", content=b" " * 101),
@@ -255,7 +255,7 @@ def test_the_limits_of_the_settings_hold() -> None:
 
 def test_a_tokens_file_counts_as_a_guard(tokens: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Bound beyond loopback with it, no warning is due; and without a token nobody is let in."""
-    with run_in_thread(PlannerSettings(port=0, bind="0.0.0.0", tokens=tokens)) as url:
+    with run_in_thread(PlannerSettings(port=0, bind="0.0.0.0", tokens_file=tokens)) as url:
         status = httpx.get(f"{url.replace('0.0.0.0', '127.0.0.1')}/v1/models", trust_env=False).status_code
     assert (401, []) == (status, [each for each in caplog.records if each.levelname == "WARNING"])
 
@@ -263,7 +263,7 @@ def test_a_tokens_file_counts_as_a_guard(tokens: Path, caplog: pytest.LogCapture
 @pytest.mark.parametrize("encoding", ["Content-Length: 200000", "Transfer-Encoding: chunked"])
 def test_a_refused_body_ends_its_connection(encoding: str) -> None:
     """The answer comes while most of the body is still on its way, and then the end of the stream."""
-    with run_in_thread(PlannerSettings(port=0, max_body=100)) as url:
+    with run_in_thread(PlannerSettings(port=0, max_body_bytes=100)) as url:
         host, _, port = url.removeprefix("http://").partition(":")
         with socket.create_connection((host, int(port)), timeout=RETRY_TIMEOUT_S) as connection:
             piece = b"ff\r\n" + b" " * 255 + b"\r\n" if "chunked" in encoding else b" " * 255

@@ -248,7 +248,7 @@ def test_an_instance_is_drained_and_waited_for(rfork_process: StartRfork) -> Non
         code = draining.wait()
         assert (0, (source, True, 0), "draining") == (
             code,
-            tuple(json.loads(draining.stdout)[name] for name in ("instance_id", "may_exit", "readers")),
+            tuple(json.loads(draining.stdout)[name] for name in ("instance_id", "can_exit", "readers")),
             planner.instance(source).report.state,
         )
 
@@ -270,7 +270,7 @@ def test_draining_says_why_it_cannot(rfork_process: StartRfork) -> None:
 
 def test_a_server_drains_its_own_instances(rfork_process: StartRfork) -> None:
     """`rfork drain --own`: those of RFORK_REPLICA, the last as well, and no other; without a name: 2."""
-    ranks = ("pod-target-tp0", "pod-b-target-tp0")
+    ranks = ("pod-main-tp0", "pod-b-main-tp0")
     with run_in_thread(settings()) as url, PlannerClient(url) as planner:
         for name in ranks:
             planner.report(seed_report(name))
@@ -301,7 +301,7 @@ def test_a_server_sees_readers_off_that_it_may_not_refuse(rfork_process: StartRf
         run_in_thread(settings(token="operator", tokens=str(tmp_path / "tokens"))) as url,
         PlannerClient(url, token="operator") as planner,
     ):
-        planner.report(seed_report("pod-target-tp0"))
+        planner.report(seed_report("pod-main-tp0"))
         planner.request_plan(fork_request("a"))
         command = ("drain", "--own", "--planner", url, "--json", "--wait")
         environment = {"RFORK_REPLICA": "pod", "RFORK_TOKEN": "instance"}
@@ -310,9 +310,9 @@ def test_a_server_sees_readers_off_that_it_may_not_refuse(rfork_process: StartRf
         (left,) = json.loads(hurried.stdout.splitlines()[0])["instances"]
         waited = rfork_process(*command, "60", environment=environment, until="waiting: forks that read from it: 1")
         planner.finish("fork-a", ForkResult(outcome="fallback", seconds=1, bytes_read=0))
-        seen = (waited.wait(), planner.instance("pod-target-tp0").report.state)
+        seen = (waited.wait(), planner.instance("pod-main-tp0").report.state)
         (ended,) = json.loads(waited.stdout)["instances"]
-    assert (4, False, (0, "serving"), True) == (code, left["may_exit"], seen, ended["may_exit"])
+    assert (4, False, (0, "serving"), True) == (code, left["can_exit"], seen, ended["can_exit"])
     assert ["this token may not drain it"] * 2 == [
         "this token may not drain it" for each in (left, ended) if "this token may not drain it" in each["reason"]
     ]

@@ -64,7 +64,7 @@ def test_ports_that_are_all_taken_are_named(first: int, setting: str) -> None:
     message = f"{caught.value} {caught.value.hint}"
     assert [True, True, True] == [
         part in message
-        for part in (f"127.0.0.1:{first}-{first + RANKS - 1}", f"RFORK_{setting.upper()}", "RFORK_PORTS")
+        for part in (f"127.0.0.1:{first}-{first + RANKS - 1}", f"RFORK_{setting.upper()}", "RFORK_PORT_RANGE_SIZE")
     ]
 
 

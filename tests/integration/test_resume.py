@@ -45,7 +45,7 @@ class ResumeFleet:
         self._patch_environment = patch_environment
         self._model = model
         self.folder = folder
-        environment = {"RFORK_PLANNER_HEARTBEAT_S": "0.5", "RFORK_PLANNER_FORGET_S": "3"}
+        environment = {"RFORK_PLANNER_HEARTBEAT_INTERVAL_S": "0.5", "RFORK_PLANNER_INSTANCE_TTL_S": "3"}
         planner = start("planner", "--port", "0", "--json", until=READY, environment=environment)
         self.url = cast(str, json.loads(planner.wait_for(rf"^.*{READY}.*$").group())["url"])
         self.client = PlannerClient(self.url)
@@ -59,7 +59,7 @@ class ResumeFleet:
     def pull(self) -> RforkProcess:
         """A target."""
         arguments = ["pull", str(self._model), "--name", "tiny", "--planner", self.url, "--json", "--sha256"]
-        more = {"RFORK_TRANSPORTS": "http", "RFORK_WINDOW": "1", "RFORK_RESUME": str(self.folder)}
+        more = {"RFORK_TRANSPORTS": "http", "RFORK_MAX_INFLIGHT_CHUNKS": "1", "RFORK_RESUME_DIR": str(self.folder)}
         return self._start(*arguments, environment={**more, **self._patch_environment})
 
     def kill_mid_fork(self, chunks: int) -> None:

@@ -80,7 +80,7 @@ def test_forks_that_were_announced_share_one_plan(
 ) -> None:
     """Three real forks, the next one asking a while after the last: one plan for three, or one each."""
     # Without a window: those that are not announced are planned as they come, however close.
-    environment = {"RFORK_PLANNER_GATHER_S": GATHER_S, "RFORK_PLANNER_BATCH_S": "0"}
+    environment = {"RFORK_PLANNER_SCALEUP_WAIT_S": GATHER_S, "RFORK_PLANNER_BATCH_WINDOW_S": "0"}
     planner = rfork_process("planner", "--port", "0", "--json", until=READY, environment=environment)
     url, own = url_of(planner), {"RFORK_TRANSPORTS": "http", "RFORK_PLANNER_TIMEOUT_S": "50"}
     common = (str(tiny_model), "--name", "tiny", "--planner", url, "--json")
@@ -109,11 +109,11 @@ def replicas(redis_server: RedisServer, rfork_process: StartRfork) -> tuple[str,
     """The URLs of two planners over one Redis."""
     environment = {
         "RFORK_PLANNER_STORE": redis_server.url,
-        "RFORK_PLANNER_SECRET": "s" * 32,
+        "RFORK_PLANNER_LEASE_KEYS": "s" * 32,
         "RFORK_PLANNER_STORE_TIMEOUT_S": "20",
-        "RFORK_PLANNER_FORGET_S": "600",  # nobody sends heartbeats here
-        "RFORK_PLANNER_GATHER_S": GATHER_S,
-        "RFORK_PLANNER_BATCH_S": "0",
+        "RFORK_PLANNER_INSTANCE_TTL_S": "600",  # nobody sends heartbeats here
+        "RFORK_PLANNER_SCALEUP_WAIT_S": GATHER_S,
+        "RFORK_PLANNER_BATCH_WINDOW_S": "0",
     }
     processes = [rfork_process("planner", "--port", "0", "--json", environment=environment) for _ in range(2)]
     first, second = map(url_of, processes)
@@ -164,10 +164,10 @@ def test_a_planner_that_joins_later_knows_what_was_announced(
     """And who has come of it."""
     environment = {
         "RFORK_PLANNER_STORE": redis_server.url,
-        "RFORK_PLANNER_SECRET": "s" * 32,
+        "RFORK_PLANNER_LEASE_KEYS": "s" * 32,
         "RFORK_PLANNER_STORE_TIMEOUT_S": "20",
-        "RFORK_PLANNER_FORGET_S": "600",  # nobody sends heartbeats here
-        "RFORK_PLANNER_GATHER_S": "0",
+        "RFORK_PLANNER_INSTANCE_TTL_S": "600",  # nobody sends heartbeats here
+        "RFORK_PLANNER_SCALEUP_WAIT_S": "0",
     }
     first = url_of(rfork_process("planner", "--port", "0", "--json", environment=environment))
     announce(first, 3)

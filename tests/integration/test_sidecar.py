@@ -51,13 +51,15 @@ sys.stdin.read()
 @pytest.fixture
 def planner() -> Iterator[str]:
     """URL of a planner that hears of everything soon."""
-    with run_in_thread(PlannerSettings(port=0, heartbeat_s=0.2, instance_ttl_s=TTL_S, lease_ttl_s=TTL_S)) as url:
+    with run_in_thread(
+        PlannerSettings(port=0, heartbeat_interval_s=0.2, instance_ttl_s=TTL_S, lease_ttl_s=TTL_S)
+    ) as url:
         yield url
 
 
 def seed_of(engine: FakeSglangServer, planner: str, *, model: str | None = MODEL, **settings: object) -> Sidecar:
     """The sidecar of an engine that is published as MODEL."""
-    own = SidecarSettings(engine=engine.url, model=model, poll_interval_s=0.1)
+    own = SidecarSettings(engine_url=engine.url, model=model, poll_interval_s=0.1)
     return Sidecar(_settings(planner, **settings), own)
 
 
@@ -72,12 +74,12 @@ def client_of(
 ) -> Sidecar:
     """The sidecar of a client of MODEL."""
     url = engine.url if engine is not None else None
-    own = SidecarSettings(engine=url, source_model=model, port=0, poll_interval_s=0.1, seed_wait_timeout_s=wait_s)
+    own = SidecarSettings(engine_url=url, source_model=model, port=0, poll_interval_s=0.1, seed_wait_timeout_s=wait_s)
     return Sidecar(_settings(planner, no_source_timeout_s=no_source_timeout_s, **settings), own)
 
 
 def _settings(planner: str, **more: object) -> InstanceSettings:
-    return InstanceSettings(planner=planner, drain_s=0.0, **more)  # type: ignore[arg-type]  # tests name its fields
+    return InstanceSettings(planner=planner, drain_timeout_s=0.0, **more)  # type: ignore[arg-type]  # tests name its fields
 
 
 def request_weight_info(sidecar: Sidecar, rank: int = 0, path: str = LEGACY_PATH) -> httpx.Response:
@@ -141,7 +143,7 @@ def test_each_rank_is_told_of_its_own_rank(planner: str) -> None:
         assert [info_of(engine, 0), info_of(engine, 1)] == [response.json() for response in responses[:2]]
         refusal = "no stock seed of model m gives rank 2: only ranks [0, 1] are given"
         assert {"error": {"message": refusal}} == responses[2].json()
-        assert ["target-tp0of2-pp0of1-ep0of1", "target-tp1of2-pp0of1-ep0of1"] == sorted(
+        assert ["main-tp0of2-pp0of1-ep0of1", "main-tp1of2-pp0of1-ep0of1"] == sorted(
             report.rank.key for report in reports
         )
 
@@ -216,7 +218,7 @@ def test_an_engine_that_dies_is_no_seed_any_more(planner: str) -> None:
 def test_memory_of_an_engine_that_was_started_again_is_not_given(planner: str) -> None:
     """Faster than any look: the seed's own sidecar finds it when a client asks, and gives the new memory."""
     with FakeSglangServer() as engine:
-        own = SidecarSettings(engine=engine.url, model=MODEL, poll_interval_s=3600)
+        own = SidecarSettings(engine_url=engine.url, model=MODEL, poll_interval_s=3600)
         client = client_of(planner, wait_s=DEADLINE_S, no_source_timeout_s=DEADLINE_S)
         with Sidecar(_settings(planner), own), client as sidecar:
             before = published(planner, 1)
@@ -243,7 +245,7 @@ def test_an_update_of_the_seeds_weights_ends_the_leases(planner: str) -> None:
 
 def test_a_planner_that_restarts_is_told_who_reads_from_whom(free_port: int) -> None:
     """The seed's heartbeat and the client's renewal bring both back: the one place stays taken."""
-    settings = PlannerSettings(port=free_port, heartbeat_s=0.2, lease_ttl_s=TTL_S)
+    settings = PlannerSettings(port=free_port, heartbeat_interval_s=0.2, lease_ttl_s=TTL_S)
     with contextlib.ExitStack() as stack:
         with run_in_thread(settings) as url:
             engine = stack.enter_context(FakeSglangServer())

@@ -137,7 +137,7 @@ def test_from_a_seed_to_a_file_and_back(
 
 def test_two_ranks_share_their_chunks(planner: str, rfork: SnapshotCommand, tiny_model: Path, tmp_path: Path) -> None:
     """Each rank is fetched in its turn; what both hold is stored once, also for the next revision."""
-    settings = InstanceSettings(planner=planner, transports=("http",), drain_s=0)
+    settings = InstanceSettings(planner=planner, transports=("http",), drain_timeout_s=0)
     module = loaded_model(tiny_model)
     first, second = Rank(tp=0, tp_size=2), Rank(tp=1, tp_size=2)
     options = ["--name", "two", "--planner", planner, "--shared"]
@@ -245,7 +245,7 @@ def test_what_cannot_be_done_is_one_line(
 def test_a_seed_writes_its_own_snapshot(tiny_model: Path, tmp_path: Path, expected_sha256: str) -> None:
     """In the engine's process, while it serves; unless its weights change meanwhile."""
     module = loaded_model(tiny_model)
-    settings = InstanceSettings(transports=("http",), drain_s=0)
+    settings = InstanceSettings(transports=("http",), drain_timeout_s=0)
     with engine.seed(module, model="tiny", settings=settings) as seed:
         snapshot_seed(seed, str(tmp_path / "rev-1"))
         assert expected_sha256 == restored_sha256(tiny_model, str(tmp_path / "rev-1"))

@@ -56,7 +56,7 @@ def test_each_source_gave_what_the_fork_says(planner: str) -> None:
     """Of two seeds that it reads at once a fork tells bytes and rates; so does the planner."""
 
     def settings(host: str, rate: int | None = None) -> InstanceSettings:
-        return InstanceSettings(planner=planner, transports=("http",), host=host, egress_rate=rate)
+        return InstanceSettings(planner=planner, transports=("http",), node_name=host, max_egress_bytes_per_s=rate)
 
     target = _constant_model(0.0)
     with (

@@ -52,8 +52,8 @@ def slow_environment(transport: str) -> dict[str, str]:
     """A fork of all 12 MiB takes seconds: time to put away what it reads."""
     return {
         "RFORK_TRANSPORTS": transport,
-        "RFORK_UNGUARDED_TCP": "1",
-        "RFORK_EGRESS_RATE": str(2 << 20),
+        "RFORK_ALLOW_UNAUTHENTICATED_TCP": "1",
+        "RFORK_MAX_EGRESS_BYTES_PER_S": str(2 << 20),
     }
 
 
@@ -72,7 +72,7 @@ def test_the_only_source_is_suspended_in_mid_fork(fleet: WeightsFleet, transport
     target = start_mid_fork(fleet, transport)
     seed.request("suspend")
     report = target.request("report")
-    assert (sha256_of(CHECKPOINT), True) == (report["sha256"], "SourceChanged" in error_kinds(report))
+    assert (sha256_of(CHECKPOINT), True) == (report["sha256"], "SourceWeightsChanged" in error_kinds(report))
     assert {} == quarantined(fleet)
 
 
@@ -93,7 +93,7 @@ def test_one_of_two_sources_is_suspended_in_mid_fork(fleet: WeightsFleet, transp
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_resumed_seed_gives_what_it_has_now(fleet: WeightsFleet, transport: str) -> None:
     """From other addresses, to a fork that comes afterwards."""
-    options = {"RFORK_TRANSPORTS": transport, "RFORK_UNGUARDED_TCP": "1"}
+    options = {"RFORK_TRANSPORTS": transport, "RFORK_ALLOW_UNAUTHENTICATED_TCP": "1"}
     seed, _ = fleet.seed(**options)
     seed.request("suspend")
     seed.request("resume", 2)
@@ -161,7 +161,7 @@ def until(condition: Callable[[], bool]) -> bool:
 @needs_mooncake
 def test_twenty_rounds_leave_nothing_behind() -> None:
     """Each is read over both transports, and gives the right bytes from where they are; nothing piles up."""
-    settings = InstanceSettings(allow_unauthenticated_tcp=True, drain_s=0)
+    settings = InstanceSettings(allow_unauthenticated_tcp=True, drain_timeout_s=0)
     transports: list[Transport] = [TransferEngineTransport(settings), HttpTransport(settings)]
     seed = Seed(image_with(1), InstanceIdentity("model"), settings, transports)
     key = derive_key(b"s" * 32, seed.identity.instance_id)
@@ -185,7 +185,7 @@ def test_twenty_rounds_leave_nothing_behind() -> None:
 @needs_mooncake
 def test_what_a_suspended_engine_had_registered_is_not_read() -> None:
     """A reader that stays on its channel gets no byte of what is written there afterwards."""
-    settings = InstanceSettings(allow_unauthenticated_tcp=True, drain_s=0)
+    settings = InstanceSettings(allow_unauthenticated_tcp=True, drain_timeout_s=0)
     transport = TransferEngineTransport(settings)
     image, target = image_with(1), image_with(0)
     seed = Seed(image, InstanceIdentity("model"), settings, [transport])

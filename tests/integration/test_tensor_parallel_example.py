@@ -35,7 +35,7 @@ StartReplica = Callable[..., list[RforkProcess]]
 @pytest.fixture
 def planner(rfork_process: StartRfork) -> str:
     """A planner that knows nobody yet."""
-    environment = {"RFORK_PLANNER_HEARTBEAT_S": "0.5", "RFORK_PLANNER_FORGET_S": "3"}
+    environment = {"RFORK_PLANNER_HEARTBEAT_INTERVAL_S": "0.5", "RFORK_PLANNER_INSTANCE_TTL_S": "3"}
     process = rfork_process("planner", "--port", "0", "--json", environment=environment)
     line = process.wait_for(r'^.*"event": ?"ready".*$').group()
     return cast(dict[str, str], json.loads(line))["url"]
@@ -114,7 +114,7 @@ class ModelPart(nn.Module):
 @pytest.fixture
 def settings(planner: str) -> InstanceSettings:
     """Forks that give up soon."""
-    return InstanceSettings(planner=planner, transports=("http",), no_source_timeout_s=0.2, drain_s=0)
+    return InstanceSettings(planner=planner, transports=("http",), no_source_timeout_s=0.2, drain_timeout_s=0)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def settings(planner: str) -> InstanceSettings:
         (Rank(tp=0, tp_size=2), Rank()),
         (Rank(pp=1, pp_size=2), Rank(pp=0, pp_size=2)),
         (Rank(ep=1, ep_size=2), Rank(ep=0, ep_size=2)),
-        (Rank(role="draft"), Rank()),
+        (Rank(role="speculative"), Rank()),
     ],
     ids=lambda rank: rank.key,
 )
@@ -149,7 +149,7 @@ def test_a_rank_takes_no_other_ranks_image(settings: InstanceSettings, mine: Ran
 
 def test_two_models_in_one_process(settings: InstanceSettings) -> None:
     """A target and its draft: two seeds, each with an id and a port of its own, each forked by its kind."""
-    roles = (Rank(role="target"), Rank(role="draft"))
+    roles = (Rank(role="main"), Rank(role="speculative"))
     sources, targets = (ModelPart(1), ModelPart(2)), (ModelPart(3), ModelPart(4))
     with ExitStack() as open_seeds, PlannerClient(str(settings.planner)) as client:
         for source, rank in zip(sources, roles, strict=True):
@@ -163,4 +163,4 @@ def test_two_models_in_one_process(settings: InstanceSettings) -> None:
         views = [view.report for view in client.instances(model="pair")]
     assert [True, True] == [target.equals(source) for target, source in zip(targets, sources, strict=True)]
     assert (4, 4) == (len({view.instance_id for view in views}), len({view.address for view in views}))
-    assert ["draft", "draft", "target", "target"] == sorted(view.rank.role for view in views)
+    assert ["main", "main", "speculative", "speculative"] == sorted(view.rank.role for view in views)

@@ -82,7 +82,7 @@ class VersionedFleet:
     def _planner(self) -> RforkProcess:
         return self._start(
             "planner", "--port", str(self._port), "--json", until=READY,
-            environment={"RFORK_PLANNER_HEARTBEAT_S": "0.5"},
+            environment={"RFORK_PLANNER_HEARTBEAT_INTERVAL_S": "0.5"},
         )  # fmt: skip
 
     def restart_planner(self) -> None:

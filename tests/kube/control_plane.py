@@ -7,8 +7,8 @@ In a test, through the fixtures of `tests/kube/conftest.py` (each test has a nam
 
     def test_it(plane: ControlPlane, admin: Client, namespace: str) -> None:
         admin.create(ServiceAccount(metadata=ObjectMeta(name="rfork-controller", namespace=namespace)))
-        kubeconfig = plane.kubeconfig_for(namespace, "rfork-controller")  # RFORK_HOOK_KUBECONFIG, KUBECONFIG
-        start("rfork", "hook", "controller", environment={"RFORK_HOOK_KUBECONFIG": str(kubeconfig)})
+        kubeconfig = plane.kubeconfig_for(namespace, "rfork-controller")  # RFORK_K8S_KUBECONFIG, KUBECONFIG
+        start("rfork", "hook", "controller", environment={"RFORK_K8S_KUBECONFIG": str(kubeconfig)})
         assert plane.calls(f"system:serviceaccount:{namespace}:rfork-controller") == ...
 
 or by hand: ``with control_plane(folder) as plane: …``. `plane.kubeconfig` is an administrator's.

@@ -84,7 +84,7 @@ class Installation:
                 stderr=log,
                 start_new_session=True,
             )
-        port = self.planner_port if component == "planner" else variables["RFORK_HOOK_HEALTH_PORT"]
+        port = self.planner_port if component == "planner" else variables["RFORK_K8S_HEALTH_PORT"]
         self._probes[name] = f"http://127.0.0.1:{port}"
         self._wait_ready(name, f"{self._probes[name]}/readyz")
 
@@ -149,16 +149,16 @@ class Installation:
             if value.startswith("<") and "/" in value:
                 value = self.secret(*value[1:-1].split("/"))
             variables[name] = value
-        variables["RFORK_HOOK_IDENTITY"] = f"{component}-{os.getpid()}-{len(self._processes)}"
-        variables["RFORK_HOOK_WEBHOOK_HOSTS"] = "127.0.0.1,localhost"
+        variables["RFORK_K8S_IDENTITY"] = f"{component}-{os.getpid()}-{len(self._processes)}"
+        variables["RFORK_K8S_WEBHOOK_HOSTS"] = "127.0.0.1,localhost"
         variables["RFORK_PLANNER"] = self.planner
-        if tokens := variables.get("RFORK_PLANNER_TOKENS"):
+        if tokens := variables.get("RFORK_PLANNER_TOKENS_FILE"):
             file = self.folder / Path(tokens).name
             file.write_text(self.secret(f"{self.release}-planner", "tokens"))
-            variables["RFORK_PLANNER_TOKENS"] = str(file)
+            variables["RFORK_PLANNER_TOKENS_FILE"] = str(file)
         if component in ("webhook", "controller"):
             account = f"{self.release}-{component}"
-            variables["RFORK_HOOK_KUBECONFIG"] = str(self._plane.kubeconfig_for(self.namespace, account))
+            variables["RFORK_K8S_KUBECONFIG"] = str(self._plane.kubeconfig_for(self.namespace, account))
         return variables
 
     def _wait_ready(self, name: str, url: str) -> None:

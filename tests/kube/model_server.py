@@ -94,7 +94,7 @@ def main() -> None:
     status.update(digest=digest_of(module), line=report.line())
     wait_for_shutdown(ended)
     if report.seed is not None:
-        report.seed.close(settings.drain_s)
+        report.seed.close(settings.drain_timeout_s)
     server.shutdown()
 
 

@@ -136,7 +136,10 @@ def test_older_clusters_get_what_they_know(helm: Path) -> None:
 def test_files_come_from_the_charts_own_image(helm: Path, values: dict[str, Any], expected: tuple[str, str]) -> None:
     """Unless another is named, the image of the chart's processes brings rfork's files to instances."""
     environment_variables = environment(pod_specs(render(helm, values))["rfork-webhook"])
-    assert expected == (environment_variables["RFORK_HOOK_FILES"], environment_variables["RFORK_HOOK_IMAGE"])
+    assert expected == (
+        environment_variables["RFORK_K8S_INJECTION_MODE"],
+        environment_variables["RFORK_K8S_INJECTION_IMAGE"],
+    )
 
 
 @pytest.mark.parametrize(
@@ -146,7 +149,7 @@ def test_files_come_from_the_charts_own_image(helm: Path, values: dict[str, Any]
 def test_webhook_knows_whether_images_are_mounted(helm: Path, kubernetes: str, expected: str) -> None:
     """Volumes of images are there from 1.35 on; before, a Pod with one would be refused, or wait for ever."""
     environment_variables = environment(pod_specs(render(helm, kubernetes=kubernetes))["rfork-webhook"])
-    assert expected == environment_variables["RFORK_HOOK_IMAGE_VOLUMES"]
+    assert expected == environment_variables["RFORK_K8S_IMAGE_VOLUMES"]
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,7 @@ def test_what_is_not_needed_is_not_granted(helm: Path, values: dict[str, Any], e
 def test_nodes_are_watched_where_that_is_granted(helm: Path, enabled: bool, watched: bool) -> None:
     """The webhook is told whether it may, so that it does not ask in vain for ever."""
     objects = render(helm, {"webhook": {"topology": {"enabled": enabled}}})
-    topology_setting = environment(pod_specs(objects)["rfork-webhook"])["RFORK_HOOK_TOPOLOGY"]
+    topology_setting = environment(pod_specs(objects)["rfork-webhook"])["RFORK_K8S_INJECT_TOPOLOGY"]
     rules = find_object(objects, "ClusterRole", "rfork-webhook")["rules"]
     webhook_names = [hook["name"] for hook in find_object(objects, "MutatingWebhookConfiguration", "rfork")["webhooks"]]
     assert (watched,) * 3 == (
@@ -170,7 +170,7 @@ def test_webhook_looks_at_the_lease_that_the_controller_takes(helm: Path, kubern
     objects = render(helm, values, kubernetes=kubernetes)
     environments = [environment(spec) for name, spec in pod_specs(objects).items() if name != "rfork-planner"]
     assert {("rfork-controller", "7")} == {
-        (each["RFORK_HOOK_LEASE"], each["RFORK_HOOK_LEASE_S"]) for each in environments
+        (each["RFORK_K8S_LEASE"], each["RFORK_K8S_LEASE_DURATION_S"]) for each in environments
     }
     there = [each["metadata"]["name"] for each in objects if each["kind"] == "Lease"]
     rules = find_object(objects, "Role", "rfork-webhook")["rules"]

@@ -173,7 +173,7 @@ async def test_the_webhook_sees_who_leads(
         kubeconfig=plane.kubeconfig_for(namespace, "webhook"),
         namespace=namespace,
         lease="it",
-        lease_s=5,
+        lease_duration_s=5,
         poll_interval_s=0.2,
     )
     rbac = f"/apis/rbac.authorization.k8s.io/v1/namespaces/{namespace}"

@@ -196,7 +196,7 @@ def wait_reconciled(fleet: Installation, name: str) -> None:
 def test_the_leader_is_killed_while_replicas_come(fleet: Installation, served: ServedDeployment) -> None:
     """The other takes over: the scale-up is announced once more at most, each fork is told of once."""
     fleet.start("controller", "a")
-    fleet.start("controller", "b", RFORK_HOOK_HEALTH_PORT=str(free_ports(1)[0]))
+    fleet.start("controller", "b", RFORK_K8S_HEALTH_PORT=str(free_ports(1)[0]))
     until(lambda: is_leader(fleet, "a") != is_leader(fleet, "b"), "nobody leads")
     leader, other = ("a", "b") if is_leader(fleet, "a") else ("b", "a")
     first = start_first_pod(served)

@@ -26,7 +26,7 @@ Document = dict[str, Any]
 FOLDER = Path(__file__).parents[2] / "deploy" / "examples" / "kubernetes"
 FILES = ("lws-tp8.yaml", "rdma.yaml", "s3-irsa.yaml", "same-host.yaml", "sglang-hpa.yaml", "vllm-keda.yaml")
 VERSION = "1.37"
-HOOK = KubernetesSettings(injection_mode="init", image="rfork:0.1.0")
+HOOK = KubernetesSettings(injection_mode="init", injection_image="rfork:0.1.0")
 USERS_ANNOTATIONS = {
     names.MODEL_NAME, names.CONTAINER, names.ENGINE, names.INJECT, names.SNAPSHOT, names.FILES,
     names.SAME_HOST, names.DRAIN_S, names.REQUIRED, names.REPLICA_PODS,

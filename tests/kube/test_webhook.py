@@ -31,7 +31,7 @@ from tests.kube.installation import Installation, installed
 from tests.kube.test_kubelet import until
 from tests.ports import free_ports
 
-FAST_POLL: Final = {"RFORK_HOOK_LOOK_S": "0.2"}
+FAST_POLL: Final = {"RFORK_K8S_POLL_INTERVAL_S": "0.2"}
 MESHED: Final = {"mesh": "yes"}
 """The label of Pods that the other webhook gives a sidecar."""
 SIDECAR: Final = {"name": "mesh", "image": "mesh:1", "args": ["proxy"]}
@@ -84,7 +84,7 @@ def test_replicas_share_their_certificate_whatever_becomes_of_it(
     """Two replicas: the caBundle emptied, the Secret deleted, then broken; Pods are injected all the time."""
     pods, (port, health) = LabelledPods(admin, namespace), free_ports(2)
     hooks.start("webhook", "a", **FAST_POLL)
-    hooks.start("webhook", "b", RFORK_HOOK_WEBHOOK_PORT=str(port), RFORK_HOOK_HEALTH_PORT=str(health), **FAST_POLL)
+    hooks.start("webhook", "b", RFORK_K8S_WEBHOOK_PORT=str(port), RFORK_K8S_HEALTH_PORT=str(health), **FAST_POLL)
     secret = f"{hooks.release}-webhook-tls"
     until(lambda: all(bundles(admin, hooks)), "nobody sets the caBundle")
     until(pods.injected, "no Pod is injected")
@@ -150,7 +150,7 @@ def test_a_certificate_of_others_that_expired(
     }
     hooks.helm("upgrade")
     write_mounted_secret(mount, issuer.issue_cert("127.0.0.1", not_after=EXPIRED))
-    hooks.start("webhook", RFORK_HOOK_CERTIFICATES=str(mount), **FAST_POLL)
+    hooks.start("webhook", RFORK_K8S_CERTIFICATE_DIR=str(mount), **FAST_POLL)
     with pytest.raises(ssl.SSLCertVerificationError, match="expired"):
         handshake(hooks.webhook_port, issuer.cert_pem.bytes())
     assert not pods.injected()

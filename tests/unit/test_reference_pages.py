@@ -192,7 +192,7 @@ def test_the_example_of_errors_runs(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         run(errors.SettingsError("RFORK_BIND: no", hint="mend it"))
     with pytest.raises(errors.AllSourcesFailed):
         run(errors.AllSourcesFailed("no way", [errors.SourceUnavailable("it died")]))
-    assert "SourceGone source it died\n" == capsys.readouterr().out
+    assert "SourceUnavailable source it died\n" == capsys.readouterr().out
 
 
 def test_commands_say_what_they_do() -> None:

@@ -17,7 +17,7 @@ from rfork.settings import InstanceSettings, PlannerSettings, addresses, load, n
         ("RFORK_TRANSPORTS", "transfer_engine, http", "transports", ("transfer_engine", "http")),
         ("RFORK_PLANNER", "http://p:1", "planner", "http://p:1"),
         ("RFORK_PLANNER", "", "planner", None),
-        ("RFORK_WINDOW", "7", "window", 7),
+        ("RFORK_MAX_INFLIGHT_CHUNKS", "7", "window", 7),
     ],
 )
 def test_a_variable_sets_its_option(
@@ -37,8 +37,8 @@ def test_an_argument_wins_over_a_variable(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("variable", "value", "expected"),
     [
-        ("RFORK_WINDOW", "many", "RFORK_WINDOW: Input should be a valid integer"),
-        ("RFORK_WINDOW", "0", "RFORK_WINDOW: Input should be greater than or equal to 1"),
+        ("RFORK_MAX_INFLIGHT_CHUNKS", "many", "RFORK_MAX_INFLIGHT_CHUNKS: Input should be a valid integer"),
+        ("RFORK_MAX_INFLIGHT_CHUNKS", "0", "RFORK_MAX_INFLIGHT_CHUNKS: Input should be greater than or equal to 1"),
         ("RFORK_TRANSPORTS", "http,pigeon", "RFORK_TRANSPORTS"),
         ("RFORK_PEER_PORT", "70000", "RFORK_PEER_PORT: Input should be less than or equal to 65535"),
     ],
@@ -92,8 +92,8 @@ def test_containers_of_one_node_call_it_by_one_name(
 
 def test_a_host_that_is_named_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a deployment knows better, it says."""
-    monkeypatch.setenv("RFORK_HOST", "gpu-17")
-    assert "gpu-17" == load(InstanceSettings).host
+    monkeypatch.setenv("RFORK_NODE_NAME", "gpu-17")
+    assert "gpu-17" == load(InstanceSettings).node_name
 
 
 def probing(found: dict[socket.AddressFamily, str], monkeypatch: pytest.MonkeyPatch) -> None:

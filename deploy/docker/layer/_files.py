@@ -2,7 +2,7 @@
 
 `rfork` imports this first of all, in each process of the engine. What the image has goes before what is added
 here, so nothing of it is replaced. Where something of it is too old for rfork, rfork says so, once in each
-process that loads, and the engine loads its weights by itself; ``RFORK_REQUIRED`` makes that an error. Then
+process that loads, and the engine loads its weights by itself; ``RFORK_FAIL_IF_NOT_FORKED`` makes that an error. Then
 nothing stays added, either: engines look what there is, and would use a package that does not go with theirs.
 
 Nothing but the standard library is imported at the top, and nothing newer than Python 3.9 is used: an image's
@@ -188,8 +188,8 @@ def _disable_sglang_plugin() -> None:
 def _log_status(log: logging.Logger) -> None:
     """Say why rfork is off. Raises RuntimeError where the server must not start without it."""
     # The settings themselves may not be there: pydantic may be what is too old.
-    if os.environ.get("RFORK_REQUIRED", "").lower() in ("1", "true", "yes", "on", "y", "t"):
-        raise RuntimeError(f"this server cannot be forked: {unusable_reason()} (unset RFORK_REQUIRED)")
+    if os.environ.get("RFORK_FAIL_IF_NOT_FORKED", "").lower() in ("1", "true", "yes", "on", "y", "t"):
+        raise RuntimeError(f"this server cannot be forked: {unusable_reason()} (unset RFORK_FAIL_IF_NOT_FORKED)")
     log.warning("rfork is off, the engine loads its weights by itself: %s", unusable_reason())
 
 

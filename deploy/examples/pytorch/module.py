@@ -57,7 +57,7 @@ def fork_module(planner: str | None, *, once: bool) -> None:
     if not once:
         signal.sigwait([signal.SIGTERM, signal.SIGINT])
     if report.seed is not None:
-        report.seed.close(drain_s=report.seed.settings.drain_s if not once else 0)
+        report.seed.close(drain_s=report.seed.settings.drain_timeout_s if not once else 0)
 
 
 def main() -> None:

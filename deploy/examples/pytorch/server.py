@@ -7,7 +7,7 @@
 
 Both are started alike: the first finds nobody and reads its checkpoint, the second forks from it. Each
 answers on /health from the start, with 503 until every chunk of its weights is verified. SIGTERM ends it in
-order: the answers under way are given, and who forks from it may finish, for RFORK_DRAIN_S seconds.
+order: the answers under way are given, and who forks from it may finish, for RFORK_DRAIN_TIMEOUT_S seconds.
 
 Needs: pip install 'rfork[transformers]'. All options of rfork (RFORK_*) hold here too.
 """
@@ -157,7 +157,7 @@ def serve(options: argparse.Namespace) -> None:
         finally:
             service.is_draining = True
             if report is not None and report.seed is not None:
-                report.seed.drain(report.seed.settings.drain_s)  # while answers are still given
+                report.seed.drain(report.seed.settings.drain_timeout_s)  # while answers are still given
                 report.seed.close()
 
 

@@ -141,7 +141,7 @@ def serve(options: argparse.Namespace) -> None:
             time.sleep(1)  # no longer: a signal that comes as it begins is heard when it ends
     finally:
         if report.seed is not None:
-            report.seed.close(report.seed.settings.drain_s)
+            report.seed.close(report.seed.settings.drain_timeout_s)
         dist.destroy_process_group()
 
 

@@ -4,7 +4,7 @@
         python ../pytorch/module.py fork --planner http://127.0.0.1:8700 --once
 
 Announced replicas are planned together however far apart they arrive: the first waits a moment
-(RFORK_PLANNER_GATHER_S) for the last. Without it all works too, with several plans. The planner's own
+(RFORK_PLANNER_SCALEUP_WAIT_S) for the last. Without it all works too, with several plans. The planner's own
 controller announces workloads of Kubernetes; this is for all others. Needs: pip install httpx.
 Where the planner asks for tokens, RFORK_TOKEN is an operator's.
 """
@@ -22,7 +22,7 @@ import httpx
 
 def announce(client: httpx.Client, scaleup: str, model: str, replicas: int) -> None:
     """Say that so many are about to come; none: nobody is waited for any more."""
-    body = {"scaleup_id": scaleup, "model": model, "replicas": replicas, "expires_in_s": 300, "by": "example"}
+    body = {"scaleup_id": scaleup, "model": model, "replicas": replicas, "expires_in_s": 300, "announced_by": "example"}
     scaleup_info = client.post("/v1/scaleups", json=body).raise_for_status().json()
     print(f"announced {replicas}: {scaleup_info['reason']}", flush=True)
 

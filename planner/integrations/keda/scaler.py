@@ -211,7 +211,7 @@ async def run(
     status: IntegrationStatus,
     tracer: Tracer = NOOP_TRACER,
 ) -> None:
-    """Serve KEDA at ``RFORK_HOOK_BIND``:``RFORK_HOOK_SCALER_PORT`` until cancelled.
+    """Serve KEDA at ``RFORK_K8S_BIND``:``RFORK_K8S_SCALER_PORT`` until cancelled.
 
     Raises PortInUse, and SettingsError for an address or TLS files of no use.
     """
@@ -256,5 +256,5 @@ def _listen(server: grpc.aio.Server, settings: KubernetesSettings, credentials: 
             return server.add_insecure_port(address)
         return server.add_secure_port(address, credentials)
     except RuntimeError:  # it binds and listens at once, and does not say what is wrong
-        listen(settings.bind, settings.scaler_port, prefix="RFORK_HOOK_", port_setting="SCALER_PORT").close()
-        raise PortInUse(settings.bind, settings.scaler_port, setting="RFORK_HOOK_SCALER_PORT") from None
+        listen(settings.bind, settings.scaler_port, prefix="RFORK_K8S_", port_setting="SCALER_PORT").close()
+        raise PortInUse(settings.bind, settings.scaler_port, setting="RFORK_K8S_SCALER_PORT") from None

@@ -125,7 +125,7 @@ def engine_hosts(instances: Iterable[InstanceInfo]) -> tuple[str, ...]:
         engine_host(view)
         for view in instances
         if view.report.state == "serving"
-        and (view.report.rank.role, view.report.rank.pp, view.report.rank.tp) == ("target", 0, 0)
+        and (view.report.rank.role, view.report.rank.pp, view.report.rank.tp) == ("main", 0, 0)
     }
     return tuple(sorted(found - {""}))
 

@@ -133,7 +133,7 @@ def open_server(settings: KubernetesSettings) -> ApiServer:
     except Exception as error:  # a file that others wrote can be wrong in every way there is
         raise SettingsError(
             f"cannot use the kubeconfig ({kubeconfig}): {error or type(error).__name__}",
-            hint="in a cluster: mount the ServiceAccount's token; outside: set RFORK_HOOK_KUBECONFIG",
+            hint="in a cluster: mount the ServiceAccount's token; outside: set RFORK_K8S_KUBECONFIG",
         ) from error
     client.headers["User-Agent"] = f"rfork/{__version__}"
     return ApiServer(client)

@@ -46,7 +46,7 @@ class FolderCertSource:
         except (InvalidCertificate, OSError) as error:
             raise SettingsError(
                 f"the webhook's certificate cannot be used: {_error_text(error)}",
-                hint=f"RFORK_HOOK_CERTIFICATES is a folder with {CERTIFICATE} and {KEY}, both PEM",
+                hint=f"RFORK_K8S_CERTIFICATE_DIR is a folder with {CERTIFICATE} and {KEY}, both PEM",
             ) from None
 
     async def refresh(self) -> None:
@@ -78,9 +78,9 @@ class SecretCertSource:
         try:
             self._hosts = frozenset(map(certs.canonical, settings.webhook_hosts))
         except ValueError as error:
-            raise SettingsError(f"RFORK_HOOK_WEBHOOK_HOSTS: {error}") from None
+            raise SettingsError(f"RFORK_K8S_WEBHOOK_HOSTS: {error}") from None
         if not self._hosts:
-            raise SettingsError("RFORK_HOOK_WEBHOOK_HOSTS: an own certificate has to be for some host")
+            raise SettingsError("RFORK_K8S_WEBHOOK_HOSTS: an own certificate has to be for some host")
 
     async def refresh(self) -> None:
         """As in Keeper."""

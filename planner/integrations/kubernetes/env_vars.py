@@ -36,7 +36,7 @@ def environment(
     """The variables, in the order that they may refer to one another in.
 
     With `hostNetwork` the Pod's address is its node's, and so is each port: instances of one node then take
-    the next free ones (RFORK_PORTS). Annotations that the Pod's binding does not bring are empty, as unset.
+    the next free ones (RFORK_PORT_RANGE_SIZE). Annotations that the Pod's binding does not bring are empty, as unset.
     """
     yield _value("RFORK_PLANNER", planner_url)
     yield _value("RFORK_MODEL", request.model)
@@ -46,18 +46,18 @@ def environment(
     yield _field("RFORK_POD_NAMESPACE", "metadata.namespace")
     yield _field("RFORK_POD_NAME", "metadata.name")
     yield {"name": "RFORK_POD", "value": "$(RFORK_POD_NAMESPACE)/$(RFORK_POD_NAME)"}
-    yield _field("RFORK_HOST", "spec.nodeName")
+    yield _field("RFORK_NODE_NAME", "spec.nodeName")
     yield _field("RFORK_BIND", "status.podIP")
     yield _field("RFORK_ADVERTISE", "status.podIP")
     yield _value("RFORK_PEER_PORT", str(settings.peer_port))
     yield _value("RFORK_HTTP_PORT", str(settings.http_port))
-    yield _value("RFORK_PORTS", str(settings.ports))
+    yield _value("RFORK_PORT_RANGE_SIZE", str(settings.ports))
     yield _field("RFORK_ZONE", f"metadata.annotations['{names.ZONE}']")
     yield _field("RFORK_RACK", f"metadata.annotations['{names.RACK}']")
     yield _field("RFORK_NVLINK", f"metadata.annotations['{names.NVLINK}']")
     token = {"name": settings.token_secret, "key": TOKEN_KEY, "optional": True}
     yield {"name": "RFORK_TOKEN", "valueFrom": {"secretKeyRef": token}}
-    if settings.ca_secret:
+    if settings.tls_secret:
         yield _value("RFORK_TLS_CERTIFICATE", f"{TLS}/tls.crt")
         yield _value("RFORK_TLS_KEY", f"{TLS}/tls.key")
         yield _value("RFORK_TLS_CA", f"{TLS}/ca.crt")
@@ -65,11 +65,11 @@ def environment(
         # Not escaped: who writes $(BUCKET) in the annotation means the container's.
         yield {"name": "RFORK_SNAPSHOT", "value": request.snapshot}
     if request.required:
-        yield _value("RFORK_REQUIRED", "1")
+        yield _value("RFORK_FAIL_IF_NOT_FORKED", "1")
     if same_host:
-        yield _value("RFORK_LOCAL_SOCKETS", SOCKETS)
+        yield _value("RFORK_UNIX_SOCKET_DIR", SOCKETS)
     if drains:
-        yield _value("RFORK_DRAIN_S", "0")  # the preStop hook has seen its readers off by then
+        yield _value("RFORK_DRAIN_TIMEOUT_S", "0")  # the preStop hook has seen its readers off by then
 
 
 def python_path(variables: Iterable[Variable], folder: str, note: Callable[[str], None]) -> list[Variable]:

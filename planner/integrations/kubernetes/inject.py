@@ -53,15 +53,15 @@ def inject(
     somebody has to open it, or forks go over the network.
     """
     patch = _PodPatch(pod, request)
-    files_at = patch.files(request.files or settings.injection_mode, settings.image, settings.image_volumes)
-    drains = patch.drain(settings.drain_s if request.drain_s is None else request.drain_s, files_at)
+    files_at = patch.files(request.files or settings.injection_mode, settings.injection_image, settings.image_volumes)
+    drains = patch.drain(settings.drain_timeout_s if request.drain_s is None else request.drain_s, files_at)
     same_host = request.same_host or ("true" if settings.same_host else "false")
     if same_host != "false":
         patch.sockets()
     if same_host == "ipc":
         patch.host_namespaces()
-    if settings.ca_secret:
-        patch.tls(settings.ca_secret)
+    if settings.tls_secret:
+        patch.tls(settings.tls_secret)
     if settings.readiness_gate and has_leader:
         patch.gate()
     patch.probe()

@@ -24,12 +24,12 @@ def volume(injection_mode: Literal["init", "image"], image: str, image_volumes: 
     if not image:
         raise SettingsError(
             "there is no image of rfork's files to take them from",
-            hint=f"set RFORK_HOOK_IMAGE for the webhook, or {names.FILES}: none if the image has rfork",
+            hint=f"set RFORK_K8S_INJECTION_IMAGE for the webhook, or {names.FILES}: none if the image has rfork",
         )
     if injection_mode == "image" and not image_volumes:
         raise SettingsError(
             "rfork's files are to come as an image volume, which this cluster is not said to know",
-            hint=f"set {names.FILES}: init, or, from Kubernetes 1.35 on, RFORK_HOOK_IMAGE_VOLUMES=true for the webhook",
+            hint=f"set {names.FILES}: init, or, from Kubernetes 1.35 on, RFORK_K8S_IMAGE_VOLUMES=true for the webhook",
         )
     volume_spec: Document = {"name": FILES_VOLUME}
     volume_spec |= {"image": {"reference": image}} if injection_mode == "image" else {"emptyDir": {}}

@@ -34,8 +34,8 @@ class LeaderWatch:
 
     def __init__(self, settings: KubernetesSettings, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._name, self._namespace = settings.lease, settings.namespace
-        self._lease_s = settings.lease_s
-        self._poll_interval_s = min(settings.poll_interval_s, MAX_POLL_S, settings.lease_s / 2)
+        self._lease_s = settings.lease_duration_s
+        self._poll_interval_s = min(settings.poll_interval_s, MAX_POLL_S, settings.lease_duration_s / 2)
         self._monotonic = monotonic
         self._lease: ObservedLease | None = None
         self._observed_at = 0.0

@@ -32,7 +32,7 @@ SAME_HOST: Final = "rfork.dev/same-host"
 DRAIN_S: Final = "rfork.dev/drain-s"
 """Seconds: as the setting of that name."""
 REQUIRED: Final = "rfork.dev/required"
-"""``true``: RFORK_REQUIRED, a server that cannot be forked does not start."""
+"""``true``: RFORK_FAIL_IF_NOT_FORKED, a server that cannot be forked does not start."""
 REPLICA_PODS: Final = "rfork.dev/replica-pods"
 """Pods that make one replica (nodes of a LeaderWorkerSet's group do by themselves); without: 1."""
 

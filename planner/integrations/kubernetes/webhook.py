@@ -43,13 +43,15 @@ async def run(
     has made, or read, its own.
     Raises PortInUse, or SettingsError for a certificate folder, hosts or a planner that cannot be used.
     """
-    url = settings.planner or planner_settings.planner
+    url = settings.pod_planner_url or planner_settings.planner
     if url is None:
-        raise SettingsError("the webhook does not know where Pods find the planner", hint="set RFORK_HOOK_PLANNER")
+        raise SettingsError(
+            "the webhook does not know where Pods find the planner", hint="set RFORK_K8S_POD_PLANNER_URL"
+        )
     tls_context, topology, leader_watch = ReloadingContext(), NodeTopology(settings), LeaderWatch(settings)
     app = admission_app(settings, url, topology, status.registry, leader_watch, tracer)
     async with _cert_source(settings, CertificateMonitor(tls_context, status, Clock())) as cert_source:
-        listener = listen(settings.bind, settings.webhook_port, prefix="RFORK_HOOK_", port_setting="WEBHOOK_PORT")
+        listener = listen(settings.bind, settings.webhook_port, prefix="RFORK_K8S_", port_setting="WEBHOOK_PORT")
         async with run_server(app, listener, tls_context.context), asyncio.TaskGroup() as tasks:
             log.info("webhook is up", url=f"https://{address_of(settings.bind, listener)}", planner=url)
             tasks.create_task(refresh_forever(cert_source, settings.poll_interval_s))
@@ -58,8 +60,8 @@ async def run(
 
 @contextlib.asynccontextmanager
 async def _cert_source(settings: KubernetesSettings, watch: CertificateMonitor) -> AsyncIterator[CertSource]:
-    if settings.certificates is not None:
-        yield FolderCertSource(settings.certificates, watch)
+    if settings.certificate_dir is not None:
+        yield FolderCertSource(settings.certificate_dir, watch)
         return
     store = connect_secrets(settings)
     try:

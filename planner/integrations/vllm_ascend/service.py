@@ -74,7 +74,7 @@ class AscendLeaseService:
         renewed = await self._registry.progress(lease_id, IDLE_STATE)
         if seed.instance_id in renewed.leases:
             return True
-        await self._end(fork, "interrupted", "SourceGone: the seed fell silent or was removed")
+        await self._end(fork, "interrupted", "SourceUnavailable: the seed fell silent or was removed")
         return False
 
     async def release(self, seed: AscendSeed, lease_id: str) -> bool:

@@ -41,7 +41,7 @@ function ofInstance(one, sums) {
   const state = sums.states.get(one.id) ?? "loading";
   const readers = sums.readers.get(one.id) ?? [];
   const gives = readers.reduce((sum, fork) => sum + flow(fork, one.id), 0);
-  const held = readers.map((fork) => fork.held?.[one.id] ?? 0).filter(Boolean);
+  const held = readers.map((fork) => fork.source_rate_limits?.[one.id] ?? 0).filter(Boolean);
   return kept([
     ["Id", name(one.id) === one.id ? "" : one.id],
     ["State", `${STATES[state].sign} ${STATES[state].word}: ${STATES[state].means}`],

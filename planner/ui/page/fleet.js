@@ -14,7 +14,7 @@
  *   it has ended; `still`: since when nothing came, by what it told; `speed`: its rate now
  * @typedef {{model: string, version: string | null, rank_key: string, layout_id: string, weights_id: string | null, image_bytes: number, seeds: number,
  *   relays: number, forks_running: number, storage_bytes: number, forked_bytes: number, storage_s: number | null,
- *   fork_s: number | null, saved_s: number}} Model
+ *   fork_s: number | null, seconds_saved: number}} Model
  * @typedef {{scaleup: {scaleup_id: string, model: string, version?: string | null, replicas: number, by: string}, arrived: number, seeds: number,
  *   image_bytes: number, reason: string}} ScaleUp
  * @typedef {{key: string, model: string, version: string, rank: string, instances: Instance[], live: Fork[]}} Group
@@ -85,7 +85,7 @@ export class Fleet {
       else fork.still ??= fork.heard;
     }
     if (data.models) this.models = data.models;
-    if (data.saved_s !== undefined) this.saved = data.saved_s;
+    if (data.seconds_saved !== undefined) this.saved = data.seconds_saved;
     if (data.scaleups) this.scaleups = data.scaleups;
     if (data.ready !== undefined) this.ready = data.ready;
   }

@@ -83,9 +83,9 @@ export function showScaleups(scaleups) {
   list(at("scaleup-list"), scaleups, (each) => each.scaleup.scaleup_id, () => make("li", {}, make("strong"), make("span"), make("progress", { "aria-label": "replicas that came" }), make("span.soft")), (element, each) => {
     const { replicas, model, by } = each.scaleup;
     say(element.children[0], [`${many(replicas, "replica")} of ${short(model, 48)}`, shortVersion(each.scaleup.version)].filter(Boolean).join(", "));
-    say(element.children[1], `${each.arrived} came, ${Math.max(0, replicas - each.arrived)} expected`);
+    say(element.children[1], `${each.arrived_count} came, ${Math.max(0, replicas - each.arrived_count)} expected`);
     set(element.children[2], "max", String(Math.max(1, replicas)));
-    set(element.children[2], "value", String(Math.min(each.arrived, replicas)));
+    set(element.children[2], "value", String(Math.min(each.arrived_count, replicas)));
     say(element.children[3], `${each.reason}${each.image_bytes ? `; ${size(each.image_bytes)} each` : ""}${by ? `; announced by ${by}` : ""}`);
   });
 }
@@ -129,7 +129,7 @@ export function showModels(sums, wanted, chosen, choose) {
     const cells = [
       `${row.seeds}`, row.forks_running ? `${row.forks_running}` : "–", size(row.image_bytes),
       row.storage_s === null ? "not known yet" : time(row.storage_s), row.fork_s === null ? "not known yet" : time(row.fork_s),
-      row.storage_s === null || row.fork_s === null ? "not known yet" : time(row.saved_s),
+      row.storage_s === null || row.fork_s === null ? "not known yet" : time(row.seconds_saved),
       row.forked_bytes + row.storage_bytes ? `${size(row.forked_bytes)} of ${size(row.forked_bytes + row.storage_bytes)}` : "–",
     ];
     cells.forEach((text, index) => {

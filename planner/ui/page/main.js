@@ -77,7 +77,7 @@ function show() {
     if (each.group) choose(each.group);
     if (each.id) open(each.id);
   });
-  showScaleups(fleet.scaleups.filter((each) => each.arrived < each.scaleup.replicas && fits(text(each.scaleup.model, each.scaleup.by))));
+  showScaleups(fleet.scaleups.filter((each) => each.arrived_count < each.scaleup.replicas && fits(text(each.scaleup.model, each.scaleup.by))));
   const groups = new Set([...fleet.instances.values()].filter(wanted).map((one) => keyOf(one)));
   const key = groupShown(groups, troubles);
   const models = new Set([...groups].map((each) => sums.groups.get(each)?.model));

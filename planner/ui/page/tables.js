@@ -45,7 +45,7 @@ function sourcesOf(sums, wanted) {
     const readers = Math.max(forks.length, instance.readers ?? 0);
     if (!readers || !wanted(instance)) continue;
     const gives = forks.reduce((sum, fork) => sum + flow(fork, instance.id), 0);
-    const held = forks.map((fork) => fork.held?.[instance.id] ?? 0).filter((each) => each > 0);
+    const held = forks.map((fork) => fork.source_rate_limits?.[instance.id] ?? 0).filter((each) => each > 0);
     found.push({ id: instance.id, readers, slots: instance.slots ?? 0, gives, held: held.length ? Math.min(...held) : undefined, egress: instance.egress, host: instance.host, state: instance.state, version: mixed.has(instance.model) ? instance.version : undefined });
   }
   return found.sort((one, other) => other.gives - one.gives || other.readers - one.readers || (one.id < other.id ? -1 : 1));

@@ -95,7 +95,7 @@ export function plain(text) {
 }
 
 /** A rank as people say it: `TP 0/8 · PP 1/2 · draft`; empty for a model of one rank.
- * @param {string} key as `target-tp0of8-pp0of1-ep0of1` @returns {string} */
+ * @param {string} key as `main-tp0of8-pp0of1-ep0of1` @returns {string} */
 export function rank(key) {
   const found = /^(target|draft)-tp(\d+)of(\d+)-pp(\d+)of(\d+)-ep(\d+)of(\d+)$/.exec(key);
   if (!found) return key;
@@ -105,7 +105,7 @@ export function rank(key) {
     [`PP ${pp}/${pps}`, pps],
     [`EP ${ep}/${eps}`, eps],
   ].filter(([, ranks]) => ranks !== "1").map(([said]) => said);
-  if (role === "draft") parts.push("draft");
+  if (role === "speculative") parts.push("speculative");
   return parts.join(" · ");
 }
 

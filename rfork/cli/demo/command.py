@@ -67,13 +67,13 @@ def _play(folder: Path, bare: Path, egress_rate: int, children: Children) -> Dem
         Child(
             "planner",
             ["rfork", "planner", "--port", "0", "--json"],
-            environment={"RFORK_PLANNER_HEARTBEAT_S": "1"},
+            environment={"RFORK_PLANNER_HEARTBEAT_INTERVAL_S": "1"},
         )
     )
     url = str(planner.wait_for(_ready, START_S)["url"])
     environment = {
         "RFORK_PLANNER": url,
-        "RFORK_EGRESS_RATE": str(egress_rate),
+        "RFORK_MAX_EGRESS_BYTES_PER_S": str(egress_rate),
         "RFORK_TRANSPORTS": "http",
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
@@ -84,7 +84,7 @@ def _play(folder: Path, bare: Path, egress_rate: int, children: Children) -> Dem
         Child(
             "seed",
             ["rfork.cli.demo.seed_process", str(folder), MODEL, PROMPT],
-            environment={**environment, "RFORK_HOST": "node-0"},
+            environment={**environment, "RFORK_NODE_NAME": "node-0"},
             on_event=scene.on_seed_event,
         )
     )
@@ -107,7 +107,7 @@ def _play(folder: Path, bare: Path, egress_rate: int, children: Children) -> Dem
             "--stay",
             "--json",
         ]
-        host_environment = {"RFORK_HOST": f"node-{number}"}
+        host_environment = {"RFORK_NODE_NAME": f"node-{number}"}
         return children.add(Child(f"fork {number}", arguments, environment={**environment, **host_environment}))
 
     err.print(

@@ -117,7 +117,7 @@ def _running_diagnosis(stats: ForkStats) -> Diagnosis:
     )
     if not fork.plan:
         why = fork.reason or "the planner has no source for it"
-        advice = "If nothing comes it falls back by itself (RFORK_PATIENCE_S, then RFORK_DEADLINE_S)."
+        advice = "If nothing comes it falls back by itself (RFORK_NO_SOURCE_TIMEOUT_S, then RFORK_DEADLINE_S)."
         return Diagnosis("under_way", f"It waits for a source: {why}.", advice)
     if left_s is None:
         text = f"It reads nothing at the moment: {share:.0%} verified after {_seconds_text(stats.seconds)}."
@@ -146,7 +146,7 @@ def _fell_back(stats: ForkStats, fallback_name: str) -> Diagnosis:
 def _deadline_diagnosis(stats: ForkStats, diagnosis: Diagnosis) -> Diagnosis:
     """Where it ran out of time, and a source held its readers back, that is why."""
     throttled = stats.slowest_throttled
-    if throttled is None or throttled.rate_limit is None or _error_kinds(stats)[-1:] != ["DeadlinePassed"]:
+    if throttled is None or throttled.rate_limit is None or _error_kinds(stats)[-1:] != ["DeadlineExceeded"]:
         return diagnosis
     return Diagnosis(
         diagnosis.cause,
@@ -219,7 +219,7 @@ def _unsteady(stats: ForkStats, lost: str) -> Finding:
 def _planning(stats: ForkStats, lost: str) -> Finding:
     return (
         f"It waited for the planner's answer: {lost}.",
-        "Look at the planner's load (/metrics); where a scale-up was announced, at RFORK_PLANNER_GATHER_S.",
+        "Look at the planner's load (/metrics); where a scale-up was announced, at RFORK_PLANNER_SCALEUP_WAIT_S.",
     )
 
 
@@ -277,8 +277,8 @@ def _throttled_text(source: str, rate_limit: int) -> str:
 
 def _raise_limit_hint(source: str) -> str:
     return (
-        f"Raise RFORK_EGRESS_RATE on {format.format_source(source)}, or start another seed. Where it has no such "
-        "setting, its own work was slow (RFORK_LATENCY_SETPOINT)."
+        f"Raise RFORK_MAX_EGRESS_BYTES_PER_S on {format.format_source(source)}, or start another seed. Where it has no such "
+        "setting, its own work was slow (RFORK_MAX_LATENCY_RATIO)."
     )
 
 

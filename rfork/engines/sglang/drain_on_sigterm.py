@@ -44,7 +44,7 @@ class SigtermDrain:
     def on_sigterm(self, _: None, handler: SignalHandler, *more: object, **named: object) -> None:
         """On the server's event loop: what takes time is done on a thread."""
         if self._until is None:
-            self._until = time.monotonic() + self._settings.drain_s
+            self._until = time.monotonic() + self._settings.drain_timeout_s
             threading.Thread(target=self._drain, name="rfork-drain", daemon=True).start()
 
     def before_dispatch(self, manager: TokenizerManager, obj: object) -> None:
@@ -58,7 +58,7 @@ class SigtermDrain:
         try:
             with PlannerClient.of(self._settings) as client:
                 for one in drain_replica(
-                    client, str(self._settings.replica), wait_s=self._settings.drain_s, force=True
+                    client, str(self._settings.replica), wait_s=self._settings.drain_timeout_s, force=True
                 ):
                     log.info("drained", instance=one.instance_id, because=one.reason)
         except RforkError as error:

@@ -108,7 +108,7 @@ def _on_exit(scheduler: Scheduler) -> None:
     for _, model in _runners(scheduler):
         instance = served_model(model)
         if instance is not None:
-            instance.close(min(instance.seed.settings.drain_s, EXIT_TIMEOUT_S))
+            instance.close(min(instance.seed.settings.drain_timeout_s, EXIT_TIMEOUT_S))
 
 
 def _never_decodes(scheduler: Scheduler) -> bool:

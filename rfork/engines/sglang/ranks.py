@@ -81,7 +81,7 @@ def _rank(*, draft: bool) -> Rank:
         ep=parallel.moe_ep_rank,
         ep_size=parallel.moe_ep_size,
         dp=(parallel.attn_dp_rank if parallel.attn_dp_size > 1 else parallel.dp_rank) or 0,
-        role="draft" if draft else "target",
+        role="speculative" if draft else "main",
     )
 
 

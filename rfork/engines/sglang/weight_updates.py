@@ -157,7 +157,7 @@ class WeightUpdateHooks:
             if instance not in self._released:
                 continue
             self._released.discard(instance)
-            if kept or (role != "target" and features.enable_draft_weights_cpu_backup):
+            if kept or (role != "main" and features.enable_draft_weights_cpu_backup):
                 self._publish(instance)
             else:
                 self._lost.add(instance)

@@ -213,7 +213,7 @@ class StockEngine:
         path = response.request.url.path if response is not None else ""
         if status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
             return SettingsError(
-                f"engine {self.url} wants a key", hint="set RFORK_SIDECAR_ENGINE_TOKEN to its --api-key"
+                f"engine {self.url} wants a key", hint="set RFORK_SIDECAR_ENGINE_API_KEY to its --api-key"
             )
         if path in INFO_PATHS and status in (httpx.codes.BAD_REQUEST, httpx.codes.NOT_FOUND):
             return SettingsError(

@@ -39,7 +39,7 @@ SINGLE_CHUNK: Final = ((0, 1),)
 def placement(settings: InstanceSettings) -> Placement:
     """Where the sidecar runs, and so the engine beside it."""
     return Placement(
-        host=settings.host, rack=settings.rack, zone=settings.zone, nvlink=settings.nvlink, pod=settings.pod
+        host=settings.node_name, rack=settings.rack, zone=settings.zone, nvlink=settings.nvlink, pod=settings.pod
     )
 
 
@@ -75,7 +75,7 @@ def version_of(stated: str | None, weights: str, first: Version, now: Version) -
 
 def instance_id(settings: InstanceSettings, rank: int, info: WeightInfo) -> str:
     """One run of one rank of an engine: memory that was freed is never taken for the new one."""
-    run = _hash("instance", [settings.host, rank, info.session, sorted(info.tensors.items())])
+    run = _hash("instance", [settings.node_name, rank, info.session, sorted(info.tensors.items())])
     session = re.sub("[^A-Za-z0-9._:-]", "-", info.session)[:64]
     return f"{PREFIX}{session}:{rank}:{run[:8]}"
 
@@ -116,7 +116,7 @@ def client_report(settings: InstanceSettings, seed: InstanceReport, fork_id: str
         image_bytes=seed.image_bytes,
         chunk_count=seed.chunk_count,
         state="loading",
-        address=settings.host,
+        address=settings.node_name,
         transports=(TRANSPORT,),
         placement=placement(settings),
         max_readers=0,

@@ -12,7 +12,7 @@ Its limits are those of the stock protocol:
   pass.
 * A lease binds nobody: whoever reaches the engine's TransferEngine reads, and over TCP writes, what is
   registered there. The lease guards the info of where weights lie, and the seeds' places. Over TCP, which
-  ``MOONCAKE_PROTOCOL=tcp`` in the sidecar's environment tells of, ``RFORK_UNGUARDED_TCP=1`` has to be set.
+  ``MOONCAKE_PROTOCOL=tcp`` in the sidecar's environment tells of, ``RFORK_ALLOW_UNAUTHENTICATED_TCP=1`` has to be set.
 * No relays, stripes, resume or storage: a client reads all from one complete seed, and ends itself where
   that fails.
 * Parameters only: buffers and what is hung on modules after load are not sent, and a client does not process
@@ -47,10 +47,10 @@ class Sidecar:
     def __init__(self, settings: InstanceSettings, own: SidecarSettings) -> None:
         _check(settings, own)
         self._settings, self._own = settings, own
-        key = own.engine_token.get_secret_value() if own.engine_token is not None else None
+        key = own.engine_api_key.get_secret_value() if own.engine_api_key is not None else None
         self._planner = PlannerClient.of(settings)
         self._info_client = InfoClient(settings.tls)
-        self._engine = StockEngine(own.engine, token=key, tls=settings.tls) if own.engine else None
+        self._engine = StockEngine(own.engine_url, token=key, tls=settings.tls) if own.engine_url else None
         self.publisher: Publisher | None = None
         self.lease_manager: LeaseManager | None = None
         self._for_seeds: HttpServerThread | None = None
@@ -109,7 +109,7 @@ class Sidecar:
     def __exit__(
         self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close(self._settings.drain_s if exc_type is None else 0.0)
+        self.close(self._settings.drain_timeout_s if exc_type is None else 0.0)
 
     def _build(self) -> None:
         settings, own = self._settings, self._own
@@ -139,7 +139,7 @@ def _check(settings: InstanceSettings, own: SidecarSettings) -> None:
     """Raises SettingsError."""
     if settings.planner is None:
         raise SettingsError("no planner is set", hint="pass --planner URL or set RFORK_PLANNER")
-    if own.engine is None and own.source_model is None:
+    if own.engine_url is None and own.source_model is None:
         raise SettingsError(
             "there is nothing to do",
             hint="--engine URL publishes a seed, --client-of-model NAME answers a client; both do both",
@@ -147,5 +147,5 @@ def _check(settings: InstanceSettings, own: SidecarSettings) -> None:
     if own.mooncake_protocol == "tcp" and not settings.allow_unauthenticated_tcp:
         raise SettingsError(
             "over TransferEngine's plain TCP whoever reaches an engine's port reads and writes its weights",
-            hint="RFORK_UNGUARDED_TCP=1 allows that where you trust the network wholly",
+            hint="RFORK_ALLOW_UNAUTHENTICATED_TCP=1 allows that where you trust the network wholly",
         )

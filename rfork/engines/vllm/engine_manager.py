@@ -106,11 +106,11 @@ def drain_server(settings: InstanceSettings) -> None:
         return
     try:
         with PlannerClient.of(settings) as planner:
-            ended = drain_replica(planner, settings.replica, wait_s=settings.drain_s, force=True)
+            ended = drain_replica(planner, settings.replica, wait_s=settings.drain_timeout_s, force=True)
             for each in ended:
                 log.info("drained", instance_id=each.instance_id, because=each.reason)
                 planner.remove(each.instance_id)  # they have no time to say so themselves
     except RforkError as error:
         log.warning("the seeds of this server are not drained", because=str(error))
     else:
-        log.info("seeds drained", seeds=len(ended), in_use=sum(not each.may_exit for each in ended))
+        log.info("seeds drained", seeds=len(ended), in_use=sum(not each.can_exit for each in ended))

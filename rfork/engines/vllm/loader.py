@@ -51,7 +51,7 @@ class RforkModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM has no ty
         engine = VllmEngine(self.load_config, vllm_config, model_config, prefix)
         if why := unsupported.unsupported_config(vllm_config, model_config):
             if self.settings.fail_if_not_forked:
-                raise ForkFailed(f"this server cannot be forked: {why}", hint="unset RFORK_REQUIRED")
+                raise ForkFailed(f"this server cannot be forked: {why}", hint="unset RFORK_FAIL_IF_NOT_FORKED")
             logger(__name__).warning("not forked, and not a seed: vLLM loads its weights by itself", because=why)
             return engine.load()
         install(worker_class())

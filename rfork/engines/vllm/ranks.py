@@ -60,7 +60,7 @@ def rank_of(vllm_config: VllmConfig, model_config: ModelConfig, draft: bool) -> 
         ep=experts.rank_in_group if experts is not None else 0,
         ep_size=experts.world_size if experts is not None else 1,
         dp=vllm_config.parallel_config.data_parallel_index,
-        role="draft" if draft else "target",
+        role="speculative" if draft else "main",
     )
 
 

@@ -126,7 +126,7 @@ class WeightLifecycle:
     def close(self) -> None:
         """The worker ends. Who has a name was seen off by whoever gave it one; see `front`."""
         settings = self.instance.seed.settings
-        self.instance.close(min(settings.drain_s, WORKER_DRAIN_S) if settings.replica is None else 0.0)
+        self.instance.close(min(settings.drain_timeout_s, WORKER_DRAIN_S) if settings.replica is None else 0.0)
 
     def _publish(self) -> None:
         if self._lost or self._broken or self._asleep or self._update_depth:

@@ -133,7 +133,7 @@ def _folder(
         (SINGLE, manifest_name(SINGLE)),
         partial(open_single, folder.child(SINGLE), settings),
     )
-    if rank.role == "target":
+    if rank.role == "main":
         found = first([index])
         if found is None:
             there = _list_or_none(folder, settings, role)

@@ -5,7 +5,7 @@ O_DIRECT: straight into the destination where that is one run of huge pages, ali
 into staging in huge pages, and copied from there.
 
 Whether O_DIRECT is quicker than reading through the page cache depends on the disk, so with
-``RFORK_STORAGE_DIRECT=auto`` it is measured, once for each device and process: of what is not cached, one
+``RFORK_STORAGE_DIRECT_IO=auto`` it is measured, once for each device and process: of what is not cached, one
 block in `EVERY` bytes is read through the page cache, and after `SAMPLES` of them the quicker way is kept
 (`ReadModeSelector`). Few, because the page cache may take its new pages from a host that has to find them first, and
 be several times slower than the disk; the other way round, a disk that is quicker through the page cache

@@ -126,7 +126,7 @@ class CloudUpload:
         if self._parts == MAX_PARTS:
             raise StorageError(
                 f"{self._location.uri}: more than {MAX_PARTS} parts of {self._size} bytes",
-                hint="RFORK_STORAGE_MEMORY sets their size",
+                hint="RFORK_STORAGE_STAGING_BYTES sets their size",
             )
         self._parts += 1
         if not self._feed.put_part(bytes(self._part)):

@@ -103,12 +103,12 @@ class SnapshotFiles:
 
 
 def snapshot_name(rank: Rank) -> str:
-    """The name of a rank's file in a folder: ``model-rank-%03d.safetensors``, or ``draft-rank-…``.
+    """The name of a rank's file in a folder: ``model-rank-%03d.safetensors``, or ``speculative-rank-…``.
 
     The number is ``pp * tp_size + tp``. Where expert parallelism cuts other than along `tp`, ``-ep-%03d``
     follows: no two ranks of a replica share a name.
     """
-    role = "model" if rank.role == "target" else rank.role
+    role = "model" if rank.role == "main" else rank.role
     along = rank.ep == rank.tp * rank.ep_size // rank.tp_size
     expert = "" if along else f"-ep-{rank.ep:03d}"
     return f"{role}-rank-{rank.pp * rank.tp_size + rank.tp:03d}{expert}{DATA_SUFFIX}"

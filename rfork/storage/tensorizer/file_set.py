@@ -53,7 +53,7 @@ def of_rank(uri: str, rank: Rank) -> str:
     found = _template.findall(name)
     if len(found) != 1:
         raise SettingsError(f"{name!r} has more than one place for the number of the rank")
-    if rank.role != "target" and rank.role not in name:
+    if rank.role != "main" and rank.role not in name:
         raise SettingsError(
             f"{name!r} names files of the model itself, and the rank is a {rank.role}'s",
             hint=f"a name with {rank.role!r} in it, as {rank.role}-rank-%03d{SUFFIX}",

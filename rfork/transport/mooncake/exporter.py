@@ -132,7 +132,7 @@ class TransferEngineExporter(StatelessExporter):
         if protocol == "tcp":
             log.warning(
                 "transfer_engine over plain TCP: while a reader has a channel, every process on its host "
-                "reads AND WRITES the weights; unset RFORK_UNGUARDED_TCP unless you trust those hosts wholly",
+                "reads AND WRITES the weights; unset RFORK_ALLOW_UNAUTHENTICATED_TCP unless you trust those hosts wholly",
                 session=engine.session,
             )
         with self._changed:

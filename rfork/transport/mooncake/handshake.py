@@ -84,7 +84,7 @@ class EngineHandshake:
         if self._running:
             return TransportUnavailable(
                 "transfer_engine took too long to register this side's memory",
-                hint="raise RFORK_STALL_S, or use RFORK_TRANSPORTS=http",
+                hint="raise RFORK_SOURCE_IDLE_TIMEOUT_S, or use RFORK_TRANSPORTS=http",
             )
         return None
 

@@ -68,9 +68,9 @@ class TransferEngineTransport:
             return Availability(
                 False,
                 f"{none}, and over plain TCP a lease lets a whole host read, and write",
-                "RFORK_UNGUARDED_TCP=1 allows that where you trust the hosts of all readers wholly",
+                "RFORK_ALLOW_UNAUTHENTICATED_TCP=1 allows that where you trust the hosts of all readers wholly",
             )
-        return Availability(True, "over plain TCP, which RFORK_UNGUARDED_TCP allows: a lease admits a host")
+        return Availability(True, "over plain TCP, which RFORK_ALLOW_UNAUTHENTICATED_TCP allows: a lease admits a host")
 
     def export(self, image: Image, gate: AccessGate) -> TransferEngineExporter:
         """Source side: register the image's memory. `gate` is not asked: see TransferEngineExporter.

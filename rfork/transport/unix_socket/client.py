@@ -29,7 +29,7 @@ _SAME_USER: Final = (
     "run both as one user, with one SELinux label (one pod, or the same seLinuxOptions.level; docker: "
     "--security-opt label=level:…)"
 )
-_SHARE: Final = "let both share a network namespace, or a folder on this host that RFORK_LOCAL_SOCKETS names in both"
+_SHARE: Final = "let both share a network namespace, or a folder on this host that RFORK_UNIX_SOCKET_DIR names in both"
 
 
 class ConnectionPool:

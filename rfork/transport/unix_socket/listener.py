@@ -56,7 +56,7 @@ def listen_in(file: Path) -> socket.socket:
         listener.close()
         new.unlink(missing_ok=True)
         why = f"cannot make a socket in {file.parent}: {error.strerror}"
-        raise SettingsError(f"RFORK_LOCAL_SOCKETS: {why}") from None
+        raise SettingsError(f"RFORK_UNIX_SOCKET_DIR: {why}") from None
     return listener
 
 

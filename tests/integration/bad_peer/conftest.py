@@ -20,7 +20,7 @@ def attacked_seed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked
     with contextlib.ExitStack() as nodes:
         started = []
         for role in ("seed", "reader"):
-            settings = {**environment, "RFORK_STALL_S": str(idle_timeouts[role])}
+            settings = {**environment, "RFORK_SOURCE_IDLE_TIMEOUT_S": str(idle_timeouts[role])}
             started.append(start_node(start_process, folder, role, role, **settings))
             nodes.callback(started[-1].close)
         facts = started[0].request("facts")

@@ -41,7 +41,7 @@ def test_whoever_is_told_that_it_is_ready_may_end_it(
 
     monkeypatch.setattr(importlib.import_module(f"rfork.cli.{command[0]}"), "print_json", end)
     words = [word.format(model=tiny_model) for word in command]
-    done = rfork(*words, "--planner", fleet, "--json", RFORK_DRAIN_S="0", RFORK_TRANSPORTS="http")
+    done = rfork(*words, "--planner", fleet, "--json", RFORK_DRAIN_TIMEOUT_S="0", RFORK_TRANSPORTS="http")
     assert (0, 1) == (done.code, len(outcomes))
 
 
@@ -53,7 +53,7 @@ def test_a_signal_that_another_thread_takes_ends_it(
     thread = SignalThread(tmp_path / "patch")
     process = rfork_process(
         "seed", str(tiny_model), "--planner", fleet, "--json",
-        until='"ready"', environment={**thread.environment, "RFORK_DRAIN_S": "0"},
+        until='"ready"', environment={**thread.environment, "RFORK_DRAIN_TIMEOUT_S": "0"},
     )  # fmt: skip
     thread.deliver(number)
     assert 0 == process.wait()

@@ -56,7 +56,7 @@ def test_a_fork_is_explained(rfork: Rfork, fleet: str) -> None:
     for name in ("fork-a", "a"):
         output = rfork("explain", "--planner", fleet, name).out
         assert "why   s held all its readers to 1.00 MB/s" in output
-        assert "to do Raise RFORK_EGRESS_RATE on s" in output
+        assert "to do Raise RFORK_MAX_EGRESS_BYTES_PER_S on s" in output
     fell = rfork("explain", "--planner", fleet, "fork-c").out
     assert "It loaded from loader because of NoSource: nobody holds it." in fell
 

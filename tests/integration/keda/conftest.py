@@ -60,7 +60,9 @@ def engines() -> Iterator[EngineServers]:
 def planner(tmp_path: Path) -> Iterator[ReportingPlanner]:
     """A planner that nobody has reported to; the scaler may look, and no more."""
     (tmp_path / "tokens").write_text(f"operator {OPERATOR}\nreader {READER}\n")
-    with run_in_thread(PlannerSettings(port=0, heartbeat_s=60, instance_ttl_s=600, tokens=tmp_path / "tokens")) as url:
+    with run_in_thread(
+        PlannerSettings(port=0, heartbeat_interval_s=60, instance_ttl_s=600, tokens_file=tmp_path / "tokens")
+    ) as url:
         yield ReportingPlanner(url)
 
 

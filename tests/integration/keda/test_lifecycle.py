@@ -38,7 +38,7 @@ async def test_a_planner_that_dies(
     """UNAVAILABLE says so, a stream holds; when it is back, engines count before they report to it."""
 
     def start() -> RforkProcess:
-        environment = {"RFORK_PLANNER_HEARTBEAT_S": "60", "RFORK_PLANNER_FORGET_S": "600"}
+        environment = {"RFORK_PLANNER_HEARTBEAT_INTERVAL_S": "60", "RFORK_PLANNER_INSTANCE_TTL_S": "600"}
         arguments = ("planner", "--port", str(free_port))
         return rfork_process(*arguments, until="planner ready", environment=environment)
 
@@ -93,8 +93,8 @@ async def test_as_a_process(
     process = rfork_process(
         "hook", "scaler", until="scaler is up",
         environment={
-            "RFORK_PLANNER": planner.url, "RFORK_TOKEN": READER, "RFORK_HOOK_HEALTH_PORT": "0",
-            "RFORK_HOOK_SCALER_PORT": str(scaler_port), "RFORK_HOOK_ENGINE_TIMEOUT_S": str(ENGINE_S),
+            "RFORK_PLANNER": planner.url, "RFORK_TOKEN": READER, "RFORK_K8S_HEALTH_PORT": "0",
+            "RFORK_K8S_SCALER_PORT": str(scaler_port), "RFORK_K8S_ENGINE_TIMEOUT_S": str(ENGINE_S),
         },
     )  # fmt: skip
     metadata = {"model": MODEL, "metric": "waiting", "target": "10", "port": str(engines.port)}

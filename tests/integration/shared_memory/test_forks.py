@@ -45,7 +45,7 @@ def chunk_files_of_children() -> list[str]:
 
 def test_forks_of_one_host_share_the_memory(planner: str) -> None:
     """Two targets fork from a seed, or one from the other, and both have mapped the chunks."""
-    options = {"RFORK_TRANSPORTS": "shared_memory,http", "RFORK_DRAIN_S": "0"}
+    options = {"RFORK_TRANSPORTS": "shared_memory,http", "RFORK_DRAIN_TIMEOUT_S": "0"}
     with contextlib.ExitStack() as stack:
         seed, *targets = (stack.enter_context(WeightsNode(planner, options)) for _ in range(3))
         seed.request("seed", 1)
@@ -61,7 +61,7 @@ def test_forks_of_one_host_share_the_memory(planner: str) -> None:
 
 def test_who_only_passes_through_leaves_nothing_behind(planner: str) -> None:
     """A snapshot of a seed's weights is read from it without a file that it would keep for others."""
-    options = {"RFORK_TRANSPORTS": "shared_memory,http", "RFORK_DRAIN_S": "0"}
+    options = {"RFORK_TRANSPORTS": "shared_memory,http", "RFORK_DRAIN_TIMEOUT_S": "0"}
     with WeightsNode(planner, options) as seed:
         seed.request("seed", 1)
         settings = InstanceSettings(planner=planner, transports=("shared_memory",))
@@ -79,10 +79,10 @@ def test_a_target_that_does_not_share_the_folder_goes_by_http(planner: str, tmp_
     folders = [tmp_path / name for name in ("a", "b")]
     for folder in folders:
         folder.mkdir()
-    options = {"RFORK_TRANSPORTS": "shared_memory,http", "RFORK_DRAIN_S": "0"}
+    options = {"RFORK_TRANSPORTS": "shared_memory,http", "RFORK_DRAIN_TIMEOUT_S": "0"}
     with contextlib.ExitStack() as stack:
         seed, target = (
-            stack.enter_context(WeightsNode(planner, {**options, "RFORK_LOCAL_SOCKETS": str(folder)}))
+            stack.enter_context(WeightsNode(planner, {**options, "RFORK_UNIX_SOCKET_DIR": str(folder)}))
             for folder in folders
         )
         seed.request("seed", 1)
@@ -90,5 +90,5 @@ def test_a_target_that_does_not_share_the_folder_goes_by_http(planner: str, tmp_
         target.request("fork")
         report = target.request("report")
         assert ("forked", sha256_of(1)) == (report["outcome"], report["sha256"])
-        assert "NotOneHost" in str(report["reasons"])
+        assert "NotSameHost" in str(report["reasons"])
     assert [0, 0] == [len(list(folder.iterdir())) for folder in folders]

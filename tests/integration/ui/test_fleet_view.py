@@ -159,7 +159,7 @@ def test_a_fleet_in_trouble(page: Page, fleet: FleetPlayer, planner: str) -> Non
     ):
         expect(troubles).to_contain_text(text)
     assert "wrong" == troubles.locator("li").first.get_attribute("data-level")
-    expect(page.locator("#reasons")).to_contain_text("SourceStalled→ checkpoint /models/checkpoint")
+    expect(page.locator("#reasons")).to_contain_text("SourceTimeout→ checkpoint /models/checkpoint")
     assert page.title().startswith("(")
     assert [] == accessibility_violations(page)
     page.locator("#filter").fill("gemma")

@@ -97,7 +97,7 @@ def test_names_of_callers_are_text(page: Page, fleet: FleetPlayer, planner: str)
 
 def test_a_planner_that_dies_is_told_of_and_found_again(page: Page, rfork_process: StartRfork, free_port: int) -> None:
     """The old picture stays, and says how old it is; a new planner on the same port is taken up by itself."""
-    options = {"RFORK_PLANNER_HEARTBEAT_S": "600", "RFORK_PLANNER_FORGET_S": "6000"}
+    options = {"RFORK_PLANNER_HEARTBEAT_INTERVAL_S": "600", "RFORK_PLANNER_INSTANCE_TTL_S": "6000"}
     first = rfork_process("planner", "--port", str(free_port), until=PLANNER, environment=options)
     url = f"http://127.0.0.1:{free_port}"
     with FleetPlayer(url) as fleet:

@@ -120,7 +120,7 @@ def test_close_waits_for_who_touches_memory() -> None:
         waited = closing.is_alive()
         release.set()
         closing.join()
-    assert (True, ["SourceGone"]) == (waited, late)
+    assert (True, ["SourceUnavailable"]) == (waited, late)
 
 
 def test_holds_take_no_places() -> None:

@@ -105,7 +105,7 @@ def test_sockets_of_the_dead_are_swept(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     """Is an error that names the setting."""
-    with pytest.raises(SettingsError, match="RFORK_LOCAL_SOCKETS"):
+    with pytest.raises(SettingsError, match="RFORK_UNIX_SOCKET_DIR"):
         EchoServer(tmp_path / "nowhere")
 
 
@@ -138,6 +138,6 @@ def test_a_source_that_has_gone_and_one_elsewhere(echo: EchoServer) -> None:
     elsewhere = {**echo.server.parameters, "network": "net:[1]", "folder": "1:1"}
     with pytest.raises(NotSameHost) as caught:
         ConnectionPool(elsewhere, 30).open(soon())
-    assert "RFORK_LOCAL_SOCKETS" in caught.value.hint
+    assert "RFORK_UNIX_SOCKET_DIR" in caught.value.hint
     with pytest.raises(NotSameHost, match="another host"):
         ConnectionPool({**echo.server.parameters, "boot": "another"}, 30).open(soon())

@@ -67,7 +67,7 @@ def test_a_file_cannot_be_a_folder_too() -> None:
 
 @pytest.mark.parametrize(
     ("max_files", "max_bytes", "named"),
-    [(1, 1 << 20, "RFORK_ARTIFACTS_MOST_FILES"), (100, 10, "larger than RFORK_ARTIFACTS_MOST_BYTES")],
+    [(1, 1 << 20, "RFORK_ARTIFACTS_MAX_FILES"), (100, 10, "larger than RFORK_ARTIFACTS_MAX_BYTES")],
 )
 def test_an_image_beyond_the_bounds_is_refused(max_files: int, max_bytes: int, named: str) -> None:
     """Before memory is taken for it; the setting is named."""

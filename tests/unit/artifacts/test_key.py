@@ -103,7 +103,7 @@ def test_caches_lie_where_their_owners_put_them(type_name: str, expected: str) -
         ("VLLM_CACHE_ROOT", "vllm", "/x/torch_compile_cache"),
         ("XDG_CACHE_HOME", "vllm", "/x/vllm/torch_compile_cache"),
         ("TVM_FFI_CACHE_DIR", "tvm_ffi", "/x"),
-        ("RFORK_ARTIFACTS_FOLDERS", "triton", "/x"),
+        ("RFORK_ARTIFACTS_DIRS", "triton", "/x"),
     ],
 )
 def test_the_variables_of_others_hold_here_too(
@@ -117,7 +117,7 @@ def test_the_variables_of_others_hold_here_too(
 def test_a_kind_of_ones_own_is_a_name_and_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is known of it, so it is only taken where it lies at the same place."""
     monkeypatch.setenv("RFORK_ARTIFACTS_KINDS", "tilelang")
-    monkeypatch.setenv("RFORK_ARTIFACTS_FOLDERS", "tilelang=/x/tl")
+    monkeypatch.setenv("RFORK_ARTIFACTS_DIRS", "tilelang=/x/tl")
     assert [("tilelang", Path("/x/tl"), True)] == [
         (cache_dir.cache_type.name, cache_dir.folder, cache_dir.cache_type.path_bound)
         for cache_dir in cache_dirs(load(ArtifactSettings))

@@ -40,7 +40,7 @@ def settings(folder: Path, deadline_s: float = 60.0) -> ArtifactSettings:
     return load(
         ArtifactSettings,
         kinds="inductor",
-        folders=f"inductor={folder}",
+        dirs=f"inductor={folder}",
         quiet_period_s=0,
         deadline_s=deadline_s,
     )
@@ -58,7 +58,7 @@ def test_storage_that_hangs_is_left_at_the_deadline(
 
     monkeypatch.setattr(Snapshot, "fill", hangs)
     report = artifacts.load(saved, artifacts=settings(tmp_path / "b", 0.5))
-    assert ([], "DeadlinePassed", None) == (ended, (report.reason or "").partition(":")[0], report.source)
+    assert ([], "DeadlineExceeded", None) == (ended, (report.reason or "").partition(":")[0], report.source)
     assert not (tmp_path / "b").exists()
 
 
@@ -82,5 +82,5 @@ def test_storage_that_is_slow_is_read_no_longer_than_the_deadline(
 
     monkeypatch.setattr(Snapshot, "fill", trickles)
     report = artifacts.load(saved, artifacts=settings(tmp_path / "b", 0.5))
-    assert (True, "DeadlinePassed") == (ended.wait(MAX_WAIT_S), (report.reason or "").partition(":")[0])
+    assert (True, "DeadlineExceeded") == (ended.wait(MAX_WAIT_S), (report.reason or "").partition(":")[0])
     assert [DeadlineExceeded] == [type(error) for error in errors]

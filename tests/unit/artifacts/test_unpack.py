@@ -178,5 +178,5 @@ def test_a_folder_that_others_sweep_as_it_is_made_is_made_again(
 
 
 def test_what_is_taken_is_always_verified() -> None:
-    """RFORK_VERIFY=0 is for measuring how fast weights come; programs are another thing."""
-    assert True is _with_timeout(InstanceSettings(verify=False), 10.0).verify
+    """RFORK_VERIFY_CHUNKS=0 is for measuring how fast weights come; programs are another thing."""
+    assert True is _with_timeout(InstanceSettings(verify_chunks=False), 10.0).verify_chunks

@@ -18,7 +18,7 @@ from rfork.schema.types import ForkState, InstanceState, Outcome
 SEED, RELAY, TARGET = "a" * 32, "b" * 32, "c" * 32
 SNAPSHOT = "snapshot:s3://models/llama/"
 GB = 10**9
-KEY = "target-tp0of1-pp0of1-ep0of1"
+KEY = "main-tp0of1-pp0of1-ep0of1"
 
 
 def finished_fork(

@@ -26,11 +26,11 @@ from tests.unit.cli.fleet_builders import (
     running_fork,
 )
 
-UNAVAILABLE, TIMED_OUT = "SourceGone: it closed the connection", "SourceStalled: nothing for 10 s"
+UNAVAILABLE, TIMED_OUT = "SourceUnavailable: it closed the connection", "SourceTimeout: nothing for 10 s"
 NO_SOURCE = "NoSource: nobody holds llama"
 RAISE_LIMIT = (
-    "Raise RFORK_EGRESS_RATE on aaaaaaaa, or start another seed. Where it has no such setting, its own work "
-    "was slow (RFORK_LATENCY_SETPOINT)."
+    "Raise RFORK_MAX_EGRESS_BYTES_PER_S on aaaaaaaa, or start another seed. Where it has no such setting, its own work "
+    "was slow (RFORK_MAX_LATENCY_RATIO)."
 )
 
 NEW, OLD = f"files:3fa2c1d0{'0' * 24}", f"files:91bc01f2{'0' * 24}"
@@ -68,15 +68,15 @@ CASES: dict[str, tuple[ForkInfo, str, str, str]] = {
     "its sources failed": (
         finished_fork(seconds=20.0, replans=2, reasons=(TIMED_OUT, UNAVAILABLE, UNAVAILABLE)),
         "sources",
-        "Its sources failed or fell behind (2 times SourceGone, SourceStalled; planned again 2 times): "
+        "Its sources failed or fell behind (2 times SourceUnavailable, SourceTimeout; planned again 2 times): "
         "about 15.8 s of 20.0 s.",
-        ADVICE["SourceGone"],
+        ADVICE["SourceUnavailable"],
     ),
     "its sources failed, and it was not planned again": (
         finished_fork(seconds=20.0, reasons=(UNAVAILABLE,)),
         "sources",
-        "Its sources failed or fell behind (SourceGone): about 15.8 s of 20.0 s.",
-        ADVICE["SourceGone"],
+        "Its sources failed or fell behind (SourceUnavailable): about 15.8 s of 20.0 s.",
+        ADVICE["SourceUnavailable"],
     ),
     "read again": (
         finished_fork(seconds=10.0, repeated=8 * GB, reasons=("SourceCorrupt: chunk 3",)),
@@ -95,7 +95,7 @@ CASES: dict[str, tuple[ForkInfo, str, str, str]] = {
         finished_fork(seconds=9.0, phases={"plan": 4.0, "offer": 0.5, "transfer": 4.2}),
         "planning",
         "It waited for the planner's answer: 4.00 s of 9.00 s.",
-        "Look at the planner's load (/metrics); where a scale-up was announced, at RFORK_PLANNER_GATHER_S.",
+        "Look at the planner's load (/metrics); where a scale-up was announced, at RFORK_PLANNER_SCALEUP_WAIT_S.",
     ),
     "slow to open its own storage": (
         finished_fork(seconds=9.0, phases={"plan": 0.1, "offer": 6.1, "transfer": 2.6}),
@@ -166,8 +166,8 @@ CASES: dict[str, tuple[ForkInfo, str, str, str]] = {
     "fell back": (
         finished_fork(outcome="fallback", fallback="checkpoint /models/llama", reasons=(UNAVAILABLE, NO_SOURCE)),
         "fell_back",
-        "It loaded from checkpoint /models/llama because of NoSource: nobody holds llama. Before that: SourceGone.",
-        ADVICE["SourceGone"],
+        "It loaded from checkpoint /models/llama because of NoSource: nobody holds llama. Before that: SourceUnavailable.",
+        ADVICE["SourceUnavailable"],
     ),
     "fell back at once": (
         finished_fork(outcome="fallback", fallback="loader", reasons=(NO_SOURCE,), sources={}),
@@ -189,10 +189,10 @@ CASES: dict[str, tuple[ForkInfo, str, str, str]] = {
     ),
     "too late for a governed seed": (
         finished_fork(
-            outcome="failed", reasons=("DeadlinePassed: 2 of 4 chunks",), source_rate_limits={SEED: 8_000_000}
+            outcome="failed", reasons=("DeadlineExceeded: 2 of 4 chunks",), source_rate_limits={SEED: 8_000_000}
         ),
         "failed",
-        "It failed after 4.00 s: DeadlinePassed: 2 of 4 chunks. aaaaaaaa held all its readers to 8.00 MB/s.",
+        "It failed after 4.00 s: DeadlineExceeded: 2 of 4 chunks. aaaaaaaa held all its readers to 8.00 MB/s.",
         RAISE_LIMIT,
     ),
     "given up by the planner": (
@@ -229,7 +229,7 @@ CASES: dict[str, tuple[ForkInfo, str, str, str]] = {
         running_fork(plan=(), reason="all sources are busy"),
         "under_way",
         "It waits for a source: all sources are busy.",
-        "If nothing comes it falls back by itself (RFORK_PATIENCE_S, then RFORK_DEADLINE_S).",
+        "If nothing comes it falls back by itself (RFORK_NO_SOURCE_TIMEOUT_S, then RFORK_DEADLINE_S).",
     ),
 }
 
@@ -405,4 +405,4 @@ def test_no_advice_repeats_itself() -> None:
 
 def test_advice_is_on_the_root_of_it() -> None:
     """That nobody is left follows from what happened to those that were."""
-    assert ADVICE["SourceStalled"] == advice_on(["SourceStalled", "NoSource"])
+    assert ADVICE["SourceTimeout"] == advice_on(["SourceTimeout", "NoSource"])

@@ -60,7 +60,7 @@ def preview(*targets: PreviewTarget, storage_bytes: int = 0, measured: bool = Fa
     """Of an image of 4 GB, over links of 1 GB/s."""
     return Preview(
         model="m",
-        rank_key="target-tp0of1-pp0of1-ep0of1",
+        rank_key="main-tp0of1-pp0of1-ep0of1",
         image_bytes=4_000_000_000,
         chunk_count=4,
         seeds=1,

@@ -9,7 +9,7 @@ from rfork.cli.status import fork_tree, model_table
 from rfork.schema import ForkInfo, ForkResult, InstanceInfo, InstanceReport, Placement, Rank
 from tests.unit.cli.fleet_builders import model
 
-DETOUR = "NotOneHost: the source's socket cannot be reached from here"
+DETOUR = "NotSameHost: the source's socket cannot be reached from here"
 
 
 def instance(instance_id: str) -> InstanceInfo:

@@ -37,7 +37,9 @@ FLEET = FleetState(
     forks=(
         running_fork(source_rate_limits={SEED: 30_000_000}),
         finished_fork(instance_id=RELAY, age_s=30.0),
-        finished_fork(fork_id="f3", instance_id="mute", outcome="fallback", reasons=("SourceGone: x", "NoSource: y")),
+        finished_fork(
+            fork_id="f3", instance_id="mute", outcome="fallback", reasons=("SourceUnavailable: x", "NoSource: y")
+        ),
     ),
 )
 

@@ -218,7 +218,7 @@ def test_local_sockets(tmp_path: Path) -> None:
         check_local_sockets(tmp_path, "7").status,
         missing.status,
     ]
-    assert "RFORK_LOCAL_SOCKETS" in missing.fix
+    assert "RFORK_UNIX_SOCKET_DIR" in missing.fix
 
 
 def test_a_folder_for_sockets_that_cannot_be_looked_at(tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_a_folder_for_sockets_that_cannot_be_looked_at(tmp_path: Path) -> None:
     assert ("fail", True, True) == (
         check.status,
         "File name too long" in check.detail,
-        "RFORK_LOCAL_SOCKETS" in check.fix,
+        "RFORK_UNIX_SOCKET_DIR" in check.fix,
     )
 
 

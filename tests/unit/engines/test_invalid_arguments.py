@@ -54,7 +54,7 @@ COMMON: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "settings that were not checked": (
         {"settings": InstanceSettings().model_copy(update={"drain_s": "long"})},
-        "RFORK_DRAIN_S: .* number",
+        "RFORK_DRAIN_TIMEOUT_S: .* number",
     ),
 }
 OF_FORK: dict[str, tuple[dict[str, Any], str]] = {
@@ -164,19 +164,19 @@ def test_a_checkpoint_of_another_shape_is_not_mended_by_a_planner(tmp_path: Path
 
 
 def test_required_leaves_no_fallback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With RFORK_REQUIRED a checkpoint does not fill what no instance or snapshot can."""
-    monkeypatch.setenv("RFORK_REQUIRED", "1")
+    """With RFORK_FAIL_IF_NOT_FORKED a checkpoint does not fill what no instance or snapshot can."""
+    monkeypatch.setenv("RFORK_FAIL_IF_NOT_FORKED", "1")
     save_file({"weight": torch.ones(2, 2), "bias": torch.ones(2)}, tmp_path / "model.safetensors")
     module = nn.Linear(2, 2)
     before = module.weight.tolist()
     error = raised_error(lambda: rfork.fork(module, model="m", checkpoint=tmp_path))
-    assert "neither a planner nor a snapshot is set, and RFORK_REQUIRED is" == str(error)
+    assert "neither a planner nor a snapshot is set, and RFORK_FAIL_IF_NOT_FORKED is" == str(error)
     assert before == module.weight.tolist()
 
 
 def test_required_and_no_source_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor where a planner is set that knows of none."""
-    monkeypatch.setenv("RFORK_REQUIRED", "1")
+    monkeypatch.setenv("RFORK_FAIL_IF_NOT_FORKED", "1")
     save_file({"weight": torch.ones(2, 2), "bias": torch.ones(2)}, tmp_path / "model.safetensors")
     error = raised_error(
         lambda: rfork.fork(nn.Linear(2, 2), model="m", planner=UNREACHABLE_PLANNER, checkpoint=tmp_path, deadline=1)

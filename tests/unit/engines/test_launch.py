@@ -95,11 +95,11 @@ def test_an_allowlist_gets_the_plug_in(command: str, before: dict[str, str], aft
     ("before", "after"),
     [
         ({}, {}),
-        ({"RFORK_DRAIN_S": "9"}, {"RFORK_DRAIN_S": "9"}),
-        ({"RFORK_PLANNER": "http://p"}, {"RFORK_PLANNER": "http://p", "RFORK_DRAIN_S": "0"}),
+        ({"RFORK_DRAIN_TIMEOUT_S": "9"}, {"RFORK_DRAIN_TIMEOUT_S": "9"}),
+        ({"RFORK_PLANNER": "http://p"}, {"RFORK_PLANNER": "http://p", "RFORK_DRAIN_TIMEOUT_S": "0"}),
         (
-            {"RFORK_PLANNER": "http://p", "RFORK_DRAIN_S": "9"},
-            {"RFORK_PLANNER": "http://p", "RFORK_DRAIN_S": "0"},
+            {"RFORK_PLANNER": "http://p", "RFORK_DRAIN_TIMEOUT_S": "9"},
+            {"RFORK_PLANNER": "http://p", "RFORK_DRAIN_TIMEOUT_S": "0"},
         ),
     ],
 )
@@ -117,7 +117,7 @@ def test_each_start_has_a_name_of_its_own() -> None:
 
 def test_options_come_before_the_command() -> None:
     """By either spelling; the command's own options are its own, with `--` or without."""
-    expected = {"RFORK_PLANNER": "http://p", "RFORK_REQUIRED": "1", "RFORK_TRANSPORTS": "http"}
+    expected = {"RFORK_PLANNER": "http://p", "RFORK_FAIL_IF_NOT_FORKED": "1", "RFORK_TRANSPORTS": "http"}
     options = ["--planner", "http://p", "--rfork-required", "--transports=http"]
     command = ["vllm", "serve", "m", "--planner", "its", "--", "x"]
     assert [(expected, command)] * 2 == [

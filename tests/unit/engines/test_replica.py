@@ -42,7 +42,7 @@ def test_ranks_of_several_agree_on_the_first_one_s_name(other_rank: str) -> None
 def test_a_draft_of_one_rank_is_of_its_model_s_replica(other_rank: str) -> None:
     """Each rank of the main model holds a copy of the draft."""
     replica_of(InstanceSettings(), TWO)
-    assert other_rank == replica_of(InstanceSettings(), Rank(role="draft"))
+    assert other_rank == replica_of(InstanceSettings(), Rank(role="speculative"))
 
 
 def test_a_model_of_one_rank_is_a_replica_of_its_own(other_rank: str) -> None:

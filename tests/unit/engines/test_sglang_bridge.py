@@ -40,7 +40,7 @@ from rfork.settings import InstanceSettings, PlannerSettings, TlsSettings
 from tests.fake_sglang_server import TENSORS, FakeSglangEndpoints
 from tests.unit.planner.app_transport import AppTransport
 
-SETTINGS = InstanceSettings(planner="http://p", host="node", no_source_timeout_s=0.0)
+SETTINGS = InstanceSettings(planner="http://p", node_name="node", no_source_timeout_s=0.0)
 VERSION = Version("/models/m", "default")
 DESCRIPTION = EngineDescription("m", 1, 1, 1, "bfloat16", "", "", VERSION)
 INFO = WeightInfo("10.0.0.7:15001", TENSORS)
@@ -90,7 +90,7 @@ def test_an_engine_with_a_key_is_shown_it() -> None:
     assert INFO.tensors == engine_with_endpoints(endpoints, token="secret").info(0).tensors
     with pytest.raises(SettingsError) as caught:
         engine_with_endpoints(endpoints).info(0)
-    assert "set RFORK_SIDECAR_ENGINE_TOKEN to its --api-key" == caught.value.hint
+    assert "set RFORK_SIDECAR_ENGINE_API_KEY to its --api-key" == caught.value.hint
 
 
 def test_an_engine_that_gives_no_weights_says_how_to_start_it() -> None:

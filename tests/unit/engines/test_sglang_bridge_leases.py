@@ -28,7 +28,7 @@ from rfork.settings import InstanceSettings, PlannerSettings
 from tests.fake_sglang_server import TENSORS
 from tests.unit.planner.app_transport import AppTransport
 
-SETTINGS = InstanceSettings(planner="http://p", host="node", no_source_timeout_s=0.0)
+SETTINGS = InstanceSettings(planner="http://p", node_name="node", no_source_timeout_s=0.0)
 DESCRIPTION = EngineDescription("m", 1, 1, 1, "bfloat16", "", "", Version("/models/m", "default"))
 INFO = WeightInfo("10.0.0.7:15001", TENSORS)
 

@@ -54,9 +54,11 @@ def test_a_flag_is_carried_by_the_environment(parser: argparse.ArgumentParser) -
     assert "rfork" == namespace.load_format
     assert {
         "RFORK_PLANNER": "http://planner:8700",
-        "RFORK_REQUIRED": "1",
-        "RFORK_EGRESS_RATE": "5",
-    } == {name: os.environ[name] for name in ("RFORK_PLANNER", "RFORK_REQUIRED", "RFORK_EGRESS_RATE")}
+        "RFORK_FAIL_IF_NOT_FORKED": "1",
+        "RFORK_MAX_EGRESS_BYTES_PER_S": "5",
+    } == {
+        name: os.environ[name] for name in ("RFORK_PLANNER", "RFORK_FAIL_IF_NOT_FORKED", "RFORK_MAX_EGRESS_BYTES_PER_S")
+    }
     assert os.environ["RFORK_REPLICA"].startswith("sglang-")
 
 

@@ -24,7 +24,7 @@ class RecordingServedModel:
     """An instance, and its seed, that write down what they are told."""
 
     calls: list[str] = field(default_factory=list)
-    settings: InstanceSettings = field(default_factory=lambda: InstanceSettings(drain_s=60))
+    settings: InstanceSettings = field(default_factory=lambda: InstanceSettings(drain_timeout_s=60))
 
     @property
     def seed(self) -> RecordingServedModel:
@@ -155,8 +155,8 @@ def test_memory_that_is_not_released_after_all(instance: RecordingServedModel, m
     [
         ("org/model", False, InstanceSettings(), ("org/model", "target")),
         ("nice-name", False, InstanceSettings(), ("nice-name", "target")),
-        ("nice-name", True, InstanceSettings(), ("org/draft", "draft")),
-        ("nice-name", True, InstanceSettings(model="mine"), ("mine", "draft")),
+        ("nice-name", True, InstanceSettings(), ("org/draft", "speculative")),
+        ("nice-name", True, InstanceSettings(model="mine"), ("mine", "speculative")),
     ],
 )
 def test_ranks_by_the_engines_own_state(
@@ -225,7 +225,9 @@ def test_readers_may_finish_before_the_schedulers_are_asked_to_end(monkeypatch: 
 
     install_fake_module(monkeypatch, "sglang.srt.managers.io_struct", ShutdownReq=ShutdownReq)
     monkeypatch.setattr(drain_on_sigterm, "drain_replica", drain)
-    one = drain_on_sigterm.SigtermDrain(InstanceSettings(planner="http://127.0.0.1:9", replica="sglang-1", drain_s=30))
+    one = drain_on_sigterm.SigtermDrain(
+        InstanceSettings(planner="http://127.0.0.1:9", replica="sglang-1", drain_timeout_s=30)
+    )
     one.before_dispatch(SimpleNamespace(), ShutdownReq())
     one.on_sigterm(None, SimpleNamespace())
     one.on_sigterm(None, SimpleNamespace())

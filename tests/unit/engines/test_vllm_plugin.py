@@ -35,11 +35,11 @@ def test_names(model: str, configured_name: str | None, draft: bool, expected: s
 def test_options_of_the_command_line_are_settings() -> None:
     """They win over the environment; a name that is none is one clear error."""
     parsed = settings_of(SimpleNamespace(model_loader_extra_config={"planner": "http://a:1", "drain_s": 3}))
-    assert ("http://a:1", 3.0) == (parsed.planner, parsed.drain_s)
+    assert ("http://a:1", 3.0) == (parsed.planner, parsed.drain_timeout_s)
     with pytest.raises(SettingsError, match="no setting 'planer'") as caught:
         settings_of(SimpleNamespace(model_loader_extra_config={"planer": "http://a:1"}))
     assert "did you mean 'planner'?" == caught.value.hint
-    with pytest.raises(SettingsError, match="RFORK_DRAIN_S"):
+    with pytest.raises(SettingsError, match="RFORK_DRAIN_TIMEOUT_S"):
         settings_of(SimpleNamespace(model_loader_extra_config={"drain_s": -1}))
 
 

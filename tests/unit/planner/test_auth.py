@@ -171,7 +171,7 @@ def test_a_drain_by_force_takes_an_operator(
 
 def test_without_any_token_a_drain_by_force_is_open() -> None:
     """As everything else is; also where requests are counted."""
-    app = create_app(PlannerSettings(rate_limit=100))
+    app = create_app(PlannerSettings(max_requests_per_s=100))
     web = httpx.Client(base_url="http://planner", transport=AppTransport(app))
     assert 404 == web.post("/v1/instances/s/drain?force=true").status_code
 

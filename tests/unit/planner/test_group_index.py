@@ -174,7 +174,7 @@ class GroupSimulation:
     def _orphans(self, removed: str) -> None:
         for name in sorted(self.forks):
             if removed in {read.source_id for read in self.forks[name].reads}:
-                self.plan([demand(self.sources[name], *self.index.shares[name], **{removed: "SourceGone"})])
+                self.plan([demand(self.sources[name], *self.index.shares[name], **{removed: "SourceUnavailable"})])
 
     def _put(self, source: Source) -> None:
         self.sources[source.instance_id] = source

@@ -79,7 +79,7 @@ def test_broken_json_is_a_problem_too(web: httpx.Client) -> None:
 @pytest.mark.parametrize("announced", [True, False])
 def test_a_body_that_is_too_large_is_refused(web: httpx.Client, announced: bool) -> None:
     """Whether its length is announced or found out while reading."""
-    body = b" " * (PlannerSettings().max_body + 1)
+    body = b" " * (PlannerSettings().max_body_bytes + 1)
     content = body if announced else iter([body])
     response = web.put("/v1/instances/s", content=content, headers={"Content-Type": "application/json"})
     assert (413, "https://rfork.dev/problems/body-too-large") == (

@@ -77,7 +77,7 @@ def test_a_source_cannot_mint_for_another() -> None:
 
 def test_an_empty_secret_is_refused() -> None:
     """A comma too many in the setting must not make keys that anyone can derive."""
-    with pytest.raises(SettingsError, match="RFORK_PLANNER_SECRET"):
+    with pytest.raises(SettingsError, match="RFORK_PLANNER_LEASE_KEYS"):
         mint(NEW, "")
 
 

@@ -112,12 +112,12 @@ def test_outcomes_fallbacks_and_efficiency_of_ended_forks() -> None:
     metrics = Metrics()
     metrics.ended(finish(efficiency=0.92))
     metrics.ended(finish("interrupted"))
-    metrics.ended(finish("fallback", fallback="snapshot:s3://b/m", reasons=("x", "SourceStalled: no byte for 10 s")))
+    metrics.ended(finish("fallback", fallback="snapshot:s3://b/m", reasons=("x", "SourceTimeout: no byte for 10 s")))
     samples = exported_samples(metrics)
     assert {"forked": 1.0, "interrupted": 1.0, "fallback": 1.0} == nonzero_with_prefix(
         samples, "rfork_planner_forks_total outcome="
     )
-    assert {"fallback=snapshot reason=SourceStalled": 1.0} == nonzero_with_prefix(
+    assert {"fallback=snapshot reason=SourceTimeout": 1.0} == nonzero_with_prefix(
         samples, "rfork_planner_fallbacks_total "
     )
     assert (1.0, 0.0, 1.0) == (

@@ -119,7 +119,7 @@ async def test_the_guard_asks_for_the_role(tmp_path: Path) -> None:
     """Before the body is read and the route runs."""
     path = tmp_path / "tokens"
     path.write_text("reader look-1\n")
-    auth = Auth(PlannerSettings(tokens=path))
+    auth = Auth(PlannerSettings(tokens_file=path))
     async with http_client(AuthMiddleware(echo, auth, None, _ignore_rejection)) as web:
         auth_headers = {"Authorization": "Bearer look-1"}
         responses = [

@@ -143,12 +143,12 @@ def test_a_drained_instance_stays_drained_whatever_it_reports(planner: PlannerCl
 FAILED = ForkResult(outcome="failed", seconds=1, bytes_read=0)
 FAULTS = [
     ("SourceCorrupt", "source", "SourceCorrupt", []),
-    ("SourceStalled", "source", "SourceStalled", []),
-    ("SourceGone", "source", None, []),
+    ("SourceTimeout", "source", "SourceTimeout", []),
+    ("SourceUnavailable", "source", None, []),
     ("SourceBusy", "source", None, []),
-    ("SourceChanged", "source", None, []),
+    ("SourceWeightsChanged", "source", None, []),
     ("PlannerUnreachable", "network", None, []),
-    ("NotOneHost", "network", None, []),
+    ("NotSameHost", "network", None, []),
     ("StorageError", "storage", None, []),
     ("LayoutMismatch", "target", None, ["s"]),
     ("UserError", "user", None, ["s"]),
@@ -167,7 +167,7 @@ def test_which_faults_accuse_a_source(
     assert again == sources(plan)
 
 
-@pytest.mark.parametrize("error", ["SourceCorrupt", "SourceGone"])
+@pytest.mark.parametrize("error", ["SourceCorrupt", "SourceUnavailable"])
 def test_one_reader_quarantines_nobody(planner: PlannerClient, error: str) -> None:
     """A target on another host still gets the source."""
     planner.report(seed_report("s"))
@@ -210,7 +210,7 @@ def test_readers_on_two_hosts_quarantine_a_source(planner: PlannerClient) -> Non
     assert [] == sources(planner.request_plan(fork_request("c")))
 
 
-@pytest.mark.parametrize("error", ["SourceCorrupt", "SourceGone"])
+@pytest.mark.parametrize("error", ["SourceCorrupt", "SourceUnavailable"])
 def test_a_source_that_misses_its_heartbeat_is_quarantined_by_one_reader(
     planner: PlannerClient, time: FakeTime, error: str
 ) -> None:
@@ -280,7 +280,7 @@ def test_a_source_whose_weights_changed_may_be_read_in_its_new_generation(planne
     planner.report(seed_report("s"))
     planner.request_plan(fork_request("a"))
     planner.report(seed_report("s", generation=1))
-    assert ["s"] == sources(planner.request_plan(fork_request("a", faults=(fault("s", "SourceChanged"),))))
+    assert ["s"] == sources(planner.request_plan(fork_request("a", faults=(fault("s", "SourceWeightsChanged"),))))
 
 
 def test_a_target_cannot_quarantine_a_source_it_never_had(planner: PlannerClient) -> None:
@@ -295,7 +295,7 @@ def test_a_relay_that_stalls_is_left_by_its_child_but_not_quarantined(planner: P
     planner.report(seed_report("s", max_readers=2))
     planner.request_plan(fork_request("a"))
     planner.request_plan(fork_request("b"))
-    plan = planner.request_plan(fork_request("b", faults=(fault("a", "SourceStalled"),)))
+    plan = planner.request_plan(fork_request("b", faults=(fault("a", "SourceTimeout"),)))
     assert (["s"], None) == (sources(plan), planner.instance("a").quarantined)
 
 
@@ -304,7 +304,7 @@ def test_a_dead_relays_place_goes_to_its_child(planner: PlannerClient) -> None:
     planner.report(seed_report("s"))
     for name in "abc":
         planner.request_plan(fork_request(name))
-    plan = planner.request_plan(fork_request("b", (0, 4), faults=(fault("a", "SourceGone"),)))
+    plan = planner.request_plan(fork_request("b", (0, 4), faults=(fault("a", "SourceUnavailable"),)))
     assert ([("s", ((4, 12),))], ["b"]) == (
         [(route.source_id, route.chunks) for route in plan.routes],
         [share.source_id for share in planner.fork("fork-c").plan],

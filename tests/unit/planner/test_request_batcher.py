@@ -112,7 +112,7 @@ async def test_who_lost_a_source_or_has_begun_does_not_wait(registry: Registry, 
     await registry.report(seed_report("s", max_readers=4))
     first = asyncio.create_task(registry.request_plan(fork_request("a")))
     await registry.request_plan(fork_request("b", (0, 3)))
-    await registry.request_plan(fork_request("c", faults=(fault("x", "SourceGone"),)))
+    await registry.request_plan(fork_request("c", faults=(fault("x", "SourceUnavailable"),)))
     waiting = not first.done()
     await first
     assert (True, [1, 1, 1]) == (waiting, store.plans)
@@ -188,11 +188,11 @@ async def test_a_leader_that_dies_is_replaced_by_a_follower(time: FakeTime) -> N
     await registry.remove("a")
     report_fields: dict[str, Any] = {
         "weights_id": None,
-        "draft": ORIGIN,
+        "provisional_id": ORIGIN,
         "storage": storage_candidates(CHECKPOINT),
     }
     await registry.report(report("c", (0, 4), **report_fields))
-    faults = (fault("a", "SourceGone"),)
+    faults = (fault("a", "SourceUnavailable"),)
     first = await registry.request_plan(fork_request("b", (0, 5), faults=faults, **report_fields))
     second = await registry.request_plan(fork_request("c", (0, 4), **report_fields))
     assert [{"checkpoint": ((5, 12),)}, {"b": ((4, 12),)}] == [parts(first), parts(second)]

@@ -39,7 +39,7 @@ class GuardedStreams:
         app = FastAPI()
         app.include_router(events_router(registry, self.events, keep_alive_s=SOON_S))
         app.include_router(sse_router(self.broadcaster, keep_alive_s=SOON_S))
-        auth = Auth(PlannerSettings(tokens=path), self.time.clock.monotonic)
+        auth = Auth(PlannerSettings(tokens_file=path), self.time.clock.monotonic)
         self.app = AuthMiddleware(app, auth, None, lambda slug: None)
         self.sent: asyncio.Queue[Message] = asyncio.Queue()
 

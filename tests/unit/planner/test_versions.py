@@ -12,7 +12,7 @@ from rfork.weights_version import of_update, of_weights, short, unnamed
 from tests.unit.planner.builders import WEIGHTS, FakeTime, fork_request, make_registry, report, seed_report
 
 PAIR = (Rank(tp=0, tp_size=2), Rank(tp=1, tp_size=2))
-SPECULATIVE = Rank(role="draft")
+SPECULATIVE = Rank(role="speculative")
 
 
 def seed(name: str, version: str | None, **changes: object) -> InstanceRecord:

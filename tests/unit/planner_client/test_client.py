@@ -175,11 +175,11 @@ def test_the_ranks_of_one_server_are_asked_for() -> None:
 
     def handler(request: httpx.Request) -> httpx.Response:
         seen.append(request.url.query.decode())
-        return httpx.Response(200, json={"items": [view("pod-target-tp0")], "next": None})
+        return httpx.Response(200, json={"items": [view("pod-main-tp0")], "next": None})
 
     with client_of(handler) as client:
         found = [each.report.instance_id for each in client.instances(replica="pod")]
-    assert (["pod-target-tp0"], ["replica=pod&limit=1000"]) == (found, seen)
+    assert (["pod-main-tp0"], ["replica=pod&limit=1000"]) == (found, seen)
 
 
 def test_pages_that_go_in_circles_are_a_refusal() -> None:

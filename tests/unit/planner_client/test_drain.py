@@ -14,7 +14,7 @@ from rfork.planner_client.drain import NOT_DRAINED, DrainResult, drain_instance,
 from rfork.schema import InstanceInfo, InstancePage
 from tests.unit.planner.builders import seed_report
 
-RANK = "pod-target-tp0"
+RANK = "pod-main-tp0"
 VIEW = InstanceInfo(report=seed_report(RANK), age_s=0)
 PAGE = InstancePage(items=(VIEW,), next=None)
 READ = "forks that read from it: 1"
@@ -47,7 +47,7 @@ class DrainPlanner:
             self.calls.append("look")
             has_readers = self.reader_states.pop(0) if len(self.reader_states) > 1 else self.reader_states[0]
             body = {
-                "may_exit": not has_readers,
+                "can_exit": not has_readers,
                 "readers": int(has_readers),
                 "reason": READ if has_readers else "nobody reads",
             }
@@ -132,12 +132,12 @@ class ListingPlanner:
             self.lists.append(replica)
             if len(self.lists) <= self.failed_lists:
                 raise httpx.ConnectError("refused")
-            names = ["pod-b-target-tp0", "pod-draft-tp0", "pod-target-tp0"]
+            names = ["pod-b-main-tp0", "pod-speculative-tp0", "pod-main-tp0"]
             found = names[1:] if self.filters else names
             views = tuple(InstanceInfo(report=seed_report(name), age_s=0) for name in found)
             return httpx.Response(200, content=InstancePage(items=views, next=None).model_dump_json())
         if path.endswith("/exit"):
-            return httpx.Response(200, json={"may_exit": True, "readers": 0, "reason": "nobody reads"})
+            return httpx.Response(200, json={"can_exit": True, "readers": 0, "reason": "nobody reads"})
         self.drained.append(path.split("/")[1])
         return httpx.Response(200, content=VIEW.model_dump_json())
 
@@ -147,7 +147,7 @@ def test_a_server_asks_for_its_own_ranks(filters: bool) -> None:
     """And drains no other's, whatever is listed."""
     planner = ListingPlanner(0, filters=filters)
     ended = drain_replica(planner.client, "pod", wait_s=60, force=True)
-    ranks = ["pod-draft-tp0", "pod-target-tp0"]
+    ranks = ["pod-speculative-tp0", "pod-main-tp0"]
     assert ([DrainResult(name, True, "nobody reads") for name in ranks], ["pod"]) == (ended, planner.lists)
     assert set(ranks) == set(planner.drained)
 

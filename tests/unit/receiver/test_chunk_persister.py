@@ -294,7 +294,7 @@ def test_without_a_folder_nothing_happens() -> None:
         (InstanceIdentity("m"), InstanceIdentity("m"), True),
         (InstanceIdentity("m/a"), InstanceIdentity("m-a"), False),
         (InstanceIdentity("m"), InstanceIdentity("m", Rank(tp=1, tp_size=2)), False),
-        (InstanceIdentity("m"), InstanceIdentity("m", Rank(role="draft")), False),
+        (InstanceIdentity("m"), InstanceIdentity("m", Rank(role="speculative")), False),
         (InstanceIdentity("m"), InstanceIdentity("m", Rank(dp=1)), False),
         (InstanceIdentity("../../etc/x"), InstanceIdentity("../../etc/x"), True),
     ],

@@ -105,7 +105,7 @@ def test_a_source_of_another_draft_is_refused_while_one_gives(fleet: Fleet) -> N
     script = planner_script(plan(route(first, (0, 3)), retry_after_s=0.01), mixed_plan, remaining_plan)
     target = Target(fleet, script)
     target.run()
-    assert (content_hash(source_image), [("second", "source", "SourceChanged")]) == (
+    assert (content_hash(source_image), [("second", "source", "SourceWeightsChanged")]) == (
         content_hash(target.image),
         script.faults,
     )

@@ -226,7 +226,7 @@ def test_who_waits_for_a_loader_that_ends_without_a_seed_asks_at_once(fleet: Fle
     running.join()
     assert reports[0].seed is not None
     reports[0].seed.close()
-    assert ("forked", [True], ["SourceChanged"]) == (
+    assert ("forked", [True], ["SourceWeightsChanged"]) == (
         report.outcome,
         ended_before,
         [error for _, _, error in follower.script.faults],
@@ -246,7 +246,7 @@ def test_the_elected_does_not_wait_for_a_word_on_another_layout(
 
     seed = fleet.source("seed", capture(nn.Linear(600, 600)))
     monkeypatch.setattr(fleet.peers, "dial", lambda address, token: UnresponsivePeer(fleet.peers, address, token))
-    chosen = storage_plan("checkpoint", checkpoint.as_uri()).model_copy(update={"other_layout": route(seed)})
+    chosen = storage_plan("checkpoint", checkpoint.as_uri()).model_copy(update={"mismatched_source": route(seed)})
     report = run_fork(fleet, Model(1.0), scripted_planner(NO_SOURCE_PLAN, chosen), [checkpoint_fallback(checkpoint)])
     assert ("forked", [True]) == (report.outcome, [seconds <= LAYOUT_DIFF_TIMEOUT_S for seconds in timeouts])
 

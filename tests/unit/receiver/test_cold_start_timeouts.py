@@ -57,7 +57,7 @@ def test_how_long_a_leader_without_chunks_is_waited_for(
     target = Target(fleet, script, chosen, deadline_s=3.5 * stall_s if ended is DeadlineExceeded else NEVER_S)
     with pytest.raises(ended):
         target.run()
-    faults = [("leader", "source", "SourceStalled")] if ended is NoSource else []
+    faults = [("leader", "source", "SourceTimeout")] if ended is NoSource else []
     assert faults == script.faults
 
 
@@ -83,7 +83,7 @@ def test_a_follower_of_a_leader_whose_disk_hangs_reads_its_own(fleet: Fleet) -> 
     ended = run_concurrently(leader, follower)
     proceed.set()
     assert (NoSource, [("target", "storage", "StorageError")]) == (type(ended[0]), script.faults)
-    assert (content_hash(source_image), [("leader", "source", "SourceStalled")], {"leader": 2}) == (
+    assert (content_hash(source_image), [("leader", "source", "SourceTimeout")], {"leader": 2}) == (
         content_hash(follower.image),
         follower_script.faults,
         {name: count for name, count in verified_by_source(follower.target).items() if name == "leader"},
@@ -108,7 +108,7 @@ def test_two_that_wait_for_each_other_end(fleet: Fleet) -> None:
     ended = run_concurrently(*members)
     assert [NoSource, NoSource] == [type(each) for each in ended]
     reported_faults = {(script.faults[0][1], script.faults[0][2]) for script in scripts if script.faults}
-    assert {("source", "SourceStalled"), ("source", "SourceGone")} >= reported_faults > set()
+    assert {("source", "SourceTimeout"), ("source", "SourceUnavailable")} >= reported_faults > set()
 
 
 def test_a_disk_that_hangs_does_not_hang_the_fork(fleet: Fleet) -> None:

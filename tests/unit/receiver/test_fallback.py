@@ -218,7 +218,7 @@ def test_nothing_left_carries_all_reasons(tmp_path: Path) -> None:
     before: list[RforkError] = [SourceUnavailable("the seed died")]
     with pytest.raises(AllSourcesFailed) as caught:
         run_fallbacks(model, DerivedTensors(model, capture(model)), fallbacks, before)
-    assert ["SourceGone", "CheckpointError", "UserError"] == [error.kind for error in caught.value.reasons]
+    assert ["SourceUnavailable", "CheckpointError", "UserError"] == [error.kind for error in caught.value.reasons]
     assert ("user", True) == (caught.value.fault, "the seed died; CheckpointError: " in str(caught.value))
     assert "loader: ZeroDivisionError: bug" in str(caught.value)
 

@@ -112,7 +112,7 @@ def test_an_update_of_the_only_seed(fleet: Fleet, updates: Sequence[int]) -> Non
     reason = "the weights changed at the source: started over, 2 chunks are compared anew"
     assert content_hash(image(updates[-1])) == content_hash(target.image)
     assert [reason] * len(updates) == [str(error) for error in target.transfer.reasons if reason in str(error)]
-    assert {"SourceChanged"} == set(reported) == set(target.reasons)
+    assert {"SourceWeightsChanged"} == set(reported) == set(target.reasons)
     assert 2 * len(updates) <= pulled.bytes_repeated // MIB <= 3 * len(updates)
 
 
@@ -134,7 +134,7 @@ def test_a_plan_of_another_version_starts_the_fork_over(fleet: Fleet, named: boo
     target.board.subscribe(lambda: update(seed, 2) if not seed.generation and len(target.board) == 2 else None)
     target.run()
     assert content_hash(image(2)) == content_hash(target.image)
-    assert reported == ["SourceChanged"]
+    assert reported == ["SourceWeightsChanged"]
     assert "started over" in str(target.transfer.reasons)
 
 
@@ -149,7 +149,7 @@ def test_weights_that_come_back_as_they_were(fleet: Fleet) -> None:
     target = Target(fleet, replan, settings(max_inflight_chunks=1))
     target.board.subscribe(lambda: update(seed, updates.pop()) if updates and len(target.board) == 3 else None)
     pulled = target.run()
-    assert (content_hash(image(1)), {"SourceChanged"}) == (content_hash(target.image), set(target.reasons))
+    assert (content_hash(image(1)), {"SourceWeightsChanged"}) == (content_hash(target.image), set(target.reasons))
     assert pulled.bytes_repeated <= MIB  # the one that was on its way
 
 
@@ -230,7 +230,7 @@ def test_an_update_under_a_relay(fleet: Fleet) -> None:
     upper.run()
     reading.join()
     assert [content_hash(image(2))] * 2 == [content_hash(upper.image), content_hash(lower.image)]
-    assert [{"SourceChanged"}] * 2 == [set(upper.reasons), set(lower.reasons)]
+    assert [{"SourceWeightsChanged"}] * 2 == [set(upper.reasons), set(lower.reasons)]
     assert seed.manifest == relay.manifest
 
 

@@ -120,7 +120,7 @@ def test_a_source_that_closes_the_channel_is_gone(fleet: Fleet) -> None:
     channels = seed._leases._channels
     seed.close_channel(next(iter(channels)))
     peer_source.join()
-    assert ["SourceGone"] == [error.kind for error in listener.failures]
+    assert ["SourceUnavailable"] == [error.kind for error in listener.failures]
 
 
 def test_a_waiting_reader_shows_its_newer_lease(fleet: Fleet) -> None:

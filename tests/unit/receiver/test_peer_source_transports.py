@@ -128,7 +128,7 @@ def test_a_transport_that_cannot_be_used_is_passed_over(fleet: Fleet) -> None:
     ):
         assert listener.offered.wait(NEVER_S)
         peer_source.read(0, 1 << 20, time.monotonic() + NEVER_S)
-        assert (["NotOneHost"], [], "memory") == (
+        assert (["NotSameHost"], [], "memory") == (
             listener.transport_errors,
             listener.failures,
             peer_source.transport,
@@ -141,7 +141,7 @@ def test_a_detour_takes_one_readers_place(fleet: Fleet) -> None:
     unusable = [CrossHostTransport(fleet.network, name) for name in ("cuda_ipc", "shared_memory")]
     with running_peer_source(fleet, listener, [*unusable, memory], max_readers=1) as (seed, _):
         assert listener.offered.wait(NEVER_S)
-        assert (["NotOneHost"] * 2, 1) == (listener.transport_errors, len(seed._leases._channels))
+        assert (["NotSameHost"] * 2, 1) == (listener.transport_errors, len(seed._leases._channels))
 
 
 def test_a_source_that_no_transport_reaches_fails_without_blame(fleet: Fleet) -> None:
@@ -150,7 +150,7 @@ def test_a_source_that_no_transport_reaches_fails_without_blame(fleet: Fleet) ->
     unusable = [CrossHostTransport(fleet.network, name) for name in ("cuda_ipc", "shared_memory")]
     with running_peer_source(fleet, listener, unusable) as (seed, peer_source):
         peer_source.join()
-        assert (["NotOneHost"], [("NotOneHost", "network")], 0) == (
+        assert (["NotSameHost"], [("NotSameHost", "network")], 0) == (
             listener.transport_errors,
             [(error.kind, error.fault) for error in listener.failures],
             len(seed._leases._channels),
@@ -201,7 +201,7 @@ def test_a_slow_detour_leaves_the_next_transport_its_time(fleet: Fleet) -> None:
         peer_source,
     ):
         assert listener.offered.wait(NEVER_S) or listener.failures
-        assert (["TransportUnusable"] * 2, [], "memory") == (
+        assert (["TransportUnavailable"] * 2, [], "memory") == (
             listener.transport_errors,
             listener.failures,
             peer_source.transport,
@@ -226,7 +226,7 @@ def test_a_place_that_cannot_be_given_back_is_no_failure(fleet: Fleet, others: b
     with running_peer_source(fleet, listener, transports, dial=dial):
         (listener.offered if others else listener.failed).wait(NEVER_S)
         outcome = listener.transport_errors, [error.kind for error in listener.failures]
-    assert ((["NotOneHost"], []) if others else ([], ["NotOneHost"])) == outcome
+    assert ((["NotSameHost"], []) if others else ([], ["NotSameHost"])) == outcome
 
 
 def test_silence_counts_once_there_is_a_reader(fleet: Fleet) -> None:
@@ -303,7 +303,7 @@ def test_a_source_out_of_reach_is_given_up_at_once(fleet: Fleet, monkeypatch: py
     script = Script([lambda: plan(route(a, ALL)), lambda: plan(route(b, ALL))])
     target = Target(fleet, script)
     target.run()
-    assert ([("a", "network", "NotOneHost")], ["NotOneHost"], {"b": CHUNKS}) == (
+    assert ([("a", "network", "NotSameHost")], ["NotSameHost"], {"b": CHUNKS}) == (
         script.faults,
         target.reasons,
         {share.source_id: share.verified_chunks for share in target.transfer.shares},

@@ -34,7 +34,9 @@ FORKED = ForkReport(
     bytes_repeated=1_500_000,
     sources=(SourceShare("0123456789", "node-1", "http", 4, 3_000_000_000),),
 )
-FALLBACK = replace(FORKED, outcome="fallback", fallback="checkpoint /m", reasons=("SourceGone: a", "NoSource: b"))
+FALLBACK = replace(
+    FORKED, outcome="fallback", fallback="checkpoint /m", reasons=("SourceUnavailable: a", "NoSource: b")
+)
 
 
 def test_the_line_of_a_fork() -> None:

@@ -172,7 +172,7 @@ def test_a_half_written_model_is_loaded_anew(fleet: Fleet) -> None:
     planner = scripted_planner(lambda: plan(route(seed, ALL)), lambda: plan(reason="nobody is left"))
     report = session(fleet, module, planner, TWOS).run()
     assert (True, list(range(8))) == (bool((module.weight == 2.0).all()), module.get_buffer("table").tolist())
-    assert ["SourceGone", "NoSource"] == [reason.partition(":")[0] for reason in report.reasons]
+    assert ["SourceUnavailable", "NoSource"] == [reason.partition(":")[0] for reason in report.reasons]
     assert report.seed is not None
     report.seed.close()
 
@@ -183,7 +183,7 @@ def test_a_mismatch_names_the_tensor(fleet: Fleet) -> None:
     other.register_parameter("weight", nn.Parameter(torch.zeros(3, 5)))
     other.register_buffer("table", torch.arange(8.0), persistent=False)
     seed = fleet.source("a", capture(other))
-    planner = scripted_planner(lambda: plan().model_copy(update={"other_layout": route(seed)}))
+    planner = scripted_planner(lambda: plan().model_copy(update={"mismatched_source": route(seed)}))
     report = session(fleet, Model(1.0), planner, TWOS).run()
     assert [] == [
         part for part in ("weight: here float32[1048576]", "there float32[3, 5]") if part not in report.reasons[0]

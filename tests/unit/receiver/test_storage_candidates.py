@@ -83,7 +83,7 @@ def test_a_way_that_cannot_be_offered_is_told_in_the_report(fleet: Fleet, checkp
     planner = scripted_planner(NO_SOURCE_PLAN, storage_plan("checkpoint", checkpoint.as_uri()))
     fallbacks = [snapshot_fallback(tmp_path / "nothing.safetensors"), checkpoint_fallback(checkpoint)]
     report = run_fork(fleet, Model(1.0), planner, fallbacks)
-    assert ("forked", report.image_bytes, ["StorageMissing", "NoSource"]) == (
+    assert ("forked", report.image_bytes, ["StorageNotFound", "NoSource"]) == (
         report.outcome,
         report.storage_bytes,
         [reason.partition(":")[0] for reason in report.reasons],
@@ -133,8 +133,8 @@ def test_a_snapshot_uri_that_cannot_be_used_is_the_user_s(uri: str, message: str
     [
         ("s3://bucket/model/", Rank(tp=1, tp_size=2), "s3://bucket/model/model-rank-001.safetensors"),
         ("https://host/a%20b.safetensors?sig=secret", Rank(), "https://host/a%20b.safetensors"),
-        ("/models/x.safetensors", Rank(role="draft"), "file:///models/x.safetensors"),
-        ("/models/x", Rank(role="draft"), "file:///models/x/draft-rank-000.safetensors"),
+        ("/models/x.safetensors", Rank(role="speculative"), "file:///models/x.safetensors"),
+        ("/models/x", Rank(role="speculative"), "file:///models/x/speculative-rank-000.safetensors"),
     ],
 )
 def test_a_snapshot_is_told_by_its_file(uri: str, rank: Rank, redacted_uri: str) -> None:

@@ -106,7 +106,7 @@ def test_a_fork_that_has_nothing_left_failed(fleet: Fleet) -> None:
     recorder = SpanRecorder()
     with pytest.raises(AllSourcesFailed):
         traced_session(fleet, scripted_planner(lambda: plan()), recorder).run()
-    assert (False, "NothingLeft") == (
+    assert (False, "AllSourcesFailed") == (
         recorder.spans["fork"].status.is_ok,
         recorder.attributes("fork")["error.type"],
     )

@@ -85,8 +85,8 @@ def test_a_source_that_dies_is_replaced(fleet: Fleet) -> None:
     pulled = target.run()
     assert content_hash(source_image) == content_hash(target.image)
     assert {"a": 3, "b": 3} == verified_by_source(target)
-    assert [("a", "source", "SourceGone")] == script.faults
-    assert (1, ["SourceGone"]) == (pulled.replans, target.reasons)
+    assert [("a", "source", "SourceUnavailable")] == script.faults
+    assert (1, ["SourceUnavailable"]) == (pulled.replans, target.reasons)
     assert pulled.bytes_repeated <= 2 * MIB
 
 
@@ -124,7 +124,7 @@ def test_a_source_that_stalls_is_replaced(fleet: Fleet) -> None:
     target = Target(fleet, script, settings(source_idle_timeout_s=1.0))
     target.run()
     assert content_hash(source_image) == content_hash(target.image)
-    assert [("a", "source", "SourceStalled")] == script.faults
+    assert [("a", "source", "SourceTimeout")] == script.faults
 
 
 def test_a_relay_that_offers_nothing_new_is_replaced(fleet: Fleet) -> None:
@@ -137,7 +137,7 @@ def test_a_relay_that_offers_nothing_new_is_replaced(fleet: Fleet) -> None:
     target = Target(fleet, script, settings(source_idle_timeout_s=0.5))
     target.run()
     assert {"a": 2, "b": 4} == verified_by_source(target)
-    assert [("a", "source", "SourceStalled")] == script.faults
+    assert [("a", "source", "SourceTimeout")] == script.faults
     assert "offered no new chunk" in str(target.transfer.reasons[0])
 
 
@@ -198,7 +198,7 @@ def test_a_relay_that_breaks_does_not_end_the_fork_below(fleet: Fleet) -> None:
         content_hash(target.image),
         verified_by_source(target),
     )
-    assert [("a", "source", "SourceChanged")] == script.faults
+    assert [("a", "source", "SourceWeightsChanged")] == script.faults
 
 
 def test_a_second_source_with_other_weights_is_refused(fleet: Fleet) -> None:
@@ -214,7 +214,7 @@ def test_a_second_source_with_other_weights_is_refused(fleet: Fleet) -> None:
         content_hash(target.image),
         verified_by_source(target),
     )
-    assert [("a", "source", "SourceGone"), ("b", "source", "SourceChanged")] == script.faults
+    assert [("a", "source", "SourceUnavailable"), ("b", "source", "SourceWeightsChanged")] == script.faults
 
 
 def test_a_source_of_other_weights_than_planned_is_refused(fleet: Fleet) -> None:
@@ -230,7 +230,7 @@ def test_a_source_of_other_weights_than_planned_is_refused(fleet: Fleet) -> None
     target = Target(fleet, script)
     target.run()
     assert content_hash(matching.image) == content_hash(target.image)
-    assert [("odd", "source", "SourceChanged")] == script.faults
+    assert [("odd", "source", "SourceWeightsChanged")] == script.faults
 
 
 def test_this_side_s_own_failure_is_not_the_source_s(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,7 +308,7 @@ def without_transport(seed: Seed, fleet: Fleet) -> None:
 
 @pytest.mark.parametrize(
     ("break_source", "error"),
-    [(unreachable, "SourceGone"), (draining, "SourceBusy"), (without_transport, "SourceGone")],
+    [(unreachable, "SourceUnavailable"), (draining, "SourceBusy"), (without_transport, "SourceUnavailable")],
 )
 def test_a_source_that_cannot_be_opened_is_reported(
     fleet: Fleet, break_source: Callable[[Seed, Fleet], None], error: str

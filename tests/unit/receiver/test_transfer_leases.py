@@ -32,9 +32,9 @@ def test_a_lease_refused_thrice_excludes_the_source(fleet: Fleet) -> None:
     target.run()
     assert {"b": CHUNKS} == verified_by_source(target)
     assert [
-        ("a", "target", "LeaseRefused"),
-        ("a", "target", "LeaseRefused"),
-        ("a", "network", "LeaseRefused"),
+        ("a", "target", "LeaseRejected"),
+        ("a", "target", "LeaseRejected"),
+        ("a", "network", "LeaseRejected"),
     ] == reported
 
 
@@ -53,7 +53,7 @@ def test_a_bad_lease_is_replaced_by_the_next_plan(fleet: Fleet, lost: str) -> No
     script = Script([lambda: plan(bad), lambda: plan(good)])
     target = Target(fleet, script)
     target.run()
-    expected = ("source", "SourceChanged") if lost == "generation" else ("target", "LeaseRefused")
+    expected = ("source", "SourceWeightsChanged") if lost == "generation" else ("target", "LeaseRejected")
     assert ([("a", *expected)], content_hash(source_image)) == (script.faults, content_hash(target.image))
 
 

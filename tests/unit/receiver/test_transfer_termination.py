@@ -70,7 +70,7 @@ def test_the_last_source_gone_ends_in_no_source(fleet: Fleet) -> None:
     target = Target(fleet, script)
     with pytest.raises(NoSource, match="nobody is left"):
         target.run()
-    assert (["SourceGone"], 2) == (target.reasons, len(target.board))
+    assert (["SourceUnavailable"], 2) == (target.reasons, len(target.board))
 
 
 def test_the_deadline_ends_a_fork(fleet: Fleet) -> None:
@@ -103,7 +103,7 @@ def interrupt() -> Plan:
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize(("made_progress", "expected"), [(True, []), (False, ["SourceStalled"])])
+@pytest.mark.parametrize(("made_progress", "expected"), [(True, []), (False, ["SourceTimeout"])])
 def test_who_stood_still_itself_blames_no_source(fleet: Fleet, made_progress: bool, expected: list[str]) -> None:
     """What a source said meanwhile is heard first; one that said nothing has stalled a moment later."""
     target = Target(fleet, Script([plan]), settings(source_idle_timeout_s=1.0))

@@ -32,7 +32,7 @@ def build_seed(
     seed = Seed(
         seed_image,
         InstanceIdentity("model", instance_id="seed-1"),
-        InstanceSettings(host="node", drain_s=0),
+        InstanceSettings(node_name="node", drain_timeout_s=0),
         [InMemoryTransport(network or InMemoryNetwork())],
         board=board,
         manifest=compute_manifest(seed_image) if board is None else None,

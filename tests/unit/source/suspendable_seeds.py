@@ -34,7 +34,7 @@ def build_seed(*transports: Transport, seed_image: Image | None = None) -> Seed:
     seed = Seed(
         image,
         InstanceIdentity("model", instance_id="seed-1"),
-        InstanceSettings(host="node", drain_s=0),
+        InstanceSettings(node_name="node", drain_timeout_s=0),
         list(transports) or [InMemoryTransport(InMemoryNetwork())],
         manifest=compute_manifest(image),
         serve_peer=InMemoryPeers().service,

@@ -30,7 +30,7 @@ def test_a_server_names_the_instances_of_its_ranks() -> None:
     rank = Rank(tp=1, tp_size=2, dp=3)
     one, other = (InstanceIdentity.of("model", rank, "pod-7").instance_id for _ in range(2))
     standalone = InstanceIdentity.of("model", rank, None).instance_id
-    start = "pod-7-target-tp1of2-pp0of1-ep0of1-dp3-"
+    start = "pod-7-main-tp1of2-pp0of1-ep0of1-dp3-"
     begin = [each.startswith(start) for each in (one, other, standalone)]
     assert ([True, True, False], True, 32) == (begin, one != other, len(standalone))
 
@@ -163,7 +163,7 @@ def seed_offering(*transports: InMemoryTransport) -> Seed:
     return Seed(
         IMAGE,
         InstanceIdentity("model", instance_id="seed-1"),
-        InstanceSettings(host="node", drain_s=0),
+        InstanceSettings(node_name="node", drain_timeout_s=0),
         list(transports),
         manifest=compute_manifest(IMAGE),
         serve_peer=InMemoryPeers().service,
@@ -196,7 +196,7 @@ def test_leases_end_by_the_planners_time() -> None:
     seed = Seed(
         IMAGE,
         InstanceIdentity("model", instance_id=name),
-        InstanceSettings(host="node"),
+        InstanceSettings(node_name="node"),
         [InMemoryTransport(InMemoryNetwork())],
         manifest=compute_manifest(IMAGE),
         planner=planner,

@@ -143,40 +143,40 @@ readinessProbe:
 
 {{- /* What every hook is told; takes $. */}}
 {{- define "rfork.hookEnv" -}}
-- {name: RFORK_HOOK_NAMESPACE, value: {{ .Release.Namespace | quote }}}
-- name: RFORK_HOOK_IDENTITY
+- {name: RFORK_K8S_NAMESPACE, value: {{ .Release.Namespace | quote }}}
+- name: RFORK_K8S_IDENTITY
   valueFrom:
     fieldRef: {fieldPath: metadata.name}
-- {name: RFORK_HOOK_BIND, value: {{ .Values.bind | quote }}}
+- {name: RFORK_K8S_BIND, value: {{ .Values.bind | quote }}}
 {{- end }}
 
 {{- /* What the webhook is told beside that; takes $. */}}
 {{- define "rfork.webhookEnv" -}}
 {{- $instances := .Values.instances }}{{- $webhook := .Values.webhook -}}
-- {name: RFORK_HOOK_WEBHOOK_PORT, value: {{ $webhook.port | quote }}}
-- {name: RFORK_HOOK_PLANNER, value: {{ default (include "rfork.plannerUrl" .) $instances.plannerUrl | quote }}}
-- {name: RFORK_HOOK_FILES, value: {{ $instances.files }}}
-- {name: RFORK_HOOK_IMAGE, value: {{ include "rfork.filesImage" . | quote }}}
-- {name: RFORK_HOOK_IMAGE_VOLUMES, value: {{ include "rfork.mountsImages" . | quote }}}
-- {name: RFORK_HOOK_TOKEN_SECRET, value: {{ $instances.tokenSecret | quote }}}
-- {name: RFORK_HOOK_CA_SECRET, value: {{ $instances.tlsSecret | quote }}}
-- {name: RFORK_HOOK_READINESS_GATE, value: {{ include "rfork.gates" . | quote }}}
-- {name: RFORK_HOOK_SAME_HOST, value: {{ $instances.sameHost | quote }}}
-- {name: RFORK_HOOK_DRAIN_S, value: {{ $instances.drainSeconds | quote }}}
-- {name: RFORK_HOOK_PEER_PORT, value: {{ $instances.peerPort | quote }}}
-- {name: RFORK_HOOK_HTTP_PORT, value: {{ $instances.httpPort | quote }}}
-- {name: RFORK_HOOK_PORTS, value: {{ $instances.ports | quote }}}
-- {name: RFORK_HOOK_TOPOLOGY, value: {{ $webhook.topology.enabled | quote }}}
-- {name: RFORK_HOOK_ZONE_LABEL, value: {{ $webhook.topology.zoneLabel | quote }}}
-- {name: RFORK_HOOK_RACK_LABEL, value: {{ $webhook.topology.rackLabel | quote }}}
-- {name: RFORK_HOOK_NVLINK_LABEL, value: {{ $webhook.topology.nvlinkLabel | quote }}}
+- {name: RFORK_K8S_WEBHOOK_PORT, value: {{ $webhook.port | quote }}}
+- {name: RFORK_K8S_POD_PLANNER_URL, value: {{ default (include "rfork.plannerUrl" .) $instances.plannerUrl | quote }}}
+- {name: RFORK_K8S_INJECTION_MODE, value: {{ $instances.files }}}
+- {name: RFORK_K8S_INJECTION_IMAGE, value: {{ include "rfork.filesImage" . | quote }}}
+- {name: RFORK_K8S_IMAGE_VOLUMES, value: {{ include "rfork.mountsImages" . | quote }}}
+- {name: RFORK_K8S_TOKEN_SECRET, value: {{ $instances.tokenSecret | quote }}}
+- {name: RFORK_K8S_TLS_SECRET, value: {{ $instances.tlsSecret | quote }}}
+- {name: RFORK_K8S_READINESS_GATE, value: {{ include "rfork.gates" . | quote }}}
+- {name: RFORK_K8S_SAME_HOST, value: {{ $instances.sameHost | quote }}}
+- {name: RFORK_K8S_DRAIN_TIMEOUT_S, value: {{ $instances.drainSeconds | quote }}}
+- {name: RFORK_K8S_PEER_PORT, value: {{ $instances.peerPort | quote }}}
+- {name: RFORK_K8S_HTTP_PORT, value: {{ $instances.httpPort | quote }}}
+- {name: RFORK_K8S_PORTS, value: {{ $instances.ports | quote }}}
+- {name: RFORK_K8S_INJECT_TOPOLOGY, value: {{ $webhook.topology.enabled | quote }}}
+- {name: RFORK_K8S_ZONE_LABEL, value: {{ $webhook.topology.zoneLabel | quote }}}
+- {name: RFORK_K8S_RACK_LABEL, value: {{ $webhook.topology.rackLabel | quote }}}
+- {name: RFORK_K8S_NVLINK_LABEL, value: {{ $webhook.topology.nvlinkLabel | quote }}}
 {{- if eq $webhook.certificates.mode "self" }}
-- {name: RFORK_HOOK_CERTIFICATE_SECRET, value: {{ include "rfork.webhookTlsSecret" . | quote }}}
-- {name: RFORK_HOOK_CERTIFICATE_DAYS, value: {{ $webhook.certificates.days | quote }}}
-- {name: RFORK_HOOK_WEBHOOK_CONFIGURATION, value: {{ include "rfork.fullname" . | quote }}}
-- {name: RFORK_HOOK_WEBHOOK_HOSTS, value: "{{ include "rfork.fullname" . }}-webhook.{{ .Release.Namespace }}.svc,{{ include "rfork.fullname" . }}-webhook.{{ .Release.Namespace }}.svc.cluster.local"}
+- {name: RFORK_K8S_CERTIFICATE_SECRET, value: {{ include "rfork.webhookTlsSecret" . | quote }}}
+- {name: RFORK_K8S_CERTIFICATE_DAYS, value: {{ $webhook.certificates.days | quote }}}
+- {name: RFORK_K8S_WEBHOOK_CONFIGURATION, value: {{ include "rfork.fullname" . | quote }}}
+- {name: RFORK_K8S_WEBHOOK_HOSTS, value: "{{ include "rfork.fullname" . }}-webhook.{{ .Release.Namespace }}.svc,{{ include "rfork.fullname" . }}-webhook.{{ .Release.Namespace }}.svc.cluster.local"}
 {{- else }}
-- {name: RFORK_HOOK_CERTIFICATES, value: /etc/rfork/webhook-tls}
+- {name: RFORK_K8S_CERTIFICATE_DIR, value: /etc/rfork/webhook-tls}
 {{- end }}
 {{- end }}
 
@@ -197,8 +197,8 @@ readinessProbe:
 
 {{- /* By which replicas of the controller choose who acts, and the webhook sees whether anyone does; once in a process. */}}
 {{- define "rfork.leaseEnv" -}}
-- {name: RFORK_HOOK_LEASE, value: {{ include "rfork.fullname" . }}-controller}
-- {name: RFORK_HOOK_LEASE_S, value: {{ .Values.controller.leaseSeconds | quote }}}
+- {name: RFORK_K8S_LEASE, value: {{ include "rfork.fullname" . }}-controller}
+- {name: RFORK_K8S_LEASE_DURATION_S, value: {{ .Values.controller.leaseSeconds | quote }}}
 {{- end }}
 
 {{- /* Whether Pods get the readiness gate, for which the webhook looks at the controller's Lease: true or false. */}}
@@ -208,15 +208,15 @@ readinessProbe:
 
 {{- define "rfork.controllerEnv" -}}
 {{- $controller := .Values.controller -}}
-- {name: RFORK_HOOK_LOOK_S, value: {{ $controller.lookSeconds | quote }}}
-- {name: RFORK_HOOK_SCALEUP_S, value: {{ $controller.scaleupSeconds | quote }}}
-- {name: RFORK_HOOK_GRACE_S, value: {{ $controller.graceSeconds | quote }}}
-- {name: RFORK_HOOK_VERSIONS_S, value: {{ $controller.versionsSeconds | quote }}}
+- {name: RFORK_K8S_POLL_INTERVAL_S, value: {{ $controller.lookSeconds | quote }}}
+- {name: RFORK_K8S_SCALEUP_TTL_S, value: {{ $controller.scaleupSeconds | quote }}}
+- {name: RFORK_K8S_READINESS_GRACE_S, value: {{ $controller.graceSeconds | quote }}}
+- {name: RFORK_K8S_VERSIONS_S, value: {{ $controller.versionsSeconds | quote }}}
 {{- end }}
 
 {{- define "rfork.scalerEnv" -}}
-- {name: RFORK_HOOK_SCALER_PORT, value: {{ .Values.keda.port | quote }}}
-- {name: RFORK_HOOK_ENGINE_TIMEOUT_S, value: {{ .Values.keda.engineTimeoutSeconds | quote }}}
+- {name: RFORK_K8S_SCALER_PORT, value: {{ .Values.keda.port | quote }}}
+- {name: RFORK_K8S_ENGINE_TIMEOUT_S, value: {{ .Values.keda.engineTimeoutSeconds | quote }}}
 {{- end }}
 
 {{- /* policy/v1 since 1.21; takes (list $ COMPONENT). */}}

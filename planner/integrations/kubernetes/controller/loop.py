@@ -39,7 +39,7 @@ async def run(
 
     Metrics are put into `status.registry`. Raises ClusterUnavailable where a watch ends, which none does.
     """
-    election = LeaderElection(cluster, settings.lease, settings.namespace, settings.identity, settings.lease_s)
+    election = LeaderElection(cluster, settings.lease, settings.namespace, settings.identity, settings.lease_duration_s)
     loop = _ReconcileLoop(settings, cluster, planner_api, status, election, clock, tracer)
     caches = loop.controller.caches
     async with asyncio.TaskGroup() as tasks:

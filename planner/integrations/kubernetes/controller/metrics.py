@@ -24,7 +24,7 @@ class ControllerMetrics:
         )
         self.mixed_versions = Gauge(
             "rfork_controller_mixed_versions",
-            "Workloads whose Pods have had several versions of a model for longer than RFORK_HOOK_VERSIONS_S",
+            "Workloads whose Pods have had several versions of a model for longer than RFORK_K8S_VERSIONS_S",
             registry=registry,
         )
         self.actions = Counter(

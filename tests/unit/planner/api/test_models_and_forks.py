@@ -20,7 +20,7 @@ def test_metrics_tell_what_happened(planner: PlannerClient, web: httpx.Client) -
         "fork-b",
         ForkResult(
             outcome="fallback", seconds=1, bytes_read=5, sources={"s": 2, "checkpoint:/models/m": 3},
-            fallback="checkpoint:/models/m", reasons=("whatever", "SourceStalled: no byte for 10 s"),
+            fallback="checkpoint:/models/m", reasons=("whatever", "SourceTimeout: no byte for 10 s"),
         ),
     )  # fmt: skip
     lines = web.get("/metrics").text.splitlines()
@@ -29,7 +29,7 @@ def test_metrics_tell_what_happened(planner: PlannerClient, web: httpx.Client) -
         'rfork_planner_instances{state="loading"} 2.0',
         "rfork_planner_active_leases 1.0",
         'rfork_planner_forks_total{outcome="fallback"} 1.0',
-        'rfork_planner_fallbacks_total{fallback="checkpoint",reason="SourceStalled"} 1.0',
+        'rfork_planner_fallbacks_total{fallback="checkpoint",reason="SourceTimeout"} 1.0',
         'rfork_planner_source_faults_total{error="other",fault="source"} 1.0',
         'rfork_planner_verified_bytes_total{source="peer"} 2.0',
         'rfork_planner_verified_bytes_total{source="checkpoint"} 3.0',

@@ -74,18 +74,18 @@ def test_lists_are_filtered_by_model_state_and_host(planner: PlannerClient) -> N
 
 def test_the_ranks_of_one_server_are_listed(planner: PlannerClient) -> None:
     """Page by page, together with other filters; not those of a server whose name begins alike."""
-    for name in ("pod-target-tp1", "pod-draft-tp0", "pod-target-tp0", "pod-b-target-tp0", "pod", "pod-x"):
+    for name in ("pod-main-tp1", "pod-speculative-tp0", "pod-main-tp0", "pod-b-main-tp0", "pod", "pod-x"):
         planner.report(seed_report(name))
     first = planner.instance_page(replica="pod", limit=2)
     second = planner.instance_page(replica="pod", limit=2, after=first.next)
-    assert [["pod-draft-tp0", "pod-target-tp0"], ["pod-target-tp1"], ["pod-b-target-tp0"], [], []] == [
+    assert [["pod-speculative-tp0", "pod-main-tp0"], ["pod-main-tp1"], ["pod-b-main-tp0"], [], []] == [
         ids_of(first),
         ids_of(second),
         ids_of(planner.instance_page(replica="pod-b", model="m")),
         ids_of(planner.instance_page(replica="pod", model="other")),
         ids_of(planner.instance_page(replica="nobody")),
     ]
-    assert ("pod-target-tp0", None) == (first.next, second.next)
+    assert ("pod-main-tp0", None) == (first.next, second.next)
 
 
 def test_a_server_that_nobody_can_be_called_is_refused(web: httpx.Client) -> None:

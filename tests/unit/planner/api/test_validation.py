@@ -17,15 +17,15 @@ Json = dict[str, "Json"] | list["Json"] | str | int | float | bool | None
 
 REPORT: Final[Json] = {
     "instance_id": "t", "model": "m", "layout_id": LAYOUT, "weights_id": WEIGHTS, "generation": 1,
-    "rank": {"tp": 0, "tp_size": 1, "pp": 0, "pp_size": 1, "ep": 0, "ep_size": 1, "dp": 0, "role": "target"},
-    "image_bytes": 12, "chunk_count": 12, "state": "loading", "verified": [[0, 6]], "draft": ORIGIN,
+    "rank": {"tp": 0, "tp_size": 1, "pp": 0, "pp_size": 1, "ep": 0, "ep_size": 1, "dp": 0, "role": "main"},
+    "image_bytes": 12, "chunk_count": 12, "state": "loading", "verified": [[0, 6]], "provisional_id": ORIGIN,
     "storage": [{"kind": "checkpoint", "uri": "file:///c", "origin": ORIGIN, "weights_id": None}],
     "address": "10.0.0.1:1", "transports": ["http"], "max_readers": 1, "weight": 1.0, "egress_rate": 1,
     "placement": {"host": "h", "rack": "r", "zone": "z", "nvlink": "n"}, "readers": ["f"],
 }  # fmt: skip
 FORK_REQUEST: Final[Json] = {
     "fork_id": "fork-t", "instance": REPORT,
-    "faults": [{"instance_id": "s", "fault": "network", "error": "SourceGone", "detail": "why"}],
+    "faults": [{"instance_id": "s", "fault": "network", "error": "SourceUnavailable", "detail": "why"}],
     "current": [{"source_id": "s", "chunks": [[6, 12]]}],
 }  # fmt: skip
 PROGRESS: Final[Json] = {
@@ -149,7 +149,7 @@ def test_what_went_wrong_is_told_in_one_line_each() -> None:
         outcome="failed", seconds=1, bytes_read=0, fallback="checkpoint:/a\ud800b",
         reasons=tuple(f"{number}\n\x1b{'é' * 2000}" for number in range(70)),
     )  # fmt: skip
-    fault = SourceFault(instance_id="s", fault="source", error="SourceGone", detail="a\r\n\u2028b\u00a0c")
+    fault = SourceFault(instance_id="s", fault="source", error="SourceUnavailable", detail="a\r\n\u2028b\u00a0c")
     assert ("checkpoint:/a b", 64, "6  é", "é…", {1000}, "a   b\u00a0c") == (
         finish.fallback, len(finish.reasons), finish.reasons[0][:4], finish.reasons[0][-2:],
         {len(reason) for reason in finish.reasons}, fault.detail,

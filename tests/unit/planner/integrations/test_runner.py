@@ -16,7 +16,7 @@ from planner.integrations.health import IntegrationMetrics, IntegrationStatus, p
 from planner.integrations.in_process import InProcessRunner, create_in_process_runner
 from planner.integrations.runner import IntegrationMain, IntegrationRunner
 from rfork.errors import MissingExtra, RforkError, SettingsError
-from rfork.settings import HookName, InstanceSettings, KubernetesSettings, PlannerSettings
+from rfork.settings import InstanceSettings, IntegrationName, KubernetesSettings, PlannerSettings
 
 SETTINGS = (KubernetesSettings(), InstanceSettings())
 
@@ -70,7 +70,7 @@ def failing(error: Exception | None) -> IntegrationMain:
 async def test_all_end_with_one_that_fails(failure: Exception | None, error_type: type[RforkError], text: str) -> None:
     """In a process of their own the others are stopped, and the failure is one error of ours."""
     idle = IdleIntegration()
-    hooks: dict[HookName, IntegrationMain] = {"webhook": failing(failure), "scaler": idle}
+    hooks: dict[IntegrationName, IntegrationMain] = {"webhook": failing(failure), "scaler": idle}
     with pytest.raises(RforkError) as caught:
         await IntegrationRunner(["scaler", "webhook"], *SETTINGS, restart_on_failure=False, integrations=hooks).run()
     assert (error_type, text, True) == (type(caught.value), str(caught.value), idle.stopped)
@@ -78,7 +78,7 @@ async def test_all_end_with_one_that_fails(failure: Exception | None, error_type
 
 async def test_a_missing_extra_is_named() -> None:
     """The hint is the command that brings it."""
-    hooks: dict[HookName, IntegrationMain] = {"webhook": failing(ImportError("no", name="lightkube"))}
+    hooks: dict[IntegrationName, IntegrationMain] = {"webhook": failing(ImportError("no", name="lightkube"))}
     with pytest.raises(MissingExtra) as caught:
         await IntegrationRunner(["webhook"], *SETTINGS, restart_on_failure=False, integrations=hooks).run()
     assert "pip install 'rfork[kubernetes]'" == caught.value.hint
@@ -282,13 +282,13 @@ def test_beside_the_planner_they_end_in_order() -> None:
 
 def test_beside_the_planner_pods_need_an_address_of_it() -> None:
     """Its own loopback address is not told to Pods: the setting is asked for."""
-    settings = PlannerSettings(hooks=("webhook",))
+    settings = PlannerSettings(integrations=("webhook",))
     with (
         pytest.raises(SettingsError) as caught,
         create_in_process_runner(settings, "http://127.0.0.1:8700"),
     ):
         pass
-    assert "set RFORK_HOOK_PLANNER" == caught.value.hint
+    assert "set RFORK_K8S_POD_PLANNER_URL" == caught.value.hint
 
 
 @pytest.mark.parametrize(
@@ -297,7 +297,7 @@ def test_beside_the_planner_pods_need_an_address_of_it() -> None:
         ({}, ("http://127.0.0.1:8700", "own"), None),
         ({"RFORK_PLANNER": "http://service:80"}, ("http://service:80", "own"), "http://service:80"),
         (
-            {"RFORK_HOOK_PLANNER": "http://service:80", "RFORK_TOKEN": "operator"},
+            {"RFORK_K8S_POD_PLANNER_URL": "http://service:80", "RFORK_TOKEN": "operator"},
             ("http://127.0.0.1:8700", "operator"),
             "http://service:80",
         ),
@@ -312,9 +312,9 @@ def test_beside_the_planner_hooks_ask_that_planner(
     """With its own token, by loopback where it listens everywhere; settings go first."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    planner = PlannerSettings(hooks=("controller",), token=SecretStr("own"))
+    planner = PlannerSettings(integrations=("controller",), token=SecretStr("own"))
     with create_in_process_runner(planner, "http://0.0.0.0:8700") as hooks:
         assert hooks is not None
         hook_settings, settings = hooks._runner._settings_pair
     token = settings.token.get_secret_value() if settings.token else ""
-    assert (expected, pods) == ((settings.planner, token), hook_settings.planner)
+    assert (expected, pods) == ((settings.planner, token), hook_settings.pod_planner_url)

@@ -88,7 +88,7 @@ async def test_a_fork_that_outlived_the_planners_memory_waits_for_those_it_read_
     registry: Registry, time: FakeTime
 ) -> None:
     """They are heard of within a heartbeat; who comes anew, or asks after that, hears that nobody is here."""
-    lost = await registry.request_plan(fork_request("a", (0, 5), faults=(fault("s", "SourceStalled"),)))
+    lost = await registry.request_plan(fork_request("a", (0, 5), faults=(fault("s", "SourceTimeout"),)))
     fresh = await registry.request_plan(fork_request("n", model="other"))
     time.now += 4
     again = await registry.request_plan(fork_request("a", (0, 5)))
@@ -101,7 +101,7 @@ async def test_a_fork_whose_sources_all_died_does_not_wait_for_them(registry: Re
     """The planner knew them: nobody else will be heard of."""
     await start_chain(registry, "a")
     await registry.remove("s")
-    plan = await registry.request_plan(fork_request("a", (0, 5), faults=(fault("s", "SourceGone"),)))
+    plan = await registry.request_plan(fork_request("a", (0, 5), faults=(fault("s", "SourceUnavailable"),)))
     assert ([], None) == (list(plan.routes), plan.retry_after_s)
 
 

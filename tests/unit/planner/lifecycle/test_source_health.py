@@ -41,7 +41,7 @@ async def test_new_weights_fence_the_readers_of_the_old_ones(registry: Registry)
     before = set((await registry.progress("fork-a", chunk_progress(3))).leases)
     await registry.report(seed_report("s", generation=1, weights_id=OTHER_WEIGHTS))
     after = set((await registry.progress("fork-a", chunk_progress(4))).leases)
-    again = await registry.request_plan(fork_request("a", faults=(fault("s", "SourceChanged"),)))
+    again = await registry.request_plan(fork_request("a", faults=(fault("s", "SourceWeightsChanged"),)))
     assert ({"s"}, set(), {"s": ALL}, OTHER_WEIGHTS) == (
         before,
         after,
@@ -54,7 +54,7 @@ async def test_chunks_of_the_old_weights_are_not_mixed_with_the_new(registry: Re
     """A fork that has begun is given nobody, and told why."""
     await start_chain(registry, "a")
     await registry.report(seed_report("s", generation=1, weights_id=OTHER_WEIGHTS))
-    plan = await registry.request_plan(fork_request("a", (0, 4), faults=(fault("s", "SourceChanged"),)))
+    plan = await registry.request_plan(fork_request("a", (0, 4), faults=(fault("s", "SourceWeightsChanged"),)))
     assert {} == routes_by_source(plan)
     assert f"s holds other weights ({OTHER_WEIGHTS})" in plan.reason
 
@@ -117,5 +117,5 @@ async def test_a_fenced_source_is_not_gone_back_to(registry: Registry) -> None:
     await start_chain(registry, "ab")
     await registry.finish("fork-a", ForkResult(outcome="fallback", seconds=1, bytes_read=0))
     await registry.report(report("a", generation=1))
-    plan = await registry.request_plan(fork_request("b", faults=(fault("a", "SourceChanged"),)))
+    plan = await registry.request_plan(fork_request("b", faults=(fault("a", "SourceWeightsChanged"),)))
     assert {"s": ((0, 12),)} == routes_by_source(plan)

@@ -35,7 +35,7 @@ OTHER_CHECKPOINT = Storage("checkpoint", "file:///o", OTHER_ORIGIN)
 
 def follower(name: str, *verified: Range, **changes: object) -> Source:
     """A target whose chunks come from a checkpoint that is not sealed yet."""
-    return loading(name, *verified, **({"weights_id": None, "draft": ORIGIN} | changes))
+    return loading(name, *verified, **({"weights_id": None, "provisional_id": ORIGIN} | changes))
 
 
 def test_a_few_share_a_snapshot_in_a_ring() -> None:
@@ -167,7 +167,7 @@ def test_chunks_that_a_full_one_reads_are_not_read_again() -> None:
 def test_a_dead_leader_is_replaced_without_starting_again() -> None:
     """Its first follower reads from storage only what nobody holds."""
     fleet = group(follower("b", (0, 5)), follower("c", (0, 7)), reads={"b": {"a": ALL}, "c": {"b": ALL}})
-    decision = decide(fleet, follower("b", (0, 5), storage=(CHECKPOINT,)), a="SourceGone")
+    decision = decide(fleet, follower("b", (0, 5), storage=(CHECKPOINT,)), a="SourceUnavailable")
     assert ({"c": ((5, 7),), "checkpoint": ((7, 12),)}, ORIGIN) == (routes(decision), decision.provisional_id)
 
 
@@ -175,7 +175,7 @@ def test_the_next_follower_stays_behind_the_new_leader() -> None:
     """Storage is not read by two."""
     reads: Reads = {"b": {"b": ((5, 12),)}, "c": {"b": ALL}}
     fleet = group(follower("b", (0, 5)), follower("c", (0, 4)), reads=reads)
-    decision = decide(fleet, follower("c", (0, 4), storage=(CHECKPOINT,)), a="SourceGone")
+    decision = decide(fleet, follower("c", (0, 4), storage=(CHECKPOINT,)), a="SourceUnavailable")
     assert {"b": ((4, 12),)} == routes(decision)
 
 

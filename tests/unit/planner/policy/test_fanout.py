@@ -199,7 +199,7 @@ def test_a_dead_relays_children_are_fed_again_without_overloading_anybody() -> N
     for orphan in sorted(name for name, parts in reads.items() if dead in parts):
         fleet = group(*members, reads=reads)
         target = fleet.sources[orphan]
-        fork_demand = ForkDemand(f"fork-{orphan}", target, {dead: "SourceGone"}, fleet.shares[orphan])
+        fork_demand = ForkDemand(f"fork-{orphan}", target, {dead: "SourceUnavailable"}, fleet.shares[orphan])
         reads[orphan] = routes(plan(fleet, [fork_demand], NOW)[fork_demand.fork_id])
     assert dict.fromkeys(reads, CHUNK_COUNT) == {
         name: sum(count(chunks) for chunks in parts.values()) for name, parts in reads.items()

@@ -95,7 +95,7 @@ def test_a_dead_relays_child_is_given_the_relays_parent() -> None:
         seed("s"), loading("a", (0, 5)), loading("b", (0, 4)), loading("c", (0, 3)),
         reads={"a": {"s": ALL}, "b": {"a": ALL}, "c": {"b": ALL}},
     )  # fmt: skip
-    decision = decide(fleet, loading("b", (0, 4)), a="SourceGone")
+    decision = decide(fleet, loading("b", (0, 4)), a="SourceUnavailable")
     assert {"s": ((4, 12),)} == routes(decision)
 
 
@@ -180,7 +180,7 @@ def test_where_only_other_layouts_exist_one_is_named_to_compare_with() -> None:
     """The complete instance stands for the others; where the layout fits, nobody has to."""
     others = group(loading("a", layout_id=OTHER_LAYOUT), seed("z", layout_id=OTHER_LAYOUT))
     fleets = [others, group(seed("s")), group()]
-    assert ["z", None, None] == [decide(fleet, loading("t")).other_layout for fleet in fleets]
+    assert ["z", None, None] == [decide(fleet, loading("t")).mismatched_source for fleet in fleets]
 
 
 def test_a_long_list_of_refusals_is_cut() -> None:
@@ -191,7 +191,7 @@ def test_a_long_list_of_refusals_is_cut() -> None:
 
 def test_a_source_blamed_by_this_fork_is_not_given_again() -> None:
     """The fork goes to the other seed."""
-    assert {"s2": ALL} == routes(decide(group(seed("s1"), seed("s2")), loading("t"), s1="SourceStalled"))
+    assert {"s2": ALL} == routes(decide(group(seed("s1"), seed("s2")), loading("t"), s1="SourceTimeout"))
 
 
 NO_SOURCE = [

@@ -138,7 +138,7 @@ def test_a_leader_that_dies_is_followed_by_one_of_its_host() -> None:
         },
     )
     for name in orphans:
-        fleet = plan_arrivals(fleet, half[name], **{dead: "SourceGone"})
+        fleet = plan_arrivals(fleet, half[name], **{dead: "SourceUnavailable"})
     read = crossings(fleet)[0]
     assert (True, True) == (dead in ("t00", "t01"), max(read.values()) <= 1.0)
 

@@ -78,8 +78,8 @@ VIEWS: list[tuple[list[Any], int, int, str]] = [
     (
         [
             seed_report("s"),
-            seed_report("d", rank=Rank(role="draft")),
-            seed_report("e", rank=Rank(role="draft")),
+            seed_report("d", rank=Rank(role="speculative")),
+            seed_report("e", rank=Rank(role="speculative")),
         ],
         1,
         2 * CHUNKS,

@@ -59,7 +59,7 @@ async def test_who_came_and_asks_again_counts_once(registry: Registry) -> None:
     await registry.scaleups.announce(scaleup(3))
     first = start_requests(registry.request_plan(rank_request("one")))
     await run_until_idle()
-    urgent = await registry.request_plan(rank_request("one", faults=(fault("x", "SourceGone"),)))
+    urgent = await registry.request_plan(rank_request("one", faults=(fault("x", "SourceUnavailable"),)))
     again = start_requests(registry.request_plan(rank_request("one", start_id="1")))
     await run_until_idle()
     assert ("", 1, 2) == (
@@ -74,7 +74,7 @@ async def test_who_came_and_asks_again_counts_once(registry: Registry) -> None:
 async def test_who_goes_on_with_a_plan_from_before_a_restart_does_not_count(registry: Registry) -> None:
     """The planner forgot it, and then was told of a scale-up: it is none of those to come."""
     await registry.scaleups.announce(scaleup(2))
-    resumed = fork_request("a", (0, 3)).model_copy(update={"faults": (fault("x", "SourceGone"),)})
+    resumed = fork_request("a", (0, 3)).model_copy(update={"faults": (fault("x", "SourceUnavailable"),)})
     await registry.request_plan(resumed)
     assert 0 == registry.scaleups.view("up").arrived_count
 

@@ -275,5 +275,5 @@ async def test_what_was_saved_is_told_of_models_that_are_gone_too(registry: Regi
         broadcaster.unsubscribe(subscriber)
     after = await read_until(await broadcaster.subscribe(), "event: ready")
     assert ([None], [7.0]) == tuple(
-        [data["saved_s"] for _, data in messages if "saved_s" in data] for messages in (before, after)
+        [data["seconds_saved"] for _, data in messages if "seconds_saved" in data] for messages in (before, after)
     )

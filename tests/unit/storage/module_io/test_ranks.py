@@ -18,7 +18,7 @@ from rfork.storage.tensorizer.file_set import of_rank
 from rfork.storage.tensorizer.writer import write_tensors
 
 FIRST, SECOND = Rank(tp=0, tp_size=2), Rank(tp=1, tp_size=2)
-SPECULATIVE = Rank(role="draft")
+SPECULATIVE = Rank(role="speculative")
 SUFFIXES = pytest.mark.parametrize("suffix", [".tensors", ".safetensors"])
 
 
@@ -52,7 +52,7 @@ def test_a_template_names_each_ranks_file(tmp_path: Path, suffix: str) -> None:
     [
         ("model-rank-%03d.tensors", Rank(ep=1, ep_size=2), "model-rank-000-ep-001.tensors"),
         ("m-%d.safetensors", Rank(tp=1, tp_size=2, pp=1, pp_size=2), "m-3.safetensors"),
-        ("draft-rank-%03d.safetensors", SPECULATIVE, "draft-rank-000.safetensors"),
+        ("speculative-rank-%03d.safetensors", SPECULATIVE, "speculative-rank-000.safetensors"),
         ("a%20draft%d0.safetensors", SECOND, "a%20draft%d0.safetensors"),
         ("folder-%03d", SECOND, "folder-%03d"),
     ],
@@ -65,7 +65,7 @@ def test_what_a_template_becomes(name: str, rank: Rank, written: str) -> None:
 @SUFFIXES
 def test_a_draft_is_not_written_over_its_target(tmp_path: Path, suffix: str) -> None:
     """The number is the same: the name has to tell them apart."""
-    with pytest.raises(SettingsError, match="draft"):
+    with pytest.raises(SettingsError, match="speculative"):
         save(linear(1), tmp_path / f"model-rank-%03d{suffix}", rank=SPECULATIVE)
     assert [] == list(tmp_path.iterdir())
 
@@ -76,8 +76,8 @@ def test_a_draft_is_not_written_over_its_target(tmp_path: Path, suffix: str) -> 
     [
         ("model-rank-001", FIRST),
         ("model-rank-000", SPECULATIVE),
-        ("draft-rank-001", SPECULATIVE),
-        ("draft-rank-000", FIRST),
+        ("speculative-rank-001", SPECULATIVE),
+        ("speculative-rank-000", FIRST),
     ],
 )
 def test_another_ranks_file_is_not_taken(tmp_path: Path, stored_name: str, requested: Rank, suffix: str) -> None:
@@ -97,9 +97,9 @@ def test_a_drafts_own_file_comes_first(tmp_path: Path, target: str, suffix: str)
     save_file({"weight": torch.full((2, 2), 1.0)}, tmp_path / "model.safetensors")
     if target.endswith(".json"):
         (tmp_path / target).write_text('{"weight_map": {"weight": "model.safetensors"}}')
-    save(linear(2), tmp_path / f"draft-rank-000{suffix}", rank=SPECULATIVE)
+    save(linear(2), tmp_path / f"speculative-rank-000{suffix}", rank=SPECULATIVE)
     assert [1.0, 2.0] == [loaded(tmp_path, rank) for rank in (FIRST, SPECULATIVE)]
-    (tmp_path / f"draft-rank-000{suffix}").rename(tmp_path / f"draft-rank-001{suffix}")
+    (tmp_path / f"speculative-rank-000{suffix}").rename(tmp_path / f"speculative-rank-001{suffix}")
     with pytest.raises(CheckpointError, match="none of the rank asked for"):
         loaded(tmp_path, SPECULATIVE)
 

@@ -234,11 +234,11 @@ def test_leftovers_are_shown_and_swept_up(bucket: InMemoryBucket) -> None:
     write("rev-9", 9)
     kept = {name for name in bucket.objects if "rev-9" not in name}
     bucket.objects[PENDING] = bucket.objects.pop("tiny/rev-9/model-rank-000.safetensors.manifest.json")
-    bucket.objects["tiny/rev-8/draft-rank-000.safetensors"] = b"half"
+    bucket.objects["tiny/rev-8/speculative-rank-000.safetensors"] = b"half"
     bucket.objects["tiny/rev-8/model-00001-of-00002.safetensors"] = b"somebody's checkpoint"
     bucket.objects[f"tiny/chunks/removing-{'1' * 32}"] = b""
     kept = kept - set(chunk_names(bucket)) | {"tiny/rev-8/model-00001-of-00002.safetensors"}
-    assert [f"chunks/removing-{'1' * 32}", "rev-8/draft-rank-000.safetensors", PENDING[5:]] == [
+    assert [f"chunks/removing-{'1' * 32}", "rev-8/speculative-rank-000.safetensors", PENDING[5:]] == [
         left.name for left in contents().leftovers
     ]
     note = len(bucket.objects[PENDING])

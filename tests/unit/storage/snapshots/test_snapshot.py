@@ -160,7 +160,7 @@ def test_a_missing_chunk_is_named(bucket: InMemoryBucket) -> None:
     [
         (Rank(), "model-rank-000.safetensors"),
         (Rank(tp=1, tp_size=4, pp=2, pp_size=3), "model-rank-009.safetensors"),
-        (Rank(role="draft", tp=1, tp_size=2), "draft-rank-001.safetensors"),
+        (Rank(role="speculative", tp=1, tp_size=2), "speculative-rank-001.safetensors"),
         (Rank(tp=3, tp_size=4, ep=1, ep_size=2), "model-rank-003.safetensors"),
         (Rank(ep=5, ep_size=8, dp=5), "model-rank-000-ep-005.safetensors"),
         (Rank(dp=3), "model-rank-000.safetensors"),

@@ -86,7 +86,7 @@ def test_no_page_does_harm(name: str, rest: bytes) -> None:
             [
                 instance("a", rank=Rank(tp=0, tp_size=2)),
                 instance("b", rank=Rank(tp=1, tp_size=2)),
-                instance("a", rank=Rank(role="draft")),
+                instance("a", rank=Rank(role="speculative")),
             ],
             ("a",),
         ),

@@ -20,8 +20,8 @@ SGLANG = ["python3", "-m", "sglang.launch_server", "--model-path", "org/llama"]
 
 def webhook_settings(**options: object) -> KubernetesSettings:
     """What the webhook is told; where files are asked for there is an image of them, and a way to take it."""
-    image = {} if options.get("files", "none") == "none" else {"image": "registry/rfork:1"}
-    known = {"image_volumes": True} if options.get("files") == "image" else {}
+    image = {} if options.get("injection_mode", "none") == "none" else {"injection_image": "registry/rfork:1"}
+    known = {"image_volumes": True} if options.get("injection_mode") == "image" else {}
     return KubernetesSettings(**{**image, **known, **options})  # type: ignore[arg-type]  # each test names options
 
 
@@ -94,7 +94,7 @@ ANNOTATIONS = st.dictionaries(
 VARIABLES = st.lists(
     st.fixed_dictionaries(
         {"name": st.sampled_from(
-            ["RFORK_PLANNER", "RFORK_REPLICA", "RFORK_POD", "RFORK_DRAIN_S", "PYTHONPATH", "VLLM_PLUGINS",
+            ["RFORK_PLANNER", "RFORK_REPLICA", "RFORK_POD", "RFORK_DRAIN_TIMEOUT_S", "PYTHONPATH", "VLLM_PLUGINS",
              "SGLANG_PLUGINS", "HOME"])},
         optional={
             "value": st.none() | st.sampled_from(["", "a", "/opt/rfork/path", "x:y", "rfork", "a, b"]),
@@ -171,11 +171,11 @@ def damaged_pods(draw: st.DrawFn) -> object:
 
 SETTINGS = st.builds(
     webhook_settings,
-    image=st.just("registry/rfork:1"),
-    files=st.sampled_from(["none", "init", "image"]),
-    ca_secret=st.sampled_from(["", "rfork-tls"]),
+    injection_image=st.just("registry/rfork:1"),
+    injection_mode=st.sampled_from(["none", "init", "image"]),
+    tls_secret=st.sampled_from(["", "rfork-tls"]),
     image_volumes=st.just(True),
     readiness_gate=st.booleans(),
     same_host=st.booleans(),
-    drain_s=st.sampled_from([0.0, 0.5, 60.0]),
+    drain_timeout_s=st.sampled_from([0.0, 0.5, 60.0]),
 )

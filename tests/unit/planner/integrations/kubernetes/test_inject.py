@@ -44,12 +44,12 @@ def test_a_pod_of_vllm_word_for_word() -> None:
                 {"name": "RFORK_POD_NAMESPACE", "valueFrom": field_ref("metadata.namespace")},
                 {"name": "RFORK_POD_NAME", "valueFrom": field_ref("metadata.name")},
                 {"name": "RFORK_POD", "value": "$(RFORK_POD_NAMESPACE)/$(RFORK_POD_NAME)"},
-                {"name": "RFORK_HOST", "valueFrom": field_ref("spec.nodeName")},
+                {"name": "RFORK_NODE_NAME", "valueFrom": field_ref("spec.nodeName")},
                 {"name": "RFORK_BIND", "valueFrom": field_ref("status.podIP")},
                 {"name": "RFORK_ADVERTISE", "valueFrom": field_ref("status.podIP")},
                 {"name": "RFORK_PEER_PORT", "value": "18700"},
                 {"name": "RFORK_HTTP_PORT", "value": "18800"},
-                {"name": "RFORK_PORTS", "value": "64"},
+                {"name": "RFORK_PORT_RANGE_SIZE", "value": "64"},
                 {"name": "RFORK_ZONE", "valueFrom": field_ref("metadata.annotations['rfork.dev/zone']")},
                 {"name": "RFORK_RACK", "valueFrom": field_ref("metadata.annotations['rfork.dev/rack']")},
                 {"name": "RFORK_NVLINK", "valueFrom": field_ref("metadata.annotations['rfork.dev/nvlink']")},
@@ -57,7 +57,7 @@ def test_a_pod_of_vllm_word_for_word() -> None:
                     "name": "RFORK_TOKEN",
                     "valueFrom": {"secretKeyRef": {"name": "rfork-instance", "key": "token", "optional": True}},
                 },
-                {"name": "RFORK_DRAIN_S", "value": "0"},
+                {"name": "RFORK_DRAIN_TIMEOUT_S", "value": "0"},
             ],
             lifecycle={"preStop": {"exec": {"command": ["rfork", "drain", "--own", "--wait", "60"]}}},
         ),
@@ -136,7 +136,7 @@ def test_nothing_drains_where_no_time_is_given() -> None:
     made = injected_pod(pod(), drain_s=0)
     assert (False, False, False) == (
         "lifecycle" in engine_container(made),
-        "RFORK_DRAIN_S" in engine_env(made),
+        "RFORK_DRAIN_TIMEOUT_S" in engine_env(made),
         "terminationGracePeriodSeconds" in made["spec"],
     )
 
@@ -205,7 +205,7 @@ def test_what_a_user_set_stays_and_is_told() -> None:
     before = pod(
         container(
             env=[
-                {"name": "RFORK_HOST", "valueFrom": field_ref("spec.nodeName")},
+                {"name": "RFORK_NODE_NAME", "valueFrom": field_ref("spec.nodeName")},
                 {"name": "RFORK_PLANNER", "value": "http://mine"},
                 {"name": "RFORK_REPLICA", "value": "mine"},
                 {"name": "VLLM_PLUGINS", "valueFrom": {"configMapKeyRef": {"name": "m", "key": "k"}}},
@@ -223,7 +223,7 @@ def test_what_a_user_set_stays_and_is_told() -> None:
     assert before["spec"]["volumes"] == after["spec"]["volumes"]
     assert engine_container(before)["env"] == engine_container(after)["env"][:4]
     assert engine_container(before)["lifecycle"] == engine_container(after)["lifecycle"]
-    assert ("initContainers" in after["spec"], "RFORK_DRAIN_S" in engine_env(after)) == (False, False)
+    assert ("initContainers" in after["spec"], "RFORK_DRAIN_TIMEOUT_S" in engine_env(after)) == (False, False)
     expected = (
         "what the container mounts at /opt/rfork is used as it is",
         "container engine has a preStop hook of its own: have it call `rfork drain --own`, or readers are "

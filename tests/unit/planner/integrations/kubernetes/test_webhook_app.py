@@ -167,7 +167,7 @@ async def test_an_image_volume_is_refused_where_the_cluster_knows_none() -> None
     assert before["spec"] == after["spec"]
     assert after["metadata"]["annotations"][names.REJECTED] == (
         "rfork's files are to come as an image volume, which this cluster is not said to know: set "
-        "rfork.dev/files: init, or, from Kubernetes 1.35 on, RFORK_HOOK_IMAGE_VOLUMES=true for the webhook"
+        "rfork.dev/files: init, or, from Kubernetes 1.35 on, RFORK_K8S_IMAGE_VOLUMES=true for the webhook"
     )
 
 

@@ -163,7 +163,7 @@ def test_hosts_that_no_certificate_can_be_for_are_refused(
 ) -> None:
     """The setting is named."""
     settings = KubernetesSettings(webhook_hosts=hosts)
-    with pytest.raises(SettingsError, match="RFORK_HOOK_WEBHOOK_HOSTS"):
+    with pytest.raises(SettingsError, match="RFORK_K8S_WEBHOOK_HOSTS"):
         SecretCertSource(
             settings, store, CertificateMonitor(ReloadingContext(), IntegrationStatus("webhook"), time.clock)
         )

@@ -78,5 +78,5 @@ def test_a_folder_without_a_pair_does_not_start(tmp_path: Path, time: FakeUnixTi
         FolderCertSource(tmp_path, CertificateMonitor(ReloadingContext(), IntegrationStatus("webhook"), time.clock))
     assert (
         f"the webhook's certificate cannot be used: {tmp_path}/tls.crt: No such file or directory",
-        "RFORK_HOOK_CERTIFICATES is a folder with tls.crt and tls.key, both PEM",
+        "RFORK_K8S_CERTIFICATE_DIR is a folder with tls.crt and tls.key, both PEM",
     ) == (str(caught.value), caught.value.hint)

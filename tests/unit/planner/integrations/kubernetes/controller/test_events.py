@@ -109,7 +109,7 @@ CHECKPOINT = {"checkpoint:file:///models/llama": 15_200_000_000}
         ([fork(uid(5), "forked", sources=CHECKPOINT, version=OLD_VERSION)],
          "Normal Loaded: read 15.2 GB from checkpoint:file:///models/llama in 3.1 s, for itself and others"),
         # It had sources, and lost them.
-        ([fork(uid(5), "fallback", fallback="loader", reasons=(*FIRST, "SourceGone: why"), version=NEW)],
+        ([fork(uid(5), "fallback", fallback="loader", reasons=(*FIRST, "SourceUnavailable: why"), version=NEW)],
          "Warning FellBack: fell back to loader: why"),
         ([fork(uid(5), "forked", sources={instance_id(uid(6)): 15_200_000_000}, version=OLD_VERSION)],
          "Normal Forked: forked 15.2 GB from pod-6 in 3.1 s, 1 source, version files:91919191"),

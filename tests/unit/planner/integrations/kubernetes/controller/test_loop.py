@@ -31,7 +31,7 @@ class RunningReplicas:
     async def replica(self, name: str) -> AsyncIterator[IntegrationStatus]:
         """One more; it is cancelled in the end, as a process that is told to stop cancels it."""
         settings, status = (
-            KubernetesSettings(namespace="n", identity=name, poll_interval_s=0.01, lease_s=LEASE_S),
+            KubernetesSettings(namespace="n", identity=name, poll_interval_s=0.01, lease_duration_s=LEASE_S),
             IntegrationStatus("controller"),
         )
         task = asyncio.create_task(run(settings, self.cluster, self.planner_api, status, clock=self.clock))

@@ -50,7 +50,7 @@ def of(number: int, version: str | None, **changes: object) -> InstanceInfo:
         ),
         pytest.param([pod(5), pod(6)], [of(5, "v1"), of(6, "v2")], {}, id="Pods of no workload"),
         pytest.param(
-            PODS, [of(5, "v1"), of(5, "d1", rank=Rank(role="draft"))], {}, id="a model and its draft",
+            PODS, [of(5, "v1"), of(5, "d1", rank=Rank(role="speculative"))], {}, id="a model and its draft",
         ),
         pytest.param(
             PODS, [of(5, "v1", model="a"), of(5, "v2", model="b")], {}, id="two models",

@@ -33,9 +33,9 @@ ODD = "static-pod-of-node-1"
 @pytest.mark.parametrize(
     ("instance_id", "expected"),
     [
-        (f"{uid(5)}-target-tp0of1-pp0of1-ep0of1-dp0-00", uid(5)),
-        (f"{uid(9)}-target-tp0of1-pp0of1-ep0of1-dp0-00", None),
-        (f"{ODD}-target-tp0of1-pp0of1-ep0of1-dp0-00", ODD),
+        (f"{uid(5)}-main-tp0of1-pp0of1-ep0of1-dp0-00", uid(5)),
+        (f"{uid(9)}-main-tp0of1-pp0of1-ep0of1-dp0-00", None),
+        (f"{ODD}-main-tp0of1-pp0of1-ep0of1-dp0-00", ODD),
         (uid(5), None),
         ("nothing", None),
         ("", None),
@@ -63,7 +63,7 @@ def test_instances_and_forks_stand_beside_their_pods() -> None:
         ({}, {}, [Rank(tp=0, tp_size=2)], False),
         ({}, {}, [Rank(tp=0, tp_size=2), Rank(tp=0, tp_size=2, dp=1)], False),
         ({}, {}, [Rank(tp=0, tp_size=2), Rank(tp=1, tp_size=2)], True),
-        ({}, {}, [Rank(), Rank(tp=0, tp_size=2, role="draft")], False),
+        ({}, {}, [Rank(), Rank(tp=0, tp_size=2, role="speculative")], False),
         ({names.LWS_GROUP: "a"}, {}, [Rank(tp=0, tp_size=2)], True),
         ({}, {names.REPLICA_PODS: "2"}, [Rank(tp=0, tp_size=2)], True),
     ],

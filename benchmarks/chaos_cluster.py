@@ -161,7 +161,7 @@ class ChaosCluster:
             if not before.wait(0.0):
                 return
             before.close()
-        own = {"RFORK_PLANNER_PORT": str(PORTS[store]), "RFORK_PLANNER_LOG_LEVEL": self._log_level}
+        own = {"RFORK_PLANNER_PORT": str(PORTS[store]), "RFORK_LOG_LEVEL": self._log_level}
         if store == "redis":
             own |= {
                 "RFORK_PLANNER_STORE": f"redis://127.0.0.1:{REDIS_PORT}/0",

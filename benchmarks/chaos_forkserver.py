@@ -103,15 +103,12 @@ def _run_child(spawn_request: SpawnRequest, path: str) -> NoReturn:
         os.close(output)
         os.environ.update(spawn_request.environment)
         _enter(spawn_request.namespace)
+        logs.configure(json=False, level=settings.load(InstanceSettings).log_level)
         match spawn_request.process_type:
             case "node":
-                log_settings = settings.load(InstanceSettings)
-                logs.configure(json=False, level=log_settings.log_level)
                 chaos_node.main(path, spawn_request.name)
             case "planner":
-                node_settings = settings.load(PlannerSettings)
-                logs.configure(json=False, level=node_settings.log_level)
-                serve(node_settings)
+                serve(settings.load(PlannerSettings))
         code = 0
     except BaseException:  # the last line of a process: its log says why it ended
         traceback.print_exc()

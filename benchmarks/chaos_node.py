@@ -102,7 +102,7 @@ class ChaosNode:
             "snapshot": command.snapshot or None,
         }
         if command.resume:
-            setting_values["resume"] = Path(command.resume)
+            setting_values["resume_dir"] = Path(command.resume)
         fork_settings, began = self._settings.model_copy(update=setting_values), time.monotonic()
         image = capture(self._module).layout
         chunks = len(image.chunks)

@@ -46,7 +46,6 @@ def settings_for(planner: str, transport: str, *, governed: bool, reads: bool) -
         allow_unauthenticated_tcp=True,
         drain_timeout_s=0.0,
         max_latency_ratio=None if governed else 0.0,
-        serving_thread_nice=None if governed else 0,
     )
     return chosen.model_copy(update={"max_readers": 0}) if reads else chosen
 
@@ -136,4 +135,4 @@ def planner_process(url: Connection, cores: set[int]) -> None:
 
     os.sched_setaffinity(0, cores)
     logs.configure(json=False, level="error")
-    serve(settings.load(PlannerSettings, bind=LOOPBACK, port=0, log_level="error"), url.send)
+    serve(settings.load(PlannerSettings, bind=LOOPBACK, port=0), url.send)

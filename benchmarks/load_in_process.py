@@ -13,6 +13,7 @@ from planner.metrics import Metrics
 from planner.policy import group_plan
 from planner.policy_types import ForkDemand
 from planner.registry import Registry
+from planner.state import MAX_FINISHED_FORKS
 from planner.store.memory import MemoryStore
 from planner.store.records import InstanceRecord
 from rfork import settings
@@ -32,11 +33,10 @@ class InProcessPlanner:
             batch_window_s=0.0,
             instance_ttl_s=FOR_EVER_S,
             lease_ttl_s=FOR_EVER_S,
-            log_level="error",
         )
         clock = Clock()
         self._fleet = fleet
-        self._store = MemoryStore(clock, keep_forks=options.max_finished_forks)
+        self._store = MemoryStore(clock, max_finished_forks=MAX_FINISHED_FORKS)
         self._registry = Registry(options, self._store, clock, Metrics())
         self._fork_numbers = dict.fromkeys(fleet.targets, 0)
         self._plans: dict[int, Plan] = {}

@@ -161,7 +161,7 @@ def planner_main(ready: Connection) -> None:
     from planner.server import serve
 
     logs.configure(json=False, level="warning")
-    serve(settings.load(PlannerSettings, bind=LOOPBACK, port=0, log_level="warning"), ready.send)
+    serve(settings.load(PlannerSettings, bind=LOOPBACK, port=0), ready.send)
 
 
 def _source_main(ready: Connection, planner: str, quick: bool) -> None:

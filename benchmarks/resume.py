@@ -109,7 +109,7 @@ class ResumeBench:
 
     def _fork(self, case: ResumeCase) -> float:
         folder = self.folders[case.spool_location] if case.spool_location is not None else None
-        options: InstanceSettings = self.options.model_copy(update={"resume": folder})
+        options: InstanceSettings = self.options.model_copy(update={"resume_dir": folder})
         with measured_cases() as spool_cost:
             began = time.perf_counter()
             report = rfork.fork(self.target.module, model=model_of(case.network_path), settings=options)
@@ -209,7 +209,7 @@ def main() -> None:
         target = PullTarget(MODEL, shapes.dense, True, offer)
         bench = ResumeBench(target, planner, stack.enter_context(folders()))
         # In this process, where a rate that leaves the cores idle disturbs nobody.
-        slow = bench.options.model_copy(update={"egress_rate": LINK_BYTES})
+        slow = bench.options.model_copy(update={"max_egress_bytes_per_s": LINK_BYTES})
         seed = stack.enter_context(rfork.seed(target.original, model=model_of(LINK), settings=slow))
         if not seed.wait_registered(READY_TIMEOUT_S):
             raise RforkError("the planner did not answer the seed")

@@ -146,8 +146,6 @@ class SeaweedServer:
         return {
             **identity.environment,
             "AWS_ENDPOINT_URL": self.endpoint,
-            "RFORK_STORAGE_S3_ENDPOINT": self.endpoint,
-            "RFORK_STORAGE_S3_REGION": REGION,
             "RFORK_STORAGE_S3_ADDRESSING": "path",
         }
 

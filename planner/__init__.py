@@ -1,1 +1,3 @@
-"""The control plane: decides who reads which chunks from whom, and lists what runs. Needs no torch."""
+"""The control plane: plans which chunks each target reads from which sources, and lists what is running.
+Needs no torch.
+"""

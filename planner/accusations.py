@@ -1,16 +1,17 @@
-"""Accusations of a source by its readers: how much they weigh together, and what takes their weight away.
+"""Credibility of the accusations that readers make against a source. Pure functions.
 
-A reader that got wrong bytes, or none for too long, accuses its source. It avoids the source itself from then
-on; others are kept from the source (quarantine) only where readers on two hosts accuse it. Pure functions.
+A reader that received wrong bytes, or none for too long, accuses its source and avoids it from then on. Other
+readers are kept from the source (quarantine) only when readers on two hosts accuse it.
 
-An accusation weighs 1, and less where there is doubt about the accuser:
+An accusation has a credibility of 1, reduced when there is doubt about the accuser:
 
-* it accuses several sources in one fork: 1 / their number, as its own memory is the more likely cause;
-* a reader on another host verifies bytes of the same source afterwards: half, for each such reader;
-* accusations that it made before were contradicted so: half, for each of them.
+* it accuses several sources in one fork: 1 / their number, because its own memory is the more likely cause;
+* a reader on another host later verifies bytes from the same source: halved for each such reader;
+* its earlier accusations were contradicted in this way: halved for each of them.
 
-Two readers are on two hosts if both the names of their hosts and their network addresses differ: the name is
-the reader's own word. Addresses count only where they tell callers apart, so not on the loopback interface.
+Two readers count as being on two hosts if both their host names and their network addresses differ: a reader
+chooses its own host name. Addresses count only where they distinguish callers, so not on the loopback
+interface.
 """
 
 from __future__ import annotations
@@ -21,51 +22,51 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 QUORUM: Final = 2.0
-"""Weight at which a source is quarantined: that of two readers without doubt."""
+"""Credibility at which a source is quarantined: two undoubted readers."""
 MAX_KEPT: Final = 16
-"""Accusations of one source that are remembered; the newest count."""
+"""Accusations kept per source; the newest ones win."""
 MAX_DOUBT: Final = 8
 
 
 @dataclass(frozen=True)
 class Witness:
-    """A reader that reports faults, with what distinguishes it from other readers."""
+    """A reader that reports faults, with the attributes that distinguish it from other readers."""
 
     instance_id: str
     host: str
     address: str = ""
-    """Network address that it calls from; empty: not known."""
+    """Network address that it calls from; empty if unknown."""
 
     @property
     def key(self) -> str:
-        """Return one key for all readers that cannot be distinguished."""
+        """Return a key that is equal for readers that cannot be distinguished."""
         return f"{self.host}|{self.address}"
 
     def is_apart_from(self, other: Witness) -> bool:
-        """The two are on two hosts."""
+        """Return whether the two readers are on different hosts."""
         unknown = not self.address or not other.address
         return self.host != other.host and (unknown or self.address != other.address)
 
 
 @dataclass(frozen=True)
 class Accusation:
-    """A reader's statement that a source did wrong."""
+    """A reader's statement that a source is at fault."""
 
     accuser: Witness
     fork_id: str
     reason: str
     at: float
     until: float
-    """When it counts no more."""
+    """Time from which it no longer counts."""
     generation: int
-    """Of the source's weights that were read."""
+    """Generation of the source's weights that were read."""
     credibility: float = 1.0
     contradicted_by: tuple[str, ...] = ()
-    """Keys of witnesses that read well from the source since."""
+    """Keys of witnesses that have since read verified bytes from the source."""
 
 
 def address_of(client: str | None) -> str:
-    """The network address of a caller, where it tells callers apart; else empty."""
+    """Return the network address of a caller, or an empty string where it does not distinguish callers."""
     try:
         found = ipaddress.ip_address(client or "")
     except ValueError:
@@ -74,12 +75,12 @@ def address_of(client: str | None) -> str:
 
 
 def accuser_credibility(contradiction_count: int, accused_count: int) -> float:
-    """The weight of one whose accuser was contradicted so often, and accuses so many sources."""
+    """Return the credibility of an accuser that was contradicted this often and accuses this many sources."""
     return 0.5 ** min(contradiction_count, MAX_DOUBT) / max(1, accused_count)
 
 
 def with_accusation(accusations: Sequence[Accusation], new: Accusation) -> tuple[Accusation, ...]:
-    """The accusations with a new one; one fork accuses a source once."""
+    """Return the accusations with a new one added; a fork accuses a source at most once."""
     others = [each for each in accusations if each.fork_id != new.fork_id]
     return (*others, new)[-MAX_KEPT:]
 
@@ -87,7 +88,7 @@ def with_accusation(accusations: Sequence[Accusation], new: Accusation) -> tuple
 def with_reduced_credibility(
     accusations: Sequence[Accusation], fork_id: str, credibility: float
 ) -> tuple[Accusation, ...]:
-    """The accusations, that of one fork with no more than this weight."""
+    """Return the accusations with the credibility of this fork's accusation capped at `credibility`."""
     return tuple(
         replace(each, credibility=min(each.credibility, credibility)) if each.fork_id == fork_id else each
         for each in accusations
@@ -95,12 +96,12 @@ def with_reduced_credibility(
 
 
 def active_accusations(accusations: Iterable[Accusation], generation: int, now: float) -> tuple[Accusation, ...]:
-    """Those that still count: not too old, and about the weights that the source has now."""
+    """Return the accusations that still count: not expired, and against the source's current generation."""
     return tuple(each for each in accusations if each.generation == generation and now < each.until)
 
 
 def total_credibility(accusations: Iterable[Accusation]) -> float:
-    """The weight of all together; of readers that are not apart the heaviest counts."""
+    """Return the total credibility. Of readers that may share a host, only the most credible one counts."""
     independent: list[Accusation] = []
     for each in sorted(accusations, key=lambda accusation: -accusation.credibility):
         if all(each.accuser.is_apart_from(other.accuser) for other in independent):
@@ -111,9 +112,9 @@ def total_credibility(accusations: Iterable[Accusation]) -> float:
 def apply_contradiction(
     accusations: Sequence[Accusation], witness: Witness, since: float
 ) -> tuple[tuple[Accusation, ...], tuple[str, ...]]:
-    """The accusations once `witness` has verified bytes of the source that it read after `since`.
+    """Return the accusations after `witness` has verified bytes of the source that it read after `since`.
 
-    Also the instance_ids of accusers that are contradicted for the first time.
+    Also return the instance_ids of accusers that are contradicted for the first time.
     """
     remaining: list[Accusation] = []
     contradicted_ids: list[str] = []

@@ -24,11 +24,12 @@ from planner.event_bus import EventBus
 from planner.integrations.vllm_ascend.router import ascend_router
 from planner.leases import Clock
 from planner.metrics import Metrics
-from planner.middleware import AuthMiddleware, BodyLimit, RequestLog
+from planner.middleware import MAX_BODY_BYTES, AuthMiddleware, BodyLimit, RequestLog
 from planner.origins import KnownHosts, OriginGuard
 from planner.registry import SWEEP_INTERVAL_S, Registry
 from planner.request_rate_limit import RateLimit
 from planner.sse import sse_router
+from planner.state import MAX_FINISHED_FORKS
 from planner.store.base import PlannerStore, StoreUnavailable
 from planner.store.memory import MemoryStore
 from planner.tracing import TracingMiddleware
@@ -41,18 +42,18 @@ from rfork.tracing import PLANNER, Tracer
 from rfork.tracing import get_tracer as process_tracer
 
 DESCRIPTION: Final = """
-Decides which inference instance reads which chunks of a model's weights from which other.
+Plans which inference instance reads which chunks of a model's weights from which other instance.
 
-* An instance registers with `PUT /v1/instances/{id}` and repeats that as its heartbeat.
-* A new one asks with `POST /v1/forks`, reads along the plan's routes, reports progress, and finishes.
-* Registration is soft state: a planner that restarts knows everything again after one heartbeat.
+* An instance registers with `PUT /v1/instances/{id}`; repeating that call is its heartbeat.
+* A new instance requests a plan with `POST /v1/forks`, reads along the plan's routes, reports progress, and finishes.
+* Registration is soft state: a planner that restarts recovers everything within one heartbeat.
 
 Times are in seconds, sizes in bytes, chunk ranges half-open. Errors are RFC 9457 problem documents.
 """
 
 
 class PlannerApp(FastAPI):
-    """Adds to the OpenAPI document what routes alone do not tell: the problem's schema and the token."""
+    """FastAPI application that adds the problem schema and the token scheme to the OpenAPI document."""
 
     def __init__(self, registry: Registry, metrics: Metrics, *, guarded: bool, heartbeat_s: float) -> None:
         super().__init__(
@@ -60,7 +61,7 @@ class PlannerApp(FastAPI):
             version=rfork.__version__,
             description=DESCRIPTION,
             lifespan=lambda _: lifespan(registry),
-            docs_url=None,  # `page_routes` has it, without the internet
+            docs_url=None,  # `page_routes` serves it without internet access
             redoc_url=None,
         )
         self.events = EventBus(registry.state)
@@ -70,7 +71,7 @@ class PlannerApp(FastAPI):
         self._document: dict[str, Any] | None = None
 
     def openapi(self) -> dict[str, Any]:
-        """The OpenAPI document, made once."""
+        """Return the OpenAPI document, built once."""
         if self._document is None:
             self._document = self._describe()
         return self._document
@@ -92,21 +93,21 @@ class PlannerApp(FastAPI):
 
 
 def make_store(settings: PlannerSettings, clock: Clock) -> PlannerStore:
-    """The store that the settings name; not started."""
+    """Return the store that the settings name, not started."""
     if settings.store == "memory":
-        return MemoryStore(clock, keep_forks=settings.max_finished_forks)
+        return MemoryStore(clock, max_finished_forks=MAX_FINISHED_FORKS)
     from planner.store.redis import RedisStore
 
-    return RedisStore(settings.store, clock, keep_forks=settings.max_finished_forks, timeout_s=settings.store_timeout_s)
+    return RedisStore(settings.store, clock, max_finished_forks=MAX_FINISHED_FORKS, timeout_s=settings.store_timeout_s)
 
 
 @contextlib.asynccontextmanager
 async def lifespan(registry: Registry) -> AsyncIterator[None]:
-    """Connect the store, and look after what falls silent while nobody asks."""
+    """Connect the store, and sweep silent instances and forks while no requests arrive."""
     try:
         await registry.store.start()
-    except StoreUnavailable as error:  # it goes on trying; until then /readyz says so
-        logger("planner.app").error("the planner waits for its store", reason=str(error))
+    except StoreUnavailable as error:  # retried in the background; until then /readyz reports it
+        logger("planner.app").error("waiting for the store", reason=str(error))
     sweeper = asyncio.create_task(_sweep(registry), name="rfork-sweep")
     try:
         yield
@@ -123,7 +124,7 @@ async def _sweep(registry: Registry) -> None:
         await asyncio.sleep(SWEEP_INTERVAL_S)
         try:
             await registry.sweep()
-        except Exception:  # the task's outermost edge: one sweep that fails must not be the last
+        except Exception:  # outermost level of the task: one failed sweep must not be the last
             log.exception("sweep failed")
 
 
@@ -134,16 +135,16 @@ def create_app(
     tracer: Tracer | None = None,
     hosts: KnownHosts | None = None,
 ) -> PlannerApp:
-    """Build the application; `clock`, `store` and `tracer` default to this machine's clocks, memory, and what
-    the settings of tracing say. `hosts`: those under which it is reached while it has no token; None: any.
+    """Build the application. `clock`, `store` and `tracer` default to this machine's clocks, memory, and the
+    tracing settings. `hosts`: host names accepted while no token is set; None accepts any.
     """
     metrics, clock, tracer = Metrics(), clock or Clock(), tracer or process_tracer(PLANNER)
     registry = Registry(settings, store or make_store(settings, clock), clock, metrics, tracer)
     auth = Auth(settings, clock.monotonic)
     app = PlannerApp(registry, metrics, guarded=auth.guarded, heartbeat_s=settings.heartbeat_interval_s)
     http_errors.register_handlers(app, metrics.store_unavailable)
-    # The one added last is met first: the log sees every request, the limit only those let in.
-    app.add_middleware(BodyLimit, limit=settings.max_body_bytes, on_refused=metrics.request_refused)
+    # The middleware added last runs first: the log sees every request, the body limit only authorized ones.
+    app.add_middleware(BodyLimit, limit=MAX_BODY_BYTES, on_refused=metrics.request_refused)
     if tracer.enabled:
         app.add_middleware(TracingMiddleware, tracer=tracer)
     rate = RateLimit(settings.max_requests_per_s, clock.monotonic) if settings.max_requests_per_s else None

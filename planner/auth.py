@@ -1,7 +1,7 @@
-"""Who may do what: bearer tokens, the role of each, and the role that each route needs.
+"""Authentication and authorization: bearer tokens, their roles, and the role that each route needs.
 
-A token is known by its SHA-256 alone, and compared in constant time. There are three roles, each with the
-rights of the one before it: a *reader* looks, an *instance* reports and forks, an *operator* does all.
+Tokens are stored as SHA-256 only and compared in constant time. There are three roles, each with the rights
+of the one before: a *reader* lists, an *instance* reports and forks, an *operator* may do everything.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from rfork.settings import PlannerSettings
 
 Role = Literal["reader", "instance", "operator"]
 ROLES: Final[tuple[Role, ...]] = get_args(Role)
-"""Least rights first."""
+"""Ordered by rights, fewest first."""
 
 CALLER: Final = "rfork_caller"
-"""Where in a request's scope its caller stands."""
-ROLE_ORDER: Final = "rfork_standing"
-"""Where in it stands what tells whether that caller would be let in now."""
+"""Key of the caller in a request's scope."""
+AUTHORIZATION_CHECK: Final = "rfork_authorization_check"
+"""Key, in a request's scope, of a function that checks whether the caller is still authorized."""
 OPEN_PATHS: Final = frozenset({"/healthz", "/readyz", "/", "/ui", "/ui/", "/docs"})
-"""Asked by whoever runs the container, or opens a page: no token, no limit."""
+"""Health checks and pages: no token, no rate limit."""
 OPEN_FOLDERS: Final = ("/ui/page/", "/ui/vendor/", "/ui/swagger/")
-"""Files of the pages, which are the same everywhere. What these show takes a reader's token."""
+"""Static files of the pages. The data that the pages show needs a reader's token."""
 ROUTES: Final[tuple[tuple[str, str, Role], ...]] = (
-    # An instance's own life.
+    # Lifecycle of an instance.
     ("PUT", "/v1/instances/{instance_id}", "instance"),
     ("DELETE", "/v1/instances/{instance_id}", "instance"),
     ("GET", "/v1/instances/{instance_id}/exit", "instance"),
-    ("POST", "/v1/instances/{instance_id}/drain", "instance"),  # with `force`: `require_role` of an operator
+    ("POST", "/v1/instances/{instance_id}/drain", "instance"),  # with `force`, `require_role` requires an operator
     ("POST", "/v1/forks", "instance"),
     ("POST", "/v1/forks/{below:path}", "instance"),
-    # The same in vLLM-Ascend's protocol; its first GET takes a lease.
+    # The same in vLLM-Ascend's protocol; its first GET acquires a lease.
     ("GET", "/get_seed", "instance"),
     ("POST", "/put_seed", "instance"),
     ("POST", "/add_seed", "instance"),
     ("POST", "/remove_seed", "instance"),
     ("POST", "/renew_seed_lease", "instance"),
-    # Looking.
+    # Reading.
     ("GET", "/v1/instances", "reader"),
     ("GET", "/v1/instances/{below:path}", "reader"),
     ("GET", "/v1/forks", "reader"),
@@ -60,46 +60,46 @@ ROUTES: Final[tuple[tuple[str, str, Role], ...]] = (
     ("GET", "/v1/models/{below:path}", "reader"),
     ("GET", "/v1/scaleups", "reader"),
     ("GET", "/v1/scaleups/{below:path}", "reader"),
-    ("POST", "/v1/previews", "reader"),  # it changes nothing
+    ("POST", "/v1/previews", "reader"),  # changes nothing
     ("GET", "/ui/feed", "reader"),
     ("GET", "/metrics", "reader"),
     ("GET", "/openapi.json", "reader"),
-    # Saying whom all others wait for.
+    # Announcing scale-ups makes other forks wait.
     ("POST", "/v1/scaleups", "operator"),
     ("DELETE", "/v1/scaleups/{scaleup_id}", "operator"),
 )
-"""Method, path in the words of the router, role. The first that fits counts; others are the operator's."""
+"""Method, path template, role. The first match counts; anything else needs an operator."""
 SECURITY_SCHEME: Final[Mapping[str, str]] = {
     "type": "http",
     "scheme": "bearer",
     "description": (
-        "A token has a role. A reader may GET lists, events, metrics and this page, and ask for previews; an"
+        "A token has a role. A reader may GET lists, events, metrics and this page, and request previews; an"
         " instance may also register, send heartbeats, fork, drain and remove itself; an operator may do"
         " everything."
     ),
 }
-"""What the OpenAPI document says of the token."""
+"""Description of the token in the OpenAPI document."""
 
 CHECK_S: Final = 1.0
-"""Seconds between two looks at the tokens file."""
+"""Seconds between two checks of the tokens file."""
 BEARER: Final = re.compile(rb"bearer +([!-~]+) *", re.IGNORECASE)
 TOKEN: Final = re.compile("[!-~]+")
-"""Visible ASCII: a little more than RFC 6750, section 2.1, allows, and all that clients can send."""
+"""Visible ASCII: slightly more than RFC 6750, section 2.1, allows, and all that clients can send."""
 
 _PATTERNS: Final[Mapping[str, tuple[tuple[re.Pattern[str], Role], ...]]] = {
-    # The router's own patterns: what they let through to a route, no looser one here has judged.
+    # Compiled by the router's own function, so that no path matches a route without matching here.
     method: tuple((compile_path(path)[0], role) for each, path, role in ROUTES if each == method)
     for method in {method for method, _, _ in ROUTES}
 }
 
 
 def is_open(path: str) -> bool:
-    """Whether everybody may have it."""
+    """Return whether the path needs no token."""
     return path in OPEN_PATHS or path.startswith(OPEN_FOLDERS)
 
 
 def role_needed(method: str, path: str) -> Role | None:
-    """The role that `ROUTES` asks for; None where no line of it fits."""
+    """Return the role that `ROUTES` requires, or None if no entry matches."""
     for pattern, role in _PATTERNS.get("GET" if method == "HEAD" else method, ()):
         if pattern.match(path):
             return role
@@ -108,22 +108,22 @@ def role_needed(method: str, path: str) -> Role | None:
 
 @dataclass(frozen=True)
 class Caller:
-    """The holder of a token that is known."""
+    """The owner of a valid token."""
 
     digest: bytes
     """SHA-256 of the token."""
     role: Role
 
     def has_role(self, role: Role) -> bool:
-        """Whether it has the rights of `role`."""
+        """Return whether the caller has the rights of `role`."""
         return ROLES.index(self.role) >= ROLES.index(role)
 
 
 class Auth:
-    """Knows the callers of `settings.token` (an operator) and of the file `settings.tokens`.
+    """Authenticates callers against `settings.token` (an operator) and the file `settings.tokens_file`.
 
-    Used from the event loop's thread only. The constructor raises SettingsError, naming file and line but
-    no token, for a file that cannot be used.
+    Use from the event loop's thread only. The constructor raises SettingsError, with file and line but no
+    token, for a file that is invalid.
     """
 
     def __init__(self, settings: PlannerSettings, monotonic: Callable[[], float] = time.monotonic) -> None:
@@ -131,27 +131,29 @@ class Auth:
         if settings.token is not None:
             token = settings.token.get_secret_value()
             if not TOKEN.fullmatch(token):
-                raise SettingsError("RFORK_PLANNER_TOKEN is empty, or cannot stand in a header as it is")
+                raise SettingsError("RFORK_PLANNER_TOKEN is empty or has characters that a header cannot carry")
             self._static_tokens = (Caller(_digest(token), "operator"),)
         self._file = None if settings.tokens_file is None else TokensFile(settings.tokens_file, monotonic)
 
     @property
     def guarded(self) -> bool:
-        """Whether a token is asked for at all."""
+        """Return whether requests need a token at all."""
         return bool(self._static_tokens) or self._file is not None
 
     def check(self, method: str, path: str, authorization: bytes | None) -> ProblemError | None:
-        """Why the request is refused, if it is: 401 for no or an unknown token, 403 for too small a role."""
+        """Return the problem if the request is refused: 401 without a valid token, 403 if the role has too
+        few rights.
+        """
         return self.denial_problem(method, path, authorization, self.caller(authorization))
 
     def caller(self, authorization: bytes | None) -> Caller | None:
-        """Who shows this `Authorization` header; None where it holds no known bearer token."""
+        """Return the caller with this `Authorization` header, or None without a valid bearer token."""
         match = BEARER.fullmatch(authorization) if authorization else None
         if match is None:
             return None
         digest = hashlib.sha256(match[1]).digest()
         found = None
-        # The token of the settings comes last: it keeps its rights if the file names it too.
+        # The token from the settings comes last, so it keeps its rights if the file lists it too.
         for caller in chain(self._file.callers() if self._file else (), self._static_tokens):
             if hmac.compare_digest(caller.digest, digest):
                 found = caller
@@ -160,19 +162,19 @@ class Auth:
     def denial_problem(
         self, method: str, path: str, authorization: bytes | None, caller: Caller | None
     ) -> ProblemError | None:
-        """As `check`, for a caller that is found out already."""
+        """Same as `check`, for a caller that is already authenticated."""
         if not self.guarded or is_open(path):
             return None
         if caller is None:
-            detail = "the bearer token is wrong" if authorization else "this planner wants a bearer token"
+            detail = "the bearer token is not valid" if authorization else "this planner requires a bearer token"
             return ProblemError(401, "unauthorized", detail, headers={"WWW-Authenticate": "Bearer"})
         return _forbidden(caller, role_needed(method, path) or "operator")
 
 
 def require_role(scope: Scope, role: Role) -> None:
-    """For routes that take more of some requests: ProblemError 403 where the caller has not this role.
+    """Raise ProblemError 403 if the caller lacks the role; for routes where some requests need more rights.
 
-    The door (`planner.middleware.AuthMiddleware`) leaves the caller in the scope; where no token is asked for, none.
+    `planner.middleware.AuthMiddleware` stores the caller in the scope; without tokens there is none.
     """
     caller: Caller | None = scope.get(CALLER)
     problem = None if caller is None else _forbidden(caller, role)
@@ -181,26 +183,26 @@ def require_role(scope: Scope, role: Role) -> None:
 
 
 def still_authorized(scope: Scope) -> bool:
-    """For answers without an end: whether their caller would be let in now.
+    """Return whether the caller of a streaming response is still authorized; true if no token is required.
 
-    Its token may have been taken out of the file since, or have got a smaller role. To be asked each time
-    that something is sent, which is once in a few seconds at least; where no token is asked for, it may.
+    Its token may have been removed from the file or given a lesser role. Call it before each send, which
+    happens at least every few seconds.
     """
-    caller: Callable[[], bool] | None = scope.get(ROLE_ORDER)
+    caller: Callable[[], bool] | None = scope.get(AUTHORIZATION_CHECK)
     return caller is None or caller()
 
 
 def _forbidden(caller: Caller, role: Role) -> ProblemError | None:
     if caller.has_role(role):
         return None
-    return ProblemError(403, "forbidden", f"this takes the role {role}, and the token shown has the role {caller.role}")
+    return ProblemError(403, "forbidden", f"this requires the role {role}; the token has the role {caller.role}")
 
 
 class TokensFile:
-    """The tokens of a file, one `ROLE TOKEN` a line, read again when it changes.
+    """The tokens of a file, one `ROLE TOKEN` per line, reloaded when it changes.
 
-    Replace it by renaming another one over it, so that it is never read half written. While it cannot be
-    used, the tokens read before stay good.
+    Replace the file by renaming a new one over it, so that it is never read half written. While it is
+    invalid, the previous tokens stay valid.
     """
 
     def __init__(self, path: Path, monotonic: Callable[[], float]) -> None:
@@ -212,14 +214,14 @@ class TokensFile:
         self._next_check = monotonic() + CHECK_S
 
     def callers(self) -> tuple[Caller, ...]:
-        """Those whose tokens the file names."""
+        """Return the callers whose tokens the file lists."""
         if self._monotonic() >= self._next_check:
             self._next_check = self._monotonic() + CHECK_S
             self._reload_if_changed()
         return self._callers
 
     def _reload_if_changed(self) -> None:
-        # Taken before reading: what is written in between is seen at the next look.
+        # Read before the content: a write in between is noticed at the next check.
         version = _version(self._path)
         if version == self._version:
             return
@@ -227,13 +229,13 @@ class TokensFile:
         try:
             self._callers = _read(self._path)
         except SettingsError as error:
-            self._log.error("the tokens file cannot be used: the tokens before it stay good", reason=str(error))
+            self._log.error("tokens file invalid, keeping the previous tokens", reason=str(error))
         else:
-            self._log.info("the tokens file was read again", tokens=len(self._callers))
+            self._log.info("tokens file reloaded", tokens=len(self._callers))
 
 
 def _version(path: Path) -> tuple[int, ...] | None:
-    """What changes whenever the file does; None where it cannot be looked at."""
+    """Return a value that changes whenever the file does, or None if the file cannot be inspected."""
     try:
         found = path.stat()
     except OSError:
@@ -242,35 +244,35 @@ def _version(path: Path) -> tuple[int, ...] | None:
 
 
 def _read(path: Path) -> tuple[Caller, ...]:
-    """The callers that the file names. Raises SettingsError, naming file and line but never a token."""
+    """Return the callers listed in the file. Raises SettingsError, with file and line but never a token."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
-        raise SettingsError(f"{path}: {reason}", hint="RFORK_PLANNER_TOKENS_FILE names the tokens file") from None
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise SettingsError(f"{path}: {reason}", hint="check RFORK_PLANNER_TOKENS_FILE") from None
     callers: dict[bytes, Caller] = {}
     for number, caller in _parsed(path, lines):
         if caller.digest in callers:
-            raise SettingsError(f"{path}:{number}: the token stands in the file twice")
+            raise SettingsError(f"{path}:{number}: duplicate token")
         callers[caller.digest] = caller
     if not callers:
-        # More likely a write that was cut short than the wish to lock everyone out.
-        raise SettingsError(f"{path}: no token in it", hint="write `ROLE TOKEN` lines")
+        # More likely a truncated write than an attempt to lock everyone out.
+        raise SettingsError(f"{path}: no tokens", hint="write `ROLE TOKEN` lines")
     return tuple(callers.values())
 
 
 def _parsed(path: Path, lines: list[str]) -> Iterator[tuple[int, Caller]]:
-    """Line number and caller of each line that is not empty; `#` begins a comment."""
+    """Yield line number and caller of each non-empty line; `#` starts a comment."""
     for number, line in enumerate(lines, start=1):
         words = line.partition("#")[0].split()
         if not words:
             continue
         role = next((role for role in ROLES if role == words[0]), None)
-        # Neither word is shown: whoever swapped the two has written the token first.
+        # Show neither word: if the two were swapped, the first one is the token.
         if role is None or len(words) != 2:
-            raise SettingsError(f"{path}:{number}: not `ROLE TOKEN` with a role of {', '.join(ROLES)}")
+            raise SettingsError(f"{path}:{number}: expected `ROLE TOKEN` with a role of {', '.join(ROLES)}")
         if not TOKEN.fullmatch(words[1]):
-            raise SettingsError(f"{path}:{number}: the token has characters that cannot stand in a header")
+            raise SettingsError(f"{path}:{number}: the token has characters that a header cannot carry")
         yield number, Caller(_digest(words[1]), role)
 
 

@@ -1,7 +1,7 @@
-"""Accepts the connections of a uvicorn server within the bounds of `planner.connections`.
+"""Accepts the connections of a uvicorn server within the limits of `planner.connections`.
 
-uvicorn and asyncio bound neither the number of connections nor the time of a request's head, and asyncio logs
-a traceback for every place of the backlog when descriptors run out.
+uvicorn and asyncio limit neither the number of connections nor the time for a request head, and asyncio logs
+a traceback for every backlog entry when file descriptors run out.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ LOG_S: Final = 60.0
 
 
 class _TrackedConnection(asyncio.Protocol):
-    """Passes a connection's events on to uvicorn's protocol, and notes what it waits for."""
+    """Forwards a connection's events to uvicorn's protocol and tracks its state."""
 
     def __init__(self, inner: asyncio.Protocol) -> None:
-        self._inner: Any = inner  # both of uvicorn's protocols have a `cycle`, the request under way
+        self._inner: Any = inner  # both of uvicorn's protocols keep the current request in `cycle`
         self._transport: asyncio.Transport | None = None
         self._waits_since: float | None = time.monotonic()
         self._active_at = self._waits_since
@@ -69,19 +69,19 @@ class _TrackedConnection(asyncio.Protocol):
         return self._inner.cycle is not None and not self._inner.cycle.response_complete
 
     def state(self, key: int) -> ConnectionState:
-        """What there is to know of it now."""
+        """Return the current state of the connection."""
         return ConnectionState(key, self._busy, self._waits_since, self._active_at)
 
     def abort(self) -> None:
-        """Close it at once."""
+        """Close it immediately."""
         if self._transport is not None:
             self._transport.abort()
         elif self.task is not None:
-            self.task.cancel()  # in its handshake
+            self.task.cancel()  # during its handshake
 
 
 class Acceptor:
-    """Accepts on one listening socket until it is stopped."""
+    """Accepts connections on one listening socket until it is stopped."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Acceptor:
         context: Callable[[], ssl.SSLContext | None],
         protocol_factory: Callable[[], asyncio.Protocol],
     ) -> None:
-        """`context` is called for each connection; `protocol_factory` returns uvicorn's protocol for one."""
+        """`context` is called for each connection; `protocol_factory` returns uvicorn's protocol for it."""
         self._listener = listener
         self._context = context
         self._protocol_factory = protocol_factory
@@ -101,7 +101,7 @@ class Acceptor:
         self._tasks: tuple[asyncio.Task[None], ...] = ()
 
     def start(self) -> None:
-        """Begin to accept, on the running event loop."""
+        """Start accepting, on the running event loop."""
         self._listener.setblocking(False)
         self._tasks = (
             asyncio.create_task(self._accept(), name="rfork-accept"),
@@ -109,7 +109,7 @@ class Acceptor:
         )
 
     async def stop(self) -> None:
-        """Accept no more; connections with a request go on."""
+        """Stop accepting; connections with a request in progress continue."""
         for task in self._tasks:
             task.cancel()
         for connection in list(self._connections.values()):
@@ -122,7 +122,7 @@ class Acceptor:
         while True:
             self._abort(surplus(self._connection_states(), self._limits))
             if len(self._connections) >= self._limits.connections:
-                await asyncio.sleep(RETRY_S)  # all are busy, or are being closed
+                await asyncio.sleep(RETRY_S)  # all are busy or already closing
                 continue
             try:
                 client_socket, _ = await loop.sock_accept(self._listener)
@@ -141,7 +141,7 @@ class Acceptor:
         connection.task = asyncio.create_task(self._serve(connection, client_socket))
 
         def ended(_: asyncio.Task[None]) -> None:
-            # Also of a task that was cancelled before it ran.
+            # Needed also for a task that was cancelled before it ran.
             client_socket.close()
             del self._connections[key]
 
@@ -149,7 +149,7 @@ class Acceptor:
 
     async def _serve(self, connection: _TrackedConnection, client_socket: socket.socket) -> None:
         loop, context = asyncio.get_running_loop(), self._context()
-        # A client that leaves, or whose handshake fails, is not worth a log line.
+        # A client that disconnects or fails its handshake is not worth a log line.
         with contextlib.suppress(OSError):
             await loop.connect_accepted_socket(
                 lambda: connection, client_socket, ssl=context,
@@ -175,19 +175,19 @@ class Acceptor:
             self._log_at = time.monotonic() + LOG_S
             self._log.warning(
                 "cannot accept connections", reason=error.strerror or str(error),
-                connections=len(self._connections), hint="raise the limit of open files (ulimit -n)",
+                connections=len(self._connections), hint="raise the open file limit (ulimit -n)",
             )  # fmt: skip
 
 
 class BoundedServer(uvicorn.Server):
-    """A uvicorn server that accepts by `Acceptor`, on sockets that are bound already."""
+    """A uvicorn server that accepts through `Acceptor`, on sockets that are already bound."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self._acceptors: list[Acceptor] = []
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start to accept on `sockets`."""
+        """Start accepting on `sockets`."""
         await super().startup([])
         for listener in sockets or []:
             acceptor = Acceptor(listener, lambda: self.config.ssl, self._protocol)
@@ -195,7 +195,7 @@ class BoundedServer(uvicorn.Server):
             acceptor.start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept no more, and let requests under way end."""
+        """Stop accepting, and let requests in progress finish."""
         for acceptor in self._acceptors:
             await acceptor.stop()
         await super().shutdown(sockets)

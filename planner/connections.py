@@ -1,9 +1,9 @@
-"""Bounds on a server's connections: how many there may be, and how long a request's head may take. Pure.
+"""Limits on a server's connections: their number, and the time for a request head. Pure.
 
-A connection is *busy* while a request is answered, *waiting* while its next request's head is not complete
-(also before its first byte, and during the TLS handshake), and otherwise *idle*: kept for a next request.
-Busy connections are kept. Where there are too many, the oldest waiting one is closed first, then the oldest
-idle one. `planner.connection_acceptor` has the sockets.
+A connection is *busy* while a request is being answered, *waiting* until its next request head is complete
+(also before the first byte, and during the TLS handshake), and otherwise *idle*: kept alive for the next
+request. Busy connections are kept. If there are too many, the oldest waiting connection is closed first, then
+the oldest idle one. `planner.connection_acceptor` owns the sockets.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Final
 
 HEAD_S: Final = 10.0
-"""Seconds for a TLS handshake, and for a request's head."""
+"""Seconds for a TLS handshake, and for a request head."""
 RESERVED: Final = 64
-"""File descriptors that are left for anything but connections."""
+"""File descriptors reserved for everything except connections."""
 MIN_CONNECTIONS: Final = 16
 MAX_CONNECTIONS: Final = 65_536
 MAX_WAITING: Final = 256
@@ -23,33 +23,33 @@ MAX_WAITING: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class ConnectionState:
-    """One connection, as it is now."""
+    """Current state of one connection."""
 
     key: int
     busy: bool
     waits_since: float | None
-    """When it began to wait for its request's head; None: it is busy or idle."""
+    """When it began to wait for a request head; None if it is busy or idle."""
     active_at: float
-    """When the last byte came."""
+    """When the last byte arrived."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """How many connections there may be."""
+    """Limits on the number of connections."""
 
     connections: int
     waiting: int
 
     @classmethod
     def from_descriptor_limit(cls, max_descriptors: int) -> ConnectionLimits:
-        """For a process that may open so many descriptors (negative: any number)."""
+        """Return the limits for a process that may open this many descriptors; negative means unlimited."""
         free = MAX_CONNECTIONS if max_descriptors < 0 else max_descriptors - RESERVED
         connections = max(MIN_CONNECTIONS, min(free, MAX_CONNECTIONS))
         return cls(connections, max(MIN_CONNECTIONS // 2, min(connections // 2, MAX_WAITING)))
 
 
 def overdue(connections: Iterable[ConnectionState], now: float) -> list[int]:
-    """The connections whose request's head has taken too long."""
+    """Return the connections that have waited too long for a request head."""
     return [
         each.key
         for each in connections
@@ -58,7 +58,7 @@ def overdue(connections: Iterable[ConnectionState], now: float) -> list[int]:
 
 
 def surplus(connections: Iterable[ConnectionState], limits: ConnectionLimits) -> list[int]:
-    """The connections to close so that there is room for one more, as far as that can be had."""
+    """Return the connections to close so that one more fits, if possible."""
     by_age = list(connections)
     waiting = sorted((each.waits_since, each.key) for each in by_age if not each.busy and each.waits_since is not None)
     idle = sorted((each.active_at, each.key) for each in by_age if not each.busy and each.waits_since is None)

@@ -1,4 +1,4 @@
-"""Who holds what in one group: how many give each content of each layout, counted as members come and go."""
+"""Counts, per layout and content, of the instances of one group that serve it. Updated as members change."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from planner.source_buckets import Content
 
 
 class ContentCounts:
-    """The counts of one group. A member is taken out by the same values by which it was put in."""
+    """The counts of one group. A member must be removed with the values with which it was added."""
 
     def __init__(self) -> None:
         self._layouts: dict[str, dict[Content, HolderCount]] = {}
 
     def counts_for(self, layout_id: str) -> Mapping[Content, HolderCount]:
-        """Who holds what of a layout."""
+        """Return the holders of a layout, by content."""
         return self._layouts.get(layout_id, {})
 
     @property
     def any_seed(self) -> bool:
-        """Whether anybody gives all of anything."""
+        """Return whether any member serves a complete image."""
         return any(
             holders.seeds for counts_by_content in self._layouts.values() for holders in counts_by_content.values()
         )
 
     def add(self, source: Source) -> None:
-        """Count a member, if it gives anything."""
+        """Count a member, if it serves anything."""
         self._change(source, 1)
 
     def remove(self, source: Source) -> None:
-        """Count it no more."""
+        """Stop counting a member."""
         self._change(source, -1)
 
     def _change(self, source: Source, change: int) -> None:

@@ -1,7 +1,7 @@
-"""Tells callers of the changes of forks as they happen, without ever waiting for a caller.
+"""Publishes fork events to subscribers without ever waiting for one.
 
-Each caller has a queue in which a fork stands once, with its latest state: one that reads slowly is told
-less often, and of the same end. Used from the event loop's thread only.
+Each subscriber has a queue with at most one entry per fork, its latest state: a slow reader receives fewer
+events, but the same final one. Use from the event loop's thread only.
 """
 
 from __future__ import annotations
@@ -17,44 +17,42 @@ from planner.store.records import ForkRecord
 from rfork.schema import ForkEvent
 
 MAX_SUBSCRIBERS: Final = 32
-"""Each costs the event loop something for every change of a fork, and heartbeats come first."""
+"""Each subscriber costs event-loop time for every fork event, and heartbeats have priority."""
 MAX_QUEUED: Final = 16_384
-"""Forks that wait to be told to one caller."""
+"""Maximum number of queued forks per subscriber."""
 
 ForkEventType = Literal["planned", "progress", "ended"]
 
 
 @dataclass(frozen=True)
 class ForkEventRecord:
-    """What happened to a fork, and its state after that."""
+    """An event of a fork, and the fork's state after it."""
 
     number: int
-    """Counts the changes of one subscription; those that were merged, or dropped, leave gaps."""
+    """Sequence number within one subscription; merged and dropped events leave gaps."""
     event_type: ForkEventType
     fork: ForkRecord
 
     def event(self, now: float) -> ForkEvent:
-        """The change as it is told."""
+        """Return the event as sent to the subscriber."""
         return ForkEvent(kind=self.event_type, fork=self.fork.view(now))
 
 
 class Subscription:
-    """The changes that one caller is yet to be told, the oldest first."""
+    """Queued events for one subscriber, oldest first."""
 
     def __init__(self, matches: Callable[[ForkRecord], bool], max_queued: int = MAX_QUEUED) -> None:
-        """`matches`: which forks it is about; at most `max_queued` of them wait."""
+        """`matches` selects the forks; at most `max_queued` of them are queued."""
         self._matches = matches
         self._max_queued = max_queued
         self._number = 0
         self._progress: dict[str, ForkEventRecord] = {}
-        self._transitions: dict[
-            str, ForkEventRecord
-        ] = {}  # forks planned or ended: these are not given up for progress
+        self._transitions: dict[str, ForkEventRecord] = {}  # planned or ended forks: not dropped in favour of progress
         self._woken = asyncio.Event()
         self.closed = False
 
     def put(self, fork: ForkRecord) -> None:
-        """Have it told of the fork's state, in the place of what has not been told of it yet."""
+        """Queue the fork's state, replacing its queued state if there is one."""
         if self.closed or not self._matches(fork):
             return
         fork_id, event_type = fork.fork_id, event_type_of(fork)
@@ -73,12 +71,14 @@ class Subscription:
         self._woken.set()
 
     def close(self) -> None:
-        """Tell no more."""
+        """Stop delivering events."""
         self.closed = True
         self._woken.set()
 
     async def next_events(self, max_events: int, within_s: float) -> list[ForkEventRecord]:
-        """The next changes, at most `max_queued`; none where it is closed, or none came for `within_s` seconds."""
+        """Return the next events, at most `max_events`; empty if closed, or if none arrived within `within_s`
+        seconds.
+        """
         if not self._progress and not self._transitions and not self.closed:
             self._woken.clear()
             try:
@@ -101,10 +101,10 @@ class Subscription:
 
 
 class EventBus:
-    """All subscriptions. Costs nothing while there is none."""
+    """All subscriptions. Costs nothing while there are none."""
 
     def __init__(self, state: PlannerState, max_subscribers: int = MAX_SUBSCRIBERS) -> None:
-        """At most `max_queued` callers are told at a time."""
+        """At most `max_subscribers` callers may subscribe at a time."""
         self._state = state
         self._max_subscribers = max_subscribers
         self._subscriptions: dict[Subscription, None] = {}
@@ -112,14 +112,14 @@ class EventBus:
         self._closed = False
 
     def subscribe(self, *, model: str | None = None, fork_id: str | None = None) -> Subscription:
-        """Begin with each fork under way, and go on with every change, until `unsubscribe` or `close`.
+        """Subscribe to the running forks, and to every change until `unsubscribe` or `close`.
 
-        ProblemError `too-many-streams` (503) where as many callers as may be are told already.
+        Raises ProblemError `too-many-streams` (503) if the maximum number of subscribers is reached.
         """
         if self._closed:
-            raise ProblemError(503, "not-ready", "the planner stops", headers={"Retry-After": "2"})
+            raise ProblemError(503, "not-ready", "the planner is shutting down", headers={"Retry-After": "2"})
         if len(self._subscriptions) >= self._max_subscribers:
-            reason = f"{self._max_subscribers} callers read events already"
+            reason = f"the maximum of {self._max_subscribers} event streams is reached"
             raise ProblemError(503, "too-many-streams", reason, headers={"Retry-After": "10"})
         subscription = Subscription(lambda fork: model in (None, fork.model) and fork_id in (None, fork.fork_id))
         for fork in self._state.live_forks():
@@ -130,7 +130,7 @@ class EventBus:
         return subscription
 
     def unsubscribe(self, subscription: Subscription) -> None:
-        """The caller has gone."""
+        """Remove the subscription of a caller that disconnected."""
         subscription.close()
         self._subscriptions.pop(subscription, None)
         if not self._subscriptions and self._unsubscribe_state is not None:
@@ -138,7 +138,7 @@ class EventBus:
             self._unsubscribe_state = None
 
     def close(self) -> None:
-        """End every stream: the planner stops, and would wait for them."""
+        """End every stream; otherwise the planner's shutdown would wait for them."""
         self._closed = True
         for subscription in self._subscriptions:
             subscription.close()
@@ -149,7 +149,7 @@ class EventBus:
 
 
 def event_type_of(fork: ForkRecord) -> ForkEventType:
-    """What the record is the latest news of: its plan, what its target said since, or its end."""
+    """Return the type of the fork's latest event."""
     if not fork.live:
         return "ended"
     return "progress" if fork.seen_at > fork.planned_at else "planned"

@@ -1,10 +1,10 @@
-"""Decides what follows from the faults that a target reports of its sources. Pure.
+"""Decides the consequences of the faults that a target reports against its sources. Pure.
 
-A fault keeps the source from *that fork*, and from later forks of the same host where the source could not be
-reached or sent wrong bytes. It counts against the source for everybody (`planner.accusations`) only where the
-source itself did wrong and the target had a plan to read from it, so that a cut network, a stalled seed
-further up or a target with bad memory cannot put a fleet into quarantine. A source that readers cannot reach
-is quarantined only while it misses its own heartbeats as well.
+After a fault, *that fork* avoids the source, and so do later forks of the same host if the source was
+unreachable or sent wrong bytes. The fault counts against the source for every reader (`planner.accusations`)
+only if the source itself is at fault and the target had a plan to read from it, so that a cut network, a
+stalled seed further upstream or a target with bad memory cannot quarantine a fleet. An unreachable source is
+quarantined only while it also misses its own heartbeats.
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ from planner.accusations import (
 from planner.store.records import ForkRecord, InstanceRecord, SourceFaultRecord
 from rfork.schema import ForkProgress, SourceFault
 
-AVOID_S: Final = frozenset({"source", "network", "storage"})
-"""Faults after which the fork is not sent to the same source again for a while."""
+AVOIDED_FAULTS: Final = frozenset({"source", "network", "storage"})
+"""Faults after which the fork avoids the source for some time."""
 BUSY: Final = "SourceBusy"
 CHANGED: Final = "SourceWeightsChanged"
 UNAVAILABLE: Final = "SourceUnavailable"
 STALLED: Final = "SourceTimeout"
+QUARANTINE_S: Final = 60.0
+"""Time for which a source that sent wrong bytes or stalled is assigned no readers."""
 LATE_HEARTBEAT_FACTOR: Final = 1.5
-"""Heartbeat intervals after which a heartbeat is missed; instances send one each 0.8."""
+"""Heartbeat intervals after which a heartbeat counts as missed; instances send one every 0.8 intervals."""
 MAX_WITNESSES: Final = 4096
 
 Lookup = Callable[[str], InstanceRecord | None]
@@ -43,19 +45,19 @@ Lookup = Callable[[str], InstanceRecord | None]
 
 @dataclass(frozen=True)
 class FaultAssessment:
-    """What follows from the faults that a fork has reported so far."""
+    """Consequences of the faults that a fork has reported so far."""
 
     faults_by_source: Mapping[str, SourceFaultRecord]
-    """By instance_id: sources this fork avoids from now on."""
+    """By instance_id: sources that this fork avoids from now on."""
     excluded_once: Mapping[str, str]
-    """By instance_id, why: sources this fork avoids in the plan that is being made."""
+    """Reason by instance_id: sources that this fork avoids in the plan being made."""
     changed_records: tuple[InstanceRecord, ...]
-    """Records that changed: accused, quarantined, or found gone."""
+    """Records that changed: accused, quarantined, or reported missing."""
     shared_faults: Mapping[str, SourceFaultRecord]
-    """By instance_id: sources that later forks of this host avoid, too."""
+    """By instance_id: sources that later forks of this host avoid too."""
 
     def without_instance(self, instance_id: str) -> FaultAssessment:
-        """The same, but for what was said of one instance."""
+        """Return the assessment without the faults of one instance."""
         faults_by_source = {name: blame for name, blame in self.faults_by_source.items() if name != instance_id}
         excluded_once = {name: reason for name, reason in self.excluded_once.items() if name != instance_id}
         return replace(self, faults_by_source=faults_by_source, excluded_once=excluded_once)
@@ -63,28 +65,28 @@ class FaultAssessment:
 
 @dataclass(frozen=True)
 class FaultBounds:
-    """The settings that verdicts depend on."""
+    """The settings that assessments depend on."""
 
     quarantine_s: float
     heartbeat_s: float
 
     def is_late(self, record: InstanceRecord, now: float) -> bool:
-        """The instance has missed a heartbeat."""
+        """Return whether the instance has missed a heartbeat."""
         return now > record.seen_at + LATE_HEARTBEAT_FACTOR * self.heartbeat_s
 
 
 class AvoidedByHost:
-    """Sources that the forks of a host avoid, because one of them could not read from them."""
+    """Sources that the forks of a host avoid because one of them could not read from them."""
 
     def __init__(self) -> None:
         self._faults_by_host: OrderedDict[str, dict[str, SourceFaultRecord]] = OrderedDict()
 
     def get(self, witness: Witness, now: float) -> dict[str, SourceFaultRecord]:
-        """By instance_id, what still holds."""
+        """Return the faults that have not expired, by instance_id."""
         return {name: blame for name, blame in self._faults_by_host.get(witness.key, {}).items() if now < blame.until}
 
     def set(self, witness: Witness, faults_by_source: Mapping[str, SourceFaultRecord]) -> None:
-        """Remember these in place of those before."""
+        """Replace the faults stored for this host."""
         self._faults_by_host.pop(witness.key, None)
         if faults_by_source:
             self._faults_by_host[witness.key] = dict(faults_by_source)
@@ -101,9 +103,9 @@ def assess_faults(
     witness: Witness,
     shared_faults: Mapping[str, SourceFaultRecord],
 ) -> FaultAssessment:
-    """Weigh new faults on top of those that `fork` (None: not known until now) reported before.
+    """Assess new faults in addition to those that `fork` (None if unknown until now) reported before.
 
-    `shared_faults`: sources that forks of this host avoid already.
+    `shared_faults`: sources that forks of this host already avoid.
     """
     before = fork.faults_by_source if fork else {}
     faults_by_source = {
@@ -115,11 +117,11 @@ def assess_faults(
     changed_records: dict[str, InstanceRecord] = {}
     for fault in faults:
         source = changed_records.get(fault.instance_id) or instance(fault.instance_id)
-        if source is None or fault.fault not in AVOID_S:
+        if source is None or fault.fault not in AVOIDED_FAULTS:
             continue
         reason = f"{fault.error}: {fault.detail}" if fault.detail else fault.error
         if fault.error == BUSY:
-            excluded_once[fault.instance_id] = reason  # it may have room by the next plan
+            excluded_once[fault.instance_id] = reason  # it may have a free slot by the next plan
             continue
         generation = _planned_generation(fork, source) if fault.error == CHANGED else None
         is_source_fault = _is_source_fault(fault, source)
@@ -134,14 +136,14 @@ def assess_faults(
             source = replace(source, reported_missing=True)
             avoided[fault.instance_id] = blame
             if bounds.is_late(source, now):
-                # Until it is heard of again, or forgotten: a heartbeat more decides that.
+                # Until it reports again or is forgotten: one more heartbeat decides that.
                 source = replace(source, quarantined_until=now + bounds.heartbeat_s, quarantine=reason)
-        # Bytes torn while the weights changed are no wrong either.
+        # Bytes torn by a weight update are not a fault of the source either.
         if is_source_fault and _planned_generation(fork, source) == source.report.generation:
             others = [
                 name for name, each in faults_by_source.items() if each.is_source_fault and name in fork.sources_used
             ]
-            weight = accuser_credibility(_mark_contradicted(instance, witness), len(others))
+            weight = accuser_credibility(_contradiction_count(instance, witness), len(others))
             for name in others:
                 other = changed_records.get(name) or instance(name)
                 if other is not None and name != fault.instance_id:
@@ -150,7 +152,7 @@ def assess_faults(
             new = Accusation(witness, fork.fork_id, reason, now, blame.until, source.report.generation, weight)
             source = replace(source, accusations=with_accusation(source.accusations, new))
             source = _quarantine_if_due(source, now, bounds)
-            # Of a host that accuses several sources its later forks may try each of them again.
+            # If a host accuses several sources, its later forks may try each of them again.
             avoided = {name: each for name, each in avoided.items() if not each.is_source_fault}
             if len(others) == 1:
                 avoided[fault.instance_id] = blame
@@ -166,7 +168,7 @@ def contradictions(
     now: float,
     bounds: FaultBounds,
 ) -> tuple[InstanceRecord, ...]:
-    """Records that change because a fork has verified bytes of sources that others accuse."""
+    """Return the records that change because a fork verified bytes of sources that others accuse."""
     changed: dict[str, InstanceRecord] = {}
     for read in before.reads:
         source = instance(read.source_id)
@@ -187,7 +189,7 @@ def contradictions(
 
 
 def _quarantine_if_due(record: InstanceRecord, now: float, bounds: FaultBounds) -> InstanceRecord:
-    """The record, quarantined if and only if what is left of its accusations weighs enough."""
+    """Return the record, quarantined if and only if its remaining accusations are credible enough."""
     left = active_accusations(record.accusations, record.report.generation, now)
     record = replace(record, accusations=left)
     if not left:
@@ -197,23 +199,23 @@ def _quarantine_if_due(record: InstanceRecord, now: float, bounds: FaultBounds) 
     return replace(record, quarantined_until=0.0, quarantine="")
 
 
-def _mark_contradicted(instance: Lookup, witness: Witness) -> int:
+def _contradiction_count(instance: Lookup, witness: Witness) -> int:
     known = instance(witness.instance_id)
     return known.contradiction_count if known is not None else 0
 
 
 def _planned_generation(fork: ForkRecord | None, source: InstanceRecord) -> int:
-    """The generation that the fork was sent to read; what the source reports now where that is not known."""
+    """Return the generation that the fork was planned to read, or if unknown, the source's current one."""
     reads = fork.reads if fork else ()
     read = (read.generation for read in reads if read.source_id == source.report.instance_id)
     return next(read, source.report.generation)
 
 
 def _is_source_fault(fault: SourceFault, source: InstanceRecord) -> bool:
-    """The source itself is at fault.
+    """Return whether the source itself is at fault.
 
-    New weights are no wrong, a source that cannot be reached may only be out of this target's reach, and a
-    relay that stalls may only be waiting for its own source.
+    A weight update is not a fault, an unreachable source may only be unreachable for this target, and a
+    stalled relay may only be waiting for its own source.
     """
     if fault.fault != "source" or fault.error in (CHANGED, UNAVAILABLE):
         return False

@@ -1,4 +1,4 @@
-"""How long the forks of one group took, from one another and from storage, and what the former saved."""
+"""Durations of one group's forks, from peers and from storage, and the time saved by forking from peers."""
 
 from __future__ import annotations
 
@@ -12,44 +12,44 @@ if TYPE_CHECKING:
     from planner.store.records import ForkRecord
 
 RECENT: Final = 32
-"""Forks of each kind that a median is of: the last ones."""
+"""Number of recent forks of each origin used for the median."""
 
 Origin = Literal["peers", "storage", "both", "nothing"]
-"""Where what a fork read came from."""
+"""Origin of the bytes that a fork read."""
 
 
 class ForkDurationStats:
-    """Learns from each fork that ended. Seconds are as the target measured them, waits included.
+    """Statistics of finished forks. Durations are in seconds as measured by the target, waits included.
 
-    Only forks that read all of their image count: not those that kept a part from a process that died, and
-    not those that read one part from storage and another from one another.
+    Only forks that read their complete image from one origin count: not those that kept chunks of a process
+    that died, and not those that read from both storage and peers.
     """
 
     def __init__(self) -> None:
         self.total_seconds_saved = 0.0
-        """What forks from one another took less than storage would have, in all; below 0: more."""
+        """Total time saved by forking from peers instead of storage; negative if slower."""
         self._from_peers: deque[float] = deque(maxlen=RECENT)
         self._from_storage: deque[float] = deque(maxlen=RECENT)
 
     @property
     def storage_s(self) -> float | None:
-        """The median of the last forks, fallbacks among them, that read everything from storage."""
+        """Return the median of the recent forks, fallbacks included, that read everything from storage."""
         return median(self._from_storage) if self._from_storage else None
 
     @property
     def fork_s(self) -> float | None:
-        """The median of the last forks that read everything from one another."""
+        """Return the median of the recent forks that read everything from peers."""
         return median(self._from_peers) if self._from_peers else None
 
     def seconds_saved(self, fork: ForkRecord, finish: ForkResult) -> float | None:
-        """What a fork that ends so took less than storage would have; None where that is not known."""
+        """Return the seconds that this fork saved compared with storage, or None if unknown."""
         storage_s = self.storage_s
         if storage_s is None or _origin_of_complete_fork(fork, finish) != "peers":
             return None
         return storage_s - finish.seconds
 
     def record(self, fork: ForkRecord, finish: ForkResult) -> None:
-        """A fork ended so."""
+        """Add a finished fork."""
         origin = _origin_of_complete_fork(fork, finish)
         if origin == "storage":
             self._from_storage.append(finish.seconds)
@@ -59,7 +59,7 @@ class ForkDurationStats:
 
 
 def origin_of(finish: ForkResult) -> Origin:
-    """Where what was read came from."""
+    """Return the origin of the bytes that were read."""
     is_peer = {source_kind(name) == "peer" for name, nbytes in finish.sources.items() if nbytes}
     if len(is_peer) == 2:
         return "both"
@@ -69,7 +69,7 @@ def origin_of(finish: ForkResult) -> Origin:
 
 
 def _origin_of_complete_fork(fork: ForkRecord, finish: ForkResult) -> Origin | None:
-    """Where the whole image came from; None where this fork did not read, or not get, all of it."""
+    """Return the origin of the complete image, or None if the fork did not read all of it."""
     complete = finish.outcome == "forked" or (finish.outcome == "fallback" and origin_of(finish) == "storage")
     if not complete or not fork.image_bytes or sum(finish.sources.values()) < fork.image_bytes:
         return None

@@ -1,9 +1,9 @@
-"""The index of one group: kept up to date by each change, so that a plan looks at a few members only.
+"""Index of one group, updated with each change, so that a plan inspects only a few members.
 
-The policy weighs sources by distance, load, completeness and progress. Here members lie in buckets by
-just these, for each host, NVLink domain, rack and zone and for the whole group: a change moves one
-member between buckets, and the best few of each neighbourhood are found without a look at the others.
-What is coarse here (load in quarters, progress in eighths) only decides who is looked at.
+The policy weighs sources by distance, load, completeness and progress. The index keeps members in buckets by
+the same criteria, for each host, NVLink domain, rack, zone and for the complete group: a change moves one
+member between buckets, and the best few of each locality are found without inspecting the others. Buckets are
+coarse (load in quarters, progress in eighths), which only affects the choice of candidates.
 """
 
 from __future__ import annotations
@@ -22,60 +22,60 @@ if TYPE_CHECKING:
     from planner.store.records import ForkRecord, GroupKey
 
 MAX_NEARBY: Final = 4
-"""Members of each neighbourhood of a target that a plan looks at."""
+"""Members of each locality of a target that a plan inspects."""
 MAX_SAME_HOST: Final = 16
-"""Members of a target's own host that a plan looks at: all of them, on most."""
+"""Members on a target's own host that a plan inspects: usually all of them."""
 MAX_ANYWHERE: Final = 12
-"""Members of the whole group that a plan looks at, besides one for each target of the batch."""
+"""Members of the complete group that a plan inspects, in addition to one per target of the batch."""
 
 
 class GroupIndex:
-    """All members of one group, their forks, and who reads from whom."""
+    """All members of one group, their forks, and the readers of each member."""
 
     def __init__(self, key: GroupKey, history: GroupHistory | None = None) -> None:
-        """`history`: what is known of its forks from before; none: nothing."""
+        """`history`: statistics of the group's earlier forks; None if there are none."""
         self.key = key
         self.sources: dict[str, Source] = {}
         self.shares: dict[str, tuple[ChunkShare, ...]] = {}
         self._forks: dict[str, ForkRecord] = {}  # by target
         self._reader_slots = ReaderSlots()
         self._missing: set[str] = set()
-        self._elected: dict[str, None] = {}  # targets that read storage for all
+        self._elected: dict[str, None] = {}  # targets that read storage for the group
         self._buckets_by_layout: dict[tuple[str, Content], SourceBuckets] = {}
         self._bucket_of_member: dict[str, tuple[tuple[str, Content], Bucket]] = {}
         self._holders = ContentCounts()
         self._layouts: dict[str, dict[str, None]] = {}
         self.history = GroupHistory() if history is None else history
         self.had_seed = False
-        """Whether somebody held the weights whole, at any time."""
+        """True if any member ever had the complete weights."""
         self.loader_only = False
-        """Whether a loader was run here for all, and its instance gave nothing."""
+        """True if a loader ran here for the group and its instance served nothing."""
 
     @property
     def model(self) -> str:
-        """The model's name."""
+        """Return the model's name."""
         return self.key.model
 
     @property
     def version(self) -> str:
-        """The version of the weights; empty for targets whose version is not settled yet."""
+        """Return the version of the weights; empty for targets whose version is not resolved yet."""
         return self.key.version
 
     @property
     def rank_key(self) -> str:
-        """The rank."""
+        """Return the rank's key."""
         return self.key.rank_key
 
     @property
     def readers(self) -> Mapping[str, Mapping[str, float]]:
-        """By instance_id: the forks that read from it (see `planner.reader_slots.ReaderSlots`)."""
+        """Forks that read from each member, by instance_id (see `planner.reader_slots.ReaderSlots`)."""
         return self._reader_slots.readers
 
     # -- changes ----------------------------------------------------------------------------------
 
     def put(self, source: Source, *, missing: bool = False, unplanned_readers: Sequence[str] = ()) -> None:
-        """Add a member, or replace it. `missing`: a reader found it gone, so its own reads do not count.
-        `unplanned_readers`: forks that read from it and that nobody planned.
+        """Add or replace a member. `missing`: a reader could not reach it, so its own reads do not count.
+        `unplanned_readers`: forks that read from it without a plan of this planner.
         """
         instance_id, old = source.instance_id, self.sources.get(source.instance_id)
         same = missing == (instance_id in self._missing)
@@ -100,7 +100,7 @@ class GroupIndex:
             self._assign_slots(fork)
 
     def remove(self, instance_id: str) -> None:
-        """Forget a member. Its fork, and those that read from it, are told of by other calls."""
+        """Remove a member. Its fork and its readers are updated by other calls."""
         if instance_id in self.sources:
             self._unindex(instance_id)
             self._leave_layout(instance_id)
@@ -109,7 +109,7 @@ class GroupIndex:
         self._missing.discard(instance_id)
 
     def apply_plan(self, fork: ForkRecord) -> None:
-        """A fork has a (new) plan."""
+        """Record a fork's new plan."""
         target_id = fork.instance_id
         old = self._forks.get(target_id)
         if old is not None:
@@ -126,7 +126,7 @@ class GroupIndex:
         self._refresh(target_id)
 
     def end_fork(self, fork: ForkRecord) -> None:
-        """A fork has ended."""
+        """Remove a fork that ended."""
         target_id = fork.instance_id
         known = self._forks.get(target_id)
         if known is not None and known.fork_id == fork.fork_id:
@@ -138,7 +138,7 @@ class GroupIndex:
             self.record_weights(fork)
 
     def record_weights(self, fork: ForkRecord) -> None:
-        """What the end of a fork tells about those to come; nothing where it was given up."""
+        """Learn from a finished fork for later ones; nothing if it was abandoned."""
         if fork.finish is None or fork.abandoned:
             return
         self.history.record(fork, fork.finish)
@@ -146,7 +146,7 @@ class GroupIndex:
         if ran_loader and fork.finish.outcome != "forked":
             self.loader_only = True
 
-    # -- what the policy sees -----------------------------------------------------------------------
+    # -- the policy's view ----------------------------------------------------------------------------
 
     def view(
         self,
@@ -156,10 +156,10 @@ class GroupIndex:
         other_versions: Mapping[str, int] | None = None,
         together: int = 0,
     ) -> GroupView:
-        """The group for these demands (of one layout, or of few): who gives, who reads, whom to look at.
+        """Return the group as seen by these demands (of one layout, or of few): sources, readers, candidates.
 
-        `together`: so many come in all; those that are not told differ from these by their hosts, on which
-        nobody is.
+        `together`: total number of targets; those not among `demands` differ from these by their hosts, which
+        have no members.
         """
         layouts = dict.fromkeys(demand.target.layout_id for demand in demands)
         candidates: dict[str, None] = {}
@@ -187,22 +187,25 @@ class GroupIndex:
         )
 
     def holders_of(self, layout_id: str) -> Mapping[Content, HolderCount]:
-        """Who holds what of a layout."""
+        """Return the holders of a layout, by content."""
         return self._holders.counts_for(layout_id)
 
     @property
     def orphaned(self) -> bool:
-        """Return whether members are left and no source, though there was one.
+        """Return whether the group has members but no source left, though it had one.
 
-        A group whose last members drain does not count: they shut down, as in a rollout of another version.
+        A group whose last members are draining does not count: they shut down, as in a rollout of another
+        version.
         """
         if not self.had_seed or self._holders.any_seed:
             return False
         return any(source.state != "draining" for source in self.sources.values())
 
     def _candidates(self, layout_id: str, demands: Sequence[ForkDemand], together: int) -> Iterator[str]:
-        """Members of a layout: who reads storage, and the best of each neighbourhood of the targets."""
-        # Also those without a free slot: what they read nobody else has to.
+        """Return members of a layout: those that read storage, and the best of each of the targets'
+        localities.
+        """
+        # Include those without a free slot: no other instance has to read what they read.
         yield from [name for name in self._elected if self._is_provider(name, layout_id)][:MAX_ANYWHERE]
         contents = [content for name, content in self._buckets_by_layout if name == layout_id]
         wanted_contents: dict[Content, list[ForkDemand]] = {}
@@ -220,8 +223,9 @@ class GroupIndex:
             for share in demand.current_shares:
                 yield share.source_id
         for content, same_content in wanted_contents.items():
-            # A draft may be sealed by now, and who follows one by its plan alone has told nothing yet.
-            # Where no seed gives what is wanted, others may be reading other files by now.
+            # A provisional content may be final by now, and a target that follows one by its plan alone has
+            # not reported it yet. Where no seed serves the requested content, others may be reading other
+            # files by now.
             with_weights_id = counts_by_content.get(content, HolderCount()).seeds
             matching = [name for name in contents if name == content or name[0] is None or not with_weights_id]
             for name in matching:
@@ -246,7 +250,7 @@ class GroupIndex:
         return not self.sources[instance_id].complete, instance_id
 
     def _set_missing(self, instance_id: str, missing: bool) -> None:
-        """A member was found gone, or is there again."""
+        """Record that a member is missing, or that it is back."""
         fork = self._forks.get(instance_id)
         if missing:
             self._missing.add(instance_id)
@@ -258,7 +262,7 @@ class GroupIndex:
                 self._assign_slots(fork)
 
     def _same_index_entry(self, old: Source, new: Source) -> bool:
-        """Whether a report changes nothing that the index goes by: most heartbeats do not."""
+        """Return whether a report changes nothing that the index depends on, as most heartbeats do."""
         indexed_values = [
             (each.layout_id, each.weights_id, each.provisional_id, each.generation, each.state, each.complete,
              each.location, each.quarantine, each.slow, bool(each.verified))
@@ -268,7 +272,7 @@ class GroupIndex:
             new
         )
 
-    # -- slots and shelves ----------------------------------------------------------------------------
+    # -- slots and buckets ----------------------------------------------------------------------------
 
     def _assign_slots(self, fork: ForkRecord) -> None:
         target = self.sources.get(fork.instance_id)
@@ -309,7 +313,7 @@ class GroupIndex:
             del self._layouts[layout_id]
 
     def _content(self, source: Source) -> Content:
-        """What the member holds, or is getting by its plan."""
+        """Return the content that the member has, or is receiving by its plan."""
         fork = self._forks.get(source.instance_id)
         if source.weights_id is not None or (
             fork is not None and fork.weights_id is not None and not source.provisional_id

@@ -1,4 +1,4 @@
-"""Errors as problem documents (RFC 9457): one form for all, `application/problem+json`."""
+"""Errors as problem documents (RFC 9457, `application/problem+json`)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SLUGS: Final[Mapping[int, str]] = {
     500: "internal-error",
     503: "not-ready",
 }
-"""The last part of `type` for problems that have no word of their own."""
+"""Last part of `type` for problems that have no specific name."""
 
 
 class ProblemError(Exception):
@@ -56,7 +56,7 @@ class ProblemError(Exception):
 
 
 def problem_response(error: ProblemError, path: str) -> JSONResponse:
-    """The answer that carries the problem."""
+    """Return the response that carries the problem."""
     problem = Problem(
         type=TYPES + error.slug,
         title=HTTPStatus(error.status).phrase,
@@ -72,27 +72,27 @@ def problem_response(error: ProblemError, path: str) -> JSONResponse:
 
 
 def invalid_field(field: str, message: str) -> ProblemError:
-    """A field whose value cannot be used, in a request that is otherwise well formed."""
+    """Return a problem for a field with an invalid value in an otherwise well-formed request."""
     return ProblemError(422, "invalid-request", f"{field}: {message}", errors=[{"field": field, "message": message}])
 
 
 def check_ranges(field: str, ranges: tuple[ChunkRange, ...], chunk_count: int) -> None:
-    """Raises ProblemError `invalid-request` for ranges that no image of so many chunks has."""
+    """Raise ProblemError `invalid-request` for ranges outside an image of `chunk_count` chunks."""
     for begin, end in ranges:
         if not 0 <= begin < end <= chunk_count:
-            raise invalid_field(field, f"({begin}, {end}) is no range of chunks in an image of {chunk_count}")
+            raise invalid_field(field, f"({begin}, {end}) is not a range of chunks in an image of {chunk_count}")
 
 
 def store_busy() -> ProblemError:
-    """Other replicas changed a group at each attempt."""
+    """Return the problem for a group that other replicas changed at each attempt."""
     return ProblemError(
-        503, "busy", "other planners changed this group at each attempt: ask again",
+        503, "busy", "other planner replicas kept changing this group: retry",
         headers={"Retry-After": "1"},
     )  # fmt: skip
 
 
 def register_handlers(app: FastAPI, store_unavailable: Callable[[], None]) -> None:
-    """Have every error of the application answered with a problem document.
+    """Register handlers that turn every error into a problem document.
 
     `store_unavailable` is called for each request that the store did not answer.
     """
@@ -106,7 +106,7 @@ def register_handlers(app: FastAPI, store_unavailable: Callable[[], None]) -> No
     async def on_invalid(request: Request, error: Exception) -> JSONResponse:
         if not isinstance(error, RequestValidationError):
             raise error
-        # Never the values themselves: they may hold what is not to be shown again.
+        # Never include the values: they may be secret.
         errors = [{"field": _field(each["loc"]), "message": str(each["msg"])} for each in error.errors()]
         first = f"{errors[0]['field']}: {errors[0]['message']}"
         return problem_response(ProblemError(422, "invalid-request", first, errors=errors), request.url.path)
@@ -126,7 +126,7 @@ def register_handlers(app: FastAPI, store_unavailable: Callable[[], None]) -> No
         problem = ProblemError(
             500,
             "internal-error",
-            "the planner failed; its log says why",
+            "internal error; see the planner's log",
             headers={"X-Request-Id": request_id},
         )
         return problem_response(problem, request.url.path)
@@ -144,7 +144,7 @@ def register_handlers(app: FastAPI, store_unavailable: Callable[[], None]) -> No
 
 
 def openapi_responses(*statuses: int) -> dict[int | str, dict[str, object]]:
-    """The `responses` of a route: the problems it may answer with, as OpenAPI tells them."""
+    """Return the OpenAPI `responses` of a route that may answer with these problems."""
     return {
         status: {
             "description": HTTPStatus(status).phrase,
@@ -155,7 +155,7 @@ def openapi_responses(*statuses: int) -> dict[int | str, dict[str, object]]:
                         "type": TYPES + SLUGS.get(status, "error"),
                         "title": HTTPStatus(status).phrase,
                         "status": status,
-                        "detail": "what is wrong, in one line",
+                        "detail": "one line that describes the problem",
                     },
                 }
             },
@@ -165,13 +165,13 @@ def openapi_responses(*statuses: int) -> dict[int | str, dict[str, object]]:
 
 
 def _allowed_methods(app: FastAPI, path: str) -> list[str]:
-    """All methods of a path: the router names those of one of its routes only."""
+    """Return all methods of a path: the router's error lists those of only one of its routes."""
     paths = app.openapi()["paths"].items()
     matching = [methods for each, methods in paths if compile_path(each)[0].match(path)]
     return sorted({method.upper() for methods in matching for method in methods}) or ["GET"]
 
 
 def _field(location: Sequence[int | str]) -> str:
-    """`("body", "rank", "tp")` as `rank.tp`; a bare `body` stays."""
+    """Return `("body", "rank", "tp")` as `rank.tp`; a bare `body` stays."""
     parts = location[1:] if len(location) > 1 else location
     return ".".join(str(part) for part in parts)

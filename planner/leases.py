@@ -1,4 +1,4 @@
-"""Mints lease tokens: the planner's half of `rfork.planner_client.lease`."""
+"""Signs lease tokens: the planner's counterpart of `rfork.planner_client.lease`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from rfork.planner_client.lease import LeaseClaims, decode_key, derive_key, sign
 from rfork.schema import Lease
 
 KEY_CACHE_SIZE: Final = 32_768
-"""Whose keys are remembered rather than derived again: about 700 bytes each."""
+"""Instances whose keys are cached instead of derived again: about 700 bytes each."""
 
 
 @dataclass(frozen=True)
 class Clock:
-    """The planner's two clocks, in seconds: one for ages, one for times that other machines compare."""
+    """The planner's two clocks, in seconds: monotonic for ages, unix for times that other machines compare."""
 
     monotonic: Callable[[], float] = time.monotonic
     unix: Callable[[], float] = time.time
@@ -27,28 +27,28 @@ class Clock:
 
 @dataclass(frozen=True)
 class _InstanceKeys:
-    """What is derived for one instance."""
+    """Derived keys of one instance."""
 
     verification_keys: tuple[str, ...]
-    """Base64url, the newest first."""
+    """Base64url, newest first."""
     signing_key: bytes
 
 
 class LeaseSigner:
-    """Signs leases under keys derived from the first of its secrets; the others are on their way out.
+    """Signs leases with keys derived from the first secret; the other secrets are being phased out.
 
-    To change the secret, restart with ``NEW,OLD``, and with ``NEW`` alone once every lease signed under
-    the old one has ended: all sources check with the keys of both.
+    To rotate the secret, restart with ``NEW,OLD``, and with ``NEW`` alone once every lease signed with the
+    old one has expired: sources verify with the keys of both.
     """
 
     def __init__(self, secrets: Sequence[str], *, ttl_s: float, clock: Clock) -> None:
-        """No `secrets` draws a new one: leases from before a restart are then no longer accepted.
+        """Without `secrets` a random one is generated: leases from before a restart are then rejected.
 
-        Raises SettingsError for an empty secret, which anyone could derive keys from.
+        Raises SettingsError for an empty secret, from which anyone could derive the keys.
         """
         if not all(secrets):
-            raise SettingsError("RFORK_PLANNER_LEASE_KEYS: one of the secrets is empty")
-        # In order, each once: a source need not try the same key twice.
+            raise SettingsError("RFORK_PLANNER_LEASE_KEYS contains an empty key")
+        # In order and without duplicates: a source need not try the same key twice.
         self._secrets = tuple(dict.fromkeys(each.encode() for each in secrets)) or (os.urandom(32),)
         self._ttl_s = ttl_s
         self._clock = clock
@@ -56,11 +56,11 @@ class LeaseSigner:
 
     @property
     def unix_time(self) -> float:
-        """The time by which leases end, in seconds since the epoch."""
+        """Return the time that lease expiry refers to, in seconds since the epoch."""
         return self._clock.unix()
 
     def keys_of(self, instance_id: str, owner: str = "") -> tuple[str, ...]:
-        """The keys (base64url, the newest first) that the owner of the instance checks tokens with."""
+        """Return the keys (base64url, newest first) with which the instance's owner verifies tokens."""
         return self._keys(instance_id, owner).verification_keys
 
     def lease(
@@ -73,9 +73,9 @@ class LeaseSigner:
         generation: int,
         owner: str = "",
     ) -> Lease:
-        """The right for one fork to read one generation of one source's image, for the time to live.
+        """Return a lease for one fork to read one generation of one source's image until the TTL expires.
 
-        `owner`: of the source's record.
+        `owner`: owner of the source's record.
         """
         claims = LeaseClaims(
             fork_id=fork_id,

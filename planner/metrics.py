@@ -1,4 +1,4 @@
-"""What the planner tells Prometheus. Every label has few values, whatever callers send."""
+"""Prometheus metrics of the planner. Every label has few values, whatever callers send."""
 
 from __future__ import annotations
 
@@ -31,43 +31,45 @@ FAULT_OF: Final = {
     for name, error_class in vars(errors).items()
     if isinstance(error_class, type) and issubclass(error_class, errors.RforkError)
 }
-"""Whose fault each error of ours is."""
+"""Fault attribution of each rfork error class."""
 ERROR_TYPES: Final = frozenset(FAULT_OF)
 REFUSALS: Final = (
     "unauthorized", "forbidden", "too-many-requests", "body-too-large", "request-timeout", "other",
 )  # fmt: skip
-"""Problems (the last part of their type) that whoever guards the routes answers with."""
+"""Problem slugs of requests that are rejected before they reach a route."""
 PLAN_SECONDS: Final = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 FORK_SECONDS: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 900.0)
 PHASES: Final = ("capture", "offer", "plan", "transfer", "resume", "fallback", "digest", "other")
 FIRST_OF_VERSION: Final = "FirstOfVersion"
-"""Reason of a fallback that a change of version explains: other versions are served, and not this one."""
+"""Reason of a fallback caused by a rollout: other versions are served, but not this one."""
 VersionChoice = Literal["served", "several", "conflict"]
-"""How the planner settled the version of a target: one that is served, for a target that has none; none, as
-several are served; none, as another rank of the replica has another version."""
+"""Resolution of a target's version: `served`, for a target without a version of its own; or
+none, because `several` are served, or because of a `conflict` with another rank of the replica.
+"""
 BATCH_SIZE_BUCKETS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 EFFICIENCY: Final = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0)
 TRANSPORTS: Final = (*get_args(TransportName), "other")
 MAX_BYTES: Final = 1 << 60
-"""What one source of one fork can be told to have given; a counter must not overflow for one caller."""
+"""Maximum bytes per source and fork that are counted, so that one caller cannot overflow a counter."""
 
 
 class Metrics:
-    """The planner's metrics, in a registry of their own."""
+    """The planner's metrics, in a separate registry."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
-        self._instances = self._gauge("instances", "Instances known", "state")
-        self._live = self._gauge("live_forks", "Forks under way: with a plan, or without one", "state")
-        self._leases = self._gauge("active_leases", "Routes of the forks under way")
-        self._readers = self._gauge("storage_readers", "Forks under way elected to read storage", "kind")
+        self._instances = self._gauge("instances", "Registered instances", "state")
+        self._live = self._gauge("live_forks", "Running forks, with or without a plan", "state")
+        self._leases = self._gauge("active_leases", "Routes of the running forks")
+        self._readers = self._gauge("storage_readers", "Running forks that are elected to read storage", "kind")
         self._orphaned = self._gauge(
-            "orphaned_groups", "Ranks of models with instances, but no seed any more, though there was one"
+            "orphaned_groups", "Ranks of models that have instances but no seed any more, though they had one"
         )
         self._mixed = self._gauge(
-            "mixed_models", "Models of which instances serve more than one version, updates in place aside"
+            "models_with_several_versions",
+            "Models with instances that serve different versions; in-place updates do not count",
         )
         self._versions = self._counter(
             "version_choices",
@@ -75,119 +77,121 @@ class Metrics:
             "choice",
         )
         self._forks = self._counter(
-            "forks", "Forks that ended; lost: given up, and counted again if they end after all", "outcome"
+            "forks",
+            "Finished forks; abandoned: given up by the planner, counted again if they finish after all",
+            "outcome",
         )
         self._fallbacks = self._counter(
             "fallbacks",
-            "Forks that loaded otherwise: what, and the last error before, or FirstOfVersion",
+            "Forks that fell back, by fallback and by the last error before it, or FirstOfVersion",
             "fallback",
             "reason",
         )
         self._faults = self._counter("source_faults", "Faults that targets reported", "fault", "error")
-        self._quarantines = self._counter("quarantines", "Sources put into quarantine")
+        self._quarantines = self._counter("quarantines", "Sources quarantined")
         self._bytes = self._counter(
-            "verified_bytes", "Bytes verified by forks that ended: from peers, or what storage gave", "source"
+            "verified_bytes", "Bytes verified by finished forks, by origin: peers, or a type of storage", "source"
         )
-        self._routes = self._counter("routes", "Routes planned, by the transport that is tried first", "transport")
-        self._kernels = self._counter("kernel_routes", "Routes planned that run kernels on the source's GPU")
-        self._scaleups = self._gauge("scaleups", "Scale-ups under way that were announced")
-        self._expected = self._gauge("expected_replicas", "Replicas that they expect and that have not come")
-        self._scaling: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        self._routes = self._counter("routes", "Planned routes, by preferred transport", "transport")
+        self._kernels = self._counter("kernel_routes", "Planned routes that run kernels on the source's GPU")
+        self._scaleups = self._gauge("scaleups", "Announced scale-ups in progress")
+        self._expected = self._gauge("expected_replicas", "Replicas of announced scale-ups that have not arrived")
+        self._scaleup_counts: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self._scaleup_batches = self._counter(
-            "gathered_batches", "Batches of scale-ups: whether nobody was missing at their end", "whole"
+            "scaleup_batches", "Batches of scale-ups; complete: no replica was missing", "complete"
         )
-        self._refused = self._counter("refused_requests", "Requests that met no route", "reason")
-        self._conflicts = self._counter("store_conflicts", "Changes made anew because another replica was quicker")
-        self._unavailable = self._counter("store_unavailable", "Changes that the store did not take")
+        self._refused = self._counter("refused_requests", "Requests rejected before they reached a route", "reason")
+        self._conflicts = self._counter(
+            "store_conflicts", "Changes repeated because another replica changed the group first"
+        )
+        self._unavailable = self._counter("store_unavailable", "Changes that the store did not accept")
         self.plan_seconds = Histogram(
             "rfork_planner_plan_seconds",
-            "Time to make one plan",
+            "Seconds to make one plan",
             buckets=PLAN_SECONDS,
             registry=self.registry,
         )
         self._batch_sizes = Histogram(
-            "rfork_planner_plan_forks",
+            "rfork_planner_plan_batch_size",
             "Forks planned together",
             buckets=BATCH_SIZE_BUCKETS,
             registry=self.registry,
         )
         self._seconds = Histogram(
             "rfork_planner_fork_seconds",
-            "Time of forks that ended, waits included, by outcome and where what they read came from",
+            "Seconds of finished forks, waits included, by outcome and by origin of the bytes",
             ("outcome", "origin"),
             buckets=FORK_SECONDS,
             registry=self.registry,
         )
         self._phases = Histogram(
             "rfork_planner_fork_phase_seconds",
-            "Time of forks that ended, by phase",
+            "Seconds of finished forks, by phase",
             ("phase",),
             buckets=FORK_SECONDS,
             registry=self.registry,
         )
-        self._seconds_saved = self._counter(
-            "saved_seconds", "Time by which forks from one another were quicker than storage"
-        )
-        self._abandoned = self._counter("lost_seconds", "Time by which forks from one another were slower")
+        self._seconds_saved = self._counter("saved_seconds", "Seconds that forks from peers were faster than storage")
+        self._seconds_lost = self._counter("lost_seconds", "Seconds that forks from peers were slower than storage")
         self._efficiency = Histogram(
             "rfork_planner_fork_efficiency",
-            "Image bytes over the seconds of the transfer, against the fastest second's rate",
+            "Image bytes per second of the transfer, relative to its fastest second",
             buckets=EFFICIENCY,
             registry=self.registry,
         )
         self._certificate = self._gauge(
             "certificate_not_after_seconds",
-            "When the planner's certificate ends, in seconds since the epoch; 0: it has none",
+            "Expiry of the planner's certificate, in seconds since the epoch; 0: none",
         )
         self._initialise_series()
 
     def planned(self, batch_size: int) -> None:
-        """So many forks share one plan that was made."""
+        """Count a plan that this many forks share."""
         self._batch_sizes.observe(batch_size)
 
     def track_scaleups(self, scaling: Callable[[], tuple[int, int]]) -> None:
-        """Ask `scaling` for the scale-ups under way, and how many replicas they expect."""
-        self._scaling = scaling
+        """Read the number of scale-ups in progress, and of the replicas they expect, from `scaling`."""
+        self._scaleup_counts = scaling
 
     def follow_certificate(self, certificate: Path) -> None:
-        """Show when the planner's certificate ends, as its file says at each scrape; 0: it says nothing."""
+        """Export the expiry of the planner's certificate, read at each scrape; 0 if it cannot be read."""
         self._certificate.set_function(lambda: _end_of(certificate))
 
     def scaleup_batched(self, is_complete: bool) -> None:
-        """A batch of a scale-up waits no longer."""
+        """Count a batch of a scale-up that stopped waiting."""
         self._scaleup_batches.labels("true" if is_complete else "false").inc()
 
     def route_planned(self, transports: Sequence[str]) -> None:
-        """A fork is to read from a source that it did not read from before, over these, the first first."""
+        """Count a new route of a fork, with its transports in order of preference."""
         first = transports[0] if transports else "other"
         self._routes.labels(first if first in TRANSPORTS else "other").inc()
         if first in GPU_KERNEL_TRANSPORTS:
             self._kernels.inc()
 
     def fault(self, fault: SourceFault) -> None:
-        """A target reported a source."""
+        """Count a fault that a target reported."""
         self._faults.labels(fault.fault, _error_type(fault.error)).inc()
 
     def version_chosen(self, choice: VersionChoice) -> None:
-        """A fork asked for the first time, and its version was not its target's own."""
+        """Count a new fork whose version is not its target's own."""
         self._versions.labels(choice).inc()
 
     def quarantined(self) -> None:
-        """A source went into quarantine."""
+        """Count a quarantined source."""
         self._quarantines.inc()
 
     def fork_abandoned(self) -> None:
-        """A fork was given up: its target is silent, removed, or began another. It may yet end otherwise."""
-        self._forks.labels("lost").inc()
+        """Count an abandoned fork: its target is silent, was removed, or began another. It may still finish."""
+        self._forks.labels("abandoned").inc()
 
     def ended(self, finish: ForkResult, seconds_saved: float | None = None) -> None:
-        """A fork ended; `seconds_saved`: it took so much less than storage would have, if that is known."""
+        """Count a finished fork; `seconds_saved`: compared with storage, None if unknown."""
         self._forks.labels(finish.outcome).inc()
         self._seconds.labels(finish.outcome, origin_of(finish)).observe(finish.seconds)
         for phase, seconds in finish.phases.items():
             self._phases.labels(phase if phase in PHASES else "other").observe(seconds)
         if seconds_saved is not None:
-            (self._seconds_saved if seconds_saved >= 0 else self._abandoned).inc(abs(seconds_saved))
+            (self._seconds_saved if seconds_saved >= 0 else self._seconds_lost).inc(abs(seconds_saved))
         for source, verified_bytes in finish.sources.items():
             self._bytes.labels(source_kind(source)).inc(min(max(verified_bytes, 0), MAX_BYTES))
         if finish.outcome == "fallback":
@@ -197,15 +201,17 @@ class Metrics:
             self._efficiency.observe(finish.efficiency)
 
     def request_refused(self, slug: str) -> None:
-        """A request was turned away before a route saw it; `slug` is the last part of the problem's type."""
+        """Count a request that was rejected before it reached a route; `slug` is the last part of the
+        problem's type.
+        """
         self._refused.labels(slug if slug in REFUSALS else "other").inc()
 
     def store_conflict(self) -> None:
-        """Another replica changed a group first: its plan is made anew."""
+        """Count a group change that another replica made first, so that its plan is repeated."""
         self._conflicts.inc()
 
     def store_unavailable(self) -> None:
-        """The store did not take a change."""
+        """Count a change that the store did not accept."""
         self._unavailable.inc()
 
     def exposition(
@@ -215,12 +221,12 @@ class Metrics:
         orphaned: int = 0,
         mixed: int = 0,
     ) -> bytes:
-        """All metrics in Prometheus' text format; the gauges are counted now, in one pass over each.
+        """Return all metrics in Prometheus' text format; the gauges are computed now, in one pass over each.
 
-        `orphaned`: groups that have members, and nobody to read from any more. `mixed`: models of which more
-        than one version is served.
+        `orphaned`: groups that have members but no source left. `mixed`: models of which more than one
+        version is served.
         """
-        # Not by `record.source`, which a heartbeat since the last plan has to build first.
+        # Not from `record.source`, which would have to be rebuilt after each heartbeat.
         states = Tally("draining" if record.drained else record.report.state for record in instances)
         forks: Tally[str] = Tally()
         readers: Tally[str] = Tally()
@@ -239,14 +245,16 @@ class Metrics:
         self._leases.set(leases)
         self._orphaned.set(orphaned)
         self._mixed.set(mixed)
-        scaleups, expected = self._scaling()
+        scaleups, expected = self._scaleup_counts()
         self._scaleups.set(scaleups)
         self._expected.set(expected)
         return generate_latest(self.registry)
 
     def _initialise_series(self) -> None:
-        """What has not happened yet is 0 rather than missing, so that the first time shows as a rise."""
-        self._forks.labels("lost")
+        """Export events that have not happened as 0 instead of omitting them, so that the first one shows as
+        a rise.
+        """
+        self._forks.labels("abandoned")
         for outcome in get_args(Outcome):
             self._forks.labels(outcome)
             for origin in get_args(Origin):
@@ -283,12 +291,14 @@ def _end_of(certificate: Path) -> float:
 
 
 def _fallback_reason(reasons: Sequence[str]) -> str:
-    """Return the label for why a fork fell back: a rollout of new weights is told from all else."""
+    """Return the label for why a fork fell back; rollouts of new weights have a label of their own."""
     last = reasons[-1] if reasons else ""
     return FIRST_OF_VERSION if weights_version.is_first(last) else _error_type(last)
 
 
 def _error_type(reason: str) -> str:
-    """The error class that a reason (`SourceTimeout: …`) begins with; `other` where it is none of ours."""
+    """Return the error class at the start of a reason (`SourceTimeout: …`); `other` if it is not one of
+    rfork's.
+    """
     error_type = reason.partition(":")[0].strip()
     return error_type if error_type in ERROR_TYPES else "other"

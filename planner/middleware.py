@@ -1,6 +1,6 @@
-"""What every request passes before it reaches a route: its id and log line, the door, its body.
+"""ASGI middleware in front of the routes: request id and log, authorization, body limit.
 
-Each is plain ASGI and looks at the raw headers: a fleet's heartbeats pass here thousands of times a second.
+Plain ASGI that reads raw headers: a fleet's heartbeats pass through thousands of times a second.
 """
 
 from __future__ import annotations
@@ -19,24 +19,26 @@ from urllib.parse import quote
 import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from planner.auth import CALLER, ROLE_ORDER, Auth, is_open
+from planner.auth import AUTHORIZATION_CHECK, CALLER, Auth, is_open
 from planner.http_errors import ProblemError, problem_response
 from planner.request_rate_limit import RateLimit
 from rfork.logs import logger
 
+MAX_BODY_BYTES: Final = 4 << 20
+"""Maximum size of a request body."""
 BODY_S: Final = 10.0
-"""Seconds within which a request's body has to be here, whole; a client's own call times out before."""
+"""Seconds within which the complete request body must arrive; a client's own call times out earlier."""
 CLIENT_DISCONNECTED: Final = 499
-"""Logged as the status of a request whose client went away before the answer, as nginx does."""
+"""Status logged for a request whose client disconnected before the response, as in nginx."""
 REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 
 
 RefusalListener = Callable[[str], None]
-"""Told the slug of each problem that a request ends with before its route."""
+"""Called with the slug of each problem that ends a request before its route."""
 
 
 class RequestLog:
-    """Gives each request an id (the caller's `X-Request-Id`, if it sent one) and a log line."""
+    """Assigns each request an id (the caller's `X-Request-Id`, if it sent one) and logs it."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -73,22 +75,22 @@ class RequestLog:
             status = 500
             raise
         finally:
-            # A fleet's heartbeats are thousands of lines a second: only what went wrong is worth one. Asked
-            # beforehand, because a line that is dropped costs as much as the rest of this class.
+            # A fleet's heartbeats are thousands of requests a second, so only failures are logged by default.
+            # The level is checked first because a dropped log call costs as much as the rest of this class.
             level = logging.INFO if status >= 400 else logging.DEBUG
             if self._level.isEnabledFor(level):
                 seconds = round(time.perf_counter() - started_at, 6)
-                # Quoted as it was sent: what it decodes to may move a terminal's cursor.
+                # Quoted as sent: decoded, it could contain terminal escape sequences.
                 path = quote(scope["path"], safe="/:")
                 self._log.log(level, "request", method=scope["method"], path=path, status=status, seconds=seconds)
             structlog.contextvars.reset_contextvars(**bound)
 
 
 class AuthMiddleware:
-    """The door: who asks, whether it asks too often, whether it may; health checks and page are open."""
+    """Authenticates, rate-limits and authorizes each request; health checks and pages are exempt."""
 
     def __init__(self, app: ASGIApp, auth: Auth, rate: RateLimit | None, on_refused: RefusalListener) -> None:
-        """`rate` None: as often as one likes."""
+        """`rate`: None disables the rate limit."""
         self._app = app
         self._on_refused = on_refused
         self._auth = auth
@@ -109,22 +111,22 @@ class AuthMiddleware:
     def _refusal(self, scope: Scope) -> ProblemError | None:
         authorization = header(scope, b"authorization")
         caller = scope[CALLER] = self._auth.caller(authorization)
-        scope[ROLE_ORDER] = lambda: self._auth.check(scope["method"], scope["path"], authorization) is None
+        scope[AUTHORIZATION_CHECK] = lambda: self._auth.check(scope["method"], scope["path"], authorization) is None
         if self._rate is not None:
             client = scope.get("client")
-            # Guessed tokens all count as the one caller that they come from.
+            # All guessed tokens from one address count as one caller.
             wait_s = self._rate.wait_s((caller.digest if caller else b"", client[0] if client else ""))
             if wait_s > 0:
                 headers = {"Retry-After": str(math.ceil(wait_s))}
-                detail = f"more requests than one caller may send: again in {wait_s:.1f} s"
+                detail = f"too many requests from this caller: retry in {wait_s:.1f} s"
                 return ProblemError(429, "too-many-requests", detail, headers=headers)
         return self._auth.denial_problem(scope["method"], scope["path"], authorization, caller)
 
 
 class BodyLimit:
-    """Takes in each body before its route runs; refuses one that is too large, or too slow to come.
+    """Reads each body before its route runs; rejects one that is too large or too slow.
 
-    The routes read bodies whole in any case, so nothing is held here that would not be held there.
+    The routes read complete bodies in any case, so this needs no extra memory.
     """
 
     def __init__(self, app: ASGIApp, limit: int, on_refused: RefusalListener, within_s: float = BODY_S) -> None:
@@ -150,7 +152,7 @@ class BodyLimit:
             async with asyncio.timeout(self._within_s):
                 body = await self._read_body(receive)
         except TimeoutError:
-            detail = f"the body did not come within {self._within_s:g} s"
+            detail = f"the body did not arrive within {self._within_s:g} s"
             late = ProblemError(408, "request-timeout", detail, headers={"Connection": "close"})
             await self._send_problem(late, scope, receive, send)
             return
@@ -175,7 +177,9 @@ class BodyLimit:
         await problem_response(problem, scope["path"])(scope, receive, send)
 
     async def _read_body(self, receive: Receive) -> Message | None:
-        """The whole body as one message; None where the client left, ProblemError where it is too large."""
+        """Return the complete body as one message, or None if the client disconnected; ProblemError if too
+        large.
+        """
         pieces: list[bytes] = []
         size = 0
         while True:
@@ -191,13 +195,13 @@ class BodyLimit:
             pieces.append(piece)
 
     def _too_large_error(self) -> ProblemError:
-        # Closed, or the rest of it would still have to be read.
+        # Close the connection; otherwise the rest of the body would still have to be read.
         detail = f"the body is larger than {self._limit} bytes"
         return ProblemError(413, "body-too-large", detail, headers={"Connection": "close"})
 
 
 def header(scope: Scope, name: bytes) -> bytes | None:
-    """The first header of this name, in lower case."""
+    """Return the first header of this name; `name` in lower case."""
     for each, value in scope["headers"]:
         if each == name:
             found: bytes = value

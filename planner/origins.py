@@ -1,9 +1,9 @@
-"""Checks of a planner without tokens: callers name it by a known host, and no foreign page changes it.
+"""Host and origin checks for a planner without tokens: known host names only, no cross-origin changes.
 
-Any web page can have a browser send requests to a planner on loopback or in the same network. It cannot read
-the answers of another origin, unless its own host name is made to resolve to the planner (DNS rebinding):
-then the browser takes both for one origin. Such a request still shows the page's host name. A literal IP
-address cannot be rebound, so it is always known. With tokens none of this is needed: a page has none.
+Any web page can make a browser send requests to a planner on loopback or in the same network. It cannot read
+the responses of another origin, unless its own host name is made to resolve to the planner (DNS rebinding):
+then the browser treats both as one origin. The request still carries the page's host name. A literal IP
+address cannot be rebound, so it is always accepted. With tokens none of this is needed: a page has none.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class KnownHosts:
 
     @classmethod
     def of(cls, settings: PlannerSettings) -> KnownHosts:
-        """Those of this machine, of the address that is bound, and of the settings."""
+        """Return the names of this machine, of the bound address, and of the settings."""
         return cls((settings.bind, socket.gethostname(), *settings.allowed_hosts))
 
     def contains(self, host: str | None) -> bool:
-        """True for a `SimHost` header of a known host; a request without one comes from no browser."""
+        """Return whether a `Host` header names a known host; a request without one is not from a browser."""
         if host is None or ANY in self._names:
             return True
         name = _name_of(host)
@@ -54,11 +54,11 @@ class KnownHosts:
 
 
 def is_foreign(origin: str | None, fetch_site: str | None, host: str | None) -> bool:
-    """True where a browser sent the request for a page of another origin than the planner's own."""
+    """Return whether a browser sent the request for a page of an origin other than the planner's own."""
     if fetch_site is not None:
         return fetch_site not in ("same-origin", "none")
     if origin is None:
-        return False  # no browser leaves it out of a request that changes something
+        return False  # browsers send it with every request that changes something
     try:
         parts = urlsplit(origin)
         origin_host = parts.hostname, parts.port or PORTS.get(parts.scheme)
@@ -69,7 +69,7 @@ def is_foreign(origin: str | None, fetch_site: str | None, host: str | None) -> 
 
 
 class OriginGuard:
-    """Refuses requests to unknown hosts, and changes on behalf of foreign web pages."""
+    """Rejects requests to unknown hosts, and changes requested by pages of other origins."""
 
     def __init__(self, app: ASGIApp, hosts: KnownHosts, on_refused: RefusalListener) -> None:
         self._app = app
@@ -90,13 +90,15 @@ class OriginGuard:
         if not self._hosts.contains(host):
             displayed = ascii(host)[:MAX_DISPLAYED]
             detail = (
-                f"this planner has no token and does not know the host {displayed}: name it in"
+                f"host {displayed} is not allowed while the planner has no token: add it to"
                 " RFORK_PLANNER_ALLOWED_HOSTS, or set RFORK_PLANNER_TOKEN"
             )
             return ProblemError(403, "unknown-host", detail)
         origin, site = _text(header(scope, b"origin")), _text(header(scope, b"sec-fetch-site"))
         if scope["method"] not in READING and is_foreign(origin, site, host):
-            detail = "a web page of another origin may not change anything here: set RFORK_PLANNER_TOKEN"
+            detail = (
+                "cross-origin pages may not change anything while the planner has no token: set RFORK_PLANNER_TOKEN"
+            )
             return ProblemError(403, "cross-origin", detail)
         return None
 
@@ -106,7 +108,7 @@ def _text(value: bytes | None) -> str | None:
 
 
 def _name_of(host: str) -> str | None:
-    """The name in a `SimHost` header, without its port; None where it has no such form."""
+    """Return the name in a `Host` header without its port, or None if it is malformed."""
     try:
         parts = urlsplit(f"//{host}")
         valid = parts.netloc == host and "@" not in host and (parts.port is None or parts.port >= 0)

@@ -1,16 +1,16 @@
 """Ownership of records: decides which caller may change an instance's record and its forks.
 
-A record belongs to the holder of the secret that its first report showed (`rfork.planner_client.ownership`). Pure:
-knows a caller by what it showed, and a record by the owner in it.
+A record belongs to the owner of the secret that was sent with its first report
+(`rfork.planner_client.ownership`). Pure: knows a caller by its secret, and a record by its owner.
 
-| call | without any token set | role instance | role operator |
+| call | no token set | role instance | role operator |
 |---|---|---|---|
-| report, ask for a plan | the owner, or anyone while the record has none | the owner | the owner |
-| progress, finish | the same | the owner | the owner, or this role where there is none |
-| drain, remove | anyone | the owner | anyone of this role |
+| report, request a plan | the owner, or anyone while the record has none | the owner | the owner |
+| progress, finish | the same | the owner | the owner, or an operator if there is none |
+| drain, remove | anyone | the owner | any operator |
 
-An id that the planner does not know (yet, or again after a restart) belongs to the first that reports under
-it. The lease keys of its former owner stay out of reach: they are derived from that owner's secret too.
+An unknown id (new, or after a restart) belongs to the first caller that reports under it. The lease keys of
+its former owner stay out of reach: they are derived from that owner's secret too.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from planner.store.records import ForkRecord, InstanceRecord
 from rfork.planner_client.ownership import OWNER_HEADER, SECRET, owner_id
 
 NOT_OWNER: Final = "not-owner"
-"""Slug of the problem."""
+"""Problem slug."""
 PARAMETER: Final[dict[str, Any]] = {
     "parameters": [
         {
             "name": OWNER_HEADER,
             "in": "header",
             "required": False,
-            "description": "secret of the instance's server; required where the planner has tokens",
+            "description": "secret of the instance's server; required if the planner has tokens",
             "schema": {"type": "string", "minLength": 32, "maxLength": 256},
         }
     ]
 }
-"""`openapi_extra` of routes that ask for the owner."""
+"""`openapi_extra` of routes that require the owner."""
 
 
 @dataclass(frozen=True)
@@ -49,21 +49,21 @@ class Claimant:
     """A caller that wants to change a record."""
 
     owner: str = ""
-    """Digest of the secret that it showed; empty: it showed none."""
+    """Digest of the secret that it sent; empty without one."""
     owner_required: bool = False
-    """It has to show a secret to register."""
+    """True if it must send a secret to register."""
     is_operator: bool = True
-    """It may drain and remove what others own: an operator, or anyone where no token is set."""
+    """True if it may drain and remove instances of other owners: an operator, or anyone if no token is set."""
     address: str = ""
-    """Network address that it calls from, where that tells callers apart."""
+    """Network address that it calls from, if that distinguishes callers."""
 
     @classmethod
     def of(cls, scope: Scope) -> Self:
-        """The caller of a request that was let in. Raises ProblemError where its secret is malformed."""
+        """Return the caller of an authorized request. Raises ProblemError if its secret is malformed."""
         owner_header = header(scope, OWNER_HEADER.lower().encode())
         secret = "" if owner_header is None else owner_header.decode("latin-1")
         if owner_header is not None and not SECRET.fullmatch(secret):
-            raise invalid_field(OWNER_HEADER, "a secret is 32 to 256 visible ASCII characters")
+            raise invalid_field(OWNER_HEADER, "must be 32 to 256 visible ASCII characters")
         caller: Caller | None = scope.get(CALLER)
         client = scope.get("client")
         return cls(
@@ -74,7 +74,7 @@ class Claimant:
         )
 
     def owner_of(self, instance_id: str, record: InstanceRecord | None) -> str:
-        """The owner that a report of this caller gives the record; ProblemError where it may not report."""
+        """Return the owner that a report of this caller sets; ProblemError if it may not report."""
         if record is not None and record.owner:
             self._check(f"instance {instance_id}", record.owner)
         elif self.owner_required and not self.owner:
@@ -82,23 +82,23 @@ class Claimant:
         return self.owner
 
     def check_can_remove(self, record: InstanceRecord) -> None:
-        """Raises ProblemError where the caller may neither drain nor remove the instance."""
+        """Raise ProblemError if the caller may neither drain nor remove the instance."""
         if not self.is_operator:
             self._check(f"instance {record.report.instance_id}", record.owner)
 
     def check_can_change_fork(self, fork: ForkRecord) -> None:
-        """Raises ProblemError where the caller may not report on the fork, or ask for it again."""
+        """Raise ProblemError if the caller may neither report on the fork nor replan it."""
         if fork.owner or not self.is_operator:
             self._check(f"fork {fork.fork_id}", fork.owner)
 
     def _check(self, what: str, owner: str) -> None:
         if not owner or not hmac.compare_digest(owner, self.owner):
-            raise ProblemError(403, NOT_OWNER, f"{what} belongs to another caller: {OWNER_HEADER} does not match")
+            raise ProblemError(403, NOT_OWNER, f"{what} belongs to another owner: {OWNER_HEADER} does not match")
 
 
 @dataclass(frozen=True)
 class _Trusted(Claimant):
-    """Code of the planner itself, which passes on what it has checked, under names of its own."""
+    """The planner's own code, which forwards calls that it has already checked."""
 
     def owner_of(self, instance_id: str, record: InstanceRecord | None) -> str:
         return record.owner if record is not None else ""

@@ -1,4 +1,4 @@
-"""What targets are told: plans and leases, made of what was decided and is known of the sources."""
+"""Responses to targets: plans and leases, built from decisions and the sources' records."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ from planner.store.records import ForkRecord, InstanceRecord, RouteRecord
 from rfork.schema import Lease, Plan, ProgressAck, Route
 
 RETRY_S: Final = 0.5
-"""When to ask again where every source is full: soon, for a slot is free at any moment."""
+"""When to retry if every source is full: soon, because a slot may become free at any time."""
 
 
 class PlanResponseBuilder:
-    """Turns decisions and records into what goes over the wire."""
+    """Converts decisions and records into wire models."""
 
     def __init__(self, store: PlannerStore, lease_signer: LeaseSigner) -> None:
         self._store = store
         self._lease_signer = lease_signer
 
     def plan(self, fork: ForkRecord, decision: PlanDecision, *, forgotten: bool) -> Plan:
-        """A fork's plan as its target gets it; `forgotten`: it began by plans that nobody here knows of."""
+        """Return a fork's plan for its target; `forgotten`: the fork began with plans that this planner does
+        not know.
+        """
         other = None if decision.mismatched_source is None else RouteRecord(decision.mismatched_source, (), (), 0)
         routes = [self._route(fork.fork_id, read) for read in fork.reads]
         replan_reason = decision.no_free_slot or (forgotten and not (fork.reads or fork.storage))
@@ -39,27 +41,27 @@ class PlanResponseBuilder:
         )
 
     def current_plan(self, fork: ForkRecord) -> Plan:
-        """The plan that a fork under way has already, with new leases."""
+        """Return the existing plan of a running fork, with new leases."""
         return self.plan(fork, PlanDecision(fork.weights_id, (), fork.reason, fork.provisional_id), forgotten=False)
 
     def renew_leases(self, fork: ForkRecord) -> ProgressAck:
-        """New leases for the routes of a fork, and whether a better plan could be had."""
+        """Return new leases for the routes of a fork, and whether a better plan is available."""
         leases: dict[str, Lease] = {}
         replan_reason: str | None = None
         for read in fork.reads:
             source = self._store.state.instance(read.source_id)
-            # Weights that changed are fenced: who reads the old ones gets no more time to do so.
+            # Changed weights are fenced: readers of the old ones get no more time.
             if source is None or source.report.generation != read.generation:
                 continue
             leases[read.source_id] = self._lease(fork.fork_id, source)
             if source.slow_since is not None and source.slow_since > fork.planned_at and not source.source.complete:
-                replan_reason = f"source {read.source_id} falls behind"
+                replan_reason = f"source {read.source_id} is falling behind"
             elif self._lost_sources(source, fork.planned_at):
-                replan_reason = f"source {read.source_id} has nobody to read from any more"
+                replan_reason = f"source {read.source_id} has no source of its own any more"
         return ProgressAck(leases=leases, replan_suggested=replan_reason)
 
     def _lost_sources(self, source: InstanceRecord, since: float) -> bool:
-        """Whether a relay was found to have nobody to read from: who waits for it could read storage."""
+        """Return whether a relay has no source any more: its readers may be able to read storage instead."""
         if source.source.complete:
             return False
         fork = self._store.state.live_fork_of(source.report.instance_id)
@@ -68,7 +70,7 @@ class PlanResponseBuilder:
     def _route(self, fork_id: str, read: RouteRecord) -> Route | None:
         source = self._store.state.instance(read.source_id)
         if source is None:
-            return None  # it was forgotten while the store took the plan: the target asks again for its part
+            return None  # forgotten while the plan was stored: the target requests its chunks again
         return Route(
             source_id=read.source_id,
             address=source.report.address,

@@ -1,4 +1,4 @@
-"""Makes plans of requests: builds what the policy decides over, and keeps what it decided."""
+"""Plans batches of requests: builds the policy's input and stores its decisions."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from rfork.logs import logger
 from rfork.schema import Plan, StorageAssignment
 
 ATTEMPTS: Final = 20
-"""How often a batch is planned anew because other replicas were quicker."""
+"""Maximum planning attempts for a batch when other replicas change the group first."""
 
 
 class PlanService:
-    """Turns requests into decisions and records.
+    """Converts requests into decisions and records.
 
-    Who was not known before a restart has been heard of after `heartbeat_s`.
+    Within `heartbeat_s` after a restart, every running source has reported.
     """
 
     def __init__(
@@ -43,11 +43,11 @@ class PlanService:
         self._log = logger("planner.plan_service")
 
     async def plan(self, batch: Sequence[PlanContext]) -> dict[str, Plan]:
-        """Plan requests of one group together; by fork_id, less those whose instance was removed, or whose
-        fork ended, meanwhile.
+        """Plan requests of one group together. Return plans by fork_id, without those whose instance was
+        removed or whose fork ended meanwhile.
 
-        One that another replica planned meanwhile has that plan. Raises ProblemError where other replicas
-        always win.
+        A fork that another replica planned meanwhile keeps that plan. Raises ProblemError if other replicas
+        change the group first at each attempt.
         """
         key, plans = batch[0].group, dict[str, Plan]()
         for _ in range(ATTEMPTS):
@@ -81,18 +81,18 @@ class PlanService:
             for context, fork in zip(batch, forks, strict=True):
                 if not context.known:
                     self._request_intake.log_new(context.request.instance)
-                previous_version = (
+                previous_sources = (
                     {read.source_id for read in context.previous_fork.reads} if context.previous_fork else set()
                 )
                 for read in fork.reads:
-                    if read.source_id not in previous_version:
+                    if read.source_id not in previous_sources:
                         self._metrics.route_planned(read.transports)
-                # What goes as it should is told at its end.
-                skip_reason = context.previous_fork is not None or not (fork.reads or fork.storage)
-                (self._log.info if skip_reason else self._log.debug)(
+                # A fork that goes well is logged when it finishes.
+                is_noteworthy = context.previous_fork is not None or not (fork.reads or fork.storage)
+                (self._log.info if is_noteworthy else self._log.debug)(
                     "fork planned", fork_id=fork.fork_id, instance_id=fork.instance_id, model=fork.model,
-                    version=fork.version, rank=fork.rank.key, again=context.previous_fork is not None,
-                    together=len(batch), sources=[read.source_id for read in fork.reads], reason=fork.reason,
+                    version=fork.version, rank=fork.rank.key, replanned=context.previous_fork is not None,
+                    batch_size=len(batch), sources=[read.source_id for read in fork.reads], reason=fork.reason,
                 )  # fmt: skip
             return plans | {
                 fork.fork_id: self._response_builder.plan(
@@ -104,11 +104,11 @@ class PlanService:
 
     def _demand(self, context: PlanContext, now: float) -> ForkDemand:
         state, assessment = self._store.state, context.assessment
-        own_share = context.target.report.instance_id
+        own_id = context.target.report.instance_id
         excluded = dict(assessment.excluded_once)
         for instance_id, blame in assessment.faults_by_source.items():
             accused = state.instance(instance_id)
-            if instance_id == own_share or (accused and blame.is_active(now, accused.report.generation)):
+            if instance_id == own_id or (accused and blame.is_active(now, accused.report.generation)):
                 excluded.setdefault(instance_id, blame.reason)
         if context.request.current_assignments:
             current = [
@@ -116,12 +116,12 @@ class PlanService:
             ]
         elif context.previous_fork is not None and context.previous_fork.live:
             current = [ChunkShare(read.source_id, read.chunks) for read in context.previous_fork.reads]
-            current += [ChunkShare(own_share, read.chunks) for read in context.previous_fork.storage]
+            current += [ChunkShare(own_id, read.chunks) for read in context.previous_fork.storage]
         else:
             current = []
         failed = {fault.instance_id for fault in context.request.faults}
         current = [share for share in current if share.source_id not in failed]
-        elected = context.previous_fork is not None and own_share in context.previous_fork.sources_used
+        elected = context.previous_fork is not None and own_id in context.previous_fork.sources_used
         return ForkDemand(context.fork_id, context.target.source, excluded, tuple(current), elected)
 
     def _record(
@@ -164,7 +164,9 @@ class PlanService:
         )
 
     def _is_after_restart(self, context: PlanContext, now: float) -> bool:
-        """Whether the fork began by plans that nobody here knows of: its sources will be heard of soon."""
+        """Return whether the fork began with plans that this planner does not know: its sources will report
+        soon.
+        """
         old = context.previous_fork
         known = old is not None and (old.sources_used or now >= old.requested_at + self._heartbeat_s)
         return context.is_replan and not known

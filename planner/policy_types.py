@@ -1,6 +1,6 @@
-"""The values that the policy decides over: frozen, without clocks or sockets.
+"""Input and output types of the policy: frozen values without clocks or sockets.
 
-Rates are bytes a second, times are in the seconds of `now`, chunk ranges half-open and normalised.
+Rates are in bytes per second, times on the scale of `now`, chunk ranges half-open and normalised.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from rfork.image.ranges import Range, count
 from rfork.schema.types import InstanceState, StorageKind
 
 SLOW_FRACTION: Final = 0.3
-"""Part of a link's speed that a target is taken to read at which falls behind."""
+"""Fraction of its link speed at which a straggler is assumed to read."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostLocation:
-    """Where an instance runs."""
+    """Location of an instance."""
 
     host: str
     rack: str | None = None
@@ -30,29 +30,29 @@ class HostLocation:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """Something an instance could read its image from by itself."""
+    """Storage that an instance could read its image from."""
 
     kind: StorageKind
     uri: str = ""
     origin: str | None = None
-    """What tells these files from others before any chunk is read; none for a loader."""
+    """Identifies the files before any chunk is read; None for a loader."""
     weights_id: str | None = None
-    """Of a snapshot, whose manifest is known beforehand."""
+    """Known in advance for a snapshot, from its manifest."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkShare:
-    """Chunks that a target reads from one source; its own instance_id stands for its own storage."""
+    """Chunks that a target reads from one source; its own instance_id means its own storage."""
 
     source_id: str
     chunks: tuple[Range, ...]
     all_or_nothing: bool = False
-    """Of a target's own storage: a loader, which gives nothing before it has read everything."""
+    """For a target's own storage: a loader, which serves nothing until it has read everything."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """One rank of an instance, as somebody to read from (or as the target itself)."""
+    """One rank of an instance, as a source (or as the target itself)."""
 
     instance_id: str
     address: str
@@ -62,55 +62,55 @@ class Source:
     chunk_count: int
     state: InstanceState
     verified: tuple[Range, ...]
-    """Chunks it can give."""
+    """Chunks that it can serve."""
     transports: tuple[str, ...]
-    """Best first."""
+    """In order of preference."""
     location: HostLocation
     max_readers: int
     expires_at: float
     """When it is forgotten."""
     provisional_id: str | None = None
-    """Origin of its chunks where these were not sealed yet when it got the first."""
+    """Origin of its chunks, if they were not final when it received the first one."""
     storage: tuple[Storage, ...] = ()
-    """What it could read by itself, best first."""
+    """Storage that it could read, in order of preference."""
     egress_share: float = 1.0
-    """Share of the readers it wants, beside others that say 1."""
+    """Relative share of the readers; the default is 1."""
     egress_rate: float | None = None
-    """What it gives at most, if it says so."""
+    """Maximum egress bandwidth, if it reports one."""
     ingress_rate: float | None = None
-    """The fastest it has been seen to read, if it has."""
+    """Fastest observed read rate, if any."""
     slow: bool = False
-    """It has been seen to fall behind its own sources: nobody should wait for it."""
+    """It falls behind its own sources: no target should wait for it."""
     quarantined_until: float = 0.0
     quarantine: str = ""
-    """Why it is quarantined."""
+    """Reason of the quarantine."""
 
     @cached_property
     def watermark(self) -> int:
-        """How many chunks it can give."""
+        """Return the number of chunks that it can serve."""
         return count(self.verified)
 
     @cached_property
     def complete(self) -> bool:
-        """Whether it holds every chunk of weights that it can name: it waits for nobody."""
+        """Return whether it has every chunk of final weights, so that it waits for no source."""
         return self.weights_id is not None and self.watermark == self.chunk_count
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class HolderCount:
-    """How many hold one content and may be read from; the greater is preferred."""
+    """Holders of one content that can be read from; the greater value is preferred."""
 
     seeds: int = 0
-    """Those that hold all of it."""
+    """Holders of all chunks."""
     instances: int = 0
     generation: int = 0
 
 
 @dataclass(frozen=True)
 class GroupView:
-    """What is known of all that hold, or are getting, one rank of one model.
+    """One rank of one model: all instances that have it or are receiving it.
 
-    The mappings may be views of a registry's own: the policy only reads them, and decides at once.
+    The mappings may be live views of a registry: the policy only reads them, and decides synchronously.
     """
 
     model: str
@@ -118,27 +118,31 @@ class GroupView:
     sources: Mapping[str, Source]
     """By instance_id."""
     readers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """By instance_id: the forks that read from it, and what part of all that each reads it reads there: of a
-    target's link at full speed, that much is its."""
+    """Readers of each instance, by instance_id: fork ids, with the fraction of a target's link at full speed
+    that each fork takes from this source.
+    """
     same_host_readers: Mapping[str, AbstractSet[str]] = field(default_factory=dict)
-    """By instance_id: those readers that stay within its host, and take nothing of its network link."""
+    """Readers of each instance that stay within its host and do not use its network link, by instance_id."""
     shares: Mapping[str, tuple[ChunkShare, ...]] = field(default_factory=dict)
-    """By the target's instance_id: what it reads now, and from whom."""
+    """Current reads of each target, by its instance_id."""
     candidates: tuple[str, ...] | None = None
-    """The instances worth a look for these demands, where the group is large; none: all of them."""
+    """Instances worth considering for these demands, if the group is large; None: all."""
     loader_only: bool = False
-    """Whether a loader was run here for all and its instance gave nothing: each then runs its own."""
+    """True if a loader already ran here for the group and its instance served nothing: each target then runs
+    its own.
+    """
     holders: Mapping[tuple[str | None, str | None], HolderCount] | None = None
-    """Who holds what of the demands' layout, by (weights_id, draft), where `candidates` are not all."""
+    """Holders of the demands' layout, by (weights_id, provisional_id), if `candidates` are not all."""
     other_layouts: Mapping[str, int] = field(default_factory=dict)
-    """How many instances hold another layout than the demands', by layout_id; where there are any, one of
-    them is among the candidates."""
+    """Number of instances with another layout than the demands', by layout_id; at least one of them is among
+    the candidates.
+    """
     other_ranks: tuple[str, ...] = ()
-    """Keys of the model's ranks that somebody does hold, for the reason of a plan without routes."""
+    """Keys of the model's ranks that have holders, for the reason of a plan without routes."""
     version: str = ""
     """The version of the weights, for reasons."""
     other_versions: Mapping[str, int] = field(default_factory=dict)
-    """How many instances serve another version of this model and rank, by version, for reasons."""
+    """Number of instances that serve another version of this model and rank, by version, for reasons."""
 
 
 @dataclass(frozen=True)
@@ -148,16 +152,18 @@ class ForkDemand:
     fork_id: str
     target: Source
     excluded: Mapping[str, str] = field(default_factory=dict)
-    """Instances that failed this fork, and how; its own id stands for its own storage."""
+    """Reasons by instance_id: sources that failed this fork; its own id means its own storage."""
     current_shares: tuple[ChunkShare, ...] = ()
-    """What it reads now, to be kept while that is good."""
+    """Current reads, kept while they are good."""
     is_elected_reader: bool = False
-    """Whether it was to read its own storage by any plan before: others may wait for it to."""
+    """True if an earlier plan elected it to read its own storage: other targets may wait for it."""
 
 
 @dataclass(frozen=True)
 class RouteAssignment:
-    """Chunks to read from one source, over the transports that both offer (the target's best first)."""
+    """Chunks to read from one source, over the transports that both support, in the target's order of
+    preference.
+    """
 
     source_id: str
     chunks: tuple[Range, ...]
@@ -166,28 +172,29 @@ class RouteAssignment:
 
 @dataclass(frozen=True)
 class PlanDecision:
-    """What one target reads from peers and from its own storage; where nothing, `reason` says why."""
+    """Reads of one target from peers and from its own storage; if there are none, `reason` explains why."""
 
     weights_id: str | None
     assignments: tuple[RouteAssignment, ...]
     reason: str
     provisional_id: str | None = None
     storage: tuple[tuple[Storage, tuple[Range, ...]], ...] = ()
-    """What it is elected to read by itself, for itself and for all that wait behind it."""
+    """Storage that it is elected to read, for itself and for every downstream target."""
     no_free_slot: bool = False
-    """Whether asking again soon may give (more) routes: a source has no free slot now, or waits for its own,
-    or may come to read storage."""
+    """True if retrying soon may yield (more) routes: a source has no free slot, waits for its own source, or
+    may be elected to read storage.
+    """
     mismatched_source: str | None = None
-    """Whom to compare with (instance_id), where all that hold the model hold another layout."""
+    """instance_id to compare layouts with, if all holders of the model have another layout."""
 
     @property
     def shares(self) -> tuple[ChunkShare, ...]:
-        """What the target reads from peers (its storage is told by `storage`)."""
+        """Return what the target reads from peers; `storage` is separate."""
         return tuple(ChunkShare(each.source_id, each.chunks) for each in self.assignments)
 
 
 def distance(left: HostLocation, right: HostLocation) -> int:
-    """0 on one host or in one NVLink domain, 1 in one rack, 2 in one zone, 3 beyond or not known."""
+    """Return 0 on one host or in one NVLink domain, 1 in one rack, 2 in one zone, 3 beyond or unknown."""
     if left.host == right.host or (left.nvlink is not None and left.nvlink == right.nvlink):
         return 0
     same_zone = left.zone == right.zone
@@ -197,5 +204,7 @@ def distance(left: HostLocation, right: HostLocation) -> int:
 
 
 def link_fraction(source: Source, link: float) -> float:
-    """What part of a link of so many bytes a second (0: nobody knows) a source gives at most: 0 to 1."""
+    """Return the fraction (0 to 1) of a link of this many bytes per second (0: unknown) that a source can
+    serve.
+    """
     return min(1.0, source.egress_rate / link) if source.egress_rate and link else 1.0

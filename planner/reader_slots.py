@@ -1,7 +1,7 @@
-"""Who reads from whom in one group: a member has as many slots as it takes readers, and each reader has one.
+"""Reader slots of one group: a member has one slot per reader, up to its maximum.
 
-A reader is a fork whose plan names the member, or a stranger: a fork that the member says reads from it and
-that nobody here planned.
+A reader is either a fork whose plan names the member, or an unplanned reader: a fork that the member reports
+and that this planner did not plan.
 """
 
 from __future__ import annotations
@@ -15,25 +15,29 @@ if TYPE_CHECKING:
     from planner.store.records import ForkRecord
 
 UNPLANNED_SHARE: Final = 0.5
-"""Part of its speed that a reader is taken to want whose plan is not known."""
+"""Fraction of its speed that a reader without a known plan is assumed to use."""
 
 
 class ReaderSlots:
-    """The readers of every member. They outlive its record: it may have been silent only, and come back."""
+    """The readers of every member. They outlive its record: a silent member may come back."""
 
     def __init__(self) -> None:
         self.readers: dict[str, dict[str, float]] = {}
-        """By instance_id: the forks that have a slot there, and what part of its link's speed each wants."""
+        """Forks that have a slot at each member, by instance_id, with the fraction of its link's speed that
+        each uses.
+        """
         self.local: dict[str, set[str]] = {}
-        """By instance_id: those of them that stay within its host."""
-        self._unplanned_readers: dict[str, tuple[str, ...]] = {}  # of each member
+        """Those readers that stay within the member's host, by instance_id."""
+        self._unplanned_readers: dict[str, tuple[str, ...]] = {}  # by instance_id
 
     def unplanned_readers(self, instance_id: str) -> tuple[str, ...] | None:
-        """The strangers that a member named last; None where it is no member."""
+        """Return the unplanned readers that a member reported last; None if it is not a member."""
         return self._unplanned_readers.get(instance_id)
 
     def set_unplanned_readers(self, instance_id: str, unplanned_readers: tuple[str, ...]) -> None:
-        """A member names its strangers: they have slots, and those that it names no more have none."""
+        """Assign slots to the unplanned readers that a member reports, and release those that it no longer
+        reports.
+        """
         readers, current = self.readers.setdefault(instance_id, {}), set(unplanned_readers)
         for name in self._unplanned_readers.get(instance_id, ()):
             if name not in current and readers.get(name) == UNPLANNED_SHARE:
@@ -43,15 +47,15 @@ class ReaderSlots:
         self._unplanned_readers[instance_id] = unplanned_readers
 
     def remove_member(self, instance_id: str) -> None:
-        """It is no member any more; the readers that were planned keep their slots."""
+        """Remove a member; its planned readers keep their slots."""
         self.set_unplanned_readers(instance_id, ())
         del self._unplanned_readers[instance_id]
         if not self.readers[instance_id]:
             del self.readers[instance_id]
 
     def add_reader(self, fork: ForkRecord, chunks: int, speed: float) -> None:
-        """A fork takes a slot at each source of its plan, which is of so many chunks in all; it reads at
-        `speed`, as a part of its link's.
+        """Assign a fork a slot at each source of its plan. `chunks`: total chunks of the image; `speed`: the
+        fork's read rate as a fraction of its link.
         """
         for route in fork.reads:
             readers = self.readers.setdefault(route.source_id, {})
@@ -62,7 +66,7 @@ class ReaderSlots:
                 self._unplanned_readers[route.source_id] = tuple(name for name in unassigned if name != fork.fork_id)
 
     def release(self, fork: ForkRecord) -> list[str]:
-        """The fork gives its slots back; at which sources it had one."""
+        """Release the fork's slots, and return the sources that it had one at."""
         released: list[str] = []
         for route in fork.reads:
             if (local := self.local.get(route.source_id)) is not None:
@@ -77,7 +81,7 @@ class ReaderSlots:
         return released
 
     def load(self, instance_id: str) -> float:
-        """What the readers of an instance want of its network link, in links."""
+        """Return the load that an instance's readers put on its network link, in links."""
         local = self.local.get(instance_id, ())
         readers = self.readers.get(instance_id, {})
         return sum(share for fork_id, share in readers.items() if fork_id not in local)

@@ -1,7 +1,7 @@
-"""The planner's mind: what instances and forks told it, and the plans it made of that.
+"""Registry of instances, forks and plans.
 
-Called from the event loop's thread only. Decisions are made from the store's state, and count once the
-store has taken them; see `planner.store.base` for what two replicas may do at once.
+Call from the event loop's thread only. Decisions are made from the store's state and take effect once the
+store has accepted them; see `planner.store.base` for concurrent changes by two replicas.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Final
 
 from planner.accusations import Witness
-from planner.faults import FaultBounds, contradictions
+from planner.faults import QUARANTINE_S, FaultBounds, contradictions
 from planner.http_errors import ProblemError, check_ranges, store_busy
 from planner.leases import Clock, LeaseSigner
 from planner.metrics import Metrics
@@ -45,13 +45,13 @@ from rfork.weights_version import is_single, short
 
 SWEEP_INTERVAL_S: Final = 1.0
 FIRST_HEARTBEAT_FRACTION: Final = 0.9
-"""Part of the heartbeat's interval after which each instance has reported: they send after 0.8 of it."""
+"""Fraction of the heartbeat interval after which every instance has reported: they send at 0.8 of it."""
 MIN_FORKS_FOR_STRAGGLERS: Final = 3
-"""Forks under way in a group before one of them can be told to be slow."""
+"""Minimum number of running forks in a group before one of them can be judged slow."""
 
 
 class Registry:
-    """Registers instances, plans forks and follows them to their end."""
+    """Registers instances, plans forks and tracks them until they finish."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Registry:
         )
         self._request_intake = RequestIntake(settings, store, metrics)
         self._response_builder = PlanResponseBuilder(store, self._lease_signer)
-        self._fault_bounds = FaultBounds(settings.quarantine_s, settings.heartbeat_interval_s)
+        self._fault_bounds = FaultBounds(QUARANTINE_S, settings.heartbeat_interval_s)
         self.scaleups = ScaleUpRegistry(store)
         metrics.track_scaleups(self.scaleups.count)
         scaleup_batching = ScaleUpBatching(
@@ -82,22 +82,22 @@ class Registry:
         self._batches = RequestBatcher(settings.batch_window_s, self._plans, clock.monotonic, scaleup_batching)
         self._next_sweep = 0.0
         self._warm_at: float | None = None
-        """When every instance that there is has been heard of, if the planner knew none at its start."""
+        """When every running instance has reported, if the planner started without records."""
         self._log = logger("planner.registry")
 
     @property
     def state(self) -> PlannerState:
-        """All records, as this replica knows them."""
+        """All records known to this replica."""
         return self.store.state
 
     def now(self) -> float:
-        """Seconds on the store's clock."""
+        """Return the store's time in seconds."""
         return self.store.now()
 
     # -- instances --------------------------------------------------------------------------------
 
     async def report(self, report: InstanceReport, claimant: Claimant = PLANNER) -> InstanceAck:
-        """Register an instance or take its heartbeat."""
+        """Register an instance, or process its heartbeat."""
         await self.sweep()
         old = self.state.instance(report.instance_id)
         record = self._request_intake.record_report(report, claimant.owner_of(report.instance_id, old))
@@ -111,9 +111,9 @@ class Registry:
         )
 
     async def drain(self, instance_id: str, claimant: Claimant = PLANNER, *, force: bool = False) -> InstanceRecord:
-        """Give the instance no new readers, whatever it reports, until it is removed or forgotten.
+        """Assign the instance no new readers, whatever it reports, until it is removed or forgotten.
 
-        ProblemError `last-seed` (409) where nobody else holds its weights whole, unless forced.
+        ProblemError `last-seed` (409) if no other instance has its complete weights, unless forced.
         """
         for _ in range(ATTEMPTS):
             record = replace(self.instance(instance_id), drained=True)
@@ -123,11 +123,11 @@ class Registry:
                 raise ProblemError(
                     409,
                     "last-seed",
-                    f"instance {instance_id} is the last that holds {_record_name(record)}"
+                    f"instance {instance_id} is the last seed of {_record_name(record)}"
                     f"{self._expected_suffix(record)}: start another, or drain it with force",
                 )
             try:
-                # Of two that drain the last two at once, one has to find out that it is the last.
+                # If two callers drain the last two seeds concurrently, one of them must fail.
                 await self.store.commit(StoreChange(instances=(record,), group=record.group, version=version))
             except CommitConflict:
                 continue
@@ -138,31 +138,33 @@ class Registry:
         return record
 
     async def can_exit(self, instance_id: str) -> ExitCheck:
-        """Whether the instance may end now: nobody reads from it, and nobody will have to."""
+        """Return whether the instance may exit: it has no readers and none will need it."""
         await self.sweep()
         record = self.state.instance(instance_id)
         if record is None and self._warm_at is not None and self.now() < self._warm_at:
-            reason = "the planner has just started: it does not know yet who reads from whom"
+            reason = "the planner has just started: it does not know the readers yet"
             return ExitCheck(can_exit=False, readers=0, reason=reason)
         if record is None:
-            return ExitCheck(can_exit=True, readers=0, reason="the planner does not know it: nobody is sent to it")
+            return ExitCheck(
+                can_exit=True, readers=0, reason="the planner does not know this instance, so no fork reads from it"
+            )
         group = self.state.group(record.group)
         readers = len(group.readers.get(instance_id, {}))
         if readers:
             return ExitCheck(can_exit=False, readers=readers, reason=f"forks that read from it: {readers}")
         waiting = [name for name in group.shares if name != instance_id]
         if waiting and self._is_last_seed(record):
-            reason = f"it is the last that holds {_record_name(record)}, and {len(waiting)} forks are under way"
+            reason = f"it is the last seed of {_record_name(record)}, and {len(waiting)} forks are running"
             return ExitCheck(can_exit=False, readers=0, reason=reason)
         expected_suffix = self._expected_suffix(record)
-        # One that is drained gets no more readers: there is nothing to keep it for.
+        # A drained instance gets no more readers, so there is no reason to keep it.
         if expected_suffix and record.source.state != "draining" and self._is_last_seed(record):
-            reason = f"it is the last that holds {_record_name(record)}{expected_suffix}"
+            reason = f"it is the last seed of {_record_name(record)}{expected_suffix}"
             return ExitCheck(can_exit=False, readers=0, reason=reason)
         if record.source.state != "draining":
-            reason = "nobody reads from it; drain it first, or somebody may be sent to it"
+            reason = "no fork reads from it; drain it first, or it may be assigned readers"
         else:
-            reason = "it is drained and nobody reads from it"
+            reason = "it is drained and has no readers"
         return ExitCheck(can_exit=True, readers=0, reason=reason)
 
     async def remove(self, instance_id: str, claimant: Claimant = PLANNER) -> None:
@@ -173,32 +175,32 @@ class Registry:
             claimant.check_can_remove(record)
         elif fork is not None:
             claimant.check_can_change_fork(fork)
-        ended = (self._abandon(fork, "interrupted", "its instance was removed"),) if fork is not None else ()
+        ended = (self._abandon(fork, "interrupted", "the instance was removed"),) if fork is not None else ()
         if known or ended:
             await self.store.commit(StoreChange(forks=ended, removed=(instance_id,) if known else ()))
             self._log.info("instance removed", instance_id=instance_id)
 
     def instance(self, instance_id: str) -> InstanceRecord:
-        """The instance's record; ProblemError `unknown-instance` where there is none."""
+        """Return the instance's record; ProblemError `unknown-instance` if there is none."""
         record = self.state.instance(instance_id)
         if record is None or self.now() >= record.expires_at:
-            raise ProblemError(404, "unknown-instance", f"no instance {instance_id} is known")
+            raise ProblemError(404, "unknown-instance", f"unknown instance {instance_id}")
         return record
 
     # -- forks ------------------------------------------------------------------------------------
 
     def fork(self, fork_id: str) -> ForkRecord:
-        """The fork's record; ProblemError `unknown-fork` where there is none."""
+        """Return the fork's record; ProblemError `unknown-fork` if there is none."""
         record = self.state.fork(fork_id)
         if record is None:
-            raise ProblemError(404, "unknown-fork", f"no fork {fork_id} is known")
+            raise ProblemError(404, "unknown-fork", f"unknown fork {fork_id}")
         return record
 
     async def request_plan(self, request: ForkRequest, claimant: Claimant = PLANNER) -> Plan:
-        """Plan a fork, or plan it again around the sources that failed it."""
+        """Plan a fork, or replan it around the sources that failed it."""
         await self.sweep()
         if self._is_early(request.instance):
-            reason = "the planner has just started: it does not know yet which version the replica has"
+            reason = "the planner has just started: it does not know the replica's version yet"
             return Plan(fork_id=request.fork_id, reason=reason, retry_after_s=RETRY_S)
         name, old = request.instance.instance_id, self.state.fork(request.fork_id)
         owner = claimant.owner_of(name, self.state.instance(name))
@@ -208,27 +210,27 @@ class Registry:
         return await self._plans.trace_wait(context, self._batches.add)
 
     def _is_early(self, report: InstanceReport) -> bool:
-        """Return whether the target's replica may have a version that its other ranks did not report yet.
+        """Return whether the target's replica may have a version that its other ranks have not reported yet.
 
-        That is so until each instance had time for a heartbeat, if the planner began without records.
+        That is so until every instance had time for a heartbeat, if the planner started without records.
         """
         if report.version is not None or (is_single(report.rank) and report.rank.role == "main"):
             return False
         return self._warm_at is not None and self.now() < self._warm_at
 
     async def _register_arrival(self, context: PlanContext) -> None:
-        """One of those that a scale-up expects came: every replica of the planner is to know it at once."""
+        """Record the arrival of an expected replica, so that every replica of the planner knows immediately."""
         await self.store.commit(StoreChange(instances=(context.target,)))
         if not context.known:
             self._request_intake.log_new(context.request.instance)
 
     async def progress(self, fork_id: str, progress: ForkProgress, claimant: Claimant = PLANNER) -> ProgressAck:
-        """Take a fork's progress, which is a sign of life of its instance too, and renew its leases."""
+        """Record a fork's progress, which also counts as its instance's heartbeat, and renew its leases."""
         await self.sweep()
         fork = self.fork(fork_id)
         claimant.check_can_change_fork(fork)
         if fork.abandoned:
-            raise ProblemError(404, "unknown-fork", f"fork {fork_id} was given up: ask again")
+            raise ProblemError(404, "unknown-fork", f"fork {fork_id} was abandoned: request a new plan")
         if not fork.live:
             raise ProblemError(409, "fork-ended", f"fork {fork_id} has ended")
         check_ranges("verified", progress.verified, fork.chunk_count)
@@ -239,9 +241,9 @@ class Registry:
         instances: tuple[InstanceRecord, ...] = ()
         if target is not None:
             report = target.report.model_copy(update={"verified": progress.verified})
-            # How fast it reads within its host says nothing of its link.
-            kept_sources = any(is_same_host_route(read.transports) for read in fork.reads)
-            fastest = max(target.ingress_rate or 0.0, 0.0 if kept_sources else progress.bytes_per_s) or None
+            # A read rate within the host does not indicate the link's speed.
+            same_host_read = any(is_same_host_route(read.transports) for read in fork.reads)
+            fastest = max(target.ingress_rate or 0.0, 0.0 if same_host_read else progress.bytes_per_s) or None
             witness = Witness(fork.instance_id, target.report.placement.host, claimant.address)
             changed_accusers = contradictions(before, progress, witness, self.state.instance, now, self._fault_bounds)
             target = next((each for each in changed_accusers if each.report.instance_id == fork.instance_id), target)
@@ -252,12 +254,12 @@ class Registry:
         try:
             await self.store.commit(StoreChange(instances=instances, forks=(fork,)))
         except StoreUnavailable as error:
-            # A store that is away must not end forks under way: their leases live on.
+            # An unavailable store must not end running forks: their leases are renewed anyway.
             self._log.warning("progress not stored", fork_id=fork_id, reason=str(error))
         return self._response_builder.renew_leases(fork)
 
     async def finish(self, fork_id: str, finish: ForkResult, claimant: Claimant = PLANNER) -> None:
-        """End a fork; one that is not known, or has ended, holds no lease to release."""
+        """Finish a fork; an unknown or finished fork has no lease to release."""
         fork = self.state.fork(fork_id)
         if fork is None:
             await self._batches.cancel(fork_id)
@@ -268,7 +270,7 @@ class Registry:
         instances: tuple[InstanceRecord, ...] = ()
         target = self.state.instance(fork.instance_id)
         if finish.outcome == "forked" and target is not None and target.report.state == "loading":
-            # Who comes before its next report must find it whole, or storage is read once more.
+            # A fork planned before its next report must see it as complete, or storage is read once more.
             weights_id = target.report.weights_id or fork.weights_id
             completed_progress = {"verified": ((0, fork.chunk_count),), "weights_id": weights_id}
             report = target.report.model_copy(update=completed_progress)
@@ -276,12 +278,12 @@ class Registry:
         ended = self._end_fork(replace(fork, abandoned=False), finish)
         await self.store.commit(StoreChange(instances=instances, forks=(ended,)))
 
-    # -- what time brings ---------------------------------------------------------------------------
+    # -- periodic work -----------------------------------------------------------------------------
 
     async def sweep(self) -> None:
-        """Forget silent instances, give up silent forks, mark slow relays, forget scale-ups that expired.
+        """Forget silent instances, abandon silent forks, mark slow relays, forget expired scale-ups.
 
-        Looks once a second at most.
+        Runs at most once a second.
         """
         now = self.now()
         if self._warm_at is None:
@@ -296,7 +298,7 @@ class Registry:
             instance_id = instance.report.instance_id
             fork = self.state.live_fork_of(instance_id)
             if fork is not None:
-                forks[fork.fork_id] = self._abandon(fork, "failed", "its instance fell silent")
+                forks[fork.fork_id] = self._abandon(fork, "failed", "the instance stopped sending heartbeats")
             removed.append(instance_id)
             self._log.warning("instance forgotten", instance_id=instance_id, silent_s=now - instance.seen_at)
         ttl_s = self._settings.lease_ttl_s
@@ -309,10 +311,10 @@ class Registry:
             try:
                 await self.store.commit(change)
             except StoreUnavailable as error:
-                self._log.warning("silent instances not forgotten", reason=str(error))
+                self._log.warning("failed to forget silent instances", reason=str(error))
 
     def _find_stragglers(self, now: float) -> list[InstanceRecord]:
-        """Relays that were found to fall behind since the last look."""
+        """Return relays that have started to fall behind since the last sweep."""
         found: list[InstanceRecord] = []
         for group in self.state.groups():
             if len(group.shares) < MIN_FORKS_FOR_STRAGGLERS:
@@ -321,11 +323,11 @@ class Registry:
                 record = self.state.instance(instance_id)
                 if record is not None and record.slow_since is None:
                     found.append(replace(record, slow_since=now))
-                    self._log.warning("relay falls behind", instance_id=instance_id, model=group.model)
+                    self._log.warning("relay falling behind", instance_id=instance_id, model=group.model)
         return found
 
     def _is_last_seed(self, record: InstanceRecord) -> bool:
-        """Whether no other instance that is to be read from holds the same weights whole."""
+        """Return whether no other readable instance has the same complete weights."""
         source = record.source
         if not source.complete:
             return False
@@ -334,12 +336,12 @@ class Registry:
         return others <= 0
 
     def _expected_suffix(self, record: InstanceRecord) -> str:
-        """What to say of the replicas that are expected in its group; empty where none is."""
+        """Return a message suffix about the replicas expected in its group; empty if there are none."""
         count = self.scaleups.expected(record.group)
         return f", and {count} replica{' is' if count == 1 else 's are'} expected" if count else ""
 
     def _abandon(self, fork: ForkRecord, outcome: Outcome, reason: str) -> ForkRecord:
-        """End a fork in its target's stead; the target may still ask again under the same id."""
+        """End a fork on behalf of its target, which may still request a plan under the same id."""
         return self._end_fork(replace(fork, abandoned=True), build_fork_result(fork, outcome, reason, self.now()))
 
     def _end_fork(self, fork: ForkRecord, finish: ForkResult) -> ForkRecord:
@@ -356,5 +358,5 @@ class Registry:
 
 
 def _record_name(record: InstanceRecord) -> str:
-    """Return the weights of an instance as people are told of them."""
+    """Return a readable name for the weights of an instance."""
     return f"version {short(record.version)} of these weights" if record.version else "these weights"

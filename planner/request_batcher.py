@@ -1,11 +1,12 @@
-"""Arrivals within a short window share one plan: the first that asks waits for the others.
+"""Batches fork requests that arrive within a short window, so that they share one plan.
 
-Each batch stands behind the ones before it, so a rush of arrivals must not come to many batches: while
-several keep coming the window grows with the time since the first. A fork that comes alone is to wait
-for nobody: where nothing came just before, and nobody else has come after a moment, it is planned at once.
+Batches of a group are chained: each reads from the ones before it, so a burst of arrivals must not become
+many batches. While several requests keep arriving, the window grows with the time since the first. A single
+fork should not wait: if there was no recent request and no other arrives after a moment, it is planned
+immediately.
 
-Those of a scale-up that was announced (`planner.scaleups`) are known beforehand: the first waits until all
-are there, and then nobody waits any longer.
+The requests of an announced scale-up (`planner.scaleups`) are known in advance: the first waits until all
+have arrived, and then none waits any longer.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from rfork.logs import logger
 from rfork.schema import Plan
 
 MAX_BATCH: Final = 2048
-"""Requests of one batch, so that one call of the policy does not hold up the others for long."""
+"""Maximum requests per batch, so that one call of the policy does not delay other work for long."""
 MAX_WINDOW_S: Final = 1.0
-"""The longest window: a fork lasts seconds, and one that waits does nothing."""
+"""Maximum window: a fork lasts seconds, and a waiting one makes no progress."""
 WINDOW_GROWTH: Final = 0.5
-"""Of the time since a rush began, the part that its next window lasts."""
+"""Length of the next window, as a fraction of the time since the burst began."""
 SOLO_WINDOW_S: Final = 0.002
-"""Requests that were sent together all arrive within so long of the first."""
+"""Requests that were sent together all arrive within this time of the first."""
 
 Plans = dict[str, Plan | Exception]
 PlanBatch = Callable[[Sequence[PlanContext]], Awaitable[dict[str, Plan]]]
@@ -40,24 +41,24 @@ PlanBatch = Callable[[Sequence[PlanContext]], Awaitable[dict[str, Plan]]]
 
 @dataclass(frozen=True)
 class ScaleUpBatching:
-    """How those of a scale-up are gathered."""
+    """Parameters and callbacks for batching the requests of a scale-up."""
 
     scaleups: ScaleUpRegistry
     max_wait_s: float
-    """How long the first of a batch waits at most; 0: they are planned as any others."""
+    """Maximum time that the first request of a batch waits; 0: requests are planned like any others."""
     register_arrival: Callable[[PlanContext], Awaitable[None]]
-    """Has every replica of the planner know that this one came; raises StoreUnavailable."""
+    """Publishes the arrival to every replica of the planner; raises StoreUnavailable."""
     on_batch_closed: Callable[[bool], None]
-    """Told of each batch whether nobody was missing at its end."""
+    """Called for each batch with whether all expected requests had arrived."""
 
 
 def window_s(age_s: float, min_wait_s: float) -> float:
-    """How long a batch waits for others, the rush that it belongs to being `age_s` old."""
+    """Return how long a batch waits for more requests, in a burst of age `age_s`."""
     return max(min_wait_s, min(WINDOW_GROWTH * age_s, MAX_WINDOW_S))
 
 
 class RequestBatcher:
-    """Collects first requests by group. Requests that come again, and have lost a source, do not wait."""
+    """Batches initial requests by group. Replans, which have lost a source, do not wait."""
 
     def __init__(
         self,
@@ -66,13 +67,13 @@ class RequestBatcher:
         monotonic: Callable[[], float] = time.monotonic,
         scaleup_batching: ScaleUpBatching | None = None,
     ) -> None:
-        """`min_wait_s` is the window of a batch that nothing came before; 0: nobody waits, unless announced."""
+        """`min_wait_s`: window of the first batch of a burst; 0: only announced scale-ups wait."""
         self._min_wait_s = min_wait_s
         self._plan = plan
         self._monotonic = monotonic
         self._open: dict[GroupKey, _Batch] = {}
         self._planning: set[_Batch] = set()
-        """Of which the plans are being made."""
+        """Batches that are being planned."""
         self._bursts: dict[GroupKey, _Burst] = {}
         self._scaleup_batching = scaleup_batching
         self._scaleup_batches: dict[GroupKey, _Batch] = {}
@@ -81,7 +82,7 @@ class RequestBatcher:
         self._log = logger("planner.request_batcher")
 
     async def add(self, context: PlanContext) -> Plan:
-        """The plan of one request, made together with those of others that came within the window."""
+        """Return the plan of one request, made together with those that arrive within its window."""
         if self._scaleup_batching is not None and self._is_expected(self._scaleup_batching, context):
             return await self._add_scaleup_member(self._scaleup_batching, context)
         if context.is_replan or self._min_wait_s <= 0:
@@ -90,15 +91,15 @@ class RequestBatcher:
         if batch is None or len(batch.contexts) >= MAX_BATCH:
             batch = self._open[context.group] = _Batch()
             batch.task = asyncio.create_task(self._close(context.group, batch, self._window(context)))
-        # An instance that asks under two ids means the later one.
+        # If an instance sends requests under two ids, the later one counts.
         batch.contexts[context.target.report.instance_id] = context
-        # Shielded: a caller that hangs up must not end the others' plan.
+        # Shielded: a caller that disconnects must not cancel the others' plan.
         return _plan_for(context, await asyncio.shield(batch.task))
 
     async def cancel(self, fork_id: str) -> None:
-        """Plan nothing for a fork that ended while it waited: others would stand behind it in vain.
+        """Remove a fork that ended while it waited, so that no other fork is chained to it.
 
-        If it is being planned at this moment, come back when it is.
+        If it is being planned, return when that is done.
         """
         planning = next((batch for batch in self._planning if fork_id in batch.planning), None)
         if planning is not None:
@@ -111,7 +112,7 @@ class RequestBatcher:
                     return
 
     def _window(self, context: PlanContext) -> tuple[float, float]:
-        """How long the batch that this request opens waits: if it stays alone, and then for others."""
+        """Return how long a batch opened by this request waits: while it has one request, and then for more."""
         now, group = self._monotonic(), context.group
         burst = self._bursts.get(group)
         first = burst is None or now > burst.expires_at
@@ -123,15 +124,15 @@ class RequestBatcher:
             burst.began_at, burst.single_since = now, None
         wait_s = window_s(now - burst.began_at, self._min_wait_s)
         burst.expires_at = now + wait_s + MAX_WINDOW_S
-        # Those that would read storage together gain more by sharing it than they lose by waiting.
+        # Requests that would read storage together gain more by sharing the read than they lose by waiting.
         solo_window_s = min(SOLO_WINDOW_S, wait_s) if first and not context.target.report.storage else wait_s
         return solo_window_s, wait_s - solo_window_s
 
     async def _close(self, group: GroupKey, batch: _Batch, waits_s: tuple[float, float]) -> Plans:
-        solo_window_s, others_s = waits_s
+        solo_window_s, batch_wait_s = waits_s
         await asyncio.sleep(solo_window_s)
-        if others_s and len(batch.contexts) > 1:
-            await asyncio.sleep(others_s)
+        if batch_wait_s and len(batch.contexts) > 1:
+            await asyncio.sleep(batch_wait_s)
         if self._open.get(group) is batch:
             del self._open[group]
         contexts = list(batch.contexts.values())
@@ -139,10 +140,10 @@ class RequestBatcher:
             burst.single_since = self._monotonic()
         return await self._plan_batch(batch, contexts)
 
-    # -- those of a scale-up ------------------------------------------------------------------------
+    # -- scale-ups ----------------------------------------------------------------------------------
 
     def _is_expected(self, scaleup_batching: ScaleUpBatching, context: PlanContext) -> bool:
-        """Whether it is one of those expected, or is waiting already and was sent again."""
+        """Return whether the request is expected by a scale-up, or repeats one that is waiting."""
         if context.is_replan or scaleup_batching.max_wait_s <= 0:
             return False
         waiting = self._scaleup_batches.get(context.group)
@@ -151,29 +152,29 @@ class RequestBatcher:
         return context.is_scaleup_arrival and scaleup_batching.scaleups.is_expected(context.target)
 
     async def _add_scaleup_member(self, scaleup_batching: ScaleUpBatching, context: PlanContext) -> Plan:
-        group, own = context.group, context.target.report.instance_id
+        group, instance_id = context.group, context.target.report.instance_id
         batch = self._scaleup_batches.get(group)
         if batch is None or len(batch.contexts) >= MAX_BATCH:
             if batch is not None:
                 batch.complete.set()
             batch = self._scaleup_batches[group] = _Batch()
             batch.task = asyncio.create_task(self._close_scaleup_batch(scaleup_batching, group, batch))
-        # It is there before anybody is told that it came: the last one must not be left behind.
-        batch.contexts[own] = context
+        # Added before its arrival is published: the last one must be part of the batch.
+        batch.contexts[instance_id] = context
         try:
             await scaleup_batching.register_arrival(context)
         except StoreUnavailable:
-            if batch.contexts.get(own) is context:
-                del batch.contexts[own]
+            if batch.contexts.get(instance_id) is context:
+                del batch.contexts[instance_id]
             raise
         finally:
             self._release_complete(group.model)
-        if batch.contexts.get(own) is context:
-            batch.contexts[own] = replace(context, known=True)
+        if batch.contexts.get(instance_id) is context:
+            batch.contexts[instance_id] = replace(context, known=True)
         return _plan_for(context, await asyncio.shield(batch.task))
 
     def _release_complete(self, model: str) -> None:
-        """Let those go that wait for nobody any more."""
+        """Release the batches of scale-ups that expect no more requests."""
         if self._scaleup_batching is None:
             return
         for group, batch in self._scaleup_batches.items():
@@ -196,15 +197,15 @@ class RequestBatcher:
         contexts, missing = list(batch.contexts.values()), scaleups.expected(group)
         scaleup_batching.on_batch_closed(not missing)
         self._log.info(
-            "scale-up gathered", model=group.model, version=group.version, rank=group.rank_key,
-            together=len(contexts), missing=missing, waited_s=round(clock() - began_at, 3),
+            "scale-up batch closed", model=group.model, version=group.version, rank=group.rank_key,
+            batch_size=len(contexts), missing=missing, waited_s=round(clock() - began_at, 3),
         )  # fmt: skip
         return await self._plan_batch(batch, contexts)
 
     # -- plans --------------------------------------------------------------------------------------
 
     async def _plan_batch(self, batch: _Batch, contexts: Sequence[PlanContext]) -> Plans:
-        """The plans of a batch that is closed."""
+        """Return the plans of a closed batch."""
         if not contexts:
             return {}
         batch.planning = frozenset(each.fork_id for each in contexts)
@@ -219,43 +220,43 @@ class RequestBatcher:
             return dict(await self._plan(contexts))
         except (ProblemError, StoreUnavailable):
             raise
-        except Exception:  # one request that cannot be planned must not take the others with it
-            self._log.exception("batch failed: its requests are planned one by one", together=len(contexts))
+        except Exception:  # one request that cannot be planned must not fail the others
+            self._log.exception("planning a batch failed, planning its requests separately", batch_size=len(contexts))
         plans: Plans = {}
         for each in contexts:
             try:
                 plans.update(await self._plan([each]))
-            except Exception as error:  # handed to its own caller
+            except Exception as error:  # raised to its own caller
                 plans[each.fork_id] = error
         return plans
 
 
 def _plan_for(context: PlanContext, plans: Mapping[str, Plan | Exception]) -> Plan:
-    """The plan of one request of a batch."""
+    """Return or raise the result of one request of a batch."""
     plan = plans.get(context.fork_id)
     if isinstance(plan, Plan):
         return plan
     if plan is not None:
         raise plan
-    why = f"fork {context.fork_id} ended, or its instance was removed or began another one"
-    raise ProblemError(409, "fork-conflict", why)
+    detail = f"fork {context.fork_id} ended, or its instance was removed or began another fork"
+    raise ProblemError(409, "fork-conflict", detail)
 
 
 class _Batch:
     def __init__(self) -> None:
         self.contexts: dict[str, PlanContext] = {}
         self.planning: frozenset[str] = frozenset()
-        """Ids of the forks whose plans are being made."""
+        """Ids of the forks that are being planned."""
         self.task: asyncio.Task[Plans]
         self.complete = asyncio.Event()
-        """Of a scale-up's: nobody is waited for any more."""
+        """Set when a scale-up's batch need not wait any longer."""
 
 
 class _Burst:
     """Arrivals that follow one another closely.
 
-    `single_since`: when the last batch was closed, if it was of one. They come one after another then, and
-    nobody is to wait long for nobody.
+    `single_since`: when the last batch was closed, if it had one request. Arrivals are then sequential, and
+    none should wait long for others.
     """
 
     def __init__(self, began_at: float) -> None:

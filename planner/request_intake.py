@@ -1,4 +1,4 @@
-"""What instances and forks say, taken in: checked, and put with what is known of them."""
+"""Validates reports and requests, and combines them with the existing records."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from planner.accusations import Witness
-from planner.faults import AvoidedByHost, FaultAssessment, FaultBounds, assess_faults
+from planner.faults import QUARANTINE_S, AvoidedByHost, FaultAssessment, FaultBounds, assess_faults
 from planner.http_errors import ProblemError, check_ranges, invalid_field, store_busy
 from planner.metrics import Metrics
 from planner.store.base import CommitConflict, PlannerStore, StoreChange
@@ -21,59 +21,59 @@ from rfork.settings import PlannerSettings
 from rfork.tracing import TraceContext
 
 ATTEMPTS: Final = 20
-"""How often a version is chosen again because another replica of the planner chose one at the same time."""
-UNCONFIRMED_PLAN_S: Final = (
-    "it reports that it holds no lease keys: it cannot read the planner's answers (another version?)"
+"""Maximum attempts to choose a version when other planner replicas choose one concurrently."""
+NO_LEASE_KEYS: Final = (
+    "it reports that it has no lease keys: it cannot read the planner's responses (version mismatch?)"
 )
-"""Why a seed gets no readers that would refuse every one of them."""
+"""Reason why a seed gets no readers: it would reject all of them."""
 
 
 @dataclass(frozen=True)
 class PlanContext:
-    """A request that was checked, with what it says of its target and its sources."""
+    """A validated request, with its target's record and the faults of its sources."""
 
     request: ForkRequest
     target: InstanceRecord
     known: bool
-    """Whether the instance was known before it asked."""
+    """True if the instance was known before this request."""
     previous_fork: ForkRecord | None
     assessment: FaultAssessment
     is_scaleup_arrival: bool = False
-    """Whether its instance asks for the first time, and not for a fork that somebody else planned."""
+    """True if this is the instance's first request, and not a fork that another planner planned."""
     version_note: str = ""
-    """Why it gets its version, where that is not its own."""
+    """Reason for the version, if it is not the target's own."""
     trace: TraceContext | None = None
-    """The span of its request, where that is traced."""
+    """Span of the request, if it is traced."""
 
     @property
     def fork_id(self) -> str:
-        """The fork's id."""
+        """Return the fork's id."""
         return self.request.fork_id
 
     @property
     def group(self) -> GroupKey:
-        """What it may share weights with."""
+        """Return the group of instances that it may share weights with."""
         return self.target.group
 
     @property
     def is_replan(self) -> bool:
-        """Whether it lost a source, or has begun: it must not wait for others."""
+        """Return whether it lost a source or has already begun, so that it must not wait for other requests."""
         return bool(self.request.faults or self.request.current_assignments or self.target.report.verified)
 
 
 class RequestIntake:
-    """Takes reports and requests in, before anything is planned."""
+    """Processes reports and requests before anything is planned."""
 
     def __init__(self, settings: PlannerSettings, store: PlannerStore, metrics: Metrics) -> None:
         self._settings = settings
         self._store = store
         self._metrics = metrics
-        self._bounds = FaultBounds(settings.quarantine_s, settings.heartbeat_interval_s)
+        self._bounds = FaultBounds(QUARANTINE_S, settings.heartbeat_interval_s)
         self._avoided_by_host = AvoidedByHost()
         self._log = logger("planner.request_intake")
 
     def record_report(self, report: InstanceReport, owner: str = "") -> InstanceRecord:
-        """The instance's record with this report and owner, and with what was found out about it before."""
+        """Return the instance's record with this report and owner, keeping what else is known about it."""
         check_ranges("verified", report.verified, report.chunk_count)
         now, previous_fork = self._store.now(), self._store.state.instance(report.instance_id)
         if previous_fork is None:
@@ -99,29 +99,29 @@ class RequestIntake:
             and now - previous_fork.since >= 2 * self._settings.heartbeat_interval_s
         ):
             until = now + self._settings.instance_ttl_s
-            return replace(record, quarantined_until=until, quarantine=UNCONFIRMED_PLAN_S)
-        served = now >= previous_fork.quarantined_until or previous_fork.quarantine == UNCONFIRMED_PLAN_S
+            return replace(record, quarantined_until=until, quarantine=NO_LEASE_KEYS)
+        served = now >= previous_fork.quarantined_until or previous_fork.quarantine == NO_LEASE_KEYS
         return replace(record, quarantined_until=0.0, quarantine="") if served else record
 
     def log_new(self, report: InstanceReport) -> None:
-        """An instance is new, or in another state than it was."""
+        """Log that an instance is new or changed its state."""
         self._log.info(
             "instance reported", instance_id=report.instance_id, state=report.state, model=report.model,
             version=report.version, rank=report.rank.key, address=report.address,
         )  # fmt: skip
 
     async def prepare(self, request: ForkRequest, owner: str = "", address: str = "") -> PlanContext:
-        """Check a request and weigh the faults it reports. Raises ProblemError."""
+        """Validate a request and assess the faults it reports. Raises ProblemError."""
         report, state, now = request.instance, self._store.state, self._store.now()
         if report.state != "loading":
-            raise invalid_field("instance.state", "an instance that asks for a fork is loading")
+            raise invalid_field("instance.state", "must be `loading` to request a fork")
         for share in request.current_assignments:
             check_ranges("current", share.chunks, report.chunk_count)
         previous_fork = state.fork(request.fork_id)
         if previous_fork is not None and previous_fork.instance_id != report.instance_id:
             raise ProblemError(409, "fork-conflict", f"fork {request.fork_id} belongs to {previous_fork.instance_id}")
         if previous_fork is not None and not previous_fork.live and not previous_fork.abandoned:
-            raise ProblemError(409, "fork-ended", f"fork {request.fork_id} has ended: ask under another id")
+            raise ProblemError(409, "fork-ended", f"fork {request.fork_id} has ended: request a plan under another id")
         resolution = await self._settle_version(request, owner)
         if previous_fork is None and resolution.choice in ("served", "several"):
             self._metrics.version_chosen(resolution.choice)
@@ -137,12 +137,12 @@ class RequestIntake:
         if known is not None and set(known.report.storage) - set(report.storage):
             assessment = assessment.without_instance(
                 report.instance_id
-            )  # what failed is offered no more: the rest is good
+            )  # the failed storage is no longer offered: the rest is good
         before = state.live_fork_of(report.instance_id)
         ended: tuple[ForkRecord, ...] = ()
         if before is not None and before.fork_id != request.fork_id:
-            why = f"its instance began fork {request.fork_id}"
-            finish = build_fork_result(before, "interrupted", why, now)
+            reason = f"the instance began fork {request.fork_id}"
+            finish = build_fork_result(before, "interrupted", reason, now)
             self._metrics.fork_abandoned()
             ended = (replace(before, abandoned=True, finish=finish),)
         for record in assessment.changed_records:
@@ -151,7 +151,7 @@ class RequestIntake:
                 self._metrics.quarantined()
                 self._log.warning(
                     "source quarantined", instance_id=record.report.instance_id, reason=record.quarantine,
-                    fork_id=request.fork_id, quarantine_s=self._settings.quarantine_s,
+                    fork_id=request.fork_id, quarantine_s=QUARANTINE_S,
                 )  # fmt: skip
             elif record.accusations and (existing is None or existing.accusations != record.accusations):
                 self._log.warning(
@@ -159,18 +159,18 @@ class RequestIntake:
                     reason=record.accusations[-1].reason, fork_id=request.fork_id,
                 )  # fmt: skip
         if assessment.changed_records or ended:
-            # Before the plan is made: the slots of a relay that is gone are free for it.
+            # Before the plan is made, so that the slots of a missing relay are free for it.
             await self._store.commit(StoreChange(instances=assessment.changed_records, forks=ended))
-        is_scaleup_arrival = target.asked_for_plan and not (known is not None and known.asked_for_plan)
+        is_scaleup_arrival = target.plan_requested and not (known is not None and known.plan_requested)
         return PlanContext(
             request, target, known is not None, previous_fork, assessment, is_scaleup_arrival, resolution.note
         )
 
     async def _settle_version(self, request: ForkRequest, owner: str) -> VersionResolution:
-        """Choose the version that the target gets, so that all ranks of its replica get the same.
+        """Choose the version for the target, so that all ranks of its replica get the same one.
 
-        A choice that depends on other instances is committed before anything is planned: of two requests that
-        reach two replicas of the planner, one has to see the other's choice. Raises ProblemError.
+        A choice that depends on other instances is committed before anything is planned: if two requests
+        reach two replicas of the planner, one of them must see the other's choice. Raises ProblemError.
         """
         report, state = request.instance, self._store.state
         key = GroupKey(report.model, "", "")
@@ -207,7 +207,7 @@ class RequestIntake:
         raise store_busy()
 
     def _loading(self, request: ForkRequest, members: Iterable[InstanceRecord]) -> set[str]:
-        """Return the ids of those that read their own storage by their current plans, the target included."""
+        """Return the ids of the instances that currently read their own storage, including the target."""
         own = request.instance.instance_id
         names = [record.report.instance_id for record in members]
         forks = ((name, self._store.state.live_fork_of(name)) for name in names)
@@ -217,10 +217,10 @@ class RequestIntake:
         return found
 
     def _with_version(self, record: InstanceRecord, version: str) -> InstanceRecord:
-        """Return the record with the version that was chosen for it.
+        """Return the record with the chosen version.
 
-        Chunks of another version do not count. Nor does storage of a target that takes over a version, as
-        nothing says that it holds that one.
+        Chunks of another version are dropped. So is the storage of a target that adopts a version, because
+        its files may be of another version.
         """
         report, changes = record.report, dict[str, object]()
         if report.version not in (None, version):
@@ -232,15 +232,17 @@ class RequestIntake:
         return replace(record, report=report, resolved_version=version)
 
     def _target(self, request: ForkRequest, version: str, owner: str) -> InstanceRecord:
-        """The target's record, which says that it has asked unless others planned for it before a restart."""
+        """Return the target's record, marked as a first request unless another planner planned it before a
+        restart.
+        """
         target = self._with_version(self.record_report(request.instance, owner), version)
         begun = bool(request.faults or request.current_assignments)
-        return target if target.asked_for_plan or begun else replace(target, asked_for_plan=True)
+        return target if target.plan_requested or begun else replace(target, plan_requested=True)
 
     def refresh(self, context: PlanContext) -> PlanContext | None:
-        """The request on top of what is known of its instance and its fork now.
+        """Return the request combined with the current records of its instance and fork.
 
-        None where the instance was removed meanwhile or got another owner, or the fork ended.
+        None if the instance was removed or changed its owner meanwhile, or if the fork ended.
         """
         report, state, owner = context.request.instance, self._store.state, context.target.owner
         known = state.instance(report.instance_id)
@@ -257,8 +259,9 @@ class RequestIntake:
         )
 
     def existing_plan(self, context: PlanContext) -> ForkRecord | None:
-        """The fork, where another replica planned it while the request waited here: its target may follow
-        that plan by now. None where there is nothing to read in it, or only what the request complains of.
+        """Return the fork if another replica planned it while the request waited here: its target may already
+        follow that plan. None if the plan is empty, or reads from a source that this request reports as
+        faulty.
         """
         fork, previous_fork = self._store.state.fork(context.fork_id), context.previous_fork
         if fork is None or not fork.live or not (fork.reads or fork.storage):
@@ -270,7 +273,7 @@ class RequestIntake:
 
 
 def _version_by_content(report: InstanceReport) -> str:
-    """Return a version for an instance that serves weights and names none; empty for one that serves none."""
+    """Return a version for an instance that serves weights without a stated one; empty if it serves none."""
     if report.version is not None or report.state == "loading" or report.weights_id is None:
         return ""
     if weights_version.is_single(report.rank):
@@ -283,7 +286,7 @@ def _plan_of(fork: ForkRecord) -> tuple[float, tuple[RouteRecord, ...], tuple[St
 
 
 def build_fork_result(fork: ForkRecord, outcome: Outcome, reason: str, now: float) -> ForkResult:
-    """How a fork ended that its target did not end."""
+    """Return the result of a fork that the planner ends on behalf of its target."""
     progress = fork.progress
     return ForkResult(
         outcome=outcome,

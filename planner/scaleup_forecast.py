@@ -1,4 +1,4 @@
-"""What awaits the replicas of a model that are about to come: whom they can fork from, and how much it is."""
+"""Forecast for the replicas of a scale-up: available seeds, and bytes to transfer."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from rfork.weights_version import short
 
 @dataclass
 class _ReplicaShape:
-    """The ranks of one role that replicas of one version and size have."""
+    """The ranks of one role, for replicas of one version and size."""
 
     min_ranks: int
-    """Ranks that there are at least: of expert parallelism more may be."""
+    """Minimum number of ranks; expert parallelism may add more."""
     seeds: dict[str, int] = field(default_factory=dict)
-    """By rank key, of those that are known."""
+    """Number of seeds by rank key, for the known ranks."""
     image_bytes: int = 0
     members: int = 0
 
     @property
     def min_seeds(self) -> int:
-        """Instances that hold the rank that fewest hold."""
+        """Return the number of seeds of the rank that has the fewest."""
         return min(self.seeds.values()) if len(self.seeds) >= self.min_ranks else 0
 
     @property
     def score(self) -> tuple[int, int]:
-        """The greater is forked from rather."""
+        """Return a sort key: the shape with the greatest one is forked from."""
         return self.min_seeds, self.members
 
 
 @dataclass(frozen=True)
 class ScaleUpForecast:
-    """What awaits those that come."""
+    """Expected sources and size for the replicas of a scale-up."""
 
     seeds: int
     image_bytes: int
@@ -42,9 +42,9 @@ class ScaleUpForecast:
 
     @classmethod
     def of(cls, state: PlannerState, model: str, version: str | None = None) -> Self:
-        """Return what replicas of a version will find; without one, what those of the best served one will.
+        """Return the forecast for replicas of a version; without one, of the version with the most seeds.
 
-        Where replicas of different sizes hold it: of the size that can be forked from best.
+        If replicas of different sizes serve it, the size with the most seeds counts.
         """
         shapes: dict[str, dict[tuple[str, int, int, int], _ReplicaShape]] = {}
         for group in state.groups_of(model):
@@ -69,11 +69,11 @@ class ScaleUpForecast:
 
 
 def _reason(model: str, version: str | None, best: Iterable[_ReplicaShape]) -> str:
-    is_single_rank = "they read storage once, or load by themselves"
+    is_single_rank = "one replica reads storage for all, or each loads by its engine's loader"
     seed_counts = [count for shape in best for count in shape.seeds.values() if count]
     if not seed_counts:
         subject = f"version {short(version)} of {model}" if version else model
-        return f"no instance holds {subject}: {is_single_rank}"
+        return f"no instance has {subject}: {is_single_rank}"
     lacking = sorted(key for shape in best for key, count in shape.seeds.items() if not count)
     unknown = sum(max(0, shape.min_ranks - len(shape.seeds)) for shape in best)
     seeds = f"{min(seed_counts)} seed{'s' if min(seed_counts) > 1 else ''}"
@@ -81,4 +81,4 @@ def _reason(model: str, version: str | None, best: Iterable[_ReplicaShape]) -> s
         return f"they fork from {seeds}"
     more = f" (and {len(lacking) + unknown - 1} more)" if len(lacking) + unknown > 1 else ""
     shape_name = f"rank {lacking[0]}{more}" if lacking else f"{unknown} of the ranks"
-    return f"no instance holds {shape_name}: {is_single_rank}; other ranks fork from {seeds}"
+    return f"no instance has {shape_name}: {is_single_rank}; other ranks fork from {seeds}"

@@ -31,8 +31,8 @@ SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 def serve(settings: PlannerSettings, ready: Callable[[str], None] | None = None) -> None:
     """Serve until SIGINT or SIGTERM; `ready` is called with the URL once requests are answered.
 
-    The hooks that the settings name run beside it. Logs through structlog as the caller has set it up.
-    Raises PortInUse, or SettingsError for an address or TLS files that cannot be used.
+    The configured integrations run alongside. Logs through structlog as configured by the caller. Raises
+    PortInUse, or SettingsError for an invalid address or invalid TLS files.
     """
     with (
         bind(settings) as listener,
@@ -40,8 +40,8 @@ def serve(settings: PlannerSettings, ready: Callable[[str], None] | None = None)
         create_in_process_runner(settings, url_of(settings, listener)) as integrations,
     ):
         server = _server(settings, listener, ready, integrations, signals_received)
-        # The process is the planner's own: what was made until now, modules above all, lives as long as it.
-        # Let no collection of garbage look through it again, for that holds the event loop.
+        # Everything allocated so far, mainly modules, lives as long as the process. Exclude it from garbage
+        # collection, which would block the event loop.
         gc.collect()
         gc.freeze()
         server.run(sockets=[listener])
@@ -49,7 +49,7 @@ def serve(settings: PlannerSettings, ready: Callable[[str], None] | None = None)
 
 @contextlib.contextmanager
 def run_in_thread(settings: PlannerSettings) -> Iterator[str]:
-    """Serve on a thread of this process for the time of the `with` block; yields the URL."""
+    """Serve on a thread of this process for the duration of the `with` block; yields the URL."""
     started = threading.Event()
     with bind(settings) as listener:
         server = _server(settings, listener, lambda _: started.set())
@@ -65,7 +65,7 @@ def run_in_thread(settings: PlannerSettings) -> Iterator[str]:
         started.wait()
         try:
             if not server.started:
-                raise SettingsError("the planner did not start; its log says why")
+                raise SettingsError("the planner did not start; see its log")
             yield url_of(settings, listener)
         finally:
             server.should_exit = True
@@ -73,17 +73,17 @@ def run_in_thread(settings: PlannerSettings) -> Iterator[str]:
 
 
 def bind(settings: PlannerSettings) -> socket.socket:
-    """The listening socket. Raises PortInUse, or SettingsError where the address cannot be used."""
+    """Return the listening socket. Raises PortInUse, or SettingsError for an invalid address."""
     return listen(settings.bind, settings.port, prefix="RFORK_PLANNER_", port_setting="PORT")
 
 
 def url_of(settings: PlannerSettings, listener: socket.socket) -> str:
-    """The URL that the listening socket is reached at."""
+    """Return the URL of the listening socket."""
     return f"{'https' if settings.tls.serves else 'http'}://{address_of(settings.bind, listener)}"
 
 
 class _PlannerServer(BoundedServer):
-    """Says when it is up, and when it is about to go. Ends at once where it was `signals_received` to already."""
+    """Calls back when it is ready and before it stops. Exits immediately if a signal was already received."""
 
     def __init__(
         self,
@@ -99,13 +99,13 @@ class _PlannerServer(BoundedServer):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        # uvicorn hears signals by now: none comes after this look at those from before.
+        # uvicorn handles signals from here on, so this check misses none of the earlier ones.
         self.should_exit = self.should_exit or bool(self._signals_received)
         if self.started and not self.should_exit:
             self._on_start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._on_stop()  # first: uvicorn waits for every answer under way, and event streams have no end
+        self._on_stop()  # first: uvicorn waits for every response in progress, and event streams have no end
         await super().shutdown(sockets)
 
 
@@ -127,7 +127,7 @@ def _server(
         access_log=False,
         server_header=False,
         ws="none",
-        # Or a caller on this host could name any address as its own.
+        # Otherwise a caller on this host could claim any address as its own.
         proxy_headers=False,
         headers=[(VERSION_HEADER, __version__)],
         timeout_keep_alive=KEEP_ALIVE_S,
@@ -137,18 +137,18 @@ def _server(
     try:
         config.ssl = server_context(tls)
     except SettingsError as error:
-        raise SettingsError(f"the planner's TLS files cannot be used: {error}") from error
+        raise SettingsError(f"invalid TLS files for the planner: {error}") from error
     if tls.certificate is not None:
         app.metrics.follow_certificate(tls.certificate)
     if settings.bind not in LOOPBACK and settings.token is None and settings.tokens_file is None:
         log.warning(
-            "THE PLANNER IS OPEN: anyone who reaches it can get leases on the weights",
+            "planner is open: any client that reaches it can get leases on the weights",
             bind=settings.bind,
             hint="set RFORK_PLANNER_TOKEN or RFORK_PLANNER_TOKENS_FILE",
         )
 
     def started() -> None:
-        log.info("planner is up", url=url)
+        log.info("planner ready", url=url)
         if integrations is not None:
             integrations.start()
         if ready is not None:
@@ -165,9 +165,10 @@ def _server(
 
 @contextlib.contextmanager
 def _record_signals() -> Iterator[list[int]]:
-    """uvicorn stops at a signal and then raises it again: let that do nothing, for an exit in order.
+    """Record signals in a list, and ignore the one that uvicorn raises again after shutdown, for an orderly
+    exit.
 
-    One that comes before uvicorn hears of it stands in the list.
+    Signals that arrive before uvicorn installs its handlers are in the list.
     """
     signals_received = list[int]()
 

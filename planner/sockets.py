@@ -20,12 +20,13 @@ from rfork.settings import host_port
 BACKLOG: Final = 2048
 SHUTDOWN_S: Final = 3
 KEEP_ALIVE_S: Final = 120
-"""Longer than Go's clients (the API server, kubelets) keep a connection that nobody uses: 90 s. Or one would
-send on a connection that is just being closed, and fail."""
+"""Longer than the 90 s for which Go's clients (the API server, kubelets) keep idle connections; otherwise
+they would send on a connection that is being closed, and fail.
+"""
 
 
 def listen(bind: str, port: int, *, prefix: str, port_setting: str) -> socket.socket:
-    """A listening socket. Raises PortInUse, or SettingsError where the address cannot be used.
+    """Return a listening socket. Raises PortInUse, or SettingsError for an invalid address.
 
     Errors name the settings: `prefix` + ``BIND``, and `prefix` + `port_setting`.
     """
@@ -52,12 +53,12 @@ def listen(bind: str, port: int, *, prefix: str, port_setting: str) -> socket.so
 
 
 def address_of(bind: str, listener: socket.socket) -> str:
-    """host:port that the listening socket is reached at."""
+    """Return host:port of the listening socket."""
     return host_port(bind, int(listener.getsockname()[1]))
 
 
 class _EmbeddedServer(BoundedServer):
-    """One server of several in a process: signals are the process's, not its own."""
+    """One server of several in a process: the process handles signals, not the server."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -76,7 +77,9 @@ class _EmbeddedServer(BoundedServer):
 async def run_server(
     app: ASGIApp, listener: socket.socket, context: ssl.SSLContext | None = None
 ) -> AsyncIterator[None]:
-    """Serve on this event loop for the time of the block; what is under way at its end is answered first."""
+    """Serve on this event loop for the duration of the block; requests in progress are answered before it
+    ends.
+    """
     config = uvicorn.Config(
         app,
         log_config=None,

@@ -1,4 +1,4 @@
-"""Ids in their order, kept so while they come and go: a list is paged without sorting all that there is."""
+"""Sorted set of ids, so that a list is paged without sorting everything."""
 
 from __future__ import annotations
 
@@ -7,37 +7,37 @@ from collections.abc import Iterator
 from typing import Final
 
 LAST: Final = chr(0x10FFFF)
-"""Behind a prefix: what comes after all that begins with it."""
+"""Suffix that sorts after every id with the same prefix."""
 
 
 class SortedIds:
-    """Each id once. Coming and going takes a search, and a move of pointers within one flat list: some 10 µs
-    among 20,000.
+    """Sorted set of ids. Adding and removing costs a search and a pointer move within one flat list: about 10
+    µs among 20,000.
     """
 
     def __init__(self) -> None:
         self._ids: list[str] = []
 
     def add(self, new: str) -> None:
-        """Take it in, unless it is in."""
+        """Add an id, unless present."""
         index = bisect_left(self._ids, new)
         if index == len(self._ids) or self._ids[index] != new:
             self._ids.insert(index, new)
 
     def discard(self, old: str) -> None:
-        """Let it go, if it is in."""
+        """Remove an id, if present."""
         index = bisect_left(self._ids, old)
         if index < len(self._ids) and self._ids[index] == old:
             del self._ids[index]
 
     def clear(self) -> None:
-        """Let all go."""
+        """Remove all ids."""
         self._ids.clear()
 
     def after(self, cursor: str | None, prefix: str = "") -> Iterator[str]:
-        """Those behind `cursor` (none: all) that begin with `prefix`, in order; it costs what is taken of it.
+        """Yield the ids after `cursor` (None: all) that start with `prefix`, in order; lazy.
 
-        To be done with before an id comes or goes.
+        Finish iterating before an id is added or removed.
         """
         first = bisect_left(self._ids, prefix)
         if cursor is not None:

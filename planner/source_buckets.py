@@ -1,4 +1,4 @@
-"""Where the members of a group lie: in buckets, by neighbourhood, so that the best are found at once."""
+"""Buckets of a group's members by locality, so that the best ones are found immediately."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from planner.policy.transports import has_only_gpu_kernels, has_only_same_host
 from planner.policy_types import HostLocation, Source
 
 Content = tuple[str | None, str | None]
-"""weights_id, or else draft."""
+"""weights_id, or else provisional_id."""
 Scope = tuple[str, ...]
 Bucket = tuple[int, int, bool, int]
-"""Tier (see `availability_tier`), load in quarters, not complete, eighths missing: the least is best."""
+"""Tier (see `availability_tier`), load in quarters, incomplete, eighths missing: the lowest is best."""
 MAX_LOAD_LEVEL: Final = 60
-"""Quarters beyond which one load is as good as another."""
+"""Quarters from which all loads count as equal."""
 
 
 class SourceBuckets:
-    """The members of one layout and content, in buckets for each scope."""
+    """The members of one layout and content, in buckets for each locality."""
 
     def __init__(self) -> None:
         self.scopes: dict[Scope, dict[Bucket, dict[str, None]]] = {}
 
     def add(self, location: HostLocation, bucket: Bucket, instance_id: str) -> None:
-        """Put a member into its bucket of each neighbourhood."""
+        """Add a member to its bucket of each locality."""
         for scope in localities(location):
             self.scopes.setdefault(scope, {}).setdefault(bucket, {})[instance_id] = None
 
     def remove(self, location: HostLocation, bucket: Bucket, instance_id: str) -> None:
-        """Take it out of them again."""
+        """Remove a member from its buckets."""
         for scope in localities(location):
             buckets = self.scopes[scope]
             members = buckets[bucket]
@@ -41,7 +41,7 @@ class SourceBuckets:
                     del self.scopes[scope]
 
     def best(self, scope: Scope, limit: int) -> Iterator[str]:
-        """The first `limit` members of a scope, best first."""
+        """Yield the first `limit` members of a locality, best first."""
         buckets = self.scopes.get(scope)
         if buckets is None:
             return
@@ -54,7 +54,7 @@ class SourceBuckets:
 
 
 def localities(location: HostLocation) -> tuple[Scope, ...]:
-    """The neighbourhoods a member lies in, the nearest first."""
+    """Return the localities of a member, nearest first."""
     scopes: list[Scope] = [("host", location.host)]
     if location.nvlink is not None:
         scopes.append(("nvlink", location.nvlink))
@@ -67,9 +67,9 @@ def localities(location: HostLocation) -> tuple[Scope, ...]:
 
 
 def bucket_key(source: Source, *, readers: int, load: float, has_data: bool, missing: bool) -> Bucket:
-    """Where a member lies that has so many readers, which want `load` of its link.
+    """Return the bucket of a member with this many readers, which use `load` of its link.
 
-    `has_data`: a plan says whom it reads from itself; `missing`: a reader found it gone.
+    `has_data`: its plan has sources; `missing`: a reader could not reach it.
     """
     quarters = min(MAX_LOAD_LEVEL, math.ceil(4 * load / source.egress_share - 0.01))
     missing_quarters = 0 if source.complete else 8 - 8 * source.watermark // max(1, source.chunk_count)
@@ -82,8 +82,8 @@ def bucket_key(source: Source, *, readers: int, load: float, has_data: bool, mis
 
 
 def availability_tier(source: Source, readers: int, *, has_data: bool, missing: bool) -> int:
-    """0: can be read from; 1: slow, or by kernels on its GPU alone; 2: has no free slot; 3: waits for nobody,
-    or gives within its host alone; 4: is not to be read from.
+    """Return 0: can be read from; 1: slow, or by kernels on its GPU only; 2: no free slot; 3: has no source
+    of its own, or serves its own host only; 4: must not be read from.
     """
     if source.state == "draining" or source.quarantine or missing:
         return 4

@@ -1,4 +1,4 @@
-"""What the sources of a fork held it to."""
+"""Rate limits of the sources of a fork."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ if TYPE_CHECKING:
 
 
 def source_rate_limits(fork: ForkRecord, instance: Callable[[str], InstanceRecord | None]) -> Mapping[str, int]:
-    """Bytes a second that each source of the fork's plan holds all its readers to, where it does.
+    """Return the egress limits (bytes per second) of the fork's sources, by instance_id, for those that have
+    one.
 
-    As its last heartbeat said; of a source that is gone, what was known before.
+    Taken from the source's last heartbeat; for a source that was removed, from the fork's record.
     """
     rates: dict[str, int] = {}
     for read in fork.reads:

@@ -1,4 +1,4 @@
-"""`/ui/feed`: the feed as a stream of server-sent events."""
+"""`/ui/feed`: the page's feed as a stream of server-sent events."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from planner.ui.subscriber import Subscriber
 from rfork.logs import logger
 
 KEEP_ALIVE_S: Final = 5.0
-"""After so long without a change a comment is sent: the page sees that the planner lives."""
+"""Idle seconds after which a comment is sent, so that the page sees that the planner is alive."""
 SEND_TIMEOUT_S: Final = 30.0
-"""A page that takes nothing for so long is left."""
+"""Seconds after which a page that reads nothing is disconnected."""
 
 
 class SseResponse(StreamingResponse):
-    """Sends what a reader has to be told.
+    """Response that streams a subscriber's messages.
 
-    Ends when the feed closes, when the page leaves, stalls or may not go on.
+    Ends when the feed closes, or when the page disconnects, stalls or is no longer authorized.
     """
 
     media_type = "text/event-stream"
@@ -48,12 +48,12 @@ class SseResponse(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         except TimeoutError:
-            logger("planner.ui").warning("a page takes no events", stalled_s=SEND_TIMEOUT_S)
+            logger("planner.ui").warning("page disconnected: it does not read its events", stalled_s=SEND_TIMEOUT_S)
         finally:
             self._broadcaster.unsubscribe(self._subscriber)
 
     async def stream_response(self, send: Send) -> None:
-        """Send head, events and end."""
+        """Send headers, events and end."""
 
         async def write(body: bytes, *, more: bool = True) -> None:
             async with asyncio.timeout(SEND_TIMEOUT_S):
@@ -66,18 +66,20 @@ class SseResponse(StreamingResponse):
                 break
             if not self._subscriber.closed:
                 await write(body or b": still here\n\n")
-                # Others are served between two pieces of a large beginning.
+                # Yield to other tasks between two parts of a large initial state.
                 await asyncio.sleep(0)
         await write(b"", more=False)
 
 
 def sse_router(broadcaster: Broadcaster, *, keep_alive_s: float = KEEP_ALIVE_S) -> APIRouter:
-    """The route of the page's feed. Not in the API's document: what it says is between planner and page."""
+    """Return the route of the page's feed. Not in the OpenAPI document: its format is internal to planner and
+    page.
+    """
     router = APIRouter()
 
     @router.get("/ui/feed", include_in_schema=False, response_class=SseResponse)
     async def follow(request: Request) -> SseResponse:
-        """All that the page shows, and what changes of it."""
+        """Stream everything the page shows, and its changes."""
         return SseResponse(
             broadcaster, await broadcaster.subscribe(), partial(still_authorized, request.scope), keep_alive_s
         )

@@ -1,6 +1,6 @@
-"""What one replica of the planner knows: records by id, and each group's index for the policy.
+"""Records of one planner replica, by id, and each group's index for the policy.
 
-In memory and without a clock: a store decides which changes come in, and in which order.
+In memory and without a clock: a store decides which changes are applied, and in which order.
 """
 
 from __future__ import annotations
@@ -17,40 +17,44 @@ from rfork import weights_version
 from rfork.schema import ForkResult, StorageAssignment
 
 ForkListener = Callable[[ForkRecord], None]
-ROLES: Final = ("-draft-", "-target-")
-"""What follows a replica's name in the ids of its instances (see `rfork.schema.Rank`), in order."""
+ROLES: Final = ("-main-", "-speculative-")
+"""Separators after a replica's name in the ids of its instances (see `rfork.schema.Rank`), sorted."""
 
 
 class StateListener(Protocol):
-    """Told of what scale-ups go by, after `PlannerState` has it."""
+    """Notified of changes that scale-ups depend on, after `PlannerState` has applied them."""
 
     def on_instance(self, record: InstanceRecord) -> None:
-        """An instance is new, or asks for its first fork."""
+        """Handle an instance that is new, or that requests its first fork."""
 
     def on_scaleups(self, models: Iterable[str]) -> None:
-        """The scale-ups of these models were changed."""
+        """Handle changed scale-ups of these models."""
 
     def on_reload(self) -> None:
-        """Everything may be otherwise."""
+        """Handle a reload: everything may have changed."""
+
+
+MAX_FINISHED_FORKS: Final = 1000
+"""Finished forks that the planner keeps for its lists."""
 
 
 class PlannerState:
-    """All records. Keeps the last `max_finished_forks` forks that ended."""
+    """All records. Keeps the last `max_finished_forks` finished forks."""
 
-    def __init__(self, *, keep_forks: int) -> None:
-        self._keep_forks = keep_forks
+    def __init__(self, *, max_finished_forks: int) -> None:
+        self._max_finished_forks = max_finished_forks
         self._instances: dict[str, InstanceRecord] = {}
         self._instance_order = SortedIds()
-        # Instances by how long they may be silent; in each table the one silent for longest first.
+        # Instances by TTL; each table is ordered by last report, oldest first.
         self._by_last_seen: dict[float, dict[str, None]] = {}
         self._forks: dict[str, ForkRecord] = {}
         self._fork_order = SortedIds()
-        self._live: dict[str, None] = {}  # forks under way, the one silent for longest first
+        self._live: dict[str, None] = {}  # running forks, ordered by last report, oldest first
         self._live_targets: dict[str, str] = {}
-        self._ended: dict[str, None] = {}  # in order of their end
+        self._ended: dict[str, None] = {}  # ordered by end
         self._groups: dict[GroupKey, GroupIndex] = {}
         self._models: dict[str, dict[GroupKey, GroupIndex]] = {}
-        self._replicas: dict[str, dict[str, None]] = {}  # instances by the replica that they are ranks of
+        self._replicas: dict[str, dict[str, None]] = {}  # instances by replica
         self._histories = GroupHistoryCache()
         self._listeners: list[ForkListener] = []
         self._scaleups: dict[str, ScaleUpRecord] = {}
@@ -66,9 +70,7 @@ class PlannerState:
         scaleups: Iterable[ScaleUpRecord] = (),
         withdrawn: Iterable[str] = (),
     ) -> None:
-        """Keep these records, each in the place of the one with its id, and forget the instances `removed` and
-        the scale-ups `withdrawn`.
-        """
+        """Insert or replace these records, and remove the instances `removed` and the scale-ups `withdrawn`."""
         for instance in instances:
             self._put_instance(instance)
         for fork in forks:
@@ -86,7 +88,7 @@ class PlannerState:
                 listener.on_scaleups(models)
 
     def clear(self) -> None:
-        """Forget everything: what the store holds is loaded anew."""
+        """Remove everything, before the store's content is loaded again."""
         for table in (self._instances, self._by_last_seen, self._forks, self._live, self._live_targets):
             table.clear()
         for rest in (self._ended, self._groups, self._models, self._replicas, self._scaleups):
@@ -96,43 +98,43 @@ class PlannerState:
         self._histories.clear()
 
     def notify_reloaded(self) -> None:
-        """All that the store holds was put, after `clear`."""
+        """Notify listeners that the store's content was loaded, after `clear`."""
         for fork in map(self._forks.__getitem__, self._ended):
-            # They were put before there was any group.
+            # They were added before there was any group.
             if fork.finish is not None and not fork.abandoned:
                 self._count(fork, fork.finish)
         for listener in self._state_listeners:
             listener.on_reload()
 
     def add_state_listener(self, listener: StateListener) -> None:
-        """Tell it of what scale-ups go by, for as long as this state lives."""
+        """Add a listener for changes that scale-ups depend on; it cannot be removed."""
         self._state_listeners.append(listener)
 
     def subscribe(self, listener: ForkListener) -> Callable[[], None]:
-        """Call `listener` with each fork record that comes in; returns the way to stop."""
+        """Call `listener` with each applied fork record; return a function that unsubscribes."""
         self._listeners.append(listener)
         return lambda: self._listeners.remove(listener)
 
     # -- instances --------------------------------------------------------------------------------
 
     def instance(self, instance_id: str) -> InstanceRecord | None:
-        """The instance's record, if it is known."""
+        """Return the instance's record, if it is known."""
         return self._instances.get(instance_id)
 
     def instances(self) -> list[InstanceRecord]:
-        """All of them, in the order they were first put."""
+        """Return all instances, in the order they were first added."""
         return list(self._instances.values())
 
     def instances_after(self, cursor: str | None, replica: str | None = None) -> Iterator[InstanceRecord]:
-        """In the order of their ids, those behind `cursor` (none: all), or those of them that are ranks of a
-        replica. Costs what is taken of it; to be done with before a change.
+        """Yield instances after `cursor` (None: all), ordered by id, optionally only the ranks of a replica.
+        Lazy; finish iterating before a change.
         """
         prefixes = ("",) if replica is None else [f"{replica}{role}" for role in ROLES]
         ids = chain.from_iterable(self._instance_order.after(cursor, prefix) for prefix in prefixes)
         return map(self._instances.__getitem__, ids)
 
     def overdue_instances(self, now: float) -> Iterator[InstanceRecord]:
-        """Those that are to be forgotten by now. Costs nothing for the others."""
+        """Return the instances whose TTL has expired. Costs nothing for the others."""
         for by_last_seen in list(self._by_last_seen.values()):
             for instance_id in list(by_last_seen):
                 record = self._instances[instance_id]
@@ -142,34 +144,34 @@ class PlannerState:
 
     @property
     def instance_count(self) -> int:
-        """How many instances are known."""
+        """Return the number of known instances."""
         return len(self._instances)
 
     # -- forks ------------------------------------------------------------------------------------
 
     def fork(self, fork_id: str) -> ForkRecord | None:
-        """The fork's record, if it is known."""
+        """Return the fork's record, if it is known."""
         return self._forks.get(fork_id)
 
     def forks(self) -> list[ForkRecord]:
-        """All of them, in the order they were first put."""
+        """Return all forks, in the order they were first added."""
         return list(self._forks.values())
 
     def forks_after(self, cursor: str | None) -> Iterator[ForkRecord]:
-        """In the order of their ids, those behind `cursor` (none: all), as `instances_after`."""
+        """Yield forks after `cursor` (None: all), ordered by id, like `instances_after`."""
         return map(self._forks.__getitem__, self._fork_order.after(cursor))
 
     def live_forks(self) -> list[ForkRecord]:
-        """Those under way."""
+        """Return the running forks."""
         return [self._forks[fork_id] for fork_id in self._live]
 
     def live_fork_of(self, instance_id: str) -> ForkRecord | None:
-        """The fork under way whose target is the instance, if there is one."""
+        """Return the running fork whose target is the instance, if there is one."""
         fork_id = self._live_targets.get(instance_id)
         return None if fork_id is None else self._forks[fork_id]
 
     def overdue_forks(self, since: float) -> Iterator[ForkRecord]:
-        """Forks under way of which nothing was heard since then. Costs nothing for the others."""
+        """Return the running forks without a report since then. Costs nothing for the others."""
         for fork_id in list(self._live):
             fork = self._forks[fork_id]
             if fork.seen_at > since:
@@ -179,19 +181,19 @@ class PlannerState:
     # -- groups -----------------------------------------------------------------------------------
 
     def group(self, key: GroupKey) -> GroupIndex:
-        """The group's index; an empty one where nobody is in it."""
+        """Return the group's index; an empty one if it has no members."""
         return self._groups.get(key) or GroupIndex(key, self._histories.of(key))
 
     def groups(self) -> list[GroupIndex]:
-        """The groups that hold at least one instance."""
+        """Return the groups that have at least one instance."""
         return list(self._groups.values())
 
     def histories(self) -> list[GroupHistory]:
-        """What forks that ended have told, of each group: also of the last ones that hold no instance now."""
+        """Return the history of each group, including recent groups without instances."""
         return [group.history for group in self._groups.values()] + self._histories.all()
 
     def other_ranks(self, key: GroupKey) -> tuple[str, ...]:
-        """Return the keys of the other ranks of the same version that some instance holds."""
+        """Return the keys of the other ranks of the same version that have instances."""
         seen = self._models.get(key.model, {})
         return tuple(
             sorted(other.rank_key for other in seen if other.version == key.version and other.rank_key != key.rank_key)
@@ -207,9 +209,9 @@ class PlannerState:
         return {version: count for version, count in sorted(counts.items()) if version and count}
 
     def models_with_several_versions(self) -> set[str]:
-        """Return the models of which complete instances serve more than one version.
+        """Return the models with complete instances of more than one version.
 
-        Versions that only one replica can have are left out: each replica updated in place has its own.
+        Versions that only one replica can have do not count: each replica updated in place has its own.
         """
         served: dict[str, set[str]] = {}
         for group in self._groups.values():
@@ -230,17 +232,17 @@ class PlannerState:
         return (self._instances[instance_id] for instance_id in self._replicas.get(replica, ()))
 
     def groups_of(self, model: str) -> list[GroupIndex]:
-        """The groups of one model."""
+        """Return the groups of one model."""
         return list(self._models.get(model, {}).values())
 
     # -- scale-ups --------------------------------------------------------------------------------
 
     def scaleup(self, scaleup_id: str) -> ScaleUpRecord | None:
-        """The scale-up's record, if it is known."""
+        """Return the scale-up's record, if it is known."""
         return self._scaleups.get(scaleup_id)
 
     def scaleups(self) -> list[ScaleUpRecord]:
-        """All of them, in the order they were last put."""
+        """Return all scale-ups, in the order they were last announced."""
         return list(self._scaleups.values())
 
     # -- the tables -------------------------------------------------------------------------------
@@ -265,17 +267,17 @@ class PlannerState:
             group = GroupIndex(record.group, self._histories.pop_group(record.group))
             self._groups[record.group] = group
             self._models.setdefault(record.group.model, {})[record.group] = group
-        # Readers that no replica ever heard of are from before a restart: they count too.
+        # Readers that no planner replica knows date from before a restart: they count too.
         unplanned_readers = tuple(name for name in record.report.readers if name not in self._forks)
         group.put(record.source, missing=record.reported_missing, unplanned_readers=unplanned_readers)
         if old is None:
             self._resume_forks(record, group)
-        if old is None or record.asked_for_plan != old.asked_for_plan:
+        if old is None or record.plan_requested != old.plan_requested:
             for listener in self._state_listeners:
                 listener.on_instance(record)
 
     def _resume_forks(self, record: InstanceRecord, group: GroupIndex) -> None:
-        """One that was forgotten, or is new to this replica, is back: with its fork, and its readers."""
+        """Restore the fork and the readers of an instance that was forgotten, or is new to this replica."""
         forks = [self.live_fork_of(record.report.instance_id)]
         forks += [self._forks.get(name) for name in record.report.readers]
         for fork in forks:
@@ -315,7 +317,7 @@ class PlannerState:
             self._histories.record(fork.group, fork, finish)
 
     def _withdraw(self, scaleup_id: str) -> set[str]:
-        """Forget a scale-up; its model, if it was known."""
+        """Remove a scale-up; return its model, if it was known."""
         old = self._scaleups.pop(scaleup_id, None)
         return set() if old is None else {old.scaleup.model}
 
@@ -334,18 +336,18 @@ class PlannerState:
             if self._live_targets.get(record.instance_id) == fork_id:
                 del self._live_targets[record.instance_id]
             self._ended.setdefault(fork_id)
-            while len(self._ended) > self._keep_forks:
+            while len(self._ended) > self._max_finished_forks:
                 oldest = next(iter(self._ended))
                 del self._ended[oldest], self._forks[oldest]
                 self._fork_order.discard(oldest)
         if old is not None and old.group != record.group and old.group in self._groups:
-            self._groups[old.group].end_fork(old)  # its target takes another version now
+            self._groups[old.group].end_fork(old)  # its target now adopts another version
         group = self._groups.get(record.group)
         if group is not None:
             if not record.live:
                 group.end_fork(record)
                 if old is not None and old.abandoned and not record.abandoned:
-                    group.record_weights(record)  # it left when it was given up
+                    group.record_weights(record)  # it left when it was abandoned
             elif old is None or not old.live or _plan_of(old) != _plan_of(record):
                 group.apply_plan(record)
         elif old is not None and (old.live or old.abandoned) and record.finish is not None and not record.abandoned:
@@ -357,5 +359,5 @@ class PlannerState:
 def _plan_of(
     fork: ForkRecord,
 ) -> tuple[tuple[RouteRecord, ...], tuple[StorageAssignment, ...], str | None, str | None]:
-    """What a group goes by of a fork."""
+    """Return the parts of a fork that a group depends on."""
     return fork.reads, fork.storage, fork.weights_id, fork.provisional_id

@@ -1,4 +1,4 @@
-"""Where the time of a fork's request goes: spans of the requests, of those who wait for others, of plans."""
+"""Traces of fork requests: spans for requests, for waiting in a batch, and for planning."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ HEADER: Final = TRACEPARENT.encode()
 
 
 class TracingMiddleware:
-    """Plain ASGI: what targets say of their forks, and others of scale-ups, is a span of the trace that the
-    call came with.
+    """ASGI middleware that adds a span for each fork and scale-up request to the caller's trace.
 
-    Heartbeats and what people ask are none: they would be most of all spans.
+    Heartbeats and queries have no spans: they would outnumber all others.
     """
 
     def __init__(self, app: ASGIApp, tracer: Tracer) -> None:
@@ -57,7 +56,7 @@ class TracingMiddleware:
 
 
 class TracedPlanner:
-    """Around whoever makes plans: one span for each that is made, whose targets may come from many traces."""
+    """Wraps a planner: adds one span per plan, whose targets may belong to many traces."""
 
     def __init__(
         self,
@@ -65,13 +64,13 @@ class TracedPlanner:
         members: Callable[[GroupKey], int],
         tracer: Tracer,
     ) -> None:
-        """`members`: how many instances a group has."""
+        """`members` returns the number of instances in a group."""
         self._plan = plan
         self._members_of = members
         self._tracer = tracer
 
     async def __call__(self, batch: Sequence[PlanContext]) -> dict[str, Plan]:
-        """Plan them together. The span belongs to the first's trace, and links to the others'."""
+        """Plan the requests together. The span belongs to the first request's trace and links to the others'."""
         if not self._tracer.enabled:
             return await self._plan(batch)
         lead, *others = [each.trace for each in batch]
@@ -83,7 +82,7 @@ class TracedPlanner:
             model=group.model,
             version=group.version,
             rank=group.rank_key,
-            together=len(batch),
+            batch_size=len(batch),
             group_size=self._members_of(group),
         ) as span:
             plans = await self._plan(batch)
@@ -95,7 +94,7 @@ class TracedPlanner:
             return plans
 
     async def trace_wait(self, context: PlanContext, add: Callable[[PlanContext], Awaitable[Plan]]) -> Plan:
-        """Have `add` plan a request, which may wait for others that it is to be planned with."""
+        """Plan a request with `add`, in a span that covers the wait for its batch."""
         if not self._tracer.enabled:
             return await add(context)
         with self._tracer.span(
@@ -111,7 +110,7 @@ class TracedPlanner:
 
 @dataclass(frozen=True, slots=True)
 class _TracedRoute:
-    """A request that is traced: its route, and what its path names."""
+    """A traced request: its route, and the ids in its path."""
 
     route: str
     fork_id: str = ""
@@ -119,7 +118,7 @@ class _TracedRoute:
 
 
 def _route_of(scope: Scope) -> _TracedRoute | None:
-    """What a request is traced as; None for those that are not."""
+    """Return the traced route, or None if the request is not traced."""
     method, path = scope["method"], scope["path"]
     if method == "POST" and path.startswith(FORKS):
         fork_id, _, resource = path.removeprefix(FORKS).strip("/").partition("/")

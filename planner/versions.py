@@ -1,8 +1,7 @@
-"""Which version of a model's weights a fork gets: pure decisions over the records of instances.
+"""Version resolution: decides which version of a model's weights a fork gets. Pure, over instance records.
 
-A target with a version of its own gets that one and no other. A target without one takes over the version
-that is served, where exactly one is. All ranks of a replica get one version: the first one that any of them
-got.
+A target with a version of its own gets that one and no other. A target without one adopts the served version,
+if exactly one is served. All ranks of a replica get the same version: the first one that any of them got.
 """
 
 from __future__ import annotations
@@ -17,21 +16,22 @@ from rfork import weights_version
 from rfork.schema import InstanceReport
 
 MAX_NAMED: Final = 8
-"""Versions that a reason lists at most."""
+"""Maximum number of versions listed in a reason."""
 
 
 class ReplicaConflict(Exception):
-    """A rank has another version of its own than the replica that it belongs to."""
+    """A rank has another version of its own than its replica."""
 
 
 @dataclass(frozen=True)
 class VersionResolution:
-    """The version that a fork gets; `note` says why, where it is not the target's own."""
+    """The resolved version of a fork; `note` gives the reason if it is not the target's own."""
 
     version: str
     choice: Literal["own", "served", "several", "none"]
-    """`own_replica`: the target's. `served`: one that is served, or that its replica has. `several`: none, as several
-    are served. `none`: none is served."""
+    """`own_replica`: the target's own. `served`: one that is served, or that its replica has. `several`:
+    none, because several are served. `none`: none is served.
+    """
     note: str = ""
 
 
@@ -43,13 +43,13 @@ def resolve(
     *,
     loading: Collection[str] = (),
 ) -> VersionResolution:
-    """Return the version that the target of `report` gets.
+    """Return the version for the target of `report`.
 
     `members` are the known instances of its model, `ranks` those of its replica, of any model, and `mains`,
-    for a speculative model, the instances of the main models of its replica.
-    `loading` are the ids of instances that read their own storage by their current plans.
+    for a speculative model, the instances of the main models of its replica. `loading` are the ids of
+    instances that currently read their own storage.
 
-    Raises ReplicaConflict where the target's own version is not its replica's.
+    Raises ReplicaConflict if the target's own version differs from its replica's.
     """
     role, own_id = report.rank.role, report.instance_id
     replica = [record for record in ranks if record.report.instance_id != own_id]
@@ -58,13 +58,13 @@ def resolve(
         for record in replica
         if (record.report.model, record.report.rank.role) == (report.model, role)
         and record.version
-        and _position(record.report) != _position(report)  # an earlier process of this very rank
+        and _position(record.report) != _position(report)  # an earlier process of the same rank
     )
     if report.version is not None and not report.any_version:
         for version in replica_versions:
             if version != report.version:
                 raise ReplicaConflict(
-                    f"replica {report.replica} began with version {version}, "
+                    f"replica {report.replica} uses version {version}, "
                     f"but the files of rank {report.rank.key} are version {report.version}"
                 )
         return VersionResolution(report.version, "own")
@@ -85,7 +85,7 @@ def resolve(
         return _resolve_to(next(iter(served)))
     unnamed_version = weights_version.unnamed(report.replica or own_id)
     if not served:
-        # Where what it took over is gone, it must not read other weights under that name.
+        # If the adopted version is no longer served, it must not read other weights under that name.
         return _resolve_to(
             reported_version if reported_version and weights_version.is_unnamed(reported_version) else unnamed_version
         )
@@ -94,8 +94,8 @@ def resolve(
     return VersionResolution(
         unnamed_version,
         "several",
-        f"{len(sorted_versions)} versions of {report.model} are served ({', '.join(sorted_versions[:MAX_NAMED])}{more}) "
-        f"and {weights_version.UNSTATED}: set RFORK_VERSION",
+        f"{len(sorted_versions)} versions of {report.model} are served ({', '.join(sorted_versions[:MAX_NAMED])}{more})"
+        f" and {weights_version.UNSTATED}: set RFORK_VERSION",
     )
 
 
@@ -112,7 +112,7 @@ def _position(report: InstanceReport) -> tuple[str, int]:
 def _can_complete(
     version: str, report: InstanceReport, same_role: Iterable[InstanceRecord], loading: Collection[str]
 ) -> bool:
-    """Return whether another instance holds all of this rank of the version, or reads it from storage."""
+    """Return whether another instance has this rank of the version complete, or reads it from storage."""
     return any(
         record.version == version
         and record.report.rank.key == report.rank.key
@@ -122,9 +122,9 @@ def _can_complete(
 
 
 def _served(records: Sequence[InstanceRecord]) -> set[str]:
-    """Return the versions that complete instances serve; without any, those that instances are getting."""
+    """Return the versions that complete instances serve; if none, those that instances are receiving."""
     complete = {record.version for record in records if record.source.complete and record.source.state != "draining"}
-    return (complete or {record.version for record in records if record.asked_for_plan or record.resolved_version}) - {
+    return (complete or {record.version for record in records if record.plan_requested or record.resolved_version}) - {
         ""
     }
 
@@ -132,7 +132,7 @@ def _served(records: Sequence[InstanceRecord]) -> set[str]:
 def _served_with_main(
     speculative: Sequence[InstanceRecord], mains: Iterable[InstanceRecord], replica: Sequence[InstanceRecord]
 ) -> set[str]:
-    """Return the versions of a speculative model that replicas of this replica's main version serve."""
+    """Return the speculative model's versions served by replicas of this replica's main version."""
     own_replica = {
         (record.report.model, record.version)
         for record in replica

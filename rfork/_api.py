@@ -67,10 +67,10 @@ def fork(
 
     What this instance could read by itself is, best first: `snapshot` (a file, or the folder that holds one
     for each rank), else that which the settings name; `checkpoint` (safetensors files), and
-    `loader(module)`. Both are paths, or URIs of any storage. Where no instance holds the
+    `loader(module)`. Both are paths, or URIs of any storage. Where no instance has the
     weights, the planner elects one of those that wait to read them, for all: this one may be it, and
     `ForkReport.storage_bytes` says what it read. A loader is run on the calling thread. With the
-    setting `cold_start` ``own`` nobody is waited for. When nothing else works, or the deadline
+    setting `cold_start` ``independent`` nobody is waited for. When nothing else works, or the deadline
     passed, each of these ways is tried here in that order. A loader has to fill all parameters and
     persistent buffers. With the setting `required`, `checkpoint` and `loader` are not used.
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from typing import Final
 
 from rfork.logs import logger
 
 log = logger(__name__)
+
+SERVING_THREAD_NICE: Final = 5
+"""Niceness of the threads that serve readers, so that the engine has precedence; measured below."""
 
 
 def lower_thread_priority(nice: int) -> None:
@@ -25,4 +29,4 @@ def lower_thread_priority(nice: int) -> None:
         try:
             os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + nice))
         except OSError as error:
-            log.debug("a thread cannot stand back", because=str(error))
+            log.debug("a thread cannot stand back", reason=str(error))

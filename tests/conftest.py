@@ -1,4 +1,4 @@
-"""Fixtures that every room's tests may use."""
+"""Fixtures for all tests."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.models import make_tiny_llama
 from tests.ports import free_port
 from tests.processes import START_S, RforkProcess
 
-# How long an example takes is the machine's business: tests assert nothing about time. Each run has the same
-# examples, so that what fails is what was changed; `make test-all` looks for others.
+# Durations are not asserted, since they depend on the machine. Each run uses the same examples, so that a
+# failure is due to a change; `make test-all` searches for new ones.
 NO_DEADLINE = hypothesis.settings(
     deadline=None,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],  # of making an example
@@ -31,32 +31,34 @@ hypothesis.settings.load_profile("rfork")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hypothesis tries the constants of all modules that are loaded by then; which are is chance as well."""
+    """Hypothesis uses constants of all loaded modules; load them all, so that examples do not depend on which
+    tests ran before.
+    """
     if config.getoption("--hypothesis-profile") != "explore":
         providers._get_local_constants = lambda: providers._local_constants
 
 
 StartRfork = Callable[..., RforkProcess]
 JOIN_S = 30.0
-"""For threads that were told to end, each."""
+"""Timeout for each thread that was asked to end."""
 
 
 @pytest.fixture(autouse=True)
 def _no_rfork_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests see rfork's defaults, whatever the developer's shell exports."""
+    """Tests use rfork's defaults, regardless of the developer's environment."""
     for name in [name for name in os.environ if name.startswith("RFORK_")]:
         monkeypatch.delenv(name)
 
 
 @pytest.fixture(autouse=True)
 def _fixed_random_seed(request: pytest.FixtureRequest) -> None:
-    """What the product leaves to chance in this process (jitter) comes out alike in each run of a test."""
+    """Random choices of the product in this process (jitter) are the same in each run of a test."""
     random.seed(request.node.nodeid)
 
 
 @pytest.fixture(autouse=True)
 def _signal_handlers_restored() -> Iterator[None]:
-    """A command that runs in this process sets its own handlers."""
+    """Restore signal handlers that a command in this process has set."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
     for number, handler in before.items():
@@ -65,7 +67,7 @@ def _signal_handlers_restored() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _logging_restored() -> Iterator[None]:
-    """A command that runs in this process configures logging: later tests do not inherit that."""
+    """Restore the logging configuration after a command in this process has changed it."""
     root = logging.getLogger()
     handlers = list(root.handlers)
     levels = {name: logging.getLogger(name).level for name in (None, *logs.NOISY_LOGGERS)}
@@ -77,14 +79,14 @@ def _logging_restored() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _sigint_not_ignored() -> None:
-    """A shell that runs the tests in the background has them, and all they start, ignore SIGINT."""
+    """Restore SIGINT: a shell that runs the tests in the background makes them and their children ignore it."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _seeds_closed() -> Iterator[None]:
-    """What a module started in this process is gone with it: the next one counts threads and descriptors."""
+    """Close seeds that a test module started in this process: the next module counts threads and descriptors."""
     before = set(threading.enumerate())
     yield
     left = [thread for thread in threading.enumerate() if thread.name.startswith("rfork") and thread not in before]
@@ -95,7 +97,7 @@ def _seeds_closed() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Hugging Face folder of a tiny random Llama: config, tokenizer, shards. Do not write into it."""
+    """Return a Hugging Face folder of a tiny random Llama: config, tokenizer, shards. Do not write into it."""
     folder = tmp_path_factory.mktemp("models") / "tiny-llama"
     make_tiny_llama(folder)
     return folder
@@ -103,16 +105,16 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(name="free_port")
 def _free_port() -> int:
-    """A TCP port of the loopback interface that nothing listens on."""
+    """Return a free TCP port of the loopback interface."""
     return free_port()
 
 
 @pytest.fixture
 def rfork_process() -> Iterator[StartRfork]:
-    """Starts ``rfork ARGUMENTS`` and, with `until`, waits for a line that matches it.
+    """Start ``rfork ARGUMENTS`` and, with `until`, wait for a line that matches it.
 
-    ``start(*arguments, until=None, environment=None, deadline_s=120) -> RforkProcess``. Each process is
-    ended with all it started when the test ends, and what it wrote is shown if the test fails.
+    ``start(*arguments, until=None, environment=None, deadline_s=120) -> RforkProcess``. Each process and its
+    children are ended at the end of the test, and its output is shown if the test fails.
     """
     started: list[RforkProcess] = []
 

@@ -1,8 +1,7 @@
-"""GPUs made of shared memory: what lets the cuda_ipc transport run between real processes without a GPU.
+"""Fake GPUs in shared memory, so that the cuda_ipc transport can run between real processes without a GPU.
 
-A device's memory is files without a name, mapped at one line of addresses; a *legacy* handle names the
-process and the file, as CUDA's does, and a descriptor is the file itself. Copies run on a thread of their
-own.
+A device's memory consists of unnamed files mapped into one address range. As in CUDA, a *legacy* handle names
+the process and the file, and a descriptor is the file itself. Copies run on a separate thread.
 """
 
 from __future__ import annotations
@@ -51,20 +50,20 @@ def _mapped(descriptor: int, size: int, fixed_address: int = 0) -> int:
 
 @dataclass(frozen=True)
 class FakeAllocation:
-    """One allocation and the file it is."""
+    """One allocation and its file."""
 
     allocation: Allocation
     descriptor: int
 
 
 class FakeMemory:
-    """The memory of one process's devices; it lives as long as the process."""
+    """Device memory of one process; it lives as long as the process."""
 
     def __init__(self) -> None:
         self.blocks: list[FakeAllocation] = []
 
     def allocate(self, size: int, *, block: int, handle_type: HandleType = "legacy", device: int = 0) -> torch.Tensor:
-        """Zeros of so many bytes, in allocations of `block` bytes (whole pages), side by side."""
+        """Return zeroed memory of `size` bytes in adjacent allocations of `block` bytes (complete pages)."""
         total = -(-size // block) * block
         reserved = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         base = int(_libc.mmap(None, total, 0, reserved, -1, 0))
@@ -76,34 +75,34 @@ class FakeMemory:
         return torch.frombuffer((ctypes.c_ubyte * size).from_address(base), dtype=torch.uint8)
 
     def find_block(self, address: int) -> FakeAllocation | None:
-        """The block that an address lies in."""
+        """Return the block that contains an address."""
         found = [one for one in self.blocks if one.allocation.base <= address < one.allocation.end]
         return found[0] if found else None
 
 
 @dataclass
 class FakeDriver:
-    """`Driver` over `FakeMemory`, with faults on demand."""
+    """`Driver` on top of `FakeMemory`, with faults on demand."""
 
     memory: FakeMemory
     uuids: Sequence[str] = ("gpu-0",)
     has_peer_access: bool = True
     open_error_code: int | None = None
-    """The code that every `open` is refused with."""
+    """Error code that every `open` raises."""
     running: threading.Event = field(default_factory=threading.Event)
-    """While it is not set, no copy goes on."""
+    """Copies run only while it is set."""
     queued: threading.Event = field(default_factory=threading.Event)
     """Set once copies have been queued."""
     streams: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     """Released for each `queue` of copies."""
     rejected_handle_types: Sequence[HandleType] = ("legacy", "descriptor", "fabric")
-    """Those that `open_error_code` is for."""
+    """Handle types for which `open_error_code` is raised."""
     copies_fail: bool = False
     opened: list[ImportedAllocation] = field(default_factory=list)
     exports: list[int] = field(default_factory=list)
     completed_copies: list[CopyOp] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
-    """What a real device would have crashed at."""
+    """Accesses at which a real device would have crashed."""
 
     def __post_init__(self) -> None:
         self.running.set()
@@ -163,22 +162,22 @@ class FakeDriver:
             self.opened.remove(opened)
         _libc.munmap(opened.address, opened.size)
 
-    def copies(self, device: int) -> FakeCopyStream:
+    def copy_stream(self, device: int) -> FakeCopyStream:
         return FakeCopyStream(self)
 
     def copy(self, request: CopyOp) -> None:
-        """Copy, unless that would crash."""
+        """Copy, unless a real device would crash."""
         with self._lock:
             for one in self.opened:
                 if one.address <= request.source and request.source + request.length <= one.address + one.size:
                     ctypes.memmove(request.target, request.source, request.length)
                     self.completed_copies.append(request)
                     return
-            self.violations.append(f"a copy from {request.source:#x}, where nothing is opened")
+            self.violations.append(f"a copy from {request.source:#x}, where nothing is mapped")
 
 
 class FakeCopyStream:
-    """`Copies` on a thread that lives from one `queue` to the last copy."""
+    """`CopyStream` on a thread that runs from one `queue` to the last copy."""
 
     def __init__(self, driver: FakeDriver) -> None:
         self._driver = driver
@@ -199,7 +198,7 @@ class FakeCopyStream:
 
     def close(self) -> None:
         if not self.done():
-            self._driver.violations.append("a stream was let go while copies were under way on it")
+            self._driver.violations.append("a stream was released while copies were running on it")
 
     def _run(self) -> None:
         while self._pending:
@@ -208,7 +207,7 @@ class FakeCopyStream:
 
 
 def pattern(index: int, size: int) -> torch.Tensor:
-    """Bytes that differ between tensors and between places."""
+    """Return bytes that differ between tensors and between offsets."""
     period = ((torch.arange(251) * 7 + index * 13 + 1) % 251).to(torch.uint8)
     return period.repeat(size // 251 + 1)[:size].clone()
 
@@ -224,9 +223,10 @@ def fake_device_image(
     handle_type: HandleType = "legacy",
     device: int = 0,
 ) -> Image:
-    """An image of byte tensors in device memory, but those numbered `on_host`; zeros unless `filled`.
+    """Return an image of byte tensors in device memory, except those with an index in `on_host`; zeros unless
+    `filled`.
 
-    As torch's allocator has them: side by side, each from a multiple of `align` bytes on.
+    Tensors are adjacent and aligned to `align` bytes, as with torch's allocator.
     """
     padded_sizes = [-(-size // align) * align for size in sizes]
     buffer = memory.allocate(max(sum(padded_sizes), 1), block=block, handle_type=handle_type, device=device)

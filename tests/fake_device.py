@@ -1,4 +1,4 @@
-"""A device that is none: host memory that is reached by copies only, each done when it is waited for."""
+"""Fake device: host memory that is accessible only by copies, each of which completes when it is waited for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rfork.image.memory import Image
 
 
 class FakePendingCopy:
-    """A copy that happens when it is waited for."""
+    """A copy that runs when it is waited for."""
 
     def __init__(self, copies: FakeDeviceCopier, copy: Callable[[], None]) -> None:
         self._copies = copies
@@ -24,7 +24,7 @@ class FakePendingCopy:
 
 
 class FakeDeviceCopier:
-    """`Copies` of all memory but what `host` names; `max_copies`: so many copies begin, and no more."""
+    """Copies between host and all memory except `host`; at most `max_copies` copies start."""
 
     def __init__(self, host: Sequence[torch.Tensor] = (), max_copies: int | None = None) -> None:
         self.pending: list[FakePendingCopy] = []
@@ -60,5 +60,5 @@ class FakeDeviceCopier:
 
 
 def image_on_fake_device(image: Image, copies: FakeDeviceCopier) -> Image:
-    """The same image, as if it lay on a device."""
+    """Return the same image, as if it were on a device."""
     return Image(image.layout, image.regions, copies)

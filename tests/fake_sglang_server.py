@@ -1,4 +1,4 @@
-"""A stand-in for an unmodified SGLang server: its endpoints for R-Fork, over what a test says lies where."""
+"""Fake of an unmodified SGLang server: its R-Fork endpoints, with tensor addresses set by the test."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ TENSORS: Tensors = {"model.embed.weight": (4096, 1024, 2), "model.norm.weight": 
 
 
 class FakeSglangEndpoints:
-    """What the server answers, without sockets. Change its fields at any time.
+    """Responses of the server, without sockets. Its fields may change at any time.
 
-    `ranks`: session and tensors of each tensor-parallel rank; an engine that gives no weights has none.
+    `ranks`: session and tensors of each tensor-parallel rank; empty for an engine that serves no weights.
     """
 
     def __init__(
@@ -42,10 +42,10 @@ class FakeSglangEndpoints:
         }
         self.model = {"model_path": "/models/m", "served_model_name": "m", "weight_version": "default"}
         self.requested_paths: list[str] = []
-        """Paths that were asked, but for `/health`."""
+        """Requested paths, except `/health`."""
 
     def respond(self, target: str, authorization: str | None) -> tuple[int, object]:
-        """Status and JSON, as SGLang 0.5.23 answers a GET."""
+        """Return status and JSON as SGLang 0.5.23 does for a GET."""
         path, query = urlsplit(target).path, parse_qs(urlsplit(target).query)
         if path == "/health":
             return (200 if self.healthy else 503), ""
@@ -69,7 +69,7 @@ class FakeSglangEndpoints:
 
 
 class FakeSglangServer(FakeSglangEndpoints):
-    """Serves them on a free port of the loopback interface inside a `with` block."""
+    """Serve the endpoints on a free loopback port inside a `with` block."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class FakeSglangServer(FakeSglangEndpoints):
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.05,), daemon=True)
 
     def close(self) -> None:
-        """Refuse connections from now on."""
+        """Refuse further connections."""
         if self._thread.is_alive():
             self._http.shutdown()
             self._thread.join()

@@ -1,14 +1,14 @@
-"""A TCP proxy before any HTTP server, whose answers go wrong by script.
+"""TCP proxy in front of an HTTP server whose responses fail by script.
 
 ::
 
     with FaultProxy(weed_port) as proxy:
         settings = StorageSettings(s3_endpoint=proxy.url)
-        proxy.script.then(Truncate(after=1000), path="GET /bucket/model")
+        proxy.script.then(TruncateFault(after=1000), path="GET /bucket/model")
 
-It can `StallFault`, `ResetFault`, `TruncateFault` and answer a `Status`. What a script's `path` is looked for in is the
-request line up to the query: ``GET /bucket/name``. Requests have a Content-Length or no body (no chunked
-uploads); all that is no fault passes through as it is.
+It can `StallFault`, `ResetFault`, `TruncateFault` and answer with an `ErrorStatus`. A script's `path` matches
+the request line up to the query: ``GET /bucket/name``. Requests have a Content-Length or no body (no chunked
+uploads); everything else passes through unchanged.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _LENGTH = re.compile(rb"\r\ncontent-length:\s*([0-9]+)", re.IGNORECASE)
 
 
 class FaultProxy:
-    """Listens on a port of 127.0.0.1 and forwards to another, until it is closed."""
+    """Proxy that listens on a port of 127.0.0.1 and forwards to another one until it is closed."""
 
     def __init__(self, port: int, host: str = "127.0.0.1") -> None:
         self.script = FaultScript()
@@ -56,27 +56,27 @@ class FaultProxy:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """The port on which it listens."""
         return int(self._listener.getsockname()[1])
 
     @property
     def url(self) -> str:
-        """The URL of the server behind it, through it."""
+        """URL of the server through the proxy."""
         return f"http://127.0.0.1:{self.port}"
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes given to clients so far, heads and all."""
+        """Bytes sent to clients so far, heads included."""
         with self._lock:
             return self._bytes_sent
 
     def requests_matching(self, part: str = "") -> list[str]:
-        """The request lines so far, up to the query, that hold `part`."""
+        """Return the request lines so far, up to the query, that contain `part`."""
         with self._lock:
             return [line for line in self._requests if part in line]
 
     def close(self) -> None:
-        """Stop it, and end its connections."""
+        """Stop the proxy and end its connections."""
         self.script.release()
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -99,12 +99,12 @@ class FaultProxy:
         self.close()
 
     def record_request(self, line: str) -> None:
-        """For a connection: a request came."""
+        """Record a request; called by connections."""
         with self._lock:
             self._requests.append(line)
 
     def record_sent(self, count: int) -> None:
-        """For a connection: bytes are going to the client."""
+        """Record bytes sent to a client; called by connections."""
         with self._lock:
             self._bytes_sent += count
 
@@ -124,7 +124,7 @@ class FaultProxy:
     def _serve(self, client: socket.socket) -> None:
         with client, socket.create_connection(self._target) as server:
             with self._lock:
-                if self._closed:  # it came as nobody took any more
+                if self._closed:  # it arrived after the proxy stopped accepting
                     return
                 self._open_sockets |= {client, server}
             link = _ProxiedConnection(self, client, server)
@@ -137,7 +137,7 @@ class FaultProxy:
 
 
 class _ProxiedConnection:
-    """One client's connection, and the one to the server that goes with it."""
+    """One client connection and its connection to the server."""
 
     def __init__(self, proxy: FaultProxy, client: socket.socket, server: socket.socket) -> None:
         for connection in (client, server):
@@ -149,7 +149,7 @@ class _ProxiedConnection:
         self._new_response = False
 
     def forward_requests(self) -> None:
-        """Forward requests, until either side ends."""
+        """Forward requests until either side ends."""
         received = b""
         try:
             while True:
@@ -175,12 +175,12 @@ class _ProxiedConnection:
                 self._server.sendall(head + b"\r\n\r\n" + rest[:length])
                 self._forward_request_body(missing, self._server)
         except OSError:
-            return  # either side left, as sides do here
+            return  # either side may disconnect
         finally:
             self._end(self._server)
 
     def forward_responses(self) -> None:
-        """Forward answers, but for what the script has go wrong with them."""
+        """Forward responses, with the faults of the script."""
         head: bytes | None = b""
         body = 0
         try:
@@ -198,18 +198,18 @@ class _ProxiedConnection:
                     return
                 body += len(data)
         except OSError:
-            return  # either side left, as sides do here
+            return  # either side may disconnect
         finally:
             with suppress(OSError):
                 self._client.shutdown(socket.SHUT_RD if isinstance(self._fault, ResetFault) else socket.SHUT_RDWR)
             self._end(self._server)
 
     def _forward_request_body(self, missing: int, target: socket.socket | None) -> None:
-        """Take so many bytes of a request's body, and pass them on."""
+        """Read the rest of a request's body and forward it."""
         while missing:
             data = self._client.recv(min(BLOCK_BYTES, missing))
             if not data:
-                raise ConnectionResetError("the client left")
+                raise ConnectionResetError("the client disconnected")
             if target is not None:
                 target.sendall(data)
             missing -= len(data)
@@ -220,10 +220,10 @@ class _ProxiedConnection:
         self._send("\r\n".join([*lines, "", ""]).encode() + response.text)
 
     def _should_forward(self) -> bool:
-        """Whether a request is forwarded; what is to happen before its answer's head happens here."""
+        """Return True if a request is forwarded; apply faults that precede the response's head."""
         fault = self._fault
         if isinstance(fault, FullObject | HeaderFields | ReplaceObject):
-            raise TypeError(f"a proxy cannot do {fault}")
+            raise TypeError(f"a proxy does not support {fault}")
         if isinstance(fault, StallFault) and fault.after is None:
             self._proxy.script.wait_released()
         if isinstance(fault, ResetFault | TruncateFault) and fault.after is None:
@@ -233,7 +233,7 @@ class _ProxiedConnection:
         return True
 
     def _forward_body_piece(self, data: bytes, bytes_before: int) -> bool:
-        """Give the client a piece of a body, `bytes_before` bytes of which it has; whether there may be more."""
+        """Send a piece of a body after `bytes_before` bytes; return False at the end of the response."""
         fault = self._fault
         if not isinstance(fault, StallFault | ResetFault | TruncateFault) or fault.after is None:
             self._send(data)
@@ -251,7 +251,7 @@ class _ProxiedConnection:
         return True
 
     def _send(self, data: bytes) -> None:
-        self._proxy.record_sent(len(data))  # first, so that what the client has is counted
+        self._proxy.record_sent(len(data))  # first, so that the count includes everything that the client has received
         self._client.sendall(data)
 
     @staticmethod

@@ -1,6 +1,7 @@
-"""Plays fleets to a planner by its REST interface, for the tests and the screenshots of its page.
+"""Simulates fleets through the planner's REST interface, for the tests and screenshots of its page.
 
-Nobody of these fleets exists: they report, ask, tell of progress and end, and the planner takes their word.
+Their instances do not exist: they report, request forks, report progress and finish, and the planner accepts
+it.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ CHUNKS: Final = 120
 CHECKPOINT: Final = "file:///models/checkpoint"
 GB: Final = 1e9
 TIMEOUT_S: Final = 30.0
-"""For each answer of the planner: the machine may be busy."""
+"""Timeout of each planner request on a busy machine."""
 
 
 class FleetPlayer:
-    """Everybody of a fleet, in one. To be closed, or used in a `with` block."""
+    """All instances of a fleet in one object. Close it, or use it in a `with` block."""
 
     def __init__(self, url: str, token: str | None = None) -> None:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
@@ -59,18 +60,18 @@ class FleetPlayer:
         self.close()
 
     def close(self) -> None:
-        """Say no more."""
+        """Stop reporting."""
         self._planner.close()
         self._http.close()
 
-    # -- what instances say ------------------------------------------------------------------------------
+    # -- instances ------------------------------------------------------------------------------------------
 
     def seed(self, instance_id: str, host: str, **changes: object) -> None:
-        """An instance that holds everything."""
+        """Report a complete instance."""
         self.report(instance_id, host, state="serving", verified=((0, CHUNKS),), **changes)
 
     def report(self, instance_id: str, host: str, **changes: object) -> InstanceReport:
-        """A heartbeat, like the one before but for the `changes`."""
+        """Send a heartbeat: the previous one with `changes`."""
         model = str(changes.get("model", LLAMA))
         version = str(changes.get("version", f"files:{_digest('files', model)}"))
         rack = host.split("-")[0] if "-" in host else None
@@ -98,25 +99,25 @@ class FleetPlayer:
         return report
 
     def resend_heartbeats(self, instance_ids: Iterable[str] | None = None) -> None:
-        """Everybody (or those named) says again what it said last."""
+        """Send the last heartbeat of all instances (or those named) again."""
         for instance_id in self.reports if instance_ids is None else instance_ids:
             self._planner.report(self.reports[instance_id])
 
     def drain(self, instance_id: str) -> None:
-        """It gets no new readers."""
+        """Drain an instance: it gets no new readers."""
         self._http.post(f"/v1/instances/{instance_id}/drain", params={"force": True}).raise_for_status()
 
     def announce(self, model: str, replicas: int, by: str) -> None:
-        """A scale-up."""
+        """Announce a scale-up."""
         scaleup = ScaleUp(scaleup_id=f"up-{len(model)}", model=model, replicas=replicas, announced_by=by)
         self._http.post("/v1/scaleups", json=scaleup.model_dump(mode="json")).raise_for_status()
 
-    # -- what forks say ------------------------------------------------------------------------------------
+    # -- forks ----------------------------------------------------------------------------------------------
 
     def request_fork(
         self, instance_id: str, host: str, *, faults: Sequence[SourceFault] = (), **changes: object
     ) -> Plan:
-        """A new instance asks for its fork, `fork-INSTANCE`."""
+        """Request the fork `fork-INSTANCE` for a new instance."""
         if instance_id not in self.reports:
             self.report(instance_id, host, **changes)
         report = self.reports[instance_id]
@@ -133,9 +134,9 @@ class FleetPlayer:
         seconds: float = 1.0,
         rates: dict[str, float] | None = None,
     ) -> None:
-        """It has verified so many chunks, and reads at `rate` bytes a second along its plan.
+        """Report progress: `chunks` verified, and `rate` bytes a second along its plan.
 
-        `rates`: how much of that from each source; without it the same from all.
+        `rates` divides the rate among sources; by default all have the same share.
         """
         report = self.reports[instance_id]
         bytes_received = report.image_bytes * chunks // CHUNKS
@@ -156,13 +157,13 @@ class FleetPlayer:
             self._last_progress[instance_id] = progress
 
     def resend_progress(self) -> None:
-        """Each fork under way tells what it told last; on any thread."""
+        """Send the last progress of each running fork again; on any thread."""
         with self._progress_lock:
             for instance_id, progress in self._last_progress.items():
                 self._planner.progress(f"fork-{instance_id}", progress)
 
     def end(self, instance_id: str, plan: Plan, seconds: float, **changes: object) -> None:
-        """Its fork ends: whole, unless the `changes` say otherwise; who is whole serves from then on."""
+        """Finish a fork: complete unless `changes` differ; a complete instance serves afterwards."""
         report = self.reports[instance_id]
         outcome = str(changes.get("outcome", "forked"))
         waits = seconds * (0.8 if outcome == "fallback" else 0.04)
@@ -199,22 +200,22 @@ def _sources(plan: Plan, bytes_received: int) -> dict[str, int]:
     return {name: bytes_received // len(names) for name in names} if names else {}
 
 
-# -- fleets --------------------------------------------------------------------------------------------------
+# -- fleets ---------------------------------------------------------------------------------------------
 
 
 def identity(replica: str, tp: int = 0, tp_size: int = 1) -> str:
-    """An id as instances choose it whose replica has a name."""
+    """Return an instance id as chosen by a replica with a name."""
     tail = hashlib.sha256(f"{replica} {tp}".encode()).hexdigest()[:8]
     return f"{replica}-{Rank(tp=tp, tp_size=tp_size).key}-dp0-{tail}"
 
 
 def llama(index: int) -> str:
-    """The instance of one of the Llama's replicas."""
+    """Return the instance of one Llama replica."""
     return identity(f"llama-7c9f-{index:02}")
 
 
 def play_busy_fleet(fleet: FleetPlayer) -> None:
-    """Three models; one is being scaled up, one starts cold from its checkpoint; all goes well."""
+    """Play three models: one is scaled up, one starts cold from its checkpoint; nothing fails."""
     draw = random.Random(4)
     cold = fleet.request_fork(llama(0), "a1-n1")
     fleet.end(llama(0), cold, 38.4, efficiency=None)
@@ -223,7 +224,7 @@ def play_busy_fleet(fleet: FleetPlayer) -> None:
         fleet.end(llama(index), plan, 8.9 + draw.random() * 2, efficiency=0.86 + draw.random() * 0.1)
     fleet.announce(LLAMA, 10, "deployment/inference/llama")
     plans = {index: fleet.request_fork(llama(index), f"a{1 + index % 3}-n{7 + index}") for index in range(4, 12)}
-    # The last of each chain first: nobody is to seem far behind its source, whenever the planner looks.
+    # The last of each chain first: no instance should appear to fall behind its source at any time.
     for index, plan in reversed(plans.items()):
         fleet.progress(llama(index), 116 - 6 * index, (1.31 - 0.02 * index) * GB, plan, seconds=2.4)
     fleet.report(llama(2), "a3-n3", egress_rate=int(1.6 * GB))
@@ -243,7 +244,7 @@ def play_busy_fleet(fleet: FleetPlayer) -> None:
 def play_rollout(fleet: FleetPlayer, old: int = 6, forking: int = 3) -> tuple[str, str]:
     """Play a rollout: the first instance of a new version has loaded its files, and others fork from it.
 
-    Those of the old version serve. Returns both versions, the old one first.
+    Instances of the old version keep serving. Returns both versions, the old one first.
     """
     before, after = f"files:{_digest('files', LLAMA)}", f"files:{_digest('files of today', LLAMA)}"
     for index in range(old):
@@ -258,46 +259,46 @@ def play_rollout(fleet: FleetPlayer, old: int = 6, forking: int = 3) -> tuple[st
 
 
 def play_unhealthy_fleet(fleet: FleetPlayer) -> None:
-    """A fleet in which about everything that can be wrong is."""
+    """Play a fleet with almost every kind of problem."""
     play_busy_fleet(fleet)
     # One source sends wrong bytes, and its readers on two hosts report it.
     plan = fleet.request_fork(llama(20), "a4-n1")
     accused = plan.routes[0].source_id
-    detail = "chunk 41 has another digest than its manifest says"
+    detail = "chunk 41 does not match its digest in the manifest"
     wrong = SourceFault(instance_id=accused, fault="source", error="ChunkMismatch", detail=detail)
     plan = fleet.request_fork(llama(20), "a4-n1", faults=[wrong])
-    # The accused has no reader now, and is the nearest source of this one.
+    # The reported source has no reader now, and is the nearest source of this one.
     second = fleet.request_fork(llama(30), "a1-n20")
     if accused not in [route.source_id for route in second.routes]:
         raise AssertionError(f"no second reader of {accused}: {second.reason}")
     fleet.request_fork(llama(30), "a1-n20", faults=[wrong])
     fleet.progress(llama(20), 36, 0.31 * GB, plan)
-    # One was killed, and one reader found nobody there.
+    # One instance was killed, and one reader did not reach it.
     plan = fleet.request_fork(llama(21), "a4-n2")
     fault = SourceFault(instance_id=plan.routes[0].source_id, fault="network", error="SourceUnavailable")
     fleet.request_fork(llama(21), "a4-n2", faults=[fault])
     for index, reason in enumerate(
         (
-            "SourceTimeout: llama-7c9f-02 gave nothing for 5 s",
-            "SourceTimeout: llama-7c9f-03 gave nothing for 5 s",
-            "DeadlineExceeded: 60 s are over with 84 of 120 chunks",
+            "SourceTimeout: llama-7c9f-02 sent nothing for 5 s",
+            "SourceTimeout: llama-7c9f-03 sent nothing for 5 s",
+            "DeadlineExceeded: 84 of 120 chunks after 60 s",
         )
     ):
         plan = fleet.request_fork(llama(30 + index), f"a4-n{5 + index}")
         fallback = {"outcome": "fallback", "fallback": f"checkpoint:{CHECKPOINT}", "reasons": (reason,)}
         fleet.end(llama(30 + index), plan, 61.0 + 7 * index, **fallback)
     plan = fleet.request_fork(llama(40), "a4-n9")
-    why = ("OutOfMemory: 16.1 GB are wanted, 9.8 GB are free on cuda:0",)
+    why = ("OutOfMemory: 16.1 GB required, 9.8 GB free on cuda:0",)
     fleet.end(llama(40), plan, 2.2, outcome="failed", reasons=why)
     for index in range(3):
         fleet.drain(identity(f"qwen-{index}", 0, 2))
-    # Nobody holds this model, and those that want it have no storage to read.
+    # No instance has this model, and those that request it have no storage to read.
     for index in range(2):
         fleet.request_fork(identity(f"gemma-{index}"), f"b3-n{index}", model="google/gemma-3-27b", storage=())
 
 
 def play_large_fleet(fleet: FleetPlayer, count: int = 1000, forking: int = 150) -> dict[str, Plan]:
-    """So many instances of three models on hosts of four; some fork; their plans, by instance."""
+    """Play `count` instances of three models on hosts of four, some forking; return their plans by instance."""
     plans: dict[str, Plan] = {}
     for index in range(count):
         host = f"r{1 + index // 40:02}-n{1 + index // 4 % 10:02}"
@@ -315,7 +316,7 @@ def play_large_fleet(fleet: FleetPlayer, count: int = 1000, forking: int = 150) 
 
 
 def advance_forks(fleet: FleetPlayer, plans: dict[str, Plan], step: int, draw: random.Random) -> None:
-    """Every fork of `play_large_fleet` tells of its progress: the further from a seed, the less it has."""
+    """Report progress of every fork of `play_large_fleet`: less with more distance from a seed."""
     depths: dict[str, int] = {}
     for name, plan in plans.items():
         depths[name] = 1 + max((depths.get(route.source_id, 0) for route in plan.routes), default=0)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 ResponseWriter = Callable[[socket.socket, threading.Event], None]
-"""Answers one request on a connection; the event is set when the server ends."""
+"""Responds to one request on a connection; the event is set when the server ends."""
 
 TRICKLE_S = 0.1
 BOMB_BYTES = 256 << 20
@@ -21,14 +21,14 @@ def silent(connection: socket.socket, ended: threading.Event) -> None:
 
 
 def trickling_head(connection: socket.socket, ended: threading.Event) -> None:
-    """Send the answer's head one byte at a time, without end."""
+    """Send the response's head one byte at a time, without end."""
     connection.sendall(b"HTTP/1.1 200 OK\r\nX-Pad: ")
     while not ended.wait(TRICKLE_S):
         connection.sendall(b"x")
 
 
 def trickling_body(connection: socket.socket, ended: threading.Event) -> None:
-    """Send the answer's body one byte at a time, without end."""
+    """Send the response's body one byte at a time, without end."""
     connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
     while not ended.wait(TRICKLE_S):
         connection.sendall(b" ")
@@ -63,7 +63,7 @@ HOSTILE: tuple[ResponseWriter, ...] = (
 
 @contextmanager
 def hostile_server(write_response: ResponseWriter) -> Iterator[str]:
-    """Answer so inside the block; yields the server's URL."""
+    """Serve with `write_response` inside the block; yield the server's URL."""
     ended = threading.Event()
     listener = socket.create_server(("127.0.0.1", 0))
     connections: list[socket.socket] = []
@@ -97,7 +97,7 @@ def hostile_server(write_response: ResponseWriter) -> Iterator[str]:
 
 @contextmanager
 def unaccepting_address() -> Iterator[tuple[str, int]]:
-    """An address whose packets are as good as dropped: the queue of connections to accept is full."""
+    """Return an address whose packets are dropped: its accept queue is full."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(0)

@@ -1,4 +1,4 @@
-"""Storage in memory: a bucket whose objects are bytes, and which fails where a test says so."""
+"""In-memory bucket of byte objects, with failures set by tests."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from rfork.storage.blob import BlobEntry, BlobStore
 from rfork.storage.location import Location
 
 Fault = Callable[[str, str], None]
-"""Called with what is done (open, read, write, commit, remove) and the path, before it is done; may raise."""
+"""Called before each operation (open, read, write, commit, remove) with operation and path; may raise."""
 
 
 class InMemoryBucket:
-    """Objects by path. `log` holds what was done, in order; `open_blobs` counts what was not closed."""
+    """Objects by path. `log` records operations in order; `open_blobs` counts unclosed blobs."""
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
@@ -30,19 +30,19 @@ class InMemoryBucket:
         self.lock = threading.Lock()
 
     def record(self, operation: str, path: str) -> None:
-        """Note it, and fail where the test says so."""
+        """Record an operation, and raise the test's failure."""
         with self.lock:
             self.log.append((operation, path))
         if self.fault is not None:
             self.fault(operation, path)
 
     def paths_of(self, operation: str) -> list[str]:
-        """The paths of all that was done of one kind."""
+        """Return the paths of all operations of one type."""
         return [path for logged_operation, path in self.log if logged_operation == operation]
 
 
 class InMemoryBlob:
-    """One object as it was when it was opened; see `Blob`."""
+    """An object in the state in which it was opened; see `Blob`."""
 
     def __init__(self, bucket: InMemoryBucket, path: str, data: bytes) -> None:
         self.uri = f"s3://bucket/{path}"
@@ -73,7 +73,7 @@ class InMemoryBlob:
 
 
 class InMemoryBlobWriter:
-    """An object in the making; see `BlobWriter`."""
+    """An object being written; see `BlobWriter`."""
 
     def __init__(self, bucket: InMemoryBucket, path: str) -> None:
         self.data = bytearray()
@@ -87,7 +87,7 @@ class InMemoryBlobWriter:
 
 
 class InMemoryBlobStore:
-    """What lies below a path of a bucket; see `Store`."""
+    """All objects below a path of a bucket; see `BlobStore`."""
 
     def __init__(self, bucket: InMemoryBucket, folder: Location) -> None:
         self.uri = folder.uri
@@ -127,7 +127,7 @@ class InMemoryBlobStore:
 
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> InMemoryBucket:
-    """A bucket that every s3:// URI means."""
+    """Use a bucket for every s3:// URI."""
     made = InMemoryBucket()
     real = registry.open_store
 

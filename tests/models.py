@@ -1,4 +1,4 @@
-"""A tiny random Llama as a Hugging Face folder, made without a network."""
+"""Tiny random Llama in a Hugging Face folder, created without network access."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import torch
 VOCABULARY = 512
 CORPUS = (
     "fork() copies a process; rfork copies the weights of a model.",
-    "A seed gives chunks, a relay gives what it has verified, a planner says who reads from whom.",
+    "A seed serves chunks, a relay forwards what it has verified, a planner assigns each target its sources.",
     "The capital of France is Paris.",
 )
 
 
 def make_tiny_llama(folder: Path) -> None:
-    """Write a Llama of hidden size 256 and 4 layers with tied embeddings (9 MB, bfloat16) into `folder`.
+    """Write a Llama of hidden size 256 and 4 layers with tied embeddings (9 MB, bfloat16) to `folder`.
 
-    The weights are the same each time. Config, a trained byte-level BPE tokenizer, and at least two shards.
+    The weights are the same each time. The folder has a config, a trained byte-level BPE tokenizer, and at
+    least two shards.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast

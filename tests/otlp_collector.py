@@ -1,4 +1,4 @@
-"""An OTLP collector on the loopback interface: keeps the spans that it is sent, or hangs."""
+"""OTLP collector on loopback that stores received spans, or hangs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span as Sent
 
 LONG_FLUSH_PATCH = "import rfork.tracing.span_processor as queue\nqueue.CLOSE_S = 60.0\n"
-"""What a process runs at its start that sends its last spans however long that takes on a busy machine."""
+"""Startup patch of a process that flushes its last spans without a timeout on a busy machine."""
 
 Value = str | bool | int | float | list[str]
 
 
 @dataclass(frozen=True)
 class CollectedSpan:
-    """One span as it came; ids in hexadecimal, `parent` empty at a trace's beginning."""
+    """A received span; ids in hexadecimal, `parent` empty for a root span."""
 
     service: str
     name: str
@@ -36,11 +36,11 @@ class CollectedSpan:
 
 @dataclass
 class OtlpCollector:
-    """What came to the collector at `url`."""
+    """Spans that the collector at `url` received."""
 
     url: str = ""
     hangs: bool = False
-    """Take requests, and never answer them."""
+    """Accept requests and never respond."""
     spans: list[CollectedSpan] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     request_received: threading.Event = field(default_factory=threading.Event)
@@ -48,7 +48,7 @@ class OtlpCollector:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def record(self, body: bytes, headers: dict[str, str]) -> None:
-        """Keep the spans of one request."""
+        """Store the spans of one request."""
         request = ExportTraceServiceRequest.FromString(body)
         with self.lock:
             self.headers.append(headers)
@@ -58,14 +58,14 @@ class OtlpCollector:
                     self.spans += [_collected(service, span) for span in scope.spans]
 
     def spans_named(self, name: str) -> list[CollectedSpan]:
-        """The spans of this name, in the order in which they came."""
+        """Return the spans of a name in the order of arrival."""
         with self.lock:
             return [span for span in self.spans if span.name == name]
 
 
 @contextmanager
 def running_collector(*, hangs: bool = False) -> Iterator[OtlpCollector]:
-    """A collector that is up for the time of the block."""
+    """Run a collector inside the block."""
     collector = OtlpCollector(hangs=hangs)
 
     class Handler(BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""Packages of the environment that runs the tests, taken into folders: an index that needs no network."""
+"""Packages of the test environment, copied into folders: a package index without a network."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from deploy.docker.requirements import canonical
 
 
 def dependency_closure(requirements: Iterable[str]) -> Iterator[str]:
-    """The names of the packages that requirements bring, as they are installed here."""
+    """Return the names of all installed packages that requirements depend on."""
     left, seen = [(Requirement(line), "") for line in requirements], set()
     while left:
         requirement, extra = left.pop()
@@ -32,7 +32,7 @@ def dependency_closure(requirements: Iterable[str]) -> Iterator[str]:
 
 
 def copy_packages(requirements: Iterable[str], target: Path) -> None:
-    """Have them in a folder as ``pip install --target`` would."""
+    """Copy packages to a folder, as ``pip install --target`` would."""
     for name in sorted(set(dependency_closure(requirements))):
         for file in metadata.distribution(name).files or ():
             if ".." not in file.parts and "__pycache__" not in file.parts:
@@ -41,7 +41,7 @@ def copy_packages(requirements: Iterable[str], target: Path) -> None:
 
 
 def build_wheel(folder: Path) -> Path:
-    """rfork's wheel, by the build backend of this environment."""
+    """Build rfork's wheel with this environment's build backend."""
     copy_sources(folder / "sources")
     subprocess.run(
         [
@@ -55,7 +55,7 @@ def build_wheel(folder: Path) -> Path:
 
 
 def bare_python(folder: Path) -> tuple[Path, Path]:
-    """A Python with nothing but its standard library, and the folder where its packages go."""
+    """Create a Python with only its standard library; return it and its package folder."""
     venv.create(folder, with_pip=False)
     packages = folder / "lib" / "python{}.{}".format(*sys.version_info) / "site-packages"
     return folder / "bin" / "python", packages

@@ -1,4 +1,4 @@
-"""Forks that stand still before they ask the planner: processes take unlike times to come that far."""
+"""Gate that stops forks before their plan request, since processes reach it at different times."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ def gated(client, request, **options):
 
 PlannerClient.ask = gated
 """
-"""What such a fork runs at its start: opening a FIFO waits for a writer."""
+"""Startup patch of such a fork: opening a FIFO waits for a writer."""
 
 
 class PlanGate:
-    """Before one process's first request for a plan."""
+    """Gate before one process's first plan request."""
 
     def __init__(self, folder: Path) -> None:
-        """Makes `folder` for it."""
+        """Create `folder` for the gate."""
         self._fifo = folder.with_name(f"{folder.name}-gate")
         os.mkfifo(self._fifo)
         self.environment = startup_patch(folder, GATE_PATCH.format(gate=str(self._fifo)))
-        """What the process is to be started with."""
+        """Environment for the process."""
 
     def wait_reached(self, process: RforkProcess) -> None:
-        """Wait until the process, which has said nothing else to standard output, stands before it."""
+        """Wait until the process, which has printed nothing else, reaches the gate."""
         process.wait_for("^asks$")
 
     def open(self) -> None:
-        """Let it ask."""
+        """Let the process continue."""
         self._fifo.write_text("")

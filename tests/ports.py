@@ -1,4 +1,4 @@
-"""Ports for servers that tests start: the one place that chooses them."""
+"""Port allocation for servers that tests start."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ from pathlib import Path
 from typing import Final
 
 BELOW_EPHEMERAL: Final = range(20000, 32000)
-"""Not those that the system gives to whoever asks for any: a server binds its port seconds later."""
+"""Ports below the ephemeral range, which the system assigns to other sockets: a server binds its port seconds
+later.
+"""
 _port_locks: Final = os.open(
     Path(tempfile.gettempdir()) / f"rfork-test-ports-{os.getuid()}", os.O_RDWR | os.O_CREAT, 0o600
 )
-"""Has a locked byte for each port that a process of tests has chosen, until that process ends."""
+"""Contains a locked byte for each port that a test process has allocated, until that process ends."""
 
 _random = random.SystemRandom()
 _chosen: set[int] = set()
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nothing listens on, nor will soon."""
+    """Return a free TCP port of the loopback interface, reserved for this process."""
     return free_ports(1)[0]
 
 
 def free_ports(count: int) -> list[int]:
-    """As `free_port`, all different."""
+    """Return `count` different free ports."""
     with contextlib.ExitStack() as open_sockets:
         ports = list[int]()
         while len(ports) < count:
@@ -41,8 +43,8 @@ def free_ports(count: int) -> list[int]:
 
 
 def _reserve(port: int) -> bool:
-    """Have no other test choose it. Raises OSError where a test of another process has chosen it."""
-    if port in _chosen:  # a process may lock twice what it holds
+    """Reserve a port. Raises OSError if a test of another process has reserved it."""
+    if port in _chosen:  # a process may lock its own bytes again
         return False
     fcntl.lockf(_port_locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
     _chosen.add(port)

@@ -1,4 +1,4 @@
-"""Real `rfork` processes for tests: started, watched line by line with a deadline, and never left behind."""
+"""Real `rfork` processes for tests: started, watched line by line with a deadline, and always ended."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-# Importing torch and transformers takes most of this on a busy machine of two cores.
+# Importing torch and transformers dominates this time on a busy machine with two cores.
 START_S = 120.0
 STOP_S = 10.0
 
 
 def send(process: subprocess.Popen[str], number: int) -> None:
-    """Send a signal to a child; one that is told to stop stands still when this returns."""
+    """Send a signal to a child; after SIGSTOP, wait until it is stopped."""
     process.send_signal(number)
     if number == signal.SIGSTOP:
         with contextlib.suppress(ChildProcessError):  # it has ended
@@ -28,23 +28,23 @@ def send(process: subprocess.Popen[str], number: int) -> None:
 
 
 def startup_patch(folder: Path, code: str) -> dict[str, str]:
-    """The environment that has a Python process run `code` before anything else; makes `folder` for it."""
+    """Return the environment that makes a Python process run `code` first; creates `folder` for it."""
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(code)
     return {"PYTHONPATH": str(folder)}
 
 
 class SignalThread:
-    """A thread of a Python process that takes a signal for it: the main thread is not woken by that."""
+    """A thread of a Python process that receives its signals, so that the main thread is not interrupted."""
 
     def __init__(self, folder: Path) -> None:
         self.environment = startup_patch(folder, SIGNAL_THREAD_PATCH.format(told=str(folder / "told")))
-        """What the process is to be started with; its own children do not inherit it."""
+        """Environment for the process; its children do not inherit it."""
         self._fifo = folder / "told"
         os.mkfifo(self._fifo)
 
     def deliver(self, number: signal.Signals) -> None:
-        """Have the signal come to the thread."""
+        """Deliver the signal to the thread."""
         self._fifo.write_text(str(int(number)))
 
 
@@ -60,7 +60,7 @@ threading.Thread(target=take, daemon=True).start()
 
 
 class RforkProcess:
-    """``python -m MODULE ARGUMENTS`` in a process group of its own, its output read as it comes."""
+    """``python -m MODULE ARGUMENTS`` in its own process group, with its output read continuously."""
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], *, module: str = "rfork") -> None:
         self.module = module
@@ -86,28 +86,29 @@ class RforkProcess:
 
     @property
     def pid(self) -> int:
-        """Process id, and id of the process group."""
+        """Process id, also the id of the process group."""
         return self._process.pid
 
     @property
     def stdout(self) -> str:
-        """What it has written to standard output so far."""
+        """Standard output so far."""
         return self._text("stdout")
 
     @property
     def stderr(self) -> str:
-        """What it has written to standard error so far."""
+        """Standard error so far."""
         return self._text("stderr")
 
     def wait_for(self, pattern: str, *, deadline_s: float = START_S) -> re.Match[str]:
-        """The first match of `pattern` in a line of either stream; TimeoutError with all output without one.
+        """Return the first match of `pattern` in a line of either stream. Raises TimeoutError with all
+        output.
 
-        Gives up at once when the process has ended and all it wrote is read.
+        Fails immediately once the process has ended and all its output is read.
         """
         compiled, deadline = re.compile(pattern), time.monotonic() + deadline_s
         with self._changed:
             while True:
-                # Whether it may still write is asked first: what is read after that is then complete.
+                # Poll the process first: output read after its end is complete.
                 ended = not any(reader.is_alive() for reader in self._readers)
                 for line in (*self._lines["stdout"], *self._lines["stderr"]):
                     if match := compiled.search(line):
@@ -116,22 +117,22 @@ class RforkProcess:
                 if ended or remaining <= 0:
                     why = f"ended with {self._process.poll()}" if ended else f"{deadline_s} s passed"
                     raise TimeoutError(f"no line matches {pattern!r}: {why}\n{self.transcript()}")
-                # The end of a reader wakes nobody, so look again now and then.
+                # The end of a reader wakes no waiter, so poll regularly.
                 self._changed.wait(min(remaining, 0.2))
 
     def wait(self, *, deadline_s: float = START_S) -> int:
-        """Its exit code (negative: the signal), once it has ended and all its output is read."""
+        """Wait for its end and all its output; return the exit code (negative: the signal)."""
         code = self._process.wait(deadline_s)
         for reader in self._readers:
             reader.join(STOP_S)
         return code
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the process alone, not to its group."""
+        """Send a signal to the process, not to its group."""
         send(self._process, number)
 
     def stop(self) -> None:
-        """End it and all it started: SIGTERM, then SIGKILL to the whole group. Doing so again is harmless."""
+        """End it and its children: SIGTERM, then SIGKILL to the group. Idempotent."""
         if self._process.poll() is None:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -143,7 +144,7 @@ class RforkProcess:
             reader.join(STOP_S)
 
     def transcript(self) -> str:
-        """Command, exit code and all output, for a failure report."""
+        """Return command, exit code and all output, for a failure report."""
         heading = f"$ {self.module} {' '.join(self.arguments)}  (exit code {self._process.poll()})"
         return "\n".join((heading, "--- stdout", self.stdout, "--- stderr", self.stderr))
 
@@ -160,7 +161,7 @@ class RforkProcess:
 
 
 class RedisServer:
-    """A real redis-server on one port of the loopback interface, without files."""
+    """A real redis-server on one loopback port, without files."""
 
     def __init__(self, port: int) -> None:
         self.port = port
@@ -169,7 +170,7 @@ class RedisServer:
         self._drain: threading.Thread | None = None
 
     def start(self, *options: str) -> None:
-        """Start it, empty, and wait until it takes connections; TimeoutError with its log if it does not."""
+        """Start it, empty, and wait until it accepts connections. Raises TimeoutError with its log."""
         command = ["redis-server", "--bind", "127.0.0.1", "--port", str(self.port)]
         self._process = process = subprocess.Popen(
             [*command, "--save", "", "--appendonly", "no", *options],
@@ -202,7 +203,7 @@ class RedisServer:
             send(self._process, number)
 
     def kill(self) -> None:
-        """SIGKILL, and wait for its end. Doing so again is harmless."""
+        """Kill it and wait for its end. Idempotent."""
         if self._process is None or self._drain is None:
             return
         self._process.kill()

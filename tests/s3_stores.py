@@ -1,4 +1,4 @@
-"""Stores of the S3 server that all tests of a run share, and what tests do with them."""
+"""Stores of the S3 server that all tests of a run share, and operations on them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rfork.storage.registry import open_store
 
 MIB = 1 << 20
 SEVERAL_PARTS = 9 * MIB
-"""Bytes of a blob that is uploaded in two parts."""
+"""Size in bytes of a blob that is uploaded in two parts."""
 
 OpenStore = Callable[..., BlobStore]
 StoreOperation = Callable[[BlobStore], None]
@@ -26,7 +26,7 @@ StoreOperation = Callable[[BlobStore], None]
 
 @pytest.fixture
 def s3_store(s3: SeaweedServer) -> Iterator[OpenStore]:
-    """Opens stores: ``open_(uri, **settings)``, in a folder of the test's own without a URI."""
+    """Open stores: ``open_(uri, **settings)``, in the test's own folder by default."""
     pytest.importorskip("botocore", reason="NO boto3: S3 IS NOT TESTED")
     folder = f"tests/{uuid.uuid4().hex}/"
     stores: list[BlobStore] = []
@@ -48,18 +48,18 @@ def put(store: BlobStore, name: str, data: bytes, *, replace: bool = True) -> No
 
 
 def get(store: BlobStore, name: str) -> bytes:
-    """A whole blob."""
+    """Read a complete blob."""
     with closing(store.open(name)) as blob:
         return read_range(blob, 0, blob.size)
 
 
 def random_bytes(size: int) -> bytes:
-    """The same for the same size."""
+    """Return the same random bytes for the same size."""
     return random.Random(size).randbytes(size)
 
 
 def pending_uploads(server: SeaweedServer) -> list[str]:
-    """Keys of the uploads in parts that are neither complete nor aborted."""
+    """Return keys of multipart uploads that are neither completed nor aborted."""
     from botocore.session import Session
 
     client = Session().create_client("s3", region_name=seaweed.REGION, endpoint_url=server.endpoint)
@@ -69,7 +69,7 @@ def pending_uploads(server: SeaweedServer) -> list[str]:
 
 
 def storage_error_of(use: Callable[[], None]) -> tuple[type[RforkError], str]:
-    """The kind of error that `use` raises, and what it says of what it names."""
+    """Return the type of the error that `use` raises, and its message without the name."""
     with pytest.raises(RforkError) as caught:
         use()
     return type(caught.value), str(caught.value).partition(": ")[2]

@@ -1,4 +1,4 @@
-"""Fixtures of a real S3 server, which all tests of a run share."""
+"""Fixtures of a real S3 server, shared by all tests of a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UseIdentity = Callable[[Identity | None], None]
 
 @pytest.fixture(scope="session")
 def seaweed_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedServer]:
-    """SeaweedFS with `BUCKETS`, for the whole run: tests keep to keys of their own."""
+    """Run SeaweedFS with `BUCKETS` for all tests; each test uses its own keys."""
     if why := seaweed.unavailable_reason():
         pytest.skip(f"NO SeaweedFS: S3 IS NOT TESTED: {why}")
     with SeaweedServer(tmp_path_factory.mktemp("seaweed"), buckets=BUCKETS) as server:
@@ -26,9 +26,9 @@ def seaweed_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seaweed
 
 @pytest.fixture
 def use_identity(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> UseIdentity:
-    """Has this process's S3 clients show these credentials, and none where None is given.
+    """Set the credentials of this process's S3 clients, or none.
 
-    Nothing of the developer's own AWS configuration is seen, and no instance metadata is asked for.
+    The developer's AWS configuration and instance metadata are not used.
     """
 
     def use(identity: Identity | None) -> None:
@@ -38,6 +38,8 @@ def use_identity(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> UseIdentity
             "AWS_ENDPOINT_URL",
             "AWS_ENDPOINT_URL_S3",
             "AWS_REGION",
+            "AWS_CA_BUNDLE",
+            "AWS_SKIP_SIGNATURE",
         ):
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "no-credentials"))
@@ -54,6 +56,6 @@ def use_identity(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> UseIdentity
 
 @pytest.fixture
 def s3(seaweed_server: SeaweedServer, use_identity: UseIdentity) -> SeaweedServer:
-    """The server, with the writer's credentials in the environment."""
+    """Return the server, with the writer's credentials in the environment."""
     use_identity(seaweed.WRITER)
     return seaweed_server

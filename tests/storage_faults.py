@@ -1,4 +1,6 @@
-"""What a storage server does wrong, and when: scripts for `tests.storage_server` and `tests.fault_proxy`."""
+"""Faults of a storage server, and scripts that schedule them, for `tests.storage_server` and
+`tests.fault_proxy`.
+"""
 
 from __future__ import annotations
 
@@ -10,28 +12,28 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class StallFault:
-    """Sends `after` bytes of the body (None: not even a head), then nothing until the script is released."""
+    """Send `after` bytes of the body (None: not even a head), then nothing until the script is released."""
 
     after: int | None = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ResetFault:
-    """Resets the connection (RST) after so many bytes of the body; None: before the head."""
+    """Reset the connection (RST) after `after` bytes of the body; None: before the head."""
 
     after: int | None = 0
 
 
 @dataclass(frozen=True, slots=True)
 class TruncateFault:
-    """Ends the connection in order after so many bytes of a body that was promised whole; None: no head."""
+    """Close the connection after `after` bytes of a body with a larger Content-Length; None: before the head."""
 
     after: int | None = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorStatus:
-    """Answers with a status, fields and a text, which may come in chunked coding."""
+    """Respond with a status, header fields and a text, optionally chunked."""
 
     status: int
     fields: Mapping[str, str] = field(default_factory=dict)
@@ -41,21 +43,21 @@ class ErrorStatus:
 
 @dataclass(frozen=True, slots=True)
 class HeaderFields:
-    """Answers as it should, but for these fields of the head (None: left out). For `StorageServer` alone."""
+    """Respond normally with changed header fields (None: omitted). `StorageServer` only."""
 
     fields: Mapping[str, str | None]
 
 
 @dataclass(frozen=True, slots=True)
 class FullObject:
-    """Answers 200 with the whole object, whatever range was asked for. For `StorageServer` alone."""
+    """Respond with 200 and the complete object regardless of the requested range. `StorageServer` only."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplaceObject:
-    """Sends `after` bytes of the object, then puts `data` in its place and ends the connection in order.
+    """Send `after` bytes of the object, then replace it by `data` and close the connection.
 
-    For `StorageServer` alone.
+    `StorageServer` only.
     """
 
     data: bytes
@@ -66,14 +68,14 @@ Fault = StallFault | ResetFault | TruncateFault | ErrorStatus | HeaderFields | F
 
 
 class FaultScript:
-    """Which answers go wrong, in the order of requests. Thread-safe.
+    """Schedule of faults in the order of requests. Thread-safe.
 
     ::
 
-        script.then(Reset(after=1000), None, Status(503))   # the first and third of the next three requests
-        script.then(Whole(), path="a.bin")                  # the next request whose path holds "a.bin"
-        script.always(Status(403))                          # every one that no other fault is meant for
-        script.release()                                    # those that stall go on
+        script.then(ResetFault(after=1000), None, ErrorStatus(503))   # the first and third of the next three requests
+        script.then(FullObject(), path="a.bin")                       # the next request whose path contains "a.bin"
+        script.always(ErrorStatus(403))                               # every request without another fault
+        script.release()                                              # stalled responses continue
     """
 
     def __init__(self) -> None:
@@ -84,32 +86,32 @@ class FaultScript:
         self._stalled = threading.Semaphore(0)
 
     def then(self, *faults: Fault | None, path: str = "") -> None:
-        """What the next requests, whose path holds `path`, meet; None: a good answer."""
+        """Schedule faults for the next requests whose path contains `path`; None: a normal response."""
         with self._lock:
             self._next.setdefault(path, deque()).extend(faults)
 
     def always(self, fault: Fault, path: str = "") -> None:
-        """What every further such request meets."""
+        """Apply a fault to every further request."""
         with self._lock:
             self._always[path] = fault
 
     def clear(self) -> None:
-        """All is well from now on; what stalls still does."""
+        """Remove all faults; stalled responses stay stalled."""
         with self._lock:
             self._next.clear()
             self._always.clear()
 
     def release(self) -> None:
-        """Let everything that stalls go on, now and from now on."""
+        """Let all stalled responses continue, including future ones."""
         self._released.set()
 
     def wait_stalled(self, deadline_s: float = 60.0) -> None:
-        """Wait until one more answer stalls. Raises TimeoutError where none does."""
+        """Wait until one more response stalls. Raises TimeoutError."""
         if not self._stalled.acquire(timeout=deadline_s):
-            raise TimeoutError("no answer stalls")
+            raise TimeoutError("no response stalls")
 
     def next_fault(self, path: str) -> Fault | None:
-        """For the server: what becomes of this request."""
+        """Return the fault of a request; called by the server."""
         with self._lock:
             for part, faults in self._next.items():
                 if faults and part in path:
@@ -117,6 +119,6 @@ class FaultScript:
             return next((fault for part, fault in self._always.items() if part in path), None)
 
     def wait_released(self) -> None:
-        """For the server: wait until the script is released."""
+        """Wait until the script is released; called by the server."""
         self._stalled.release()
         self._released.wait()

@@ -1,17 +1,17 @@
-"""A web server with ranges for tests, on threads of the test's own process, with faults by script.
+"""Web server with range support for tests, on threads of the test process, with scripted faults.
 
 ::
 
     with StorageServer({"model.bin": data}) as server:
-        blob = WebStore(Location.parse(server.url()), settings).open("model.bin")
-        server.script.then(Reset(after=1000))
-        blob.read(0, views)                       # its first answer breaks off after 1000 bytes
+        blob = HttpStore(Location.parse(server.url()), settings).open("model.bin")
+        server.script.then(ResetFault(after=1000))
+        blob.read(0, views)                       # its first response breaks after 1000 bytes
         server.put("model.bin", other)            # replaced: another ETag
-        assert 2 == len(server.seen("model.bin")[1:])
+        assert 2 == len(server.requests_matching("model.bin")[1:])
 
-It answers GET and HEAD with one ``bytes=A-B`` range each, keeps connections alive, and heeds If-Match,
-If-Unmodified-Since and, with `token`, Authorization. Names are paths without their leading slash, decoded.
-For faults before a server of another kind see `tests.fault_proxy`.
+It answers GET and HEAD with one ``bytes=A-B`` range, keeps connections alive, and supports If-Match,
+If-Unmodified-Since and, with `token`, Authorization. Names are decoded paths without the leading slash. For
+faults in front of another server see `tests.fault_proxy`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ BLOCK_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class SeenRequest:
-    """A request: its path without the query, the query, the fields by lower-case name, and its answer."""
+    """A request: path without query, query, fields by lower-case name, and its response."""
 
     path: str
     query: str
@@ -63,7 +63,7 @@ class SeenRequest:
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """An object, its entity tag, and when it was written, in seconds since the epoch."""
+    """An object, its entity tag, and its modification time in seconds since the epoch."""
 
     data: bytes
     etag: str
@@ -71,15 +71,15 @@ class StoredObject:
 
     @classmethod
     def of(cls, data: bytes, modified: float) -> StoredObject:
-        """With the tag that S3 would give it."""
+        """Create an object with the tag that S3 would assign."""
         return cls(data, f'"{hashlib.md5(data).hexdigest()}"', modified)
 
 
 class StorageServer:
-    """Serves objects from memory, given as a mapping or as a folder that is read once, until it is closed.
+    """Serve objects from memory, passed as a mapping or as a folder that is read once, until closed.
 
-    `tags`: what kind of ETag its answers have; `dates`: whether they have Last-Modified. `honours_preconditions`: whether it
-    looks at conditions at all. `tls`: a server context; then its URLs are https. `host`: what URLs name.
+    `tags`: type of ETags; `dates`: send Last-Modified; `honours_preconditions`: evaluate conditional
+    requests. `tls`: server context for https. `host`: host of the URLs.
     """
 
     def __init__(
@@ -116,15 +116,15 @@ class StorageServer:
 
     @property
     def port(self) -> int:
-        """Where it listens, on 127.0.0.1."""
+        """The port on 127.0.0.1 on which it listens."""
         return self._tcp.server_port
 
     def url(self, name: str = "") -> str:
-        """The URL of an object, or of all of them."""
+        """Return the URL of an object, or of the server."""
         return f"{self._scheme}://{self._host}:{self.port}/{name}"
 
     def put(self, name: str, data: bytes) -> None:
-        """Write an object, or replace it: with another tag and date."""
+        """Write or replace an object, with a new tag and date."""
         with self.lock:
             self._written += 10
             self._objects[name] = StoredObject.of(data, self._written)
@@ -135,24 +135,24 @@ class StorageServer:
             del self._objects[name]
 
     def get_object(self, name: str) -> StoredObject | None:
-        """The object of a name, as it is now."""
+        """Return the current object of a name."""
         with self.lock:
             return self._objects.get(name)
 
     def requests_matching(self, path: str = "") -> list[SeenRequest]:
-        """The requests so far whose path holds `path`, in the order of their answers' heads."""
+        """Return the requests so far whose path contains `path`, in the order of their response heads."""
         with self.lock:
             return [request for request in self._requests if path in request.path]
 
     def wait_requests(self, count: int, deadline_s: float = 60.0) -> None:
-        """Wait until so many requests have come in all. Raises TimeoutError where they do not."""
+        """Wait for `count` requests in total. Raises TimeoutError."""
         with self.lock:
             if not self.lock.wait_for(lambda: len(self._requests) >= count, deadline_s):
-                raise TimeoutError(f"{len(self._requests)} requests came, not {count}")
+                raise TimeoutError(f"{len(self._requests)} requests instead of {count}")
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes of bodies so far, heads and refusals not counted."""
+        """Bytes of bodies sent so far, without heads and errors."""
         with self.lock:
             return self._bytes_sent
 
@@ -162,18 +162,18 @@ class StorageServer:
         return self._tcp.accepted
 
     def record_request(self, request: SeenRequest) -> None:
-        """For the handler: a request is being answered."""
+        """Record a request; called by the handler."""
         with self.lock:
             self._requests.append(request)
             self.lock.notify_all()
 
     def record_sent(self, count: int) -> None:
-        """For the handler: bytes of a body are going out."""
+        """Record sent bytes of a body; called by the handler."""
         with self.lock:
             self._bytes_sent += count
 
     def close(self) -> None:
-        """Stop it, and end its connections."""
+        """Stop it and end its connections."""
         self.script.release()
         self._tcp.shutdown()
         self._tcp.end_connections()
@@ -218,7 +218,7 @@ class _Tcp(ThreadingHTTPServer):
     def handle_error(
         self, request: socket.socket | tuple[bytes, socket.socket], client_address: tuple[str, int]
     ) -> None:
-        """Clients that leave are what these tests are about."""
+        """Ignore clients that disconnect."""
 
     def end_connections(self) -> None:
         with self.storage.lock:
@@ -258,7 +258,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def log_message(self, format: str, *args: str) -> None:
-        """Tests ask `StorageServer.requests_matching` instead."""
+        """Log nothing: tests use `StorageServer.requests_matching`."""
 
     def _note(self, name: str, query: str, status: int) -> None:
         self.server.storage.record_request(SeenRequest(name, query, self._fields(), status))
@@ -302,7 +302,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _send(self, body: memoryview) -> None:
         for begin in range(0, len(body), BLOCK_BYTES):
             piece = body[begin : begin + BLOCK_BYTES]
-            self.server.storage.record_sent(len(piece))  # first, so that what a client has is counted
+            self.server.storage.record_sent(
+                len(piece)
+            )  # first, so that the count includes everything that a client has received
             self.wfile.write(piece)
 
     def _apply_connection_fault(self, fault: StallFault | ResetFault | TruncateFault) -> None:
@@ -316,7 +318,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @dataclass(frozen=True, slots=True)
 class _BodyResponse:
-    """A body to give, and its head."""
+    """A response with a body."""
 
     status: int
     fields: Mapping[str, str]
@@ -326,7 +328,7 @@ class _BodyResponse:
 def _build_response(
     storage: StorageServer, name: str, request_headers: Mapping[str, str], *, ignore_range: bool
 ) -> _BodyResponse | ErrorStatus:
-    """What a server that does nothing wrong answers."""
+    """Return the normal response to a request."""
     if storage.token is not None and (presented := bearer_token(request_headers)) != storage.token:
         return ErrorStatus(401 if presented is None else 403)
     stored = storage.get_object(name)
@@ -362,5 +364,5 @@ def _precondition_holds(stored: StoredObject, request_headers: Mapping[str, str]
 
 
 def reset(connected: socket.socket) -> None:
-    """Have a connection end with RST instead of FIN once it is closed."""
+    """Make a connection end with RST instead of FIN when it is closed."""
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

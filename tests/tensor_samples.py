@@ -1,4 +1,4 @@
-"""Tensors of every kind that a file format may stumble over, and whether two are the same."""
+"""Tensors that are difficult for file formats, and comparison of tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Raw = dict[str, tuple[torch.dtype, tuple[int, ...], bytes]]
 
 
 def samples() -> dict[str, torch.Tensor]:
-    """One tensor of each type and of each odd shape."""
+    """Return one tensor of each dtype and of each unusual shape."""
     generator = torch.Generator().manual_seed(7)
     return {
         "embed.weight": torch.randn(33, 17, generator=generator),
@@ -35,7 +35,7 @@ def samples() -> dict[str, torch.Tensor]:
 
 
 def raw_tensor(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:
-    """Type, shape and bytes: equal where two tensors are, NaN or not."""
+    """Return dtype, shape and bytes, which are equal for equal tensors, NaN included."""
     contiguous = tensor.detach().contiguous()
     data = contiguous.reshape(-1).view(torch.uint8).numpy().tobytes() if contiguous.numel() else b""
     return tensor.dtype, tuple(tensor.shape), data
@@ -44,6 +44,6 @@ def raw_tensor(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], byte
 def raw_tensors(
     tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
 ) -> Raw:
-    """The same of named tensors, by name."""
+    """Return the same of named tensors, by name."""
     items = tensors.items() if isinstance(tensors, Mapping) else tensors
     return {name: raw_tensor(tensor) for name, tensor in items}

@@ -1,4 +1,4 @@
-"""What every transport promises, as checks that each transport's tests run: see `CONTRACT`."""
+"""Contract of all transports, as checks that each transport's tests run: see `CONTRACT`."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from rfork.transport.base import Exporter, Reader, Transport
 
 TOKEN = "a-valid-token"
 MIXED = (3 * MIB + 17, 5, 4096, *(1000 + index for index in range(1500)), MIB)
-"""Sizes of tensors, in bytes: large and tiny ones, more than one system call can take."""
+"""Sizes of tensors in bytes: large and tiny ones, more than one system call can handle."""
 
 
 def image_of(sizes: Sequence[int], seed: int | None = None) -> Image:
-    """An image of separately allocated byte tensors: random ones, or zeros without a seed."""
+    """Return an image of separately allocated byte tensors: random, or zeros without a seed."""
     generator = torch.Generator()
     regions: list[torch.Tensor] = []
     specs: list[TensorSpec] = []
@@ -41,14 +41,14 @@ def image_of(sizes: Sequence[int], seed: int | None = None) -> Image:
 
 
 def content(image: Image, begin: int = 0, end: int | None = None) -> bytes:
-    """The bytes of an image range."""
+    """Return the bytes of an image range."""
     with image.readable(begin, image.layout.image_bytes if end is None else end) as views:
         return b"".join(views)
 
 
 @dataclass
 class FakeGate:
-    """A gate that tests turn: `verified` bytes from the start can be read, with `TOKEN`."""
+    """Gate controlled by tests: the first `verified` bytes can be read with `TOKEN`."""
 
     verified: int = 1 << 62
     weights_changed: bool = False
@@ -76,14 +76,14 @@ class FakeGate:
 
     def acquire_bytes(self, max_bytes: int, fork_id: str) -> int:
         if fork_id != "fork-1":
-            raise LeaseRejected(f"nothing is leased to {fork_id!r}")
+            raise LeaseRejected(f"no lease for {fork_id!r}")
         self.before_slice(max_bytes)
         return max_bytes
 
 
 @dataclass
 class TransportPair:
-    """A source and a target over one transport."""
+    """A source and a target connected by one transport."""
 
     transport: Transport
     gate: FakeGate
@@ -110,19 +110,19 @@ class TransportPair:
 
 
 def soon(seconds: float = 30.0) -> float:
-    """A deadline that a working transport never meets."""
+    """Return a deadline that a working transport always meets."""
     return time.monotonic() + seconds
 
 
 def reads_correct_bytes(pair: TransportPair) -> None:
-    """A read of the whole image makes the target's bytes the source's."""
+    """A read of the complete image makes the target's bytes equal to the source's."""
     reader = pair.connect()
     reader.read(0, pair.source.layout.image_bytes, soon())
     assert content(pair.source) == content(pair.target)
 
 
 def reads_only_requested_range(pair: TransportPair) -> None:
-    """Bytes outside the range that is read stay as they were."""
+    """Bytes outside the requested range do not change."""
     begin, end = 3 * MIB + 20, 4 * MIB + 1
     reader = pair.connect()
     reader.read(begin, end, soon())
@@ -131,14 +131,14 @@ def reads_only_requested_range(pair: TransportPair) -> None:
 
 
 def reads_empty_range(pair: TransportPair) -> None:
-    """A read of no bytes is done at once."""
+    """A read of no bytes completes immediately."""
     reader = pair.connect()
     reader.read(7, 7, soon())
     assert bytes(pair.target.layout.image_bytes) == content(pair.target)
 
 
 def serves_many_threads(pair: TransportPair) -> None:
-    """Eight threads share one reader, each with ranges of its own."""
+    """Eight threads share one reader, each with its own ranges."""
     size, step = pair.source.layout.image_bytes, 300_001
     reader = pair.connect()
     ranges = [(at, min(at + step, size)) for at in range(0, size, step)]
@@ -156,14 +156,14 @@ def serves_many_threads(pair: TransportPair) -> None:
 
 
 def rejects_out_of_bounds_range(pair: TransportPair) -> None:
-    """A range that is not in the image is the caller's error."""
+    """A range outside the image is an error of the caller."""
     reader = pair.connect()
     with pytest.raises(ValueError, match="image"):
         reader.read(0, pair.source.layout.image_bytes + 1, soon())
 
 
 def rejects_invalid_lease(pair: TransportPair) -> None:
-    """A token that the gate does not know gives LeaseRejected and no byte."""
+    """An invalid token results in LeaseRejected and no bytes."""
     pair.token = "forged"
     reader = pair.connect()
     with pytest.raises(LeaseRejected):
@@ -172,7 +172,7 @@ def rejects_invalid_lease(pair: TransportPair) -> None:
 
 
 def uses_renewed_token(pair: TransportPair) -> None:
-    """A token that was renewed after connecting is the one that is shown."""
+    """A token renewed after connecting is used."""
     pair.token = "expired"
     reader = pair.connect()
     pair.token = TOKEN
@@ -181,7 +181,7 @@ def uses_renewed_token(pair: TransportPair) -> None:
 
 
 def withholds_unverified_chunks(pair: TransportPair) -> None:
-    """A relay gives what it has verified and is busy for the rest."""
+    """A relay serves verified chunks and is busy for the others."""
     pair.gate.verified = 5000
     reader = pair.connect()
     reader.read(0, 5000, soon())
@@ -191,7 +191,7 @@ def withholds_unverified_chunks(pair: TransportPair) -> None:
 
 
 def fences_changed_weights(pair: TransportPair) -> None:
-    """Once the weights have changed, readers of the old ones get SourceWeightsChanged."""
+    """After the weights have changed, readers of the old ones get SourceWeightsChanged."""
     reader = pair.connect()
     pair.gate.weights_changed = True
     with pytest.raises(SourceWeightsChanged):
@@ -199,7 +199,7 @@ def fences_changed_weights(pair: TransportPair) -> None:
 
 
 def fences_weights_changed_mid_read(pair: TransportPair) -> None:
-    """A change between two slices of one read ends it with SourceWeightsChanged."""
+    """A change between two slices of a read ends it with SourceWeightsChanged."""
 
     def change(nbytes: int) -> None:
         pair.gate.weights_changed = sum(end - begin for begin, end in pair.gate.admitted) > 0
@@ -211,7 +211,7 @@ def fences_weights_changed_mid_read(pair: TransportPair) -> None:
 
 
 def raises_source_unavailable(pair: TransportPair) -> None:
-    """After the exporter is closed, reads and new connections give SourceUnavailable."""
+    """After the exporter is closed, reads and new connections raise SourceUnavailable."""
     reader = pair.connect()
     endpoint = pair.exporter.endpoint()
     reader.read(0, 1000, soon())
@@ -223,7 +223,7 @@ def raises_source_unavailable(pair: TransportPair) -> None:
 
 
 def respects_deadline(pair: TransportPair) -> None:
-    """A source that holds back past the deadline gives SourceTimeout."""
+    """A source that blocks past the deadline results in SourceTimeout."""
     release = threading.Event()
 
     def block_grant(nbytes: int) -> None:
@@ -237,14 +237,14 @@ def respects_deadline(pair: TransportPair) -> None:
 
 
 def rejects_expired_deadline(pair: TransportPair) -> None:
-    """A deadline that has passed already gives SourceTimeout."""
+    """A deadline in the past results in SourceTimeout."""
     reader = pair.connect()
     with pytest.raises(SourceTimeout):
         reader.read(0, 1000, time.monotonic() - 1)
 
 
 def close_ends_reads(pair: TransportPair) -> None:
-    """Closing a reader ends the read under way, and every later one, with SourceUnavailable."""
+    """Closing a reader ends the current read and every later one with SourceUnavailable."""
     begun, release = threading.Event(), threading.Event()
 
     def block_grant(nbytes: int) -> None:

@@ -1,4 +1,4 @@
-"""Takes the pictures of the planner's page that the documents show: ``python -m tests.ui_screenshots FOLDER``."""
+"""Takes the documentation's screenshots of the planner's page: ``python -m tests.ui_screenshots FOLDER``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.fleet_player import (
 
 MAX_BYTES: Final = 200_000
 COLOURS: Final = 160
-"""Of a picture's palette: enough for flat signs and text."""
+"""Number of colours in a picture's palette: sufficient for flat shapes and text."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ SCREENSHOTS: Final = (
 
 
 def main(folder: Path) -> int:
-    """Take all of them; 1 where one is too large for a page of documents."""
+    """Take all screenshots; return 1 if one is too large for a documentation page."""
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if chromium is None:
         print("there is no chromium on PATH: install the package chromium")
@@ -100,7 +100,7 @@ def _take_screenshot(browser: Browser, screenshot: Screenshot, folder: Path) -> 
             page = context.new_page()
             _open_page(page, url)
             screenshot.play(fleet)
-            # The sums over all instances are told every two seconds: by then the picture is whole.
+            # The page receives totals every two seconds; afterwards the screenshot is complete.
             page.wait_for_timeout(2600)
             picture = page.screenshot()
     path = folder / f"{screenshot.name}.png"

@@ -127,7 +127,7 @@ def _snapshot(processes: EngineProcesses, engine: EngineName) -> Path:
     folder = processes.folder / f"snapshot-{engine}"
     shutil.rmtree(folder, ignore_errors=True)
     options = ["--name", "bench", "--planner", processes.planner]
-    command = [sys.executable, "-m", "rfork", "snapshot", str(folder), *options]
+    command = [sys.executable, "-m", "rfork", "snapshot", "write", str(folder), *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RforkError(f"no snapshot of {engine}: {done.stderr.strip()}")

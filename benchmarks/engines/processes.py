@@ -140,7 +140,7 @@ class EngineProcesses:
         process = self._stack.enter_context(
             _running(
                 [sys.executable, "-m", "rfork", "planner", "--port", str(port)],
-                {**os.environ, "RFORK_PLANNER_LOG_LEVEL": "error"},
+                {**os.environ, "RFORK_LOG_LEVEL": "error"},
                 self.folder / "planner.log",
             )
         )

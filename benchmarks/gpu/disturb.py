@@ -8,7 +8,7 @@ compared once more at the end of a slot. They give nothing onwards.
 
 - Without MPS the kernels of several processes take turns on a GPU: what targets run to verify is in these
   figures too, as it is where a replica starts beside another one.
-- "governor on" is the product as it comes; "off" is without latency setpoint and niceness.
+- "governor on" is the product as it comes; "off" is without the limit on the engine's latency.
 - "kernel copies" stands for NCCL, which refuses two ranks on one GPU: a kernel copies as many bytes, over
   and over, ungoverned.
 - "idle, slot …": nobody reads. The two slots of a round against one another are the noise of this machine.

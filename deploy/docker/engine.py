@@ -1,6 +1,6 @@
-"""The one step of engine.Dockerfile: rfork into the Python of an engine's image, of which nothing changes.
+"""Installs rfork into an engine's image without changing its other packages, for engine.Dockerfile.
 
-``python3 engine.py WHEEL [--extras s3,mooncake] [--may-replace "protobuf grpcio"]``; nothing but the standard
+``python3 engine.py WHEEL [--extras s3,mooncake] [--may-replace "protobuf grpcio"]``; needs only the standard
 library and the image's pip.
 """
 
@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Final
 
 ENGINES: Final = ("torch", "vllm", "sglang")
-"""What is never replaced, whatever is asked for."""
+"""Packages that are never replaced."""
 
 
 def installed() -> dict[str, str]:
-    """The version of each package that this Python finds, by its name in lower case."""
+    """Return the versions of all installed packages, by lower-case name."""
     found: dict[str, str] = {}
     for each in metadata.distributions():
         name: str | None = each.metadata["Name"]
@@ -31,9 +31,9 @@ def installed() -> dict[str, str]:
 
 
 def constraints(versions: Mapping[str, str], replaceable: Collection[str]) -> str:
-    """A constraints file that holds all but some packages to their versions. ValueError for engines."""
+    """Return a constraints file that pins all packages except `replaceable`. Raises ValueError for engines."""
     if engines := sorted(set(replaceable) & set(ENGINES)):
-        raise ValueError(f"rfork replaces no engine: {', '.join(engines)}")
+        raise ValueError(f"rfork does not replace engines: {', '.join(engines)}")
     return "".join(
         f"{name}=={version}\n"
         for name, version in sorted(versions.items())
@@ -42,20 +42,20 @@ def constraints(versions: Mapping[str, str], replaceable: Collection[str]) -> st
 
 
 def changed(before: Mapping[str, str], after: Mapping[str, str], replaceable: Collection[str]) -> list[str]:
-    """What is no longer as it was, though nobody allowed that."""
+    """Return the packages that changed although they must not."""
     return [
-        f"{name} was {version} and is {after.get(name, 'gone')}"
+        f"{name} was {version} and is {after.get(name, 'removed')}"
         for name, version in before.items()
         if after.get(name) != version and name not in replaceable and name != "rfork"
     ]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Install, and look whether all else is as it was."""
+    """Install rfork, and check that all other packages are unchanged."""
     parser = argparse.ArgumentParser(prog="engine.py", description=__doc__)
     parser.add_argument("wheel", type=Path)
     parser.add_argument("--extras", default="", help="extras of rfork, comma separated")
-    parser.add_argument("--may-replace", default="", help="packages that may change their version, with blanks")
+    parser.add_argument("--may-replace", default="", help="packages that may change their version, separated by spaces")
     parsed = parser.parse_args(arguments)
     replaceable = {name.lower().replace("_", "-") for name in parsed.may_replace.split()}
     before = installed()
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         kept = Path(made, "constraints.txt")
         kept.write_text(constraints(before, replaceable), "utf-8")
         extras = f"[{parsed.extras}]" if parsed.extras else ""
-        # Images are no machines that a package manager looks after.
+        # No system package manager maintains the Python of an image.
         environment = {**os.environ, "PIP_BREAK_SYSTEM_PACKAGES": "1"}
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--no-cache-dir"]
         code = subprocess.run(
@@ -73,8 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ).returncode
     if code:
         sys.exit(
-            "rfork was not installed. Where pip names packages of the image that are too old for it, "
-            "MAY_REPLACE lets it take newer ones: try the engine afterwards"
+            "rfork was not installed. If pip names packages of the image that are too old, "
+            "allow newer versions with MAY_REPLACE, then test the engine"
         )
     now = subprocess.run(
         [

@@ -1,13 +1,13 @@
-"""rfork as files, for engines' containers whose image lacks it: what an init container copies to /opt/rfork.
+"""Builds rfork as files for containers whose image lacks it: an init container copies them to /opt/rfork.
 
 ======================  ==================================================================================
 ``path/``               on PYTHONPATH: rfork, and the metadata by which vLLM and SGLang find its plug-ins
-``deps/cp3XY/``         what rfork needs beside torch, for one Python: behind all that the image has
-``bin/rfork``           the command, by the image's Python: for preStop hooks
-======================  ==================================================================================
+``deps/cp3XY/``         dependencies besides torch, for one Python version: after the image's own packages
+``bin/rfork``           the command, run by the image's Python: for preStop hooks ======================
+==================================================================================
 
-`path` holds names that begin with ``rfork`` and nothing else, as it goes before the image's own packages. The
-planner stays out of it for that reason.
+`path` contains only names that begin with ``rfork``, because it precedes the image's own packages. The
+planner is not included for that reason.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from deploy.docker.requirements import requirements
 from rfork.engine_command import ENTRY_POINTS, PLUGIN
 
 PYTHONS: Final = ("3.11", "3.12", "3.13")
-"""The Pythons that engines' images have."""
+"""Python versions of engine images."""
 LAYER: Final = Path(__file__).parent / "layer"
 HOOK: Final = "_files"
-"""The module of rfork's package that only these files have."""
+"""Module of the rfork package that only exists in these files."""
 SHIMS: Final = {group: f"rfork.{HOOK}:{group.partition('.')[0]}" for group in ENTRY_POINTS}
-"""What engines call first: see `layer/_files.py`."""
+"""Entry points for engines: see `layer/_files.py`."""
 LIBCS: Final = ("manylinux_2_28", "manylinux_2_17", "manylinux2014", "manylinux1")
-"""Wheels for these run on any Linux with glibc 2.28 (2018) or newer."""
+"""Wheels for these platforms run on any Linux with glibc 2.28 (2018) or newer."""
 UNUSED: Final = ("*.pyi", "*.pyx", "*.pxd", "*.pxi", "*.so.debug")
-"""Files of packages that nothing reads when they run."""
+"""Files of packages that are not needed at run time."""
 
 Install = Callable[[Sequence[str], str, Path], None]
-"""Put requirements, for a Python (``3.12``), into a folder."""
+"""Installs requirements for a Python version (``3.12``) into a directory."""
 
 
 def build(folder: Path, wheel: Path, pythons: Sequence[str], install: Install) -> None:
-    """Make the folder anew, from rfork's wheel. Raises ValueError for a Python that is no version."""
+    """Build the directory from rfork's wheel, replacing it. Raises ValueError for an invalid Python version."""
     if wrong := [each for each in pythons if not re.fullmatch(r"3\.\d+", each)]:
-        raise ValueError(f"not a version of Python, as in {PYTHONS[0]}: {', '.join(wrong)}")
+        raise ValueError(f"invalid Python version, expected e.g. {PYTHONS[0]}: {', '.join(wrong)}")
     if folder.exists():
         shutil.rmtree(folder)
     _unpack(wheel, folder / "path")
     for python in pythons:
         target = folder / "deps" / f"cp{python.replace('.', '')}"
         target.mkdir(parents=True)
-        # `packaging` says whether what the image has will do.
+        # `packaging` checks the versions of the image's packages.
         install((*requirements(), "packaging"), python, target)
         _remove_unused(target)
     (folder / "bin").mkdir()
@@ -59,10 +59,10 @@ def build(folder: Path, wheel: Path, pythons: Sequence[str], install: Install) -
 
 
 def by_pip(pip: Callable[..., None], constraints: Path) -> Install:
-    """The installer for images: wheels from a package index, for another Python than this one.
+    """Return the installer for images: wheels from a package index, for another Python version than this one.
 
-    pip asks markers of the Python that it runs on; of what rfork needs none differs between `PYTHONS`, and
-    the files say at run time if something were missing.
+    pip evaluates markers for the Python that runs it. rfork's requirements have no markers that differ
+    between `PYTHONS`, and missing packages are reported at run time.
     """
 
     def install(wanted: Sequence[str], python: str, target: Path) -> None:
@@ -79,7 +79,7 @@ def by_pip(pip: Callable[..., None], constraints: Path) -> Install:
 
 
 def _unpack(wheel: Path, path: Path) -> None:
-    """rfork's package, with the hook, and its metadata, with entry points that lead to the hook."""
+    """Unpack the rfork package with the hook module, and its metadata with entry points to the hook module."""
     with zipfile.ZipFile(wheel) as archive:
         for name in archive.namelist():
             top = name.partition("/")[0]
@@ -87,7 +87,7 @@ def _unpack(wheel: Path, path: Path) -> None:
                 archive.extract(name, path)
     shutil.copyfile(LAYER / f"{HOOK}.py", path / "rfork" / f"{HOOK}.py")
     package = path / "rfork" / "__init__.py"
-    # Whatever of rfork is imported first, in whatever process (a pickle may come before any plug-in), its
+    # Whichever module of rfork is imported first, in any process (unpickling may precede the plug-ins), its
     # dependencies are found from then on.
     package.write_text(f"{package.read_text('utf-8')}\nfrom rfork import {HOOK} as {HOOK}  # noqa: E402\n", "utf-8")
     (metadata,) = path.glob("rfork-*.dist-info")
@@ -96,7 +96,7 @@ def _unpack(wheel: Path, path: Path) -> None:
 
 
 def _remove_unused(target: Path) -> None:
-    """Leave out what is not read at run time: stubs, sources of C, scripts."""
+    """Remove files that are not needed at run time: stubs, C sources, scripts."""
     shutil.rmtree(target / "bin", ignore_errors=True)
     for pattern in UNUSED:
         for file in target.rglob(pattern):

@@ -1,7 +1,7 @@
-"""The steps of Dockerfile: ``python -m deploy.docker.install STEP FOLDER``, from the repository's root.
+"""Build steps of Dockerfile: ``python -m deploy.docker.install STEP FOLDER``, run in the repository's root.
 
-Each step is a list of pip's arguments or a function, so that tests run the very same on any machine. Needs
-nothing but Python with pip, and a package index.
+Each step is a list of pip arguments or a function, so that tests can run the same code on any machine. Needs
+only Python with pip, and a package index.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from deploy.docker.requirements import (
 )
 
 WHEELS: Final = "dist"
-"""Where in the image's folder rfork's wheel lies, for engine.Dockerfile."""
+"""Directory of rfork's wheel in the image, for engine.Dockerfile."""
 PLANNER: Final = "venv"
-"""Where what the planner runs with lies."""
+"""Directory of the planner's environment."""
 FILES: Final = "files"
-"""Where what engines' containers get lies."""
+"""Directory of the files for engine containers."""
 SOURCES: Final = ("pyproject.toml", "README.md", "LICENSE", "rfork", "planner")
-"""What rfork's wheel is built from."""
+"""Sources of rfork's wheel."""
 STEPS: Final = ("wheel", "planner", "files")
-"""In this order."""
+"""In execution order."""
 
 
 def pip(*arguments: str | Path) -> None:
-    """Run this Python's pip. Raises CalledProcessError; pip has said why by then."""
+    """Run this Python's pip. Raises CalledProcessError after pip has printed the reason."""
     quiet = ("--quiet", "--disable-pip-version-check", "--no-input")
     subprocess.run([sys.executable, "-m", "pip", *quiet, *map(str, arguments)], check=True)
 
 
 def wheel(folder: Path) -> None:
-    """Build rfork's wheel, with the build backend that constraints.txt names."""
+    """Build rfork's wheel with the build backend pinned in constraints.txt."""
     with tempfile.TemporaryDirectory(prefix="rfork-wheel-") as output:
         sources, tools = Path(output, "sources"), Path(output, "tools")
         copy_sources(sources)
@@ -63,7 +63,7 @@ def wheel(folder: Path) -> None:
 
 
 def copy_sources(folder: Path) -> None:
-    """What the wheel is built from; setuptools builds where it lies, and takes what an earlier build left."""
+    """Copy the sources of the wheel, because setuptools builds in place and reuses earlier builds."""
     folder.mkdir()
     for name in SOURCES:
         if (ROOT / name).is_dir():
@@ -73,7 +73,7 @@ def copy_sources(folder: Path) -> None:
 
 
 def planner(folder: Path) -> None:
-    """A virtual environment with the planner and its hooks, but neither torch nor pip."""
+    """Create a virtual environment with the planner and its integrations, without torch and pip."""
     output = folder / PLANNER
     venv.create(output, with_pip=False, clear=True)
     destination = ("--python", output, "install", "--no-cache-dir")
@@ -82,15 +82,15 @@ def planner(folder: Path) -> None:
 
 
 def layer(folder: Path, pythons: Sequence[str]) -> None:
-    """The files for engines' containers: see `deploy.docker.files`."""
+    """Build the files for engine containers: see `deploy.docker.files`."""
     files.build(folder / FILES, built(folder), pythons, files.by_pip(pip, CONSTRAINTS))
 
 
 def built(folder: Path) -> Path:
-    """The wheel that `wheel` has built. Raises FileNotFoundError where there is not just one."""
+    """Return the wheel built by `wheel`. Raises FileNotFoundError unless there is exactly one."""
     found = sorted((folder / WHEELS).glob("rfork-*.whl"))
     if len(found) != 1:
-        raise FileNotFoundError(f"{folder / WHEELS} holds {len(found)} wheels of rfork, and not one")
+        raise FileNotFoundError(f"{folder / WHEELS} contains {len(found)} wheels of rfork, expected one")
     return found[0]
 
 
@@ -98,8 +98,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run one step."""
     parser = argparse.ArgumentParser(prog="python -m deploy.docker.install", description=__doc__)
     parser.add_argument("step", choices=STEPS)
-    parser.add_argument("folder", type=Path, help="what becomes /opt/rfork")
-    parser.add_argument("--pythons", default=" ".join(files.PYTHONS), help="for `files`: versions, with blanks")
+    parser.add_argument("folder", type=Path, help="directory that becomes /opt/rfork")
+    parser.add_argument(
+        "--pythons", default=" ".join(files.PYTHONS), help="for `files`: Python versions, separated by spaces"
+    )
     parsed = parser.parse_args(arguments)
     folder: Path = parsed.folder.resolve()
     if parsed.step == "wheel":

@@ -1,6 +1,6 @@
-"""What goes into images, read from pyproject.toml; the versions are those of constraints.txt.
+"""Requirements of images, read from pyproject.toml, with the versions of constraints.txt.
 
-Nothing but the standard library: it runs where nothing is installed yet.
+Needs only the standard library, because nothing else is installed yet.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import Final
 ROOT: Final = Path(__file__).parents[2]
 CONSTRAINTS: Final = ROOT / "constraints.txt"
 PLANNER_EXTRAS: Final = ("kubernetes", "redis", "tracing")
-"""What the planner's image has beside the base."""
+"""Extras of the planner's image."""
 NOT_OURS: Final = frozenset({"torch"})
-"""What planners do not need, and engines bring."""
+"""Packages that planners do not need and engine images provide."""
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def canonical(requirement: str) -> str:
-    """The name that a requirement begins with, as package indexes compare names."""
+    """Return the normalized name of a requirement."""
     if (found := NAME.match(requirement)) is None:
         raise ValueError(f"no name in the requirement {requirement!r}")
     return re.sub(r"[-_.]+", "-", found.group()).lower()
 
 
 def requirements(extras: Iterable[str] = (), *, pyproject: Path = ROOT / "pyproject.toml") -> tuple[str, ...]:
-    """What rfork and some extras of it require, as in pyproject.toml, less `NOT_OURS`."""
+    """Return the requirements of rfork and some extras from pyproject.toml, without `NOT_OURS`."""
     project = tomllib.loads(pyproject.read_text("utf-8"))["project"]
     optional: dict[str, list[str]] = project["optional-dependencies"]
     listed: list[str] = [*project["dependencies"], *(each for extra in extras for each in optional[extra])]
@@ -36,12 +36,12 @@ def requirements(extras: Iterable[str] = (), *, pyproject: Path = ROOT / "pyproj
 
 
 def build_requirements(*, pyproject: Path = ROOT / "pyproject.toml") -> tuple[str, ...]:
-    """What builds rfork's wheel."""
+    """Return the requirements for building rfork's wheel."""
     required: Sequence[str] = tomllib.loads(pyproject.read_text("utf-8"))["build-system"]["requires"]
     return tuple(required)
 
 
 def pinned(*, constraints: Path = CONSTRAINTS) -> dict[str, str]:
-    """The version of each package that constraints.txt names."""
+    """Return the pinned version of each package in constraints.txt."""
     lines = (line.partition("#")[0].strip() for line in constraints.read_text("utf-8").splitlines())
     return {canonical(line): line.partition("==")[2] for line in lines if line}

@@ -1,14 +1,15 @@
-"""What a release is made of, built and looked at: `make release-check`, here and in the release workflow.
+"""Builds and checks the artifacts of a release: `make release-check`, locally and in the release workflow.
 
     python -m deploy.release.check [--out dist] [--sbom build/release] [--repository URL]
 
-1. Source distribution and wheel, from a clean copy of what git knows. README's links to files lead to the
-   repository, where its address is given; without, they lead nowhere on a package index, which is said.
-2. Their metadata (twine) and what is in them (check-wheel-contents, and what only we know).
-3. The wheel in an environment of its own, without extras: `rfork version`, `rfork doctor`, the public names.
-4. A bill of materials of that environment (CycloneDX), in JSON.
+1. Source distribution and wheel, from a clean copy of the files in git. README's links to files are replaced
+by links to the repository if its address is known; otherwise they would be dead on a package index, which is
+reported.
+2. Their metadata (twine) and contents (check-wheel-contents, and our own rules).
+3. The wheel in its own environment, without extras: `rfork version`, `rfork doctor`, the public names.
+4. A software bill of materials of that environment (CycloneDX), in JSON.
 
-Reaches a package index and nothing else. Ends with 1 at the first thing that is wrong.
+Needs only a package index. Exits with 1 at the first problem.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ from rfork import __version__
 ROOT: Final = Path(__file__).parents[2]
 PUBLIC: Final = "import rfork; [getattr(rfork, name) for name in rfork.__all__]; print(rfork.__version__)"
 REQUIRED: Final = ("torch", "fastapi", "grpcio", "pydantic", "safetensors", "xxhash")
-"""Components without which a bill of materials is not one of ours."""
+"""Components that a bill of materials must contain."""
 
 
 class ReleaseError(Exception):
-    """Something about the release is wrong, in one line."""
+    """A problem of the release, in one line."""
 
 
 def main() -> int:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder of the distributions; emptied")
-    parser.add_argument("--sbom", type=Path, default=ROOT / "build" / "release", help="folder of the SBOM")
-    parser.add_argument("--repository", default="", help="its https address, for README's links")
+    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="directory of the distributions; emptied first")
+    parser.add_argument("--sbom", type=Path, default=ROOT / "build" / "release", help="directory of the SBOM")
+    parser.add_argument("--repository", default="", help="https address of the repository, for README's links")
     options = parser.parse_args()
     try:
         check(options.out.resolve(), options.sbom.resolve(), options.repository)
@@ -53,7 +54,7 @@ def main() -> int:
 
 
 def check(out: Path, sbom: Path, repository: str = "") -> None:
-    """All steps. Raises ReleaseError or InvalidContents."""
+    """Run all steps. Raises ReleaseError or InvalidContents."""
     with tempfile.TemporaryDirectory(prefix="rfork-release-") as made:
         folder = Path(made)
         files = clean_copy(folder / "source")
@@ -68,7 +69,7 @@ def check(out: Path, sbom: Path, repository: str = "") -> None:
         if repository:
             contents.check_links(wheel, repository)
         else:
-            print("not for an index: README's links would lead nowhere (make release-check REPOSITORY=URL)")
+            print("not for a package index: README's links would be dead (make release-check REPOSITORY=URL)")
         python = installed(wheel, folder / "venv")
         check_installed(python)
         print(f"sbom: {bill_of_materials(python, folder_versions(folder), sbom)}")
@@ -77,7 +78,7 @@ def check(out: Path, sbom: Path, repository: str = "") -> None:
 
 
 def clean_copy(target: Path) -> Path:
-    """The files that git knows, as they are now: what lies about beside them is in no release."""
+    """Copy the files in git, in their current state, without untracked files."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT, check=True, capture_output=True,
@@ -91,9 +92,9 @@ def clean_copy(target: Path) -> Path:
 
 
 def set_repository_links(source: Path, repository: str) -> None:
-    """Tell a clean copy where the repository is: its README's links lead there, and the metadata names it."""
+    """Set the repository's address in a clean copy: in README's links and in the metadata."""
     if not repository.startswith("https://"):
-        raise ReleaseError(f"{repository} is no https address of a repository")
+        raise ReleaseError(f"{repository} is not an https address of a repository")
     readme, project = source / "README.md", source / "pyproject.toml"
     readme.write_text(links.absolute(readme.read_text(), source, repository, f"v{__version__}"))
     changes = f"{repository}/blob/v{__version__}/CHANGELOG.md"
@@ -102,26 +103,26 @@ def set_repository_links(source: Path, repository: str) -> None:
 
 
 def build(source: Path, out: Path) -> tuple[Path, Path]:
-    """The source distribution, and the wheel that is built from it."""
+    """Build the source distribution, and the wheel from it."""
     shutil.rmtree(out, ignore_errors=True)
     step("build", [sys.executable, "-m", "build", "--outdir", str(out), str(source)])
     return find_files(out, "*.tar.gz"), find_files(out, "*.whl")
 
 
 def find_files(folder: Path, pattern: str) -> Path:
-    """The one file of that pattern."""
+    """Return the only file that matches the pattern."""
     files = list(folder.glob(pattern))
     if len(files) != 1:
-        raise ReleaseError(f"{folder} has {len(files)} files {pattern}, and should have one")
+        raise ReleaseError(f"{folder} has {len(files)} files {pattern}, expected one")
     return files[0]
 
 
 def installed(wheel: Path, folder: Path) -> Path:
-    """The Python of a new environment with the wheel and nothing that it does not ask for."""
-    venv.create(folder)  # without pip, which is no part of what runs
+    """Return the Python of a new environment with only the wheel and its requirements."""
+    venv.create(folder)  # without pip, which is not needed at run time
     python = folder / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
-    # torch first and alone: what comes later would otherwise choose its build.
+    # Install torch first: later packages could otherwise select its build.
     pins = ["-c", str(ROOT / "constraints.txt")]
     for what in ("torch", str(wheel)):
         step(f"install {Path(what).name}", [*pip, *pins, what])
@@ -129,18 +130,18 @@ def installed(wheel: Path, folder: Path) -> Path:
 
 
 def check_installed(python: Path) -> None:
-    """What a user does first, far from the sources: it works without extras."""
+    """Check the first steps of a user, outside the sources and without extras."""
     version_output = run_program(python.parent / "rfork", "version")
     if version_output != __version__ or run_program(python, "-c", PUBLIC) != __version__:
-        raise ReleaseError(f"the wheel says that it is {version_output}, and this is {__version__}")
+        raise ReleaseError(f"the wheel's version is {version_output}, expected {__version__}")
     checks = json.loads(run_program(python.parent / "rfork", "doctor", "--json"))["checks"]
     if not checks:
-        raise ReleaseError("rfork doctor found nothing to look at")
+        raise ReleaseError("rfork doctor made no checks")
     print(f"installed: rfork {version_output}, doctor made {len(checks)} checks")
 
 
 def folder_versions(folder: Path) -> Path:
-    """pyproject.toml with the version that it takes from the code, for who only reads that file."""
+    """Return pyproject.toml with the version from the code, for tools that only read that file."""
     text = (ROOT / "pyproject.toml").read_text()
     path = folder / "pyproject.toml"
     path.write_text(text.replace('dynamic = ["version"]', f'version = "{__version__}"'))
@@ -149,7 +150,7 @@ def folder_versions(folder: Path) -> Path:
 
 
 def bill_of_materials(python: Path, project: Path, folder: Path) -> Path:
-    """The environment's packages with their versions and licences, validated against CycloneDX's schema."""
+    """Write the environment's packages with versions and licences, validated against CycloneDX's schema."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rfork-{__version__}.cdx.json"
     command = [sys.executable, "-m", "cyclonedx_py", "environment", "--validate", "--output-reproducible"]
@@ -159,7 +160,7 @@ def bill_of_materials(python: Path, project: Path, folder: Path) -> Path:
     document = json.loads(path.read_text())
     subject = document["metadata"]["component"]
     if (subject["name"], subject.get("version")) != ("rfork", __version__):
-        raise ReleaseError(f"the SBOM is of {subject['name']} {subject.get('version')}")
+        raise ReleaseError(f"the SBOM describes {subject['name']} {subject.get('version')}")
     components = {each["name"].lower() for each in document["components"]}
     if missing := [name for name in REQUIRED if name not in components]:
         raise ReleaseError(f"the SBOM lacks {', '.join(missing)}")
@@ -167,23 +168,23 @@ def bill_of_materials(python: Path, project: Path, folder: Path) -> Path:
 
 
 def run_program(program: Path, *arguments: str) -> str:
-    """What a program of the new environment prints, started outside of this repository."""
+    """Return the output of a program in the new environment, started outside this repository."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("RFORK", "PYTHON"))}
     done = subprocess.run(
         [str(program), *arguments], cwd="/", env=environment, capture_output=True, text=True, check=False
     )
     if done.returncode not in (0, 1) or (done.returncode == 1 and "doctor" not in arguments):
-        raise ReleaseError(f"{program.name} {' '.join(arguments)} ended with {done.returncode}: {done.stderr}")
+        raise ReleaseError(f"{program.name} {' '.join(arguments)} exited with {done.returncode}: {done.stderr}")
     return done.stdout.strip()
 
 
 def step(name: str, command: list[str]) -> None:
-    """Run one; its output is shown if it fails."""
+    """Run one command; its output is shown if it fails."""
     print(f"{name} …", flush=True)
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         print(done.stdout, done.stderr, file=sys.stderr)
-        raise ReleaseError(f"{name} ended with {done.returncode}")
+        raise ReleaseError(f"{name} exited with {done.returncode}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What has to be in the distributions, and what must not."""
+"""Checks which files the distributions contain."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ ENTRY_POINTS: Final = {
 }
 UNWANTED: Final = ("tests", "benchmarks", "deploy", "docs", "__pycache__", "node_modules")
 LICENCE: Final = "Apache-2.0 AND ISC"
-"""ISC is that of the page's d3.js."""
+"""ISC is the licence of the UI's d3.js."""
 LICENSES: Final = ("LICENSE", "planner/ui/vendor/LICENSE")
 
 
 class InvalidContents(Exception):
-    """A distribution lacks a file, or has one too many."""
+    """A distribution lacks a file or has an unexpected one."""
 
 
 def check_wheel(wheel: Path, root: Path, version: str) -> str:
-    """Look into a wheel that was built of `root`; one line of what it holds. Raises InvalidContents."""
+    """Check a wheel built from `root`, and return a one-line summary. Raises InvalidContents."""
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         info = f"rfork-{version}.dist-info"
@@ -47,7 +47,7 @@ def check_wheel(wheel: Path, root: Path, version: str) -> str:
             raise InvalidContents(f"{wheel.name} lacks {missing[0]} ({len(missing)} such)")
         tops = {name.partition("/")[0] for name in names}
         if foreign := sorted(tops - {*PACKAGES, info}):
-            raise InvalidContents(f"{wheel.name} brings {foreign[0]}, which is none of {', '.join(PACKAGES)}")
+            raise InvalidContents(f"{wheel.name} contains {foreign[0]}, which is not in {', '.join(PACKAGES)}")
         if unwanted := sorted(name for name in names if set(UNWANTED) & set(name.split("/"))):
             raise InvalidContents(f"{wheel.name} brings {unwanted[0]} ({len(unwanted)} such)")
         points = configparser.ConfigParser()
@@ -57,23 +57,23 @@ def check_wheel(wheel: Path, root: Path, version: str) -> str:
         metadata = Parser().parsestr(archive.read(f"{info}/METADATA").decode())
     declared_metadata = (metadata["Name"], metadata["Version"], metadata["License-Expression"])
     if declared_metadata != ("rfork", version, LICENCE):
-        raise InvalidContents(f"{wheel.name} says that it is {declared_metadata}")
-    return f"{len(names)} files, {len(modules(root))} modules, {len(assets(root))} files of the page"
+        raise InvalidContents(f"{wheel.name} has the metadata {declared_metadata}")
+    return f"{len(names)} files, {len(modules(root))} modules, {len(assets(root))} files of the UI"
 
 
 def check_links(wheel: Path, repository: str) -> None:
-    """Whether what a package index shows of a wheel leads somewhere. Raises InvalidContents."""
+    """Check that the links which a package index shows for a wheel are valid. Raises InvalidContents."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [each for each in archive.namelist() if each.endswith(".dist-info/METADATA")]
         metadata = Parser().parsestr(archive.read(name).decode())
     if left := links.relative(str(metadata.get_payload())):
-        raise InvalidContents(f"{wheel.name}: README's link to {left[0]} is relative ({len(left)} such)")
+        raise InvalidContents(f"{wheel.name}: README's link to {left[0]} is relative ({len(left)} relative links)")
     if f"Repository, {repository}" not in metadata.get_all("Project-URL", ()):
         raise InvalidContents(f"{wheel.name} does not name {repository}")
 
 
 def check_source(source: Path, version: str) -> None:
-    """Look into a source distribution. Raises InvalidContents."""
+    """Check a source distribution. Raises InvalidContents."""
     with tarfile.open(source) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
         tops = {name.partition("/")[0] for name in archive.getnames()}
@@ -84,11 +84,11 @@ def check_source(source: Path, version: str) -> None:
 
 
 def modules(root: Path) -> set[str]:
-    """All modules of both packages."""
+    """Return all modules of both packages."""
     return {path.relative_to(root).as_posix() for package in PACKAGES for path in (root / package).rglob("*.py")}
 
 
 def assets(root: Path) -> set[str]:
-    """What the planner's page is made of."""
+    """Return the files of the planner's UI."""
     found = (root / "planner" / "ui").rglob("*")
     return {path.relative_to(root).as_posix() for path in found if path.is_file() and "__pycache__" not in path.parts}

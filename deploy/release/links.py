@@ -1,7 +1,6 @@
-"""Links of a page that is shown elsewhere than in its repository: on a package index, with a release.
+"""Rewrites links of a page that is shown outside its repository: on a package index, or with a release.
 
-The repository does not know its own address. Whoever makes a release says it: the release workflow, from
-what its host tells it. Addresses have the form of GitHub's.
+The repository does not know its own address; the release workflow passes it. Addresses have GitHub's form.
 """
 
 from __future__ import annotations
@@ -11,17 +10,17 @@ from pathlib import Path
 from typing import Final
 
 LINK: Final = re.compile(r"```.*?^ *```|`[^`\n]*`|(?<=\]\()(?P<target>[^)\s]+)(?=\))", re.DOTALL | re.MULTILINE)
-"""Code, which stays as it is, or where a link or a picture leads."""
+"""Code, which is left alone, or the target of a link or an image."""
 PICTURES: Final = frozenset({".svg", ".png"})
 
 
 def relative(page: str) -> list[str]:
-    """Where a page's links lead that mean a file beside it."""
+    """Return the targets of a page's links to files in the repository."""
     return [found["target"] for found in LINK.finditer(page) if found["target"] and _is_relative(found["target"])]
 
 
 def absolute(page: str, root: Path, repository: str, version: str) -> str:
-    """The page with such links as addresses of that tag of the repository, whose files are in `root`."""
+    """Return the page with these links as addresses of that tag of the repository, whose files are in `root`."""
 
     def address(found: re.Match[str]) -> str:
         target = found["target"]

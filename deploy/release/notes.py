@@ -1,8 +1,8 @@
-"""What CHANGELOG.md says of a version, with nothing but Python.
+"""Prints the section of a version in CHANGELOG.md. Needs only Python.
 
     python -m deploy.release.notes VERSION [REPOSITORY]
 
-With the repository's https address its links lead there.
+With the repository's https address, relative links are replaced.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ CHANGELOG: Final = Path(__file__).parents[2] / "CHANGELOG.md"
 
 
 def notes(changelog: str, version: str) -> str:
-    """The section of that version. Raises KeyError where there is none."""
+    """Return the section of that version. Raises KeyError if there is none."""
     parts = re.split(r"^## \[([^\]]+)\].*$", changelog, flags=re.MULTILINE)
     sections = dict(zip(parts[1::2], parts[2::2], strict=True))
     return re.split(r"^\[[^\]]+\]: ", sections[version], maxsplit=1, flags=re.MULTILINE)[0].strip()
 
 
 def main() -> int:
-    """The command."""
+    """Run the command."""
     try:
         version, repository = (*sys.argv[1:], "")[:2]
         release_notes = notes(CHANGELOG.read_text(), version)

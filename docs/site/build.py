@@ -1,10 +1,11 @@
-"""Builds the site of docs/: the pages are gathered into one folder, with what they link to, for Zensical.
+"""Build the documentation site: copy all pages, and the files that they link to, into one folder for
+Zensical.
 
     python -m docs.site.build [--out FOLDER] [--serve]
 
-Pages say ``../rfork/settings/planner.py`` where they mean that file, so that links work wherever the
-repository is read. A site has no such files: here they become pages of it. What a page has made of the code
-(``<!-- generated: NAME -->``) is made anew each time. Warnings are errors.
+Pages link to files of the repository, such as ``../rfork/settings/planner.py``, so that the links work in any
+checkout. In the site these files become pages. Generated parts of a page (``<!-- generated: NAME -->``) are
+created at each build. Warnings are errors.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ EXTRA_PAGES: Final = {
     "deploy/helm/rfork/README.md": "chart.md",
     "deploy/examples/README.md": "examples.md",
 }
-"""Pages that lie elsewhere in the repository, and what the site calls them."""
+"""Pages outside docs/, and their names in the site."""
 LANGUAGES: Final = {
     ".json": "json",
     ".proto": "proto",
@@ -46,15 +47,15 @@ LANGUAGES: Final = {
 FENCE: Final = re.compile(r"^ *(```+|~~~+)", re.MULTILINE)
 LINK: Final = re.compile(r"(?<=\]\()(?P<target>[^)\s]+)(?=\))")
 COMMENT: Final = re.compile(r"^<!--.*?-->\n", re.MULTILINE | re.DOTALL)
-"""What pages say to their tests (tests/docs)."""
+"""Comments that pages contain for their tests (tests/docs)."""
 
 
 class BrokenLink(Exception):
-    """A page links to what is not there."""
+    """A page links to a file that does not exist."""
 
 
 def outside_code(text: str) -> Iterator[tuple[str, bool]]:
-    """The text in pieces, each with whether it is prose (and not a fenced block)."""
+    """Split a text into parts, each with a flag: prose, or a fenced block."""
     fence, prose = "", True
     piece: list[str] = []
     for line in text.splitlines(keepends=True):
@@ -72,20 +73,22 @@ def outside_code(text: str) -> Iterator[tuple[str, bool]]:
 
 
 def is_elsewhere(target: str) -> bool:
-    """Whether a link leads to the web, or to a place on its own page."""
+    """Return True if a link leads to the web or to an anchor on its own page."""
     return target.startswith("#") or re.match(r"[a-z]+:", target) is not None
 
 
 @dataclass
 class SiteFolder:
-    """The folder that Zensical builds from, while it is filled."""
+    """Folder from which Zensical builds the site."""
 
     folder: Path
     rendered: set[Path] = field(default_factory=set)
     """Files of the repository that have become pages."""
 
     def run(self) -> None:
-        """Fill the folder with all pages and pictures of docs/, guests, and files that these link to."""
+        """Fill the folder with all pages and pictures of docs/, the extra pages, and the files that these
+        link to.
+        """
         for path in sorted(DOCS.rglob("*")):
             inside = path.relative_to(DOCS)
             if path.is_dir() or inside.parts[0] == SITE.name:
@@ -101,7 +104,7 @@ class SiteFolder:
             self.write(Path(style.name), style.read_bytes())
 
     def page(self, path: Path, name: Path) -> None:
-        """Take a page, its links made to fit, without what it says to its tests."""
+        """Add a page with adapted links and without comments for its tests."""
         text = "".join(
             LINK.sub(lambda link: self.target(link["target"], path, name), COMMENT.sub("", piece)) if prose else piece
             for piece, prose in outside_code(fill_markers(path.read_text()))
@@ -109,19 +112,19 @@ class SiteFolder:
         self.write(name, text.encode())
 
     def target(self, target: str, page: Path, name: Path) -> str:
-        """What a link of a page has to say in the site."""
+        """Return the target that a link of a page has in the site."""
         if is_elsewhere(target):
             return target
         path, _, anchor = target.partition("#")
         source_path = (page.parent / path).resolve()
         if not source_path.exists():
-            raise BrokenLink(f"{page.relative_to(ROOT)} links to {target}, which is not there")
+            raise BrokenLink(f"{page.relative_to(ROOT)} links to {target}, which does not exist")
         site_target = self.site_path(source_path)
         up = "../" * (len(name.parts) - 1)
         return f"{up}{site_target}{'#' + anchor if anchor else ''}"
 
     def site_path(self, source_path: Path) -> str:
-        """Where a file or folder of the repository is in the site; it is brought there if it is not yet."""
+        """Return the path in the site of a file or folder of the repository; add it if it is missing."""
         inside = str(source_path.relative_to(ROOT))
         if source_path.is_relative_to(DOCS):
             return str(source_path.relative_to(DOCS))
@@ -136,7 +139,7 @@ class SiteFolder:
         return page_path
 
     def render_file_page(self, source_path: Path, inside: str) -> str:
-        """A file as it is, or what is in a folder."""
+        """Return a file as a page, or the list of a folder's contents."""
         title = f"---\nsearch:\n  exclude: true\n---\n\n# `{inside}`\n\n"
         if source_path.is_dir():
             files = sorted(path for path in source_path.rglob("*") if path.is_file() and path.suffix in LANGUAGES)
@@ -147,14 +150,14 @@ class SiteFolder:
         return f"{title}``````{language}\n{source_path.read_text()}\n``````\n"
 
     def write(self, name: Path, content: bytes) -> None:
-        """Put a file into the folder."""
+        """Write a file to the folder."""
         path = self.folder / "docs" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
 
 
 def build(out: Path, *, serve: bool = False) -> int:
-    """Write the site to a folder, or show it on a port of this machine. Returns Zensical's exit code."""
+    """Build the site into a folder, or serve it on a local port. Return Zensical's exit code."""
     with tempfile.TemporaryDirectory(prefix="rfork-docs-") as made:
         folder = Path(made)
         try:
@@ -174,10 +177,10 @@ def build(out: Path, *, serve: bool = False) -> int:
 
 
 def main() -> int:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "build" / "docs", help="folder to write to")
-    parser.add_argument("--serve", action="store_true", help="show it instead, on http://localhost:8000")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "docs", help="output folder")
+    parser.add_argument("--serve", action="store_true", help="serve the site on http://localhost:8000 instead")
     parsed = parser.parse_args()
     return build(parsed.out.resolve(), serve=parsed.serve)
 

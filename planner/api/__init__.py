@@ -1,1 +1,1 @@
-"""One router for each resource."""
+"""REST routes, one router per resource."""

@@ -1,4 +1,4 @@
-"""Events: the changes of forks as a stream."""
+"""Event stream of fork changes."""
 
 from __future__ import annotations
 
@@ -21,22 +21,24 @@ from rfork.schema import ForkEvent
 from rfork.schema.types import Identifier
 
 RETRY_MS: Final = 2000
-"""When a browser is to come back after the stream ended."""
+"""Time after which a browser reconnects when the stream has ended."""
 KEEP_ALIVE_S: Final = 5.0
-"""After so long without an event a comment is sent: proxies and readers see that the stream lives."""
+"""Idle seconds after which a comment is sent, so that proxies and readers see that the stream is alive."""
 FLUSH_INTERVAL_S: Final = 0.05
 MAX_PER_FLUSH: Final = 64
-"""Events sent at a time, once in `FLUSH_INTERVAL_S`: 1,280 a second to one reader, so that others are served too."""
+"""Events per flush, one flush every `FLUSH_INTERVAL_S`: at most 1,280 per second and reader, so that other
+requests are served.
+"""
 SEND_TIMEOUT_S: Final = 30.0
-"""A reader that takes nothing for so long is left."""
+"""Seconds after which a reader that reads nothing is disconnected."""
 SAMPLE: Final = f"id: 1\nevent: progress\ndata: {examples.EVENT.model_dump_json()}\n\n"
 
 
 class ForkEventResponse(StreamingResponse):
-    """Sends what a subscription has to tell, in the form of the HTML standard, section 9.2.
+    """Response that streams the events of a subscription (HTML standard, section 9.2).
 
-    Ends when the subscription is closed, when the reader leaves or may not go on, and when it takes nothing
-    for `SEND_TIMEOUT_S`.
+    Ends when the subscription is closed, when the reader disconnects or is no longer authorized, and when it
+    reads nothing for `SEND_TIMEOUT_S`.
     """
 
     media_type = "text/event-stream"
@@ -61,12 +63,12 @@ class ForkEventResponse(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         except TimeoutError:
-            logger("planner.event_bus").warning("a reader of events takes none", stalled_s=SEND_TIMEOUT_S)
+            logger("planner.event_bus").warning("event stream reader stalled", stalled_s=SEND_TIMEOUT_S)
         finally:
             self._events.unsubscribe(self._subscription)
 
     async def stream_response(self, send: Send) -> None:
-        """Send head, events and end."""
+        """Send headers, events and end."""
 
         async def write(body: bytes, *, more: bool = True) -> None:
             async with asyncio.timeout(SEND_TIMEOUT_S):
@@ -81,7 +83,7 @@ class ForkEventResponse(StreamingResponse):
             if changes:
                 now = self._now()
                 await write(b"".join(encode_event(change, now) for change in changes))
-                # What changes meanwhile is merged: a busy fleet costs each reader no more than this.
+                # Changes meanwhile are merged: a busy fleet costs each reader no more than this.
                 await asyncio.sleep(FLUSH_INTERVAL_S)
             elif not self._subscription.closed:
                 await write(b": still here\n\n")
@@ -89,15 +91,15 @@ class ForkEventResponse(StreamingResponse):
 
 
 def encode_event(change: ForkEventRecord, now: float) -> bytes:
-    """One event. JSON has no line break in it, so that `data` is one line."""
+    """Return an event as text. JSON contains no line breaks, so `data` is one line."""
     event = change.event(now)
     return f"id: {change.number}\nevent: {event.kind}\ndata: {event.model_dump_json()}\n\n".encode()
 
 
 def _item_schema() -> dict[str, object]:
-    """What one event is, as OpenAPI 3.2 tells it (`itemSchema`); 3.1 has no word for streams."""
+    """Return the schema of one event for OpenAPI 3.2 (`itemSchema`); 3.1 cannot describe streams."""
     data = ForkEvent.model_json_schema(ref_template="#/components/schemas/{model}")
-    # The models that it refers to are in the document already: other routes answer with them.
+    # The models that it references are already in the document: other routes return them.
     del data["$defs"]
     return {
         "type": "object",
@@ -111,7 +113,7 @@ def _item_schema() -> dict[str, object]:
 
 
 def events_router(registry: Registry, events: EventBus, *, keep_alive_s: float = KEEP_ALIVE_S) -> APIRouter:
-    """/v1/events."""
+    """Return the route /v1/events."""
     router = APIRouter(prefix="/v1/events", tags=["events"])
 
     @router.get(
@@ -119,10 +121,10 @@ def events_router(registry: Registry, events: EventBus, *, keep_alive_s: float =
         summary="Follow forks",
         status_code=200,
         response_class=ForkEventResponse,
-        responses=problems(*ALWAYS, ProblemDoc(503, "too-many-streams", "32 callers read events already"))
+        responses=problems(*ALWAYS, ProblemDoc(503, "too-many-streams", "the maximum of 32 event streams is reached"))
         | {
             200: {
-                "description": "server-sent events, without an end",
+                "description": "server-sent events, endless",
                 "headers": REQUEST_ID,
                 "content": {ForkEventResponse.media_type: {"example": SAMPLE, "x-itemSchema": _item_schema()}},
             }
@@ -133,11 +135,11 @@ def events_router(registry: Registry, events: EventBus, *, keep_alive_s: float =
         model: Annotated[str | None, Query(description="only forks of this model")] = None,
         fork_id: Annotated[Identifier | None, Query(description="only this fork")] = None,
     ) -> ForkEventResponse:
-        """Each fork under way at first, and then each change of a fork, as server-sent events.
+        """Stream every running fork, and then each change of a fork, as server-sent events.
 
-        `event` is the kind: `planned`, `progress` or `ended`. A reader that is slower than the fleet is told
-        the latest state of each fork, and `id` has gaps. After the end of the stream (the planner stops, or
-        the caller's token is good no more), come again: the first events tell how the forks under way stand.
+        `event` is `planned`, `progress` or `ended`. A slow reader receives only the latest state of each
+        fork, and `id` has gaps. When the stream ends (the planner shuts down, or the caller's token is no
+        longer valid), reconnect: the first events contain the current state of the running forks.
         """
         await registry.sweep()
         subscription = events.subscribe(model=model, fork_id=fork_id)

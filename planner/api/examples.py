@@ -1,4 +1,4 @@
-"""Bodies and answers that the OpenAPI page shows; the bodies can be sent as they are, in order."""
+"""Example bodies and responses for the OpenAPI page; the bodies can be sent as they are, in order."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ PREVIEWS: Final = PreviewPage(
                     shares=(ChunkAssignment(source_id="preview-1", chunks=((0, CHUNKS),)),),
                     transports={"preview-1": "http"},
                     seconds=0.219,
-                    reason="behind relay preview-1 (0 of 65 chunks, 0 other readers)",
+                    reason="from relay preview-1 (0 of 65 chunks, 0 other readers)",
                 ),
                 PreviewTarget(
                     instance_id="preview-3",
@@ -221,7 +221,7 @@ PREVIEWS: Final = PreviewPage(
                     shares=(ChunkAssignment(source_id="preview-2", chunks=((0, CHUNKS),)),),
                     transports={"preview-2": "http"},
                     seconds=0.222,
-                    reason="behind relay preview-2 (0 of 65 chunks, 0 other readers)",
+                    reason="from relay preview-2 (0 of 65 chunks, 0 other readers)",
                 ),
             ),
             seconds=0.222,

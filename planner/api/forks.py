@@ -1,4 +1,4 @@
-"""Forks: ask for a plan, report progress, finish, list."""
+"""Fork routes: request a plan, report progress, finish, list."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from rfork.schema.types import ForkState, Identifier
 
 ForkId = Annotated[Identifier, Path(description="chosen by the target", examples=["fork-1"])]
 
-UNKNOWN = ProblemDoc(404, "unknown-fork", "no fork fork-1 is known")
-FOREIGN = ProblemDoc(403, NOT_OWNER, "fork fork-1 belongs to another caller: X-Rfork-Owner does not match")
-ENDED = ProblemDoc(409, "fork-ended", "fork fork-1 has ended: ask under another id")
-BUSY = ProblemDoc(503, "busy", "other planners changed this group at each attempt: ask again")
+UNKNOWN = ProblemDoc(404, "unknown-fork", "unknown fork fork-1")
+FOREIGN = ProblemDoc(403, NOT_OWNER, "fork fork-1 belongs to another owner: X-Rfork-Owner does not match")
+ENDED = ProblemDoc(409, "fork-ended", "fork fork-1 has ended: request a plan under another id")
+BUSY = ProblemDoc(503, "busy", "other planner replicas kept changing this group: retry")
 
 
 def forks_router(registry: Registry) -> APIRouter:
-    """The routes under /v1/forks."""
+    """Return the routes under /v1/forks."""
     router = APIRouter(prefix="/v1/forks", tags=["forks"], responses=problems(*ALWAYS))
 
     @router.post(
         "",
-        summary="Ask for a plan, or for a new one",
+        summary="Request a plan, or a new one",
         responses=success({"read from a seed": examples.PLAN, "cold start: read storage": examples.COLD_PLAN})
         | problems(*WITH_BODY, FOREIGN, ENDED, BUSY),
         openapi_extra=PARAMETER,
@@ -42,20 +42,20 @@ def forks_router(registry: Registry) -> APIRouter:
                 openapi_examples=openapi_examples(
                     {
                         "first": examples.FORK_REQUEST,
-                        "again, half way": examples.REPLAN_REQUEST,
+                        "replan, half way": examples.REPLAN_REQUEST,
                         "cold start": examples.COLD_FORK_REQUEST,
                     }
                 )
             ),
         ],
     ) -> Plan:
-        """Say who reads which chunks from whom, with a lease on each source.
+        """Return which chunks to read from which source, with a lease for each source.
 
-        The call registers the target too, so that others can chain behind it at once. A target whose source
-        died, stalled or lied calls again with the same `fork_id`, what it has verified by then, and `faults`:
-        the new plan covers the rest. Where nobody holds the image, one target is elected to read its
-        `storage` (several, where it is a snapshot: each reads a share), and the others read from it. A plan
-        with neither `routes` nor `storage` says in `reason` what there is instead.
+        The call also registers the target, so that others can read from it immediately. If a source dies,
+        stalls or sends wrong bytes, call again with the same `fork_id`, the chunks verified so far, and
+        `faults`: the new plan covers the rest. If no instance has the image, one target is elected to read
+        its `storage` (several targets, for a snapshot: each reads a share), and the others read from it. If a
+        plan has neither `routes` nor `storage`, `reason` explains why.
         """
         reject_reserved_names(request.instance)
         return await registry.request_plan(request, Claimant.of(call.scope))
@@ -74,18 +74,19 @@ def forks_router(registry: Registry) -> APIRouter:
             Body(openapi_examples=openapi_examples({"half way": examples.PROGRESS})),
         ],
     ) -> ProgressAck:
-        """Tell what is verified, about once a second; the answer renews the leases of the current routes.
+        """Report the verified chunks, about once a second; the response renews the leases of the current
+        routes.
 
-        A source that the answer lacks is gone or has new weights. `replan_suggested` says that a better plan can be
-        had. Problem `unknown-fork` (404) means that the planner restarted, or heard nothing for too long: ask
-        for a plan again.
+        A source missing from the response was removed or has new weights. `replan_suggested` means that a
+        better plan is available. Problem `unknown-fork` (404) means that the planner restarted, or received
+        no progress for too long: request a plan again.
         """
         return await registry.progress(fork_id, progress, Claimant.of(request.scope))
 
     @router.post(
         "/{fork_id}/finish",
         status_code=204,
-        summary="Say how it ended",
+        summary="Finish a fork",
         responses=success(status=204) | problems(*WITH_BODY, FOREIGN, 503),
         openapi_extra=PARAMETER,
     )
@@ -94,20 +95,20 @@ def forks_router(registry: Registry) -> APIRouter:
         request: Request,
         finish: Annotated[ForkResult, Body(openapi_examples=openapi_examples({"forked": examples.FINISH}))],
     ) -> None:
-        """End the fork and release its leases. A fork that is not known, or has ended, is no error."""
+        """Record the result of a fork and release its leases. An unknown or finished fork is not an error."""
         await registry.finish(fork_id, finish, Claimant.of(request.scope))
 
     @router.get("", summary="List forks", responses=success(examples.FORKS))
     async def list_forks(
-        model: Annotated[str | None, Query(description="only of this model")] = None,
-        state: Annotated[ForkState | None, Query(description="only in this state")] = None,
-        host: Annotated[str | None, Query(description="only of targets on this host")] = None,
+        model: Annotated[str | None, Query(description="only forks of this model")] = None,
+        state: Annotated[ForkState | None, Query(description="only forks in this state")] = None,
+        host: Annotated[str | None, Query(description="only forks of targets on this host")] = None,
         after: After = None,
         limit: Limit = PAGE,
     ) -> ForkPage:
-        """The forks under way and the last ones that ended, in the order of their ids.
+        """List the running and the most recently finished forks, ordered by id.
 
-        A fork's host is known as long as its target is.
+        The host filter applies only while the fork's target is known.
         """
         await registry.sweep()
         now, known = registry.now(), registry.state
@@ -127,9 +128,9 @@ def forks_router(registry: Registry) -> APIRouter:
         records = [record for each in found if (record := known.fork(each))]
         return ForkPage(items=tuple(record.view(now) for record in records), next=following)
 
-    @router.get("/{fork_id}", summary="Show one fork", responses=success(examples.FORK) | problems(UNKNOWN))
+    @router.get("/{fork_id}", summary="Get a fork", responses=success(examples.FORK) | problems(UNKNOWN))
     async def show(fork_id: ForkId) -> ForkInfo:
-        """The fork's plan, its progress and, once it has ended, how."""
+        """Return the fork's plan, its progress and, once finished, its result."""
         return registry.fork(fork_id).view(registry.now())
 
     return router

@@ -18,29 +18,29 @@ SAMPLE: Final = 'rfork_planner_instances{state="serving"} 3.0'
 
 
 class Health(WireModel):
-    """The planner is there."""
+    """The planner is alive."""
 
-    status: Literal["ok"] = Field("ok", description="it answers")
+    status: Literal["ok"] = Field("ok", description="always `ok`")
 
 
 def health_router(registry: Registry, metrics: Metrics) -> APIRouter:
-    """/healthz and /readyz, open to all, and /metrics."""
+    """Return the routes /healthz and /readyz, which need no token, and /metrics."""
     router = APIRouter(tags=["health"])
 
-    @router.get("/healthz", summary="Is the process alive?", responses=success(Health()))
+    @router.get("/healthz", summary="Liveness", responses=success(Health()))
     async def healthz() -> Health:
-        """Answers as long as the process serves requests. Needs no token."""
+        """Answer while the process serves requests. Needs no token."""
         return Health()
 
     @router.get(
         "/readyz",
-        summary="Can it plan?",
-        responses=success(Health()) | problems(ProblemDoc(503, "not-ready", "the store cannot be read or written")),
+        summary="Readiness",
+        responses=success(Health()) | problems(ProblemDoc(503, "not-ready", "the store is unavailable")),
     )
     async def readyz() -> Health:
-        """Answers 503 while the store cannot be read or written. Needs no token."""
+        """Answer 503 while the store cannot be read or written. Needs no token."""
         if not registry.store.ready:
-            raise ProblemError(503, "not-ready", "the store cannot be read or written")
+            raise ProblemError(503, "not-ready", "the store is unavailable")
         return Health()
 
     @router.get(
@@ -51,7 +51,7 @@ def health_router(registry: Registry, metrics: Metrics) -> APIRouter:
         | {200: {"headers": REQUEST_ID, "content": {"text/plain": {"example": SAMPLE}}}},
     )
     async def exposition() -> Response:
-        """Instances, forks, fallbacks and their reasons, bytes by source, plan latency, active leases."""
+        """Return instances, forks, fallbacks and their reasons, bytes by source, plan latency, active leases."""
         await registry.sweep()
         state = registry.state
         orphaned = sum(group.orphaned for group in state.groups())

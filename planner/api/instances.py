@@ -1,4 +1,4 @@
-"""Instances: register and heartbeat, drain, ask whether to exit, remove, list."""
+"""Instance routes: register and heartbeat, drain, exit check, remove, list."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from rfork.schema.types import Identifier, InstanceState
 
 InstanceId = Annotated[Identifier, Path(description="chosen by the instance", examples=["seed-1"])]
 
-UNKNOWN = ProblemDoc(404, "unknown-instance", "no instance seed-1 is known")
-FOREIGN = ProblemDoc(403, NOT_OWNER, "instance seed-1 belongs to another caller: X-Rfork-Owner does not match")
+UNKNOWN = ProblemDoc(404, "unknown-instance", "unknown instance seed-1")
+FOREIGN = ProblemDoc(403, NOT_OWNER, "instance seed-1 belongs to another owner: X-Rfork-Owner does not match")
 LAST_SEED = ProblemDoc(
     409,
     "last-seed",
-    "instance seed-1 is the last that holds version files:3fa2c1d0 of these weights: "
+    "instance seed-1 is the last seed of version files:3fa2c1d0 of these weights: "
     "start another, or drain it with force",
 )
 
 
 def instances_router(registry: Registry) -> APIRouter:
-    """The routes under /v1/instances."""
+    """Return the routes under /v1/instances."""
     router = APIRouter(prefix="/v1/instances", tags=["instances"], responses=problems(*ALWAYS))
 
     @router.put(
@@ -44,22 +44,22 @@ def instances_router(registry: Registry) -> APIRouter:
         request: Request,
         report: Annotated[InstanceReport, Body(openapi_examples=openapi_examples({"seed": examples.SEED}))],
     ) -> InstanceAck:
-        """Tell the planner all about one rank of an instance.
+        """Report the complete state of one rank of an instance.
 
-        The first report registers it, each further one is its heartbeat; every report carries everything,
-        so that a planner that restarted knows it all again after one. Send the next one within `heartbeat_s`.
+        The first report registers it, each later one is its heartbeat; every report is complete, so that a
+        restarted planner knows everything again after one heartbeat. Send the next one within `heartbeat_s`.
 
-        `X-Rfork-Owner` is a secret of the caller's choice. The first report binds the instance to it; each
-        later report, and every call on the instance's forks, must show the same one (problem `not-owner`,
-        403). The lease keys in the answer are derived from it too.
+        `X-Rfork-Owner` is a secret chosen by the caller. The first report binds the instance to it; each
+        later report, and every call for the instance's forks, must send the same one (problem `not-owner`,
+        403). The lease keys in the response are derived from it too.
         """
         if report.instance_id != instance_id:
-            raise invalid_field("instance_id", f"the path says {instance_id}, the body {report.instance_id}")
+            raise invalid_field("instance_id", f"the path has {instance_id}, the body {report.instance_id}")
         return await registry.report(reject_reserved_names(report), Claimant.of(request.scope))
 
     @router.post(
         "/{instance_id}/drain",
-        summary="Give it no new readers",
+        summary="Stop assigning new readers",
         responses=success(examples.DRAINING) | problems(FOREIGN, UNKNOWN, LAST_SEED, 503),
         openapi_extra=PARAMETER,
     )
@@ -68,14 +68,14 @@ def instances_router(registry: Registry) -> APIRouter:
         request: Request,
         force: Annotated[
             bool,
-            Query(description="drain it even if it is the last that holds its weights (operators only)"),
+            Query(description="drain even the last seed of its weights (operators only)"),
         ] = False,
     ) -> InstanceInfo:
-        """Send no new forks to the instance; those that read from it go on. Lasts until it is removed.
+        """Assign the instance no new readers until it is removed; current readers continue.
 
-        Problem `last-seed` (409) where nobody else holds its weights whole; `force` drains it all the same,
-        and takes an operator: an instance's own hook must not leave the next one a cold start. A token with
-        the role `instance` must show the owner's secret.
+        Problem `last-seed` (409) if no other instance has its complete weights; `force` drains it anyway, and
+        requires an operator: an instance's own preStop hook must not cause a cold start for the next one.
+        With a token of the role `instance`, the owner's secret is required.
         """
         if force:
             require_role(request.scope, "operator")
@@ -84,52 +84,53 @@ def instances_router(registry: Registry) -> APIRouter:
 
     @router.get(
         "/{instance_id}/exit",
-        summary="May it end now?",
+        summary="Check whether an instance may exit",
         responses=success(examples.EXIT_CHECK),
     )
     async def can_exit(instance_id: InstanceId) -> ExitCheck:
-        """Whether anybody reads from the instance, or will have to. Answers 200 always: ask until it may.
+        """Return whether any fork reads from the instance, or will need it. Always answers 200: poll until it
+        may exit.
 
-        For a preStop hook, once it is drained: `rfork drain INSTANCE --wait 60`, or without rfork
+        For a preStop hook, after draining: `rfork drain INSTANCE --wait 60`, or without rfork
         `for try in $(seq 30); do curl -fsS -m 1 -H "Authorization: Bearer $RFORK_TOKEN"
         $RFORK_PLANNER/v1/instances/$INSTANCE/exit | grep -q '"can_exit":true' && break; sleep 1; done`.
-        An instance that the planner does not know may end.
+        An unknown instance may exit.
         """
         return await registry.can_exit(instance_id)
 
     @router.delete(
         "/{instance_id}",
         status_code=204,
-        summary="Forget an instance",
+        summary="Remove an instance",
         responses=success(status=204) | problems(FOREIGN, 503),
         openapi_extra=PARAMETER,
     )
     async def remove(instance_id: InstanceId, request: Request) -> None:
-        """Forget the instance and end its fork. One that is not known is no error.
+        """Forget the instance and end its fork. An unknown instance is not an error.
 
-        A token with the role `instance` must show the owner's secret.
+        With a token of the role `instance`, the owner's secret is required.
         """
         await registry.remove(instance_id, Claimant.of(request.scope))
 
     @router.get("", summary="List instances", responses=success(examples.INSTANCES))
     async def list_instances(
-        model: Annotated[str | None, Query(description="only of this model")] = None,
-        state: Annotated[InstanceState | None, Query(description="only in this state")] = None,
-        host: Annotated[str | None, Query(description="only on this host")] = None,
+        model: Annotated[str | None, Query(description="only instances of this model")] = None,
+        state: Annotated[InstanceState | None, Query(description="only instances in this state")] = None,
+        host: Annotated[str | None, Query(description="only instances on this host")] = None,
         replica: Annotated[
             Identifier | None,
             Query(
-                description="only the ranks of this server (its `RFORK_REPLICA`): those whose ids begin with "
-                "`REPLICA-target-` or `REPLICA-draft-`",
+                description="only the ranks of this replica (its `RFORK_REPLICA`): ids that start with "
+                "`REPLICA-main-` or `REPLICA-speculative-`",
                 examples=["llama-7c9f"],
             ),
         ] = None,
         after: After = None,
         limit: Limit = PAGE,
     ) -> InstancePage:
-        """The instances that reported lately, in the order of their ids.
+        """List the registered instances, ordered by id.
 
-        Asked by `replica`, it costs nothing for the others: so a server that ends finds its own.
+        The filter `replica` is an index lookup: a server that shuts down finds its own ranks cheaply.
         """
         await registry.sweep()
         now = registry.now()
@@ -146,11 +147,11 @@ def instances_router(registry: Registry) -> APIRouter:
 
     @router.get(
         "/{instance_id}",
-        summary="Show one instance",
+        summary="Get an instance",
         responses=success(examples.INSTANCE) | problems(UNKNOWN),
     )
     async def show(instance_id: InstanceId) -> InstanceInfo:
-        """What the instance last reported, how long ago, and why it is in quarantine, if it is."""
+        """Return the instance's last report, its age, and the reason for its quarantine, if any."""
         return registry.instance(instance_id).view(registry.now())
 
     return router

@@ -1,4 +1,4 @@
-"""Models: what the fleet holds."""
+"""Model routes: the contents of the fleet."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ Image = tuple[str, str | None]
 
 
 def models_router(registry: Registry) -> APIRouter:
-    """The routes under /v1/models."""
+    """Return the routes under /v1/models."""
     router = APIRouter(prefix="/v1/models", tags=["models"], responses=problems(*ALWAYS))
 
     @router.get("", summary="List models", responses=success(examples.MODELS))
     async def list_models() -> list[ModelInfo]:
-        """Count the instances that hold, and that are getting, each model, version, rank, layout and weights.
+        """Count the instances that have, or are receiving, each model, version, rank, layout and weights.
 
-        `storage_bytes` and `forked_bytes` are those of the model's rank, alike in each of its rows. The fewer
-        bytes came from storage for each image's worth that was forked, the less the storage was asked for.
-        So are `storage_s`, `fork_s` and `seconds_saved`: how long the last ones took that read the whole image from
-        storage, or from one another, and what the latter saved in all.
+        `storage_bytes` and `forked_bytes` are totals of the model's rank, the same in each of its rows: the
+        lower the ratio of bytes from storage to forked bytes, the less storage was used. So are `storage_s`,
+        `fork_s` and `seconds_saved`: the durations of recent forks that read the complete image from storage
+        or from peers, and the total time that the latter saved.
         """
         await registry.sweep()
         groups = sorted(registry.state.groups(), key=lambda group: group.key)
@@ -39,7 +39,9 @@ def models_router(registry: Registry) -> APIRouter:
 
 
 def model_infos(state: PlannerState, group: GroupIndex) -> Iterator[ModelInfo]:
-    """What a group holds; a target that has not learnt its weights yet counts to those of its plan."""
+    """Return the contents of a group; a target that does not know its weights yet counts for those of its
+    plan.
+    """
     seeds: Counter[Image] = Counter()
     relays: Counter[Image] = Counter()
     forks: Counter[Image] = Counter()

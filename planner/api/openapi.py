@@ -1,4 +1,4 @@
-"""What the OpenAPI document says of answers: an example of each, the headers, the problems."""
+"""OpenAPI responses of routes: examples, headers and problems."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from rfork.schema import Problem
 Responses = dict[int | str, dict[str, object]]
 
 ALWAYS: Final = (401, 403, 422, 429)
-"""Problems that any route under /v1 may answer with."""
+"""Problems that any route under /v1 may return."""
 WITH_BODY: Final = (400, 408, 413)
-"""Further problems of a route that takes a body."""
+"""Further problems of a route with a body."""
 REQUEST_ID: Final = {
     "X-Request-Id": {
-        "description": "the caller's, or one that the planner chose: the planner's log names it",
+        "description": "the caller's, or one chosen by the planner; it is in the planner's log",
         "schema": {"type": "string"},
     }
 }
 RETRY_AFTER: Final = {
     "Retry-After": {
-        "description": "seconds after which to ask again",
+        "description": "seconds after which to retry",
         "schema": {"type": "integer", "minimum": 0},
     }
 }
@@ -35,7 +35,7 @@ RETRY_AFTER: Final = {
 
 @dataclass(frozen=True)
 class ProblemDoc:
-    """A problem that has a word of its own: the last part of its `type`."""
+    """A problem with a specific name: the last part of its `type`."""
 
     status: int
     slug: str
@@ -43,7 +43,7 @@ class ProblemDoc:
 
 
 def problems(*statuses: int | ProblemDoc) -> Responses:
-    """The problems that a route may answer with."""
+    """Return the problems of a route."""
     found: Responses = {}
     for each in statuses:
         status = each.status if isinstance(each, ProblemDoc) else each
@@ -62,7 +62,7 @@ def problems(*statuses: int | ProblemDoc) -> Responses:
 def success(
     example: BaseModel | Sequence[BaseModel] | Mapping[str, BaseModel] | None = None, *, status: int = 200
 ) -> Responses:
-    """A route's answer where nothing is wrong; a mapping holds several examples by name."""
+    """Return the successful response of a route; a mapping contains several named examples."""
     document: dict[str, object] = {"headers": REQUEST_ID}
     content: dict[str, object] | None = None
     if isinstance(example, BaseModel):
@@ -77,5 +77,5 @@ def success(
 
 
 def openapi_examples(examples: Mapping[str, BaseModel]) -> dict[str, Example]:
-    """Examples as OpenAPI has them."""
+    """Return the examples in OpenAPI's format."""
     return {name: {"value": example.model_dump(mode="json")} for name, example in examples.items()}

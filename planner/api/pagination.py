@@ -1,4 +1,4 @@
-"""Lists in pages: in the order of ids, so that a page is right whatever came or went before it."""
+"""Paginated lists, ordered by id, so that pages stay consistent while items come and go."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from rfork.schema.types import Identifier
 PAGE: Final = 100
 MAX_PAGE: Final = 1000
 
-Limit = Annotated[int, Query(ge=1, le=MAX_PAGE, description="most items of this page")]
-After = Annotated[Identifier | None, Query(description="`next` of the page before; none: the first page")]
+Limit = Annotated[int, Query(ge=1, le=MAX_PAGE, description="maximum number of items in this page")]
+After = Annotated[Identifier | None, Query(description="`next` of the previous page; none: the first page")]
 
 
 def paginate(ids: Iterable[str], limit: int) -> tuple[list[str], str | None]:
-    """The first `limit` ids, and the cursor of the next page, if there is one.
+    """Return the first `limit` ids, and the cursor of the next page, if there is one.
 
-    `ids` are in order, from behind this page's cursor on; no more of them are taken than it needs.
+    `ids` are sorted and start after this page's cursor; only as many as needed are consumed.
     """
     found = list(islice(ids, limit + 1))
     return found[:limit], found[limit - 1] if len(found) > limit else None

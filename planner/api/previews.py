@@ -1,4 +1,4 @@
-"""Previews: what would happen if replicas came now."""
+"""Preview routes: a dry run of starting replicas."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from fastapi import APIRouter, Body
 
 from planner.api import examples
 from planner.api.openapi import ALWAYS, WITH_BODY, ProblemDoc, openapi_examples, problems, success
-from planner.dry_run import GroupSnapshot, build_scenario, preview, take_group_snapshot
+from planner.dry_run import GroupSnapshot, build_scenario, preview, snapshot_group
 from planner.group_index import GroupIndex
 from planner.http_errors import ProblemError, invalid_field
 from planner.registry import Registry
 from rfork.schema import Preview, PreviewPage, PreviewRequest
 
 MAX_TARGETS: Final = 8192
-"""Targets of all ranks that one call asks about."""
+"""Maximum targets per call, over all ranks."""
 MAX_QUEUED: Final = 4
-"""Calls that wait for another one to be answered."""
+"""Maximum number of calls that wait for another call."""
 
-FULL = ProblemDoc(503, "too-many-previews", f"{MAX_QUEUED} callers wait for previews already")
-UNKNOWN = ProblemDoc(404, "unknown-model", "no instance of llama is known")
+FULL = ProblemDoc(503, "too-many-previews", f"{MAX_QUEUED} previews are already queued")
+UNKNOWN = ProblemDoc(404, "unknown-model", "no known instance of llama")
 
 
 def previews_router(registry: Registry) -> APIRouter:
-    """The routes under /v1/previews."""
+    """Return the routes under /v1/previews."""
     router = APIRouter(prefix="/v1/previews", tags=["previews"], responses=problems(*ALWAYS))
-    # One at a time: Python has its thread and the event loop's take turns.
+    # One at a time: because of the GIL, its thread competes with the event loop.
     run_lock = asyncio.Lock()
     queue_slots = asyncio.Semaphore(1 + MAX_QUEUED)
 
     @router.post(
         "",
-        summary="Preview replicas that would come",
+        summary="Preview a scale-up",
         responses=success(examples.PREVIEWS) | problems(*WITH_BODY, UNKNOWN, FULL),
     )
     async def create_preview(
@@ -43,34 +43,33 @@ def previews_router(registry: Registry) -> APIRouter:
             PreviewRequest, Body(openapi_examples=openapi_examples({"three": examples.PREVIEW_REQUEST}))
         ],
     ) -> PreviewPage:
-        """Who would read what from whom if replicas came now, and when each would be whole.
+        """Return what each new replica would read from which source, and when it would be complete.
 
-        Nothing is registered, planned or kept: a reader may ask. It is the planner's own policy that decides,
-        over what it knows at this moment and over as many `targets` that do not exist; they are taken to be
-        like a seed of the model. The seconds are those of the transfer, as the links would do it: without
-        the start of engines, without replicas that come later than others, and without forks that are planned
-        again. Of a model with many ranks ask for one (`rank_key`), or for few targets.
+        A read-only dry run: nothing is registered, planned or stored. The planner's own policy decides, over
+        its current state and `targets` hypothetical replicas that resemble a seed of the model. The predicted
+        seconds cover the transfer at link speed: not the start of engines, later arrivals, or replans. For a
+        model with many ranks, request one (`rank_key`), or few targets.
         """
         await registry.sweep()
         state, now = registry.state, registry.now()
         groups = sorted(state.groups_of(request.model), key=lambda group: group.rank_key)
         if not groups:
-            raise ProblemError(404, "unknown-model", f"no instance of {request.model} is known")
+            raise ProblemError(404, "unknown-model", f"no known instance of {request.model}")
         version = request.version or max(sorted({group.version for group in groups}), key=_seeds_of(groups))
         known_versions = ", ".join(sorted({group.version for group in groups if group.version})[:8])
         groups = [group for group in groups if group.version == version]
         if not groups:
-            detail = f"no instance of version {version} is known, but of {known_versions or 'none'}"
+            detail = f"no known instance of version {version}; known versions: {known_versions or 'none'}"
             raise ProblemError(404, "unknown-version", detail)
         if request.rank_key is not None:
             ranks = ", ".join(group.rank_key for group in groups[:8])
             groups = [group for group in groups if group.rank_key == request.rank_key]
             if not groups:
-                raise ProblemError(404, "unknown-model", f"no instance of that rank is known, but of {ranks}")
+                raise ProblemError(404, "unknown-model", f"no known instance of that rank; known ranks: {ranks}")
         if len(groups) * request.targets > MAX_TARGETS:
             raise invalid_field(
                 "targets",
-                f"{request.targets} of {len(groups)} ranks are more than {MAX_TARGETS}: name one rank_key",
+                f"{request.targets} targets of {len(groups)} ranks exceed {MAX_TARGETS}: name one rank_key",
             )
         if queue_slots.locked():
             raise ProblemError(FULL.status, FULL.slug, FULL.detail, headers={"Retry-After": "2"})
@@ -78,7 +77,7 @@ def previews_router(registry: Registry) -> APIRouter:
         async with queue_slots:
             for group in groups:
                 async with run_lock:
-                    group_snapshot = take_group_snapshot(state, group, request, registry.now() if rank_items else now)
+                    group_snapshot = snapshot_group(state, group, request, registry.now() if rank_items else now)
                     if group_snapshot is not None:
                         rank_items.append(await asyncio.to_thread(_run_preview, group_snapshot))
         return PreviewPage(items=tuple(rank_items))
@@ -95,5 +94,5 @@ def _seeds_of(groups: Sequence[GroupIndex]) -> Callable[[str], int]:
 
 
 def _run_preview(group_snapshot: GroupSnapshot) -> Preview:
-    """Run in a thread."""
+    """Runs in a thread."""
     return preview(build_scenario(group_snapshot))

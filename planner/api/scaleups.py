@@ -1,4 +1,4 @@
-"""Scale-ups: announce that replicas are about to start, look at them, withdraw them."""
+"""Scale-up routes: announce that replicas are about to start, list, withdraw."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from rfork.schema.types import Identifier
 
 ScaleUpId = Annotated[Identifier, Path(description="chosen by the caller", examples=["default.llama"])]
 
-UNKNOWN = ProblemDoc(404, "unknown-scaleup", "no scale-up default.llama is known")
+UNKNOWN = ProblemDoc(404, "unknown-scaleup", "unknown scale-up default.llama")
 
 
 def scaleups_router(registry: Registry) -> APIRouter:
-    """The routes under /v1/scaleups."""
+    """Return the routes under /v1/scaleups."""
     router = APIRouter(prefix="/v1/scaleups", tags=["scale-ups"], responses=problems(*ALWAYS))
 
     @router.post(
@@ -30,36 +30,34 @@ def scaleups_router(registry: Registry) -> APIRouter:
         scaleup: Annotated[
             ScaleUp,
             Body(
-                openapi_examples=openapi_examples(
-                    {"three": examples.SCALEUP, "none any more": examples.FINISHED_SCALEUP}
-                )
+                openapi_examples=openapi_examples({"three": examples.SCALEUP, "withdrawn": examples.FINISHED_SCALEUP})
             ),
         ],
     ) -> ScaleUpInfo:
-        """Have those that start together share one plan: call it before they start.
+        """Make replicas that start together share one plan: announce them before they start.
 
-        The first fork of each rank then waits until as many have asked as are expected, for
-        RFORK_PLANNER_SCALEUP_WAIT_S at most. Said again with the same `scaleup_id` it replaces what was said:
-        `replicas` are those that have not asked *by then*; 0 withdraws it. While replicas are expected the
-        last instance that holds the weights is told that it may not exit. Of more than 10,000 scale-ups that
-        is forgotten which would expire first.
+        The first fork of each rank then waits until as many requests have arrived as are expected, for
+        RFORK_PLANNER_SCALEUP_WAIT_S at most. A repeated announcement with the same `scaleup_id` replaces the
+        previous one: `replicas` are those that have not sent a request *by then*; 0 withdraws the scale-up.
+        While replicas are expected, the exit check of the last seed of the weights denies its exit. Of more
+        than 10,000 scale-ups, the one that expires first is dropped.
         """
         await registry.sweep()
         return await registry.scaleups.announce(scaleup)
 
     @router.get("", summary="List scale-ups", responses=success(examples.SCALEUPS))
     async def list_scaleups() -> list[ScaleUpInfo]:
-        """Those under way, in the order of their ids. One that expired, or was withdrawn, is forgotten."""
+        """List the scale-ups in progress, ordered by id. Expired and withdrawn ones are not listed."""
         await registry.sweep()
         return registry.scaleups.views()
 
     @router.get(
         "/{scaleup_id}",
-        summary="Show one scale-up",
+        summary="Get a scale-up",
         responses=success(examples.SCALEUP_VIEW) | problems(UNKNOWN),
     )
     async def show(scaleup_id: ScaleUpId) -> ScaleUpInfo:
-        """How many have come since it was last announced, and what awaits the others."""
+        """Return how many replicas have arrived since the last announcement, and the forecast for the others."""
         return registry.scaleups.view(scaleup_id)
 
     @router.delete(
@@ -69,7 +67,7 @@ def scaleups_router(registry: Registry) -> APIRouter:
         responses=success(status=204) | problems(503),
     )
     async def withdraw(scaleup_id: ScaleUpId) -> None:
-        """Those that wait are planned at once. One that is not known is no error."""
+        """Plan the waiting forks immediately. An unknown scale-up is not an error."""
         await registry.scaleups.withdraw(scaleup_id)
 
     return router

@@ -1,4 +1,4 @@
-"""What a route checks of a report beyond its form."""
+"""Checks of reports beyond their schema."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from rfork.schema import InstanceReport
 
 
 def reject_reserved_names(report: InstanceReport) -> InstanceReport:
-    """The report; ProblemError 422 where it uses names of another protocol's instances.
+    """Return the report; ProblemError 422 if it uses reserved names of another protocol's instances.
 
-    Those have forms of their own, which whoever leases one relies on.
+    Those names have a fixed format that clients of that protocol rely on.
     """
     for field, name in (("model", report.model), ("instance_id", report.instance_id)):
         if name.startswith(PREFIX):
-            raise invalid_field(field, f"names that begin with {PREFIX} are those of vLLM-Ascend's protocol")
+            raise invalid_field(field, f"names that start with {PREFIX} are reserved for vLLM-Ascend's protocol")
     return report

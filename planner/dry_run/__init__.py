@@ -1,7 +1,7 @@
-"""What would happen if replicas came now: the planner's own policy over replicas that do not exist.
+"""Dry run of a scale-up: the planner's own policy over hypothetical replicas.
 
-Pure, and without an effect on anything: `snapshot` takes what the planner knows, on the event loop; `scenario`
-makes replicas of it that do not exist, and `preview` decides and predicts, wherever there is time for it.
+Without side effects: `snapshot_group` copies what the planner knows, on the event loop; `build_scenario` adds
+the hypothetical replicas, and `preview` plans and predicts, on any thread.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from planner.dry_run.scenario import GroupSnapshot, Scenario, build_scenario, take_group_snapshot
+from planner.dry_run.scenario import GroupSnapshot, Scenario, build_scenario, snapshot_group
 from planner.dry_run.simulate import LinkRates, simulate_flows
 from planner.policy import group_plan
 from planner.policy_types import ChunkShare, ForkDemand, GroupView, PlanDecision
@@ -18,17 +18,18 @@ from rfork import schema
 from rfork.image.ranges import count
 from rfork.schema import Preview, PreviewTarget
 
-__all__ = ["GroupSnapshot", "Scenario", "build_scenario", "preview", "take_group_snapshot"]
+__all__ = ["GroupSnapshot", "Scenario", "build_scenario", "preview", "snapshot_group"]
 
 ROUNDS: Final = 16
-"""How often those are planned again for whom every source was full: a round later others are seeds."""
+"""Maximum planning rounds for targets that found every source full: a round later, others are seeds."""
 
 
 def preview(scenario: Scenario) -> Preview:
-    """Who would read what from whom, and when each would be whole.
+    """Predict what each target reads from which source, and when it is complete.
 
-    Those for whom no slot is left are planned again when the others are whole, though a slot may be free
-    before that. Where nobody holds the image all of them can read it themselves, if anybody could before.
+    Targets without a slot are planned again when the others are complete, though a slot may be free before
+    that. If no instance has the image, all targets can read it from storage, provided that any instance could
+    before.
     """
     group, pending = scenario.group, list(scenario.demands)
     rates = LinkRates(scenario.link, scenario.storage_rate)
@@ -41,15 +42,15 @@ def preview(scenario: Scenario) -> Preview:
         fork_seconds = simulate_flows(group.sources, group.shares, scenario.image_bytes, rates)
         for demand in pending:
             decision = decisions[demand.fork_id]
-            own_storage_s = fork_seconds.get(demand.fork_id) if _reads(decision) else None
+            duration_s = fork_seconds.get(demand.fork_id) if _reads(decision) else None
             targets_by_id[demand.fork_id] = _preview_target(
-                group, demand, decision, None if own_storage_s is None else begin_s + own_storage_s
+                group, demand, decision, None if duration_s is None else begin_s + duration_s
             )
             chunks = sum(count(ranges) for _, ranges in decision.storage)
             storage_bytes += scenario.image_bytes * chunks // max(1, demand.target.chunk_count)
         pending = [each for each in pending if not _reads(decisions[each.fork_id])]
-        again = any(decisions[each.fork_id].no_free_slot for each in pending)
-        if not (receiving and again):
+        may_retry = any(decisions[each.fork_id].no_free_slot for each in pending)
+        if not (receiving and may_retry):
             break
         begin_s += max(fork_seconds.values(), default=0.0)
         group = _complete_targets(group, receiving, fork_seconds)
@@ -75,9 +76,9 @@ def preview(scenario: Scenario) -> Preview:
 def _plan_round(
     scenario: Scenario, group: GroupView, demands: Sequence[ForkDemand], *, cold: bool
 ) -> tuple[Mapping[str, PlanDecision], list[ForkDemand]]:
-    """The policy's decisions, and the demands that they are for.
+    """Return the policy's decisions, and the demands that they are for.
 
-    As forks ask: what they could read by themselves they say once the planner knows of nobody to read from.
+    As in real forks, targets report their storage only if the planner knows no source.
     """
     decisions = group_plan.plan(group, demands, scenario.now)
     no_reader = not any(_reads(each) or each.no_free_slot for each in decisions.values())
@@ -94,7 +95,7 @@ def _reads(decision: PlanDecision) -> bool:
 def _apply_decisions(
     group: GroupView, receiving: Sequence[ForkDemand], decisions: Mapping[str, PlanDecision]
 ) -> GroupView:
-    """The group once these have begun. Forks under way count where they could be read from."""
+    """Return the group after these targets have begun. Running forks count if they could be read from."""
     layout_id = receiving[0].target.layout_id if receiving else None
     sources = dict(group.sources)
     shares = {
@@ -103,17 +104,17 @@ def _apply_decisions(
         if (source := sources.get(name)) is not None and source.layout_id == layout_id
     }
     for demand in receiving:
-        storage_chunks, decision = demand.target.instance_id, decisions[demand.fork_id]
-        sources[storage_chunks] = demand.target
-        stored = tuple(ChunkShare(storage_chunks, ranges, each.kind == "loader") for each, ranges in decision.storage)
-        shares[storage_chunks] = decision.shares + stored
+        target_id, decision = demand.target.instance_id, decisions[demand.fork_id]
+        sources[target_id] = demand.target
+        stored = tuple(ChunkShare(target_id, ranges, each.kind == "loader") for each, ranges in decision.storage)
+        shares[target_id] = decision.shares + stored
     return replace(group, sources=sources, shares=shares)
 
 
 def _complete_targets(
     group: GroupView, receiving: Sequence[ForkDemand], fork_seconds: Mapping[str, float]
 ) -> GroupView:
-    """The group once these, and the forks that were under way, are whole; nobody reads from anybody."""
+    """Return the group after these targets and the running forks are complete, without readers."""
     sources = dict(group.sources)
     weights = {source.weights_id for source in sources.values() if source.complete}
     weights_id = next(iter(sorted(each for each in weights if each)), "preview")

@@ -1,4 +1,4 @@
-"""What a preview goes by: what is known of one rank of a model, and replicas that do not exist."""
+"""Input of a preview: the known state of one rank of a model, and hypothetical replicas."""
 
 from __future__ import annotations
 
@@ -16,55 +16,55 @@ from rfork.schema import ForkProgress, PreviewRequest, source_kind
 from rfork.schema.types import SAME_HOST_TRANSPORTS
 
 DEFAULT_LINK_RATE: Final = 1.25e9
-"""Bytes a second of a host's link where nobody knows it: 10 Gbit/s."""
+"""Assumed link speed of a host in bytes per second, if unknown: 10 Gbit/s."""
 DEFAULT_STORAGE_RATE: Final = 1e9
 ORIGIN: Final = "0" * 32
-"""Stands for the files of a checkpoint, and for the weights of a snapshot that nobody has read to its end."""
+"""Placeholder for the files of a checkpoint, and for the weights of a snapshot that was never read
+completely.
+"""
 
 
 @dataclass(frozen=True)
 class GroupSnapshot:
-    """One rank of a model at one moment, by values that nothing changes any more: a thread may read them."""
+    """One rank of a model at one moment, as immutable values that another thread may read."""
 
     request: PreviewRequest
     now: float
     group: GroupView
-    """As the policy sees it for these replicas; empty where the request is for a cold start."""
+    """The policy's view for these replicas; empty if a cold start is requested."""
     sources: Mapping[str, Source]
-    """All members."""
+    """All members, by instance_id."""
     forks: Sequence[ForkRecord]
-    """Of this rank and of others."""
+    """Forks of this and other ranks."""
     template: Source
-    """The member that the replicas are taken to be like."""
+    """The member that the replicas resemble."""
     image_bytes: int
     storage_s: float | None
-    """How long storage takes, where that is known."""
+    """Time to load from storage, if known."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """What a preview goes by."""
+    """Input of a preview."""
 
     group: GroupView
     demands: tuple[ForkDemand, ...]
-    """Of the replicas that would come, with nothing to read by themselves."""
+    """Demands of the hypothetical replicas, without storage."""
     storage: tuple[Storage, ...]
-    """What they could read by themselves."""
+    """Storage that they could read."""
     image_bytes: int
     seeds: int
     link: float
     measured: bool
-    """Whether that is the speed of a link that forks measured."""
+    """True if `link` was measured by forks."""
     storage_rate: float
     now: float
 
 
-def take_group_snapshot(
-    state: PlannerState, live: GroupIndex, request: PreviewRequest, now: float
-) -> GroupSnapshot | None:
-    """Taken on the event loop, which it holds for a few copies.
+def snapshot_group(state: PlannerState, live: GroupIndex, request: PreviewRequest, now: float) -> GroupSnapshot | None:
+    """Copy the group. Runs on the event loop, and blocks it for a few copies.
 
-    None where nobody tells how large the image is.
+    Return None if the size of the image is unknown.
     """
     template = _template_member(live)
     record = None if template is None else state.instance(template.instance_id)
@@ -73,7 +73,7 @@ def take_group_snapshot(
     if request.cold:
         group = GroupView(live.model, live.rank_key, {}, version=live.version)
     else:
-        # The first stands for all: but for their hosts, where nobody is, they are alike.
+        # One demand represents all: they differ only by their hosts, which have no members.
         first, others = _demand(template, request, 0), state.other_ranks(live.key)
         group = _frozen_view(live.view((first,), others, together=request.targets))
     return GroupSnapshot(
@@ -89,7 +89,7 @@ def take_group_snapshot(
 
 
 def build_scenario(group_snapshot: GroupSnapshot) -> Scenario:
-    """What a preview goes by, for all that were asked about."""
+    """Return the input of a preview for all requested replicas."""
     request, group, template = group_snapshot.request, group_snapshot.group, group_snapshot.template
     forks = [fork for fork in group_snapshot.forks if fork.group == (group.model, group.version, group.rank_key)]
     fastest = _max_throughput(group_snapshot.sources, forks)
@@ -112,14 +112,14 @@ def build_scenario(group_snapshot: GroupSnapshot) -> Scenario:
 
 
 def _template_member(live: GroupIndex) -> Source | None:
-    """Whom the replicas are like: a member of the layout that most seeds have, then most members."""
+    """Return the member that the replicas resemble: of the layout with the most seeds, then the most members."""
     layouts: dict[str, list[Source]] = {}
     for source in live.sources.values():
         layouts.setdefault(source.layout_id, []).append(source)
-    largest_layout = max(
+    best_layout = max(
         layouts.values(), key=lambda each: (sum(source.complete for source in each), len(each)), default=[]
     )
-    return max(largest_layout, key=lambda source: (source.complete, source.instance_id), default=None)
+    return max(best_layout, key=lambda source: (source.complete, source.instance_id), default=None)
 
 
 def _can_serve(source: Source, template: Source, now: float) -> bool:
@@ -128,7 +128,7 @@ def _can_serve(source: Source, template: Source, now: float) -> bool:
 
 
 def _demand(template: Source, request: PreviewRequest, number: int) -> ForkDemand:
-    """Of one of the replicas, the first being 0."""
+    """Return the demand of one replica, counted from 0."""
     digits = len(str(request.targets))
     name = f"preview-{number + 1:0{digits}}"
     host = f"preview-host-{number // request.per_host + 1:0{digits}}"
@@ -153,7 +153,7 @@ def _demand(template: Source, request: PreviewRequest, number: int) -> ForkDeman
 
 
 def _frozen_view(group: GroupView) -> GroupView:
-    """The group as it is now: what the planner changes, it changes elsewhere."""
+    """Return a copy of the view that the planner no longer changes."""
     return replace(
         group,
         sources=dict(group.sources),
@@ -165,7 +165,7 @@ def _frozen_view(group: GroupView) -> GroupView:
 
 
 def _max_throughput(sources: Mapping[str, Source], forks: Iterable[ForkRecord]) -> float | None:
-    """The fastest that a fork of the group read from other hosts."""
+    """Return the fastest rate at which a fork of the group read from other hosts."""
     rates = [source.ingress_rate or 0.0 for source in sources.values()]
     for fork in forks:
         last = fork.finish or fork.progress
@@ -183,9 +183,10 @@ def _max_throughput(sources: Mapping[str, Source], forks: Iterable[ForkRecord]) 
 def _storage_candidates(
     sources: Mapping[str, Source], forks: Iterable[ForkRecord], *, rate_is_set: bool
 ) -> tuple[Storage, ...]:
-    """What instances of the group could read by themselves, or have: who comes is taken to be able to.
+    """Return the storage that instances of the group could read, or have read: replicas are assumed to have
+    it too.
 
-    `rate_is_set`: somebody says how fast storage is, so there is a snapshot where nothing is known.
+    `rate_is_set`: the request gives a storage rate, so a snapshot is assumed if nothing is known.
     """
     for source in sources.values():
         if source.storage:

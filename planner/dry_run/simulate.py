@@ -1,15 +1,14 @@
-"""How long forks will take by a plan: its shares as flows of blocks over links.
+"""Simulation of fork durations: the shares of a plan as flows of blocks over links.
 
-Each host has one link, one direction each way, for what leaves it; what stays within a host moves at
-`SAME_HOST_RATE`. A target reads a block from a source once that holds it, in the order in which the source got
-them, so that what relays give while they receive is accounted for. A flow's part of a link is its part of the
-bytes that go there, or an equal one if that is more: each then ends about when it would if those that end
-before it handed their parts on.
+Each host has one full-duplex link for traffic that leaves it; traffic within a host moves at
+`SAME_HOST_RATE`. A target reads a block from a source once the source has it, in the order in which the
+source received it, so that relays that serve while they receive are modelled. A flow's fraction of a link is
+its fraction of the bytes on it, or an equal fraction if that is more: each flow then ends about when it would
+if finished flows passed on their bandwidth.
 
-Left out: what comes before the first byte (the planner's own wait for others, capture, connections) and after
-the last (verification of what is not verified on the way), new plans on the way, links between racks, the
-link of those that read storage over the network, other ranks on a host's link, and governors, which hold
-back a seed while it serves.
+Not modelled: time before the first byte (batching, capture, connections) and after the last (verification
+that is not overlapped), replans, links between racks, the link of targets that read storage over the network,
+other ranks on a host's link, and latency controllers, which throttle a serving seed.
 """
 
 from __future__ import annotations
@@ -25,57 +24,57 @@ from planner.policy_types import ChunkShare, Source
 from rfork.image.ranges import Range, subtract
 
 MAX_DELIVERIES: Final = 1 << 16
-"""Blocks that come to all targets together: of more chunks than that several make one block."""
+"""Maximum number of blocks delivered to all targets together: if there are more chunks, a block has several."""
 SAME_HOST_RATE: Final = 4e9
-"""Bytes a second from one process of a host to another, verified: about what two busy cores do."""
+"""Bytes per second between two processes of a host, verified: about the speed of two busy cores."""
 CUDA_IPC_RATE: Final = 50e9
 """The same between GPUs of a host."""
 
 Shares = Mapping[str, tuple[ChunkShare, ...]]
-"""What each target reads, by its instance_id; a share of its own stands for its storage."""
+"""Reads of each target, by its instance_id; a share with its own id means its storage."""
 LinkEnd = tuple[str, str]
 STORAGE: Final = "storage of "
-"""What a target's storage is called beside instances, whose ids have no spaces."""
+"""Prefix for the name of a target's storage; it contains spaces, which instance ids do not."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkRates:
-    """Bytes a second."""
+    """Rates in bytes per second."""
 
     link: float
     """One direction of a host's link."""
     storage: float
-    """Storage, for each that reads it."""
+    """Storage, per reader."""
 
 
 @dataclass(slots=True)
 class _Flow:
-    """What one target reads from one source."""
+    """Chunks that one target reads from one source."""
 
     target: str
     parts: dict[int, int]
-    """Chunks by block."""
+    """Number of chunks by block."""
     chunks: int
     rate: float = 0.0
     all_or_nothing: bool = False
-    """A loader, which gives nothing before it has read everything."""
+    """A loader, which serves nothing until it has read everything."""
     free_at: float = 0.0
 
 
 @dataclass(slots=True)
 class _Node:
     missing_blocks: dict[int, int] = field(default_factory=dict)
-    """Blocks, and how many flows still bring a part of each."""
+    """By block, the number of flows that still deliver a part of it."""
     flows: list[_Flow] = field(default_factory=list)
-    """Those that read from it."""
+    """Flows that read from this node."""
 
 
 def simulate_flows(
     sources: Mapping[str, Source], shares: Shares, image_bytes: int, rates: LinkRates
 ) -> dict[str, float]:
-    """Seconds from now until each target has all that its shares are to bring; 0: it has.
+    """Return the seconds until each target has everything that its shares deliver; 0 if it already has.
 
-    Who has to wait for chunks that nobody gives is missing. `sources` holds the targets too.
+    A target that waits for chunks that no source serves is omitted. `sources` includes the targets.
     """
     chunk_count = max((sources[name].chunk_count for name in shares), default=0)
     chunk_bytes = image_bytes / max(1, chunk_count)
@@ -93,7 +92,7 @@ def simulate_flows(
             if flow.all_or_nothing:
                 flow.free_at = flow.chunks * chunk_bytes / flow.rate
             else:
-                # A chunk of the block that just came is read while the next one comes.
+                # Pipelining: a chunk of the last block is read while the next block arrives.
                 ready_at = at + chunk_bytes / flow.rate
                 flow.free_at = max(ready_at, flow.free_at + chunks * chunk_bytes / flow.rate)
             heapq.heappush(heap, (flow.free_at, next(serial), flow.target, block))
@@ -120,8 +119,8 @@ def simulate_flows(
 def _build_graph(
     sources: Mapping[str, Source], shares: Shares, size: int
 ) -> tuple[dict[str, _Node], dict[LinkEnd, _Flow]]:
-    """The nodes, and the flows by source and target. A target's storage is a node of its own, without a name
-    that `sources` has.
+    """Return the nodes, and the flows by source and target. A target's storage is a separate node with a name
+    that is not in `sources`.
     """
     nodes: dict[str, _Node] = {name: _Node() for name in shares}
     flows: dict[LinkEnd, _Flow] = {}
@@ -142,7 +141,7 @@ def _build_graph(
 
 
 def _set_rates(sources: Mapping[str, Source], flows: Mapping[LinkEnd, _Flow], rates: LinkRates) -> None:
-    """Give each flow the least of what it gets at either end."""
+    """Give each flow the lower of its rates at both ends."""
     limits: dict[LinkEnd, list[tuple[str, float]]] = {}
     for (name, target), flow in flows.items():
         source, reader = sources.get(name), sources[target]
@@ -171,7 +170,7 @@ def _set_rates(sources: Mapping[str, Source], flows: Mapping[LinkEnd, _Flow], ra
 
 
 def _initial_blocks(source: Source | None, chunk_count: int, size: int) -> Iterable[int]:
-    """Blocks that a source has from the beginning; one that is gone has none."""
+    """Return the blocks that a source has initially; none if it was removed."""
     if source is None:
         return ()
     parts = _blocks(source.verified, size)
@@ -179,7 +178,7 @@ def _initial_blocks(source: Source | None, chunk_count: int, size: int) -> Itera
 
 
 def _blocks(ranges: Iterable[Range], size: int) -> Iterator[tuple[int, int]]:
-    """Each block that the ranges (normalised) touch, and how many chunks of it they hold."""
+    """Yield each block that the (normalised) ranges touch, with the number of its chunks in them."""
     before: tuple[int, int] | None = None
     for begin, end in ranges:
         for block in range(begin // size, -(-end // size)):

@@ -1,5 +1,5 @@
-"""What stands between the planner and whoever starts and stops instances: Kubernetes, and KEDA.
+"""Integrations of the planner with systems that start and stop instances: Kubernetes and KEDA.
 
-Each hook is a client of the planner's REST API (`fleet`), so that it runs in the planner's process
-(``RFORK_PLANNER_INTEGRATIONS``) or in one of its own (`rfork hook`) all the same.
+Each integration is a client of the planner's REST API (`planner_api`), so it can run in the planner's process
+(``RFORK_PLANNER_INTEGRATIONS``) or in its own (`rfork k8s`).
 """

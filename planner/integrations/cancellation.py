@@ -1,4 +1,4 @@
-"""A cancellation that came as something failed."""
+"""Detects a cancellation that was hidden by another error."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import asyncio
 
 
 def raise_if_cancelled() -> None:
-    """Raise CancelledError where this task was told to end, and has gone on all the same.
+    """Raise CancelledError if the current task was cancelled but kept running.
 
-    To be asked where a task goes on after a failure: of something that fails as it is cancelled,
-    `asyncio.gather` and task groups tell the failure alone.
+    Call it where a task continues after an error: if an awaited operation fails while it is being cancelled,
+    `asyncio.gather` and task groups raise only the error.
     """
     task = asyncio.current_task()
     if task is not None and task.cancelling():

@@ -1,4 +1,4 @@
-"""What a hook says of itself, and where it is asked: /healthz, /readyz and /metrics of a hook's process."""
+"""Status of an integration, and the endpoints that report it: /healthz, /readyz and /metrics."""
 
 from __future__ import annotations
 
@@ -13,34 +13,35 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 TEXT: Final = "text/plain; charset=utf-8"
 METRICS: Final = "text/plain; version=0.0.4; charset=utf-8"
-STARTING: Final = "it is starting"
+STARTING: Final = "starting"
 
 
 class IntegrationStatus:
-    """What one hook says of itself, from one start of it to its end.
+    """Status of one integration, from one start to its end.
 
-    `registry` is the hook's own: what it puts there is under /metrics, and goes when the hook is started
-    anew. Metric names begin with ``rfork_HOOK_``, so that no two hooks have one name.
+    `registry` belongs to the integration: its metrics appear under /metrics and disappear when the
+    integration restarts. Metric names begin with ``rfork_NAME_``, so that those of two integrations never
+    collide.
     """
 
     def __init__(self, integration: str) -> None:
         self.integration = integration
         self.registry = CollectorRegistry()
         self.is_leader: bool | None = None
-        """Whether it acts, where only one of its replicas does; None: each of them does."""
+        """True if this replica is the leader. None for an integration without leader election."""
         self.not_ready_reason: str | None = STARTING
-        """Why it is not ready, in a few words; None: it is."""
+        """Short reason why it is not ready. None: it is ready."""
 
     def ready(self) -> None:
-        """It does its work, or, where another replica leads, would take over at once."""
+        """Report that it works, or that it is a standby that can take over immediately."""
         self.not_ready_reason = None
 
-    def not_ready(self, why: str) -> None:
-        """It cannot do its work; `why` in a few words."""
-        self.not_ready_reason = why
+    def not_ready(self, reason: str) -> None:
+        """Report that it does not work. `reason` is a short phrase."""
+        self.not_ready_reason = reason
 
     def leader(self, is_leader: bool) -> None:
-        """Whether this replica is the one that acts."""
+        """Set the leadership of this replica."""
         self.is_leader = is_leader
 
     def __str__(self) -> str:
@@ -52,16 +53,18 @@ Statuses = Callable[[], Sequence[IntegrationStatus]]
 
 
 class IntegrationMetrics(Collector):
-    """What all hooks of a process tell Prometheus; to be registered where the process's own metrics are."""
+    """Prometheus collector for all integrations of a process. Register it in the process's own registry."""
 
     def __init__(self, statuses: Statuses) -> None:
         self._statuses = statuses
 
     def collect(self) -> Iterator[Metric]:
-        """``rfork_hook_ready`` and ``rfork_hook_leader`` by hook, and what is in each one's own registry."""
+        """Yield ``rfork_integration_ready``, ``rfork_integration_leader`` and each integration's own metrics."""
         statuses = tuple(self._statuses())
-        ready = GaugeMetricFamily("rfork_hook_ready", "Whether the hook does its work", labels=["hook"])
-        leader = GaugeMetricFamily("rfork_hook_leader", "Whether this replica is the one that acts", labels=["hook"])
+        ready = GaugeMetricFamily("rfork_integration_ready", "1 if the integration works", labels=["integration"])
+        leader = GaugeMetricFamily(
+            "rfork_integration_leader", "1 if this replica is the leader", labels=["integration"]
+        )
         for status in statuses:
             ready.add_metric([status.integration], float(status.not_ready_reason is None))
             if status.is_leader is not None:
@@ -73,9 +76,9 @@ class IntegrationMetrics(Collector):
 
 
 def probes_app(statuses: Statuses, registry: CollectorRegistry) -> ASGIApp:
-    """The ASGI application: /healthz (the event loop turns), /readyz (each hook is ready), /metrics.
+    """Return the ASGI application for /healthz, /readyz (each integration is ready) and /metrics.
 
-    `registry` is the process's own; what the hooks tell is to be in it as `IntegrationMetrics`.
+    `registry` is the process's own and must contain the `IntegrationMetrics`.
     """
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,4 +1,4 @@
-"""Hooks in the planner's process (RFORK_PLANNER_INTEGRATIONS)."""
+"""Runs integrations in the planner's process (RFORK_PLANNER_INTEGRATIONS)."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ log = logger("planner.integrations")
 
 
 class InProcessRunner:
-    """Hooks on a thread of the planner's process, with an event loop of their own: its requests do not wait.
+    """Runs integrations on a thread with its own event loop, so that they do not delay requests.
 
-    A context manager: leaving it stops what runs.
+    A context manager: leaving it stops them.
     """
 
     def __init__(
@@ -29,22 +29,27 @@ class InProcessRunner:
     ) -> None:
         self._runner = IntegrationRunner(names, kubernetes_settings, settings, restart_on_failure=True)
         self.metrics = IntegrationMetrics(self._runner.statuses)
-        """What they tell Prometheus, for the planner's own registry."""
-        self._thread = threading.Thread(target=self._run, name="rfork-hooks", daemon=True)
+        """Their metrics, for the planner's registry."""
+        self._thread = threading.Thread(target=self._run, name="rfork-integrations", daemon=True)
         self._stop: Callable[[], None] | None = None
         self._stopped = False
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Start the thread; from then on hooks that fail are started again."""
-        log.info("hooks run", hooks=",".join(status.integration for status in self._runner.statuses()))
+        """Start the thread. From then on a failed integration is restarted."""
+        log.info(
+            "integrations started", integrations=",".join(status.integration for status in self._runner.statuses())
+        )
         self._thread.start()
 
     def stop(self) -> None:
-        """Tell them to stop; does not wait."""
+        """Request a stop and return immediately."""
         with self._lock:
             self._stopped = True
-            stop, self._stop = self._stop, None  # a second cancellation would break off what the first began
+            stop, self._stop = (
+                self._stop,
+                None,
+            )  # a second cancellation would interrupt the cleanup that the first one started
             if stop is not None:
                 stop()
 
@@ -61,8 +66,8 @@ class InProcessRunner:
     def _run(self) -> None:
         try:
             asyncio.run(self._run_until_stopped())
-        except Exception:  # the thread's outermost edge: the planner goes on without hooks
-            log.exception("the hooks ended")
+        except Exception:  # outermost handler of the thread: the planner continues without integrations
+            log.exception("integrations stopped unexpectedly")
 
     async def _run_until_stopped(self) -> None:
         loop, runner = asyncio.get_running_loop(), asyncio.create_task(self._runner.run())
@@ -74,17 +79,17 @@ class InProcessRunner:
         try:
             with contextlib.suppress(asyncio.CancelledError):
                 await runner
-        finally:  # from then on there is no loop to call
+        finally:  # the event loop is closed from here on
             with self._lock:
                 self._stop = None
 
 
 @contextlib.contextmanager
 def create_in_process_runner(planner_settings: PlannerSettings, url: str) -> Iterator[InProcessRunner | None]:
-    """The hooks that run beside the planner at `url`, not yet started; None: there are to be none.
+    """Yield a runner, not yet started, for the integrations of the planner at `url`, or None without any.
 
-    Where RFORK_PLANNER says nothing else they ask that planner, with its own token. Raises SettingsError
-    where KubernetesSettings cannot be used, or do not say where Pods find the planner.
+    Unless RFORK_PLANNER names another planner, they use this one, with its own token. Raises SettingsError if
+    KubernetesSettings is invalid or does not define the planner URL for Pods.
     """
     if not planner_settings.integrations:
         yield None
@@ -93,13 +98,13 @@ def create_in_process_runner(planner_settings: PlannerSettings, url: str) -> Ite
     is_for_pods = kubernetes_settings.pod_planner_url or settings.planner
     if is_for_pods is None and "webhook" in planner_settings.integrations:
         raise SettingsError(
-            "the webhook does not know where Pods find this planner", hint="set RFORK_K8S_POD_PLANNER_URL"
+            "the webhook needs the URL that Pods use to reach this planner", hint="set RFORK_K8S_POD_PLANNER_URL"
         )
     for everywhere, loopback in (("//0.0.0.0:", "//127.0.0.1:"), ("//[::]:", "//[::1]:")):
         url = url.replace(everywhere, loopback)
     with InProcessRunner(
         tuple(dict.fromkeys(planner_settings.integrations)),
-        kubernetes_settings.model_copy(update={"planner": is_for_pods}),
+        kubernetes_settings.model_copy(update={"pod_planner_url": is_for_pods}),
         settings.model_copy(
             update={
                 "planner": settings.planner or url,

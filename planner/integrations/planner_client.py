@@ -1,7 +1,7 @@
-"""The planner as hooks see it, over HTTP: `planner.integrations.planner_api.PlannerApi` with a pool of connections.
+"""HTTP client for the planner, with pooled connections: implements `planner.integrations.planner_api`.
 
-Runs in a hook's event loop, be that in the planner's own process or not. Everything that it asks may be asked
-twice, so a call whose pooled connection turns out dead (a planner that restarted) is sent once more.
+Runs in the integration's event loop, in the planner's process or its own. All requests are idempotent, so a
+request on a pooled connection that turns out closed (after a restart of the planner) is sent once more.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rfork.settings import InstanceSettings, TlsSettings, redacted
 from rfork.tracing import inject
 
 PAGE: Final = 1000
-"""Items that one request of a list asks for."""
+"""Page size of a list request."""
 DEAD_CONNECTION: Final = (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError, httpx.CloseError)
 
 INSTANCES: Final = TypeAdapter(InstancePage)
@@ -47,11 +47,11 @@ Query = Mapping[str, str | int | None]
 
 
 class PlannerRestClient:
-    """Speaks to the planner that the settings name, with their token, TLS files and `planner_timeout_s`.
+    """Calls the configured planner with its token, TLS files and `planner_timeout_s`.
 
-    Every call is answered within that time, all its pages together, or raises PlannerUnavailable. The constructor
-    connects to nothing; it raises SettingsError where no planner is set, or where the URL, the token or the
-    TLS files cannot be used. `transport` replaces the sockets, for tests.
+    Every call, including all its pages, completes within that time or raises PlannerUnavailable. The
+    constructor does not connect. It raises SettingsError if no planner is set, or if the URL, the token or
+    the TLS files are unusable. `transport` replaces the network in tests.
     """
 
     def __init__(self, settings: InstanceSettings, transport: httpx.AsyncBaseTransport | None = None) -> None:
@@ -64,10 +64,10 @@ class PlannerRestClient:
         except httpx.InvalidURL as error:
             raise _invalid_url_error(self.url, str(error)) from None
         if parsed.scheme not in ("http", "https") or not parsed.host:
-            raise _invalid_url_error(self.url, "it does not begin with http:// or https:// and a host")
+            raise _invalid_url_error(self.url, "it must begin with http:// or https:// and a host")
         basic: httpx.Auth | None = None
         if parsed.userinfo:
-            # Sent as a header, and kept out of every URL that may be shown or logged.
+            # Sent as a header, so it appears in no URL that may be shown or logged.
             basic = httpx.BasicAuth(parsed.username, parsed.password)
             self.url = str(parsed.copy_with(username=None, password=None)).rstrip("/")
         headers = {"Accept": "application/json"}
@@ -81,62 +81,62 @@ class PlannerRestClient:
                 timeout=self._timeout_s,
                 verify=_ssl_context(settings.tls),
                 transport=transport,
-                trust_env=False,  # the settings module alone reads the environment; proxies do not apply
+                trust_env=False,  # only the settings module reads the environment; proxies do not apply
             )
         except UnicodeEncodeError:
-            raise SettingsError("the planner token has characters that cannot stand in a header") from None
+            raise SettingsError("the planner token contains characters that are not allowed in a header") from None
 
     async def instances(self, *, model: str | None = None) -> tuple[InstanceInfo, ...]:
-        """All instances, or those of one model, in the order of their ids."""
+        """Return all instances, or those of one model, sorted by id."""
         async with self._with_timeout("GET /v1/instances"):
             pages = self._pages(INSTANCES, "/v1/instances", {"model": model})
             return tuple([item async for page in pages for item in page.items])
 
     async def forks(self) -> tuple[ForkInfo, ...]:
-        """Forks under way and those that ended lately, in the order of their ids."""
+        """Return active and recently finished forks, sorted by id."""
         async with self._with_timeout("GET /v1/forks"):
             return tuple([item async for page in self._pages(FORKS, "/v1/forks", {}) for item in page.items])
 
     async def models(self) -> tuple[ModelInfo, ...]:
-        """What the fleet holds of each model and rank."""
+        """Return the fleet's state of each model and rank."""
         async with self._with_timeout("GET /v1/models"):
             return await self._call_parsed(MODELS, "GET", "/v1/models")
 
     async def scaleups(self) -> tuple[ScaleUpInfo, ...]:
-        """Scale-ups under way."""
+        """Return active scale-ups."""
         async with self._with_timeout("GET /v1/scaleups"):
             return await self._call_parsed(SCALEUPS, "GET", "/v1/scaleups")
 
     async def announce(self, scaleup: ScaleUp) -> ScaleUpInfo:
-        """Say that replicas are about to start, or how many still are."""
+        """Announce that replicas will start, or update how many."""
         async with self._with_timeout("POST /v1/scaleups"):
             return await self._call_parsed(SCALEUP, "POST", "/v1/scaleups", scaleup)
 
     async def withdraw(self, scaleup_id: str) -> None:
-        """They are not waited for any more; a scale-up that is not known is no error."""
+        """Withdraw a scale-up. An unknown one is no error."""
         async with self._with_timeout("DELETE /v1/scaleups"):
             await self._call("DELETE", f"/v1/scaleups/{quote(scaleup_id, safe=':')}")
 
     async def remove(self, instance_id: str) -> None:
-        """The instance is gone; one that is not known is no error."""
+        """Remove an instance. An unknown one is no error."""
         async with self._with_timeout("DELETE /v1/instances"):
             await self._call("DELETE", f"/v1/instances/{quote(instance_id, safe=':')}")
 
     async def close(self) -> None:
-        """Let go of connections; what is asked from then on is PlannerUnavailable."""
+        """Close all connections. Later calls raise PlannerUnavailable."""
         await self._http.aclose()
 
     # -- requests -------------------------------------------------------------------------------------
 
     @asynccontextmanager
     async def _with_timeout(self, what: str) -> AsyncIterator[None]:
-        """Bound a call, all its requests together, and say what became of it in PlannerUnavailable's words."""
+        """Limit the time of a call, over all its requests, and convert errors to PlannerUnavailable."""
         try:
-            # httpx bounds each wait, not their sum: a planner that trickles would hold the caller.
+            # httpx limits each wait, not their sum: a planner that sends slowly would block the caller.
             async with asyncio.timeout(self._timeout_s):
                 yield
         except (TimeoutError, httpx.TimeoutException):
-            raise self._unavailable_error(what, f"no answer within {self._timeout_s:g} s") from None
+            raise self._unavailable_error(what, f"no response within {self._timeout_s:g} s") from None
         except httpx.RequestError as error:
             raise self._unavailable_error(what, str(error) or type(error).__name__) from error
 
@@ -147,13 +147,13 @@ class PlannerRestClient:
         while True:
             page = await self._call_parsed(page_adapter, "GET", path, query={**query, "after": after, "limit": PAGE})
             yield page
-            # Cursors only grow: a planner that goes round in circles must not hold the caller.
+            # Cursors must increase: a planner that repeats pages must not block the caller.
             if page.next is not None and after is not None and page.next <= after:
-                raise self._timeout_error("GET", path, httpx.codes.OK, "its pages go in circles")
+                raise self._invalid_response_error("GET", path, httpx.codes.OK, "its pages repeat")
             if page.next is None:
                 return
             after = page.next
-            await asyncio.sleep(0)  # a page takes a while to parse: let the others of this loop go on
+            await asyncio.sleep(0)  # parsing a page takes a while: let other tasks of this loop run
 
     async def _call_parsed(
         self,
@@ -170,14 +170,14 @@ class PlannerRestClient:
             first = error.errors()[0]
             location = ".".join(str(part) for part in first["loc"]) or "body"
             reason = f"{location}: {first['msg']}"
-            raise self._timeout_error(method, path, response.status_code, reason) from None
+            raise self._invalid_response_error(method, path, response.status_code, reason) from None
 
     async def _call(
         self, method: str, path: str, body: BaseModel | None = None, query: Query | None = None
     ) -> httpx.Response:
-        """A 2xx answer, read whole."""
+        """Send one request and return the complete 2xx response."""
         if self._http.is_closed:
-            raise self._unavailable_error(f"{method} {path}", "its client was closed")
+            raise self._unavailable_error(f"{method} {path}", "the client is closed")
         request = self._http.build_request(
             method,
             path,
@@ -196,44 +196,46 @@ class PlannerRestClient:
     # -- errors ---------------------------------------------------------------------------------------
 
     def _unavailable_error(self, what: str, reason: str) -> PlannerUnavailable:
-        return PlannerUnavailable(f"planner {self.url} did not answer {what}: {reason}")
+        return PlannerUnavailable(f"planner {self.url} did not respond to {what}: {reason}")
 
     def _rejected_error(self, method: str, path: str, response: httpx.Response) -> PlannerUnavailable:
         try:
             problem = Problem.model_validate_json(response.content)
         except ValidationError:
-            return self._timeout_error(method, path, response.status_code, "not a problem document")
+            return self._invalid_response_error(method, path, response.status_code, "not a problem document")
         hint = ""
         if response.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
-            hint = "; set RFORK_TOKEN to an operator's token"
+            hint = "; set RFORK_TOKEN to an operator token"
         slug = problem.type.rpartition("/")[2]
         return PlannerUnavailable(
             f"planner {self.url} refused {method} {path} ({response.status_code} {slug}): {problem.detail}{hint}"
         )
 
-    def _timeout_error(self, method: str, path: str, status: int, reason: str) -> PlannerUnavailable:
+    def _invalid_response_error(self, method: str, path: str, status: int, reason: str) -> PlannerUnavailable:
         return PlannerUnavailable(
-            f"{self.url} gave no planner's answer to {method} {path} (status {status}): {reason}; "
-            "check that RFORK_PLANNER names an rfork planner of this release"
+            f"{self.url} sent an unexpected response to {method} {path} (status {status}): {reason}; "
+            "check that RFORK_PLANNER is the URL of an rfork planner of this release"
         )
 
 
 def _invalid_url_error(url: str, reason: str) -> SettingsError:
     redacted_url = redacted(url)
-    # The parser's reason may quote a part of the password.
-    reason = reason if redacted_url == url else "malformed; quote special characters of the password (%40 for @)"
-    return SettingsError(f"planner URL {redacted_url!r} cannot be used: {reason}", hint="e.g. http://127.0.0.1:8700")
+    # The parser's reason may contain a part of the password.
+    reason = (
+        reason if redacted_url == url else "malformed; percent-encode special characters of the password (%40 for @)"
+    )
+    return SettingsError(f"invalid planner URL {redacted_url!r}: {reason}", hint="e.g. http://127.0.0.1:8700")
 
 
 def _ssl_context(tls: TlsSettings) -> ssl.SSLContext:
-    """Trust `tls.ca` (else this machine's authorities) and show `tls.certificate` if there is one."""
+    """Trust `tls.ca` (else the system's CAs), and use `tls.certificate` if there is one."""
     try:
         context = ssl.create_default_context(cafile=tls.ca)
         if tls.certificate and tls.key:
             context.load_cert_chain(tls.certificate, tls.key)
     except (OSError, ssl.SSLError) as error:
         raise SettingsError(
-            f"the TLS files that the planner is asked with cannot be used: {error}",
-            hint="mend RFORK_TLS_CA, RFORK_TLS_CERTIFICATE and RFORK_TLS_KEY: each is a PEM file",
+            f"unusable TLS files for the planner: {error}",
+            hint="check RFORK_TLS_CA, RFORK_TLS_CERTIFICATE and RFORK_TLS_KEY: each must be a PEM file",
         ) from error
     return context

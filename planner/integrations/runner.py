@@ -1,4 +1,4 @@
-"""The hooks by name, and what runs them: a process of their own (`rfork hook`), or the planner's."""
+"""The integrations by name, and their runner: used by the planner's process and by `rfork k8s`."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from rfork.tracing import get_tracer
 
 STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 STOP_S: Final = 8.0
-"""Most seconds that hooks may take to stop; a Pod has 30 before it is killed."""
+"""Maximum seconds that integrations may take to stop. A Pod is killed after 30."""
 BACKOFF_S: Final = (1.0, 60.0)
-"""Seconds before a hook that failed beside the planner is started again: at first, and at most."""
+"""Minimum and maximum seconds before a failed integration in the planner's process is restarted."""
 EXTRA: Final = "kubernetes"
 EXTRA_MODULES: Final = frozenset({"cryptography", "httpx2", "lightkube", "msgspec", "yaml"})
-"""What the extra brings."""
+"""Modules of the extra."""
 WEBHOOK: Final = "rfork-webhook"
 CONTROLLER: Final = "rfork-controller"
 SCALER: Final = "rfork-scaler"
-"""What collectors of spans know the hooks as, whichever process they run in."""
+"""Service names in traces, whichever process they run in."""
 IntegrationMain = Callable[[KubernetesSettings, InstanceSettings, IntegrationStatus], Awaitable[None]]
 log = logger("planner.integrations")
 
@@ -79,7 +79,10 @@ INTEGRATIONS: Final[Mapping[IntegrationName, IntegrationMain]] = {
 
 
 class IntegrationRunner:
-    """Some hooks on one event loop. With `restart_on_failure` one that fails is started again; else all end with it."""
+    """Runs integrations on one event loop.
+
+    With `restart_on_failure` a failed one is restarted; otherwise its failure ends all.
+    """
 
     def __init__(
         self,
@@ -98,11 +101,11 @@ class IntegrationRunner:
         self._statuses: dict[IntegrationName, IntegrationStatus] = {name: IntegrationStatus(name) for name in names}
 
     def statuses(self) -> Sequence[IntegrationStatus]:
-        """What each hook says now; may be asked on any thread."""
+        """Return the current status of each integration. Thread-safe."""
         return tuple(self._statuses.values())
 
     async def run(self) -> None:
-        """Run until cancelled; without `restart_on_failure` until one fails, which is raised as an RforkError."""
+        """Run until cancelled. Without `restart_on_failure`, until one fails, which raises an RforkError."""
         tasks = [
             asyncio.create_task(
                 self._restart_loop(name) if self._restart_on_failure else self._once(name),
@@ -118,7 +121,7 @@ class IntegrationRunner:
             ended, unfinished = await asyncio.wait(tasks, timeout=STOP_S)
             failed = [error for task in ended if not task.cancelled() and (error := task.exception())]
             for task in unfinished:
-                log.error("a hook does not stop", task=task.get_name())
+                log.error("integration does not stop", task=task.get_name())
         for error in failed:
             raise error
 
@@ -128,7 +131,7 @@ class IntegrationRunner:
             await self._integrations[name](*self._settings_pair, status)
         except Exception as error:
             raise _to_rfork_error(name, error) from error
-        raise RforkError(f"hook {name} ended by itself")
+        raise RforkError(f"integration {name} ended unexpectedly")
 
     async def _restart_loop(self, name: IntegrationName) -> None:
         min_pause_s, max_pause_s = BACKOFF_S
@@ -140,8 +143,8 @@ class IntegrationRunner:
             except RforkError as error:
                 reason = str(error)
                 pause_s = min_pause_s if self._monotonic() - began > max_pause_s else pause_s
-                log.error("hook failed", hook=name, why=reason, hint=error.hint, again_in_s=pause_s)
-                self._statuses[name].not_ready(f"it failed: {reason}")
+                log.error("integration failed", integration=name, reason=reason, hint=error.hint, retry_in_s=pause_s)
+                self._statuses[name].not_ready(f"failed: {reason}")
             raise_if_cancelled()
             await self._sleep(pause_s)
             pause_s = min(2 * pause_s, max_pause_s)
@@ -155,9 +158,9 @@ async def run_integrations(
     *,
     restart_on_failure: bool,
 ) -> None:
-    """Run hooks until this is cancelled, with the probes; without `restart_on_failure` until one fails, which is raised.
+    """Run integrations and the probe server until cancelled. Without `restart_on_failure`, until one fails.
 
-    Raises RforkError: PortInUse, SettingsError, MissingExtra, or what a hook failed with.
+    Raises RforkError: PortInUse, SettingsError, MissingExtra, or the failure of an integration.
     """
     integrations = IntegrationRunner(names, kubernetes_settings, settings, restart_on_failure=restart_on_failure)
     registry = CollectorRegistry()
@@ -167,14 +170,14 @@ async def run_integrations(
     bind = kubernetes_settings.bind
     listener = listen(bind, kubernetes_settings.health_port, prefix="RFORK_K8S_", port_setting="HEALTH_PORT")
     async with run_server(probes_app(integrations.statuses, registry), listener):
-        log.info("hooks run", hooks=",".join(names), probes=f"http://{address_of(bind, listener)}")
+        log.info("integrations started", integrations=",".join(names), probes=f"http://{address_of(bind, listener)}")
         await integrations.run()
 
 
 def run_until_signal(
     names: Sequence[IntegrationName], kubernetes_settings: KubernetesSettings, settings: InstanceSettings
 ) -> None:
-    """`rfork hook`: run hooks until SIGINT or SIGTERM, or until one fails. Raises as `run_integrations`."""
+    """Run integrations until SIGINT or SIGTERM, or until one fails. Raises as `run_integrations` does."""
     asyncio.run(_until_signal(names, kubernetes_settings, settings))
 
 
@@ -183,13 +186,13 @@ async def _until_signal(
 ) -> None:
     loop = asyncio.get_running_loop()
     integrations = asyncio.create_task(
-        run_integrations(names, kubernetes_settings, settings, restart_on_failure=False), name="rfork-hooks"
+        run_integrations(names, kubernetes_settings, settings, restart_on_failure=False), name="rfork-integrations"
     )
 
     def stop(number: int) -> None:
-        log.info("hooks stop", signal=signal.Signals(number).name)
+        log.info("stopping integrations", signal=signal.Signals(number).name)
         integrations.cancel()
-        for each in STOP_SIGNALS:  # the second one ends the process at once
+        for each in STOP_SIGNALS:  # a second signal ends the process immediately
             loop.remove_signal_handler(each)
             signal.signal(each, signal.SIG_DFL)
 
@@ -200,16 +203,16 @@ async def _until_signal(
 
 
 def _to_rfork_error(name: IntegrationName, error: Exception) -> RforkError:
-    """One error of ours for whatever a hook failed with; of a group of tasks, the first of ours."""
+    """Convert any failure of an integration to one RforkError; from a task group, take the first one."""
     leaves = list(_leaves(error))
     for leaf in leaves:
         if isinstance(leaf, RforkError):
             return leaf
     first_error = leaves[0]
     if isinstance(first_error, ImportError) and (first_error.name or "").split(".")[0] in EXTRA_MODULES:
-        return MissingExtra(f"hook {name}", extra=EXTRA, why=str(first_error))
-    log.error("a hook failed in a way that it should not", hook=name, exc_info=error)
-    return RforkError(f"hook {name} failed: {type(first_error).__name__}: {first_error}")
+        return MissingExtra(f"integration {name}", extra=EXTRA, why=str(first_error))
+    log.error("unexpected error in an integration", integration=name, exc_info=error)
+    return RforkError(f"integration {name} failed: {type(first_error).__name__}: {first_error}")
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:

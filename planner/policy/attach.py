@@ -1,14 +1,13 @@
-"""One target at a time: whom it reads from, given all that others read already.
+"""Plans one target at a time, given the reads of all others.
 
-For who comes late or alone, and for who lost a source. A source must be *fit* (alive, same layout and
-weights, shares a transport, neither draining nor quarantined nor blamed by this fork), have a free
-*slot*, and be *fed* (see `PlanState.fed`). What the target reads now it goes on reading while that is
-good. For the rest: whoever can be read without kernels on its GPU comes first; then whoever shares the
-target's host, so that a node pulls each byte over its NIC once, and there whoever can be read over a
-transport of one host; then the least loaded, so that targets that come one by one form a chain; then
-the nearest, the complete ones, and the relay that is furthest. Several idle seeds equally near share the
-work, and so do sources that have some egress to spare each; where nobody holds all, each gives what it
-has.
+Used for late or single targets, and for targets that lost a source. A source must be *eligible* (alive, same
+layout and weights, a shared transport, neither draining nor quarantined nor excluded by this fork), have a
+free *slot*, and have the chunks *available* (see `PlanState.available_chunks`). Current reads are kept while
+they are good. For the rest, sources are preferred in this order: no kernels on the source's GPU; on the
+target's host, so that a node receives each byte over its NIC once, and there over a same-host transport;
+least loaded, so that targets that arrive one by one form a chain; nearest; complete; most progress. Several
+idle seeds at the same distance share the work, and so do sources with spare egress; if no source has
+everything, each serves what it has.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from planner.policy import reasons
-from planner.policy.chunk_split import the, to_assignments
+from planner.policy.chunk_split import merge_storage_reads, to_assignments
 from planner.policy.eligibility import ineligible_reason, no_data_reason, source_sort_key
 from planner.policy.plan_state import PlanState
 from planner.policy.source_selection import MAX_SOURCES, MAX_STRIPES, SourceOption, split_among
@@ -28,7 +27,7 @@ from rfork.image.ranges import Range, count, intersect, normalise, subtract
 
 
 def attach(state: PlanState, demand: ForkDemand, candidates: Iterable[Source]) -> PlanDecision:
-    """Assign what the target misses; `demand.target` names the weights that are wanted."""
+    """Assign the chunks that the target is missing; `demand.target` names the requested weights."""
     candidates = list(candidates)
     missing = subtract([(0, demand.target.chunk_count)], demand.target.verified)
     state.release(demand)
@@ -49,7 +48,8 @@ def attach(state: PlanState, demand: ForkDemand, candidates: Iterable[Source]) -
         if own := own_storage_chunks(target, has_other_sources=True):
             storage, unassigned = (*storage, (own, uncovered)), subtract(unassigned, uncovered)
         elif not no_free_slot and not storage and (own := own_storage_chunks(target)):
-            # All or nothing, where it is not known to be what the others give, or cannot be read by chunk.
+            # All or nothing, if the storage may differ from what the others serve, or cannot be read by
+            # chunk.
             kept, chosen, storage, unassigned = [], [], ((own, missing),), ()
             target = with_storage_weights(target, own)
     assignments = to_assignments(target, (*kept, *chosen))
@@ -57,7 +57,7 @@ def attach(state: PlanState, demand: ForkDemand, candidates: Iterable[Source]) -
         reason = reasons.choice_reason(state, target, assignments, storage)
     else:
         reason = reasons.all_ineligible_reason(target, ineligible_reasons)
-    is_replan = bool(
+    may_gain_routes = bool(
         unassigned and (no_free_slot or assignments or storage or _peer_could_read_storage(state, demand, candidates))
     )
     return PlanDecision(
@@ -65,15 +65,15 @@ def attach(state: PlanState, demand: ForkDemand, candidates: Iterable[Source]) -
         assignments,
         reason,
         provisional_id=target.provisional_id,
-        storage=the(storage),
-        no_free_slot=is_replan,
+        storage=merge_storage_reads(storage),
+        no_free_slot=may_gain_routes,
     )
 
 
 def _keep_from_storage(
     demand: ForkDemand, missing: tuple[Range, ...]
 ) -> tuple[ForkDemand, tuple[tuple[Storage, tuple[Range, ...]], ...]]:
-    """What the target goes on reading from its own storage, and the demand for what fits that."""
+    """Return the current reads of the target's own storage, and the demand for weights that match it."""
     target = demand.target
     shares = [share.chunks for share in demand.current_shares if share.source_id == target.instance_id]
     chunks = intersect([chunk for each in shares for chunk in each], missing)
@@ -88,7 +88,7 @@ def _keep_from_storage(
 def _keep_from_peers(
     state: PlanState, demand: ForkDemand, unassigned: tuple[Range, ...]
 ) -> list[tuple[Source, tuple[Range, ...]]]:
-    """What the target goes on reading from others: what is good and still missing."""
+    """Return the current reads from peers that are still good and still missing."""
     target = demand.target
     kept: list[tuple[Source, tuple[Range, ...]]] = []
     for share in demand.current_shares:
@@ -100,8 +100,8 @@ def _keep_from_peers(
         if not weights_compatible(source, target):
             continue
         chunks = intersect(share.chunks, unassigned)
-        # One whose own reads are not known yet (the planner restarted) is taken at the target's word, if it
-        # has begun itself.
+        # If the source's own reads are unknown (the planner restarted), trust the target's report, provided
+        # that the source has begun.
         if state.is_known(source) or not source.verified:
             chunks = state.available_chunks(source, chunks, target)
         if chunks:
@@ -111,10 +111,11 @@ def _keep_from_peers(
 
 
 def _peer_could_read_storage(state: PlanState, demand: ForkDemand, candidates: Iterable[Source]) -> bool:
-    """Whether one of those that wait too could read the weights from its storage: it will, once it asks.
+    """Return whether another waiting target could read the weights from its storage: it will, once it
+    replans.
 
-    Most have not said what they could read, as they had somebody to read from: so where the target was
-    elected to, and cannot any more, those that wait for it are taken to have some.
+    Most have not reported their storage, because they had a source: so if this target was elected to read
+    storage and no longer can, those that wait for it are assumed to have some.
     """
     target = demand.target
     return any(
@@ -138,9 +139,9 @@ def _source_options(
     kept_ids: Mapping[str, float],
     ineligible_reasons: dict[str, str],
 ) -> tuple[list[SourceOption], tuple[Range, ...]]:
-    """Who can give some of the rest, best first, and what only those could that have no free slot now.
+    """Return sources for the rest, best first, and the chunks that only sources without a free slot have.
 
-    `kept_ids`: what part of its speed the target goes on reading from a source.
+    `kept_ids`: by source, the fraction of the target's speed that it keeps reading there.
     """
     target = demand.target
     options: list[SourceOption] = []

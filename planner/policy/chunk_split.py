@@ -1,4 +1,4 @@
-"""Parts of an image: cut from lists of chunks, and put together by who gives them."""
+"""Splitting of chunk ranges, and merging of ranges by source."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rfork.image.ranges import Range, count, normalise
 
 
 def to_assignments(target: Source, shares: Iterable[tuple[Source, tuple[Range, ...]]]) -> tuple[RouteAssignment, ...]:
-    """The assignments of a decision, one a source."""
+    """Return the assignments of a decision, one per source."""
     chunks_by_source: dict[str, tuple[Source, tuple[Range, ...]]] = {}
     for source, chunks in shares:
         before = chunks_by_source.get(source.instance_id, (source, ()))[1]
@@ -23,10 +23,10 @@ def to_assignments(target: Source, shares: Iterable[tuple[Source, tuple[Range, .
     )
 
 
-def the(
+def merge_storage_reads(
     storage: Iterable[tuple[Storage, tuple[Range, ...]]],
 ) -> tuple[tuple[Storage, tuple[Range, ...]], ...]:
-    """The reads of a decision from storage, one a storage."""
+    """Return a decision's reads from storage, one per storage."""
     found: dict[Storage, tuple[Range, ...]] = {}
     for each, chunks in storage:
         found[each] = normalise((*found.get(each, ()), *chunks))
@@ -34,7 +34,7 @@ def the(
 
 
 def split(chunks: tuple[Range, ...], part_count: int) -> list[tuple[Range, ...]]:
-    """Cut into at most `part_count` runs of chunks in order, whose sizes differ by one at most; none is empty."""
+    """Split into at most `part_count` non-empty runs of chunks, in order, whose sizes differ by at most one."""
     total = count(chunks)
     part_count = min(part_count, total)
     bounds = [total * part // part_count for part in range(part_count + 1)] if part_count else [0]
@@ -42,7 +42,7 @@ def split(chunks: tuple[Range, ...], part_count: int) -> list[tuple[Range, ...]]
 
 
 def cut(chunks: tuple[Range, ...], begin: int, end: int) -> tuple[Range, ...]:
-    """The chunks from the `begin`-th to before the `end`-th of those given."""
+    """Return the chunks from index `begin` to before index `end` of these ranges."""
     found: list[Range] = []
     offset = 0
     for first, stop in chunks:

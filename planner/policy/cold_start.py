@@ -1,11 +1,10 @@
-"""Nobody holds the image: who of those that wait reads it from storage, and how the others get it.
+"""Cold start: elects the targets that read storage when no instance has the image.
 
-With a snapshot every chunk can be told right from wrong at once, so several share the read: they form
-a ring, in which each reads its part from storage and takes the rest from the one before it; of many,
-the roots of the two trees read a half each. They are on as many nodes as can be; the others of a node
-read from theirs. Else one target is elected: it reads its checkpoint, or
-calls its loader, and the others stand behind it while it reads. Either way storage gives every byte
-once.
+Chunks of a snapshot can be verified immediately, so several targets share the read: they form a ring, in
+which each reads its part from storage and the rest from its predecessor; in large groups, the roots of the
+two trees read half each. Readers are spread over as many nodes as possible; the other targets of a node read
+from theirs. Otherwise one target is elected: it reads its checkpoint or calls its loader, and the others read
+from it meanwhile. Either way, storage serves every byte once.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ STORAGE_PREFERENCE: Final = {"snapshot": 0, "checkpoint": 1, "loader": 2}
 
 
 def elect_storage_readers(state: PlanState, demands: Sequence[ForkDemand]) -> list[ForkDemand]:
-    """Decide for targets that hold nothing and whom no source serves; returns those still without a plan.
+    """Plan targets without chunks and without a source; return those that are still unplanned.
 
     All have the same layout and the same transports.
     """
@@ -76,7 +75,7 @@ def elect_storage_readers(state: PlanState, demands: Sequence[ForkDemand]) -> li
 
 
 def _stripe_snapshot(state: PlanState, readers: list[ForkDemand], eligible: Mapping[str, Storage]) -> list[ForkDemand]:
-    """Have as many as can read the snapshot together; returns those that have a plan now."""
+    """Let as many targets as possible read the snapshot together; return those that are planned."""
     chunk_count = readers[0].target.chunk_count
     nodes = [list(members) for _, members in groupby(sorted(readers, key=node_of), key=node_of)]
     leaders = [max(members, key=lambda demand: state.slots(demand.target)) for members in nodes]
@@ -90,7 +89,7 @@ def _stripe_snapshot(state: PlanState, readers: list[ForkDemand], eligible: Mapp
         two_trees(state, with_slots, (), eligible)
         return with_slots
     able_to_serve = [[each for each in members if state.slots(each.target)] for members in nodes]
-    # The first of each node, then the second of each.
+    # First one target of each node, then a second of each.
     interleaved = [each for round_index in zip_longest(*able_to_serve) for each in round_index if each is not None]
     chosen = sorted(
         (interleaved or readers)[: max(1, chunk_count // CHAIN_CHUNK_RATIO) if interleaved else 1],
@@ -101,7 +100,7 @@ def _stripe_snapshot(state: PlanState, readers: list[ForkDemand], eligible: Mapp
 
 
 def _ring(state: PlanState, readers: Sequence[ForkDemand], eligible: Mapping[str, Storage]) -> None:
-    """Each reads its part from storage and everything else from the one before it."""
+    """Let each target read its part from storage and everything else from its predecessor."""
     all_chunks: tuple[Range, ...] = ((0, readers[0].target.chunk_count),)
     parts = split(all_chunks, len(readers))
     for position, part in enumerate(parts):

@@ -1,4 +1,4 @@
-"""Whether a source can be read from, why not, and which of several is best."""
+"""Eligibility and ranking of sources."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from planner.policy_types import ForkDemand, Source, distance
 def source_sort_key(
     state: PlanState, source: Source, target: Source, *, excluded: bool = False
 ) -> tuple[bool, bool, bool, bool, float, int, bool, bool, int, str]:
-    """What comes first is read from first.
+    """Return the sort key of a source; the lowest is read from first.
 
-    To one that begins, those that are furthest are best. One that lost its source needs no more than to be
-    ahead of: so it leaves the seeds and the furthest to those that need them.
+    A target that begins prefers the sources with the most progress. A target that lost its source only needs
+    one that is ahead of it, and leaves the others to targets that need them.
     """
     distance_key = distance(source.location, target.location)
     has_begun = bool(target.verified) or excluded
@@ -33,9 +33,9 @@ def source_sort_key(
 
 
 def ineligible_reason(source: Source, demand: ForkDemand, now: float, *, reads: bool = False) -> str:
-    """Why nobody, or not this fork, may read from the source; empty where it may.
+    """Return why no fork, or not this one, may read from the source; empty if it may.
 
-    Who `reads` there already may finish while the source drains.
+    Current readers (`reads`) may finish while the source drains.
     """
     if source.state == "draining" and not reads:
         return "draining"
@@ -47,14 +47,14 @@ def ineligible_reason(source: Source, demand: ForkDemand, now: float, *, reads: 
 
 
 def no_data_reason(state: PlanState, source: Source, target: Source) -> str:
-    """Why the source can give nothing of what is missing, now or later."""
+    """Return why the source can serve none of the missing chunks, now or later."""
     if source.weights_id is not None and target.weights_id is not None and source.weights_id != target.weights_id:
-        return f"holds other weights ({source.weights_id})"
+        return f"has other weights ({source.weights_id})"
     progress_text = f"has {source.watermark} of {source.chunk_count} chunks"
     parents = [share.source_id for share in state.shares(source.instance_id)]
     if not parents:
-        return f"{progress_text} and reads from nobody"
+        return f"{progress_text} and no source of its own"
     missing_parents = [parent for parent in parents if state.source(parent) is None]
     if missing_parents:
-        return f"{progress_text} and its own source {missing_parents[0]} is gone"
-    return f"{progress_text} and waits for the target itself, or for one that waits for nobody"
+        return f"{progress_text} and its source {missing_parents[0]} was removed"
+    return f"{progress_text} and depends on the target itself, or on a relay without a source"

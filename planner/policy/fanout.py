@@ -1,10 +1,10 @@
-"""Many targets at once: one plan for all that arrived together.
+"""Plans many targets that arrived together.
 
-One target a node (host, or NVLink domain) reads over the network; the others of the node stand in a
-chain behind it. The readers are divided among the sources that are free. Those of one source form a
-chain while they are few (a chain of N costs N/k), and two interior-disjoint trees when they are many
-(2·log2(N)/k). The fastest stand first; who takes only one reader, or is known to be slow, stands
-behind all others, so that nobody waits for it.
+One target per node (host, or NVLink domain) reads over the network; the other targets of the node form a
+chain after it. These readers are divided among the available sources. Readers of one source form a chain if
+they are few (a chain of N costs N/k), and two interior-disjoint trees if they are many (2·log2(N)/k). The
+fastest come first; targets that accept only one reader, or are known to be slow, come last, so that no target
+waits for them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import Final
 
 from planner.policy import reasons, trees
-from planner.policy.chunk_split import split, the, to_assignments
+from planner.policy.chunk_split import merge_storage_reads, split, to_assignments
 from planner.policy.eligibility import ineligible_reason, source_sort_key
 from planner.policy.plan_state import IDLE_LOAD, PlanState
 from planner.policy.source_selection import MAX_STRIPES
@@ -23,20 +23,22 @@ from planner.policy_types import ForkDemand, PlanDecision, Source, Storage, link
 from rfork.image.ranges import Range
 
 CHAIN_CHUNK_RATIO: Final = 10
-"""A chain is short enough while it has no more targets than a tenth of the chunks."""
+"""A chain is used while the number of targets is at most a tenth of the chunks."""
 MIN_TREE_FEED: Final = 0.45
-"""Part of a link that suffices to feed one of the two trees at full speed."""
+"""Fraction of a link that feeds one of the two trees at full speed."""
 SPEED_CLASS: Final = 2.0
-"""Targets measured at less than the fastest one's speed over this stand behind it, and so on."""
+"""Speed ratio between classes: targets slower than the fastest by more than this factor come after it, and so
+on.
+"""
 
 
 def plan_fanout(state: PlanState, demands: Sequence[ForkDemand], candidates: Iterable[Source]) -> list[ForkDemand]:
-    """Decide for targets of one layout that hold nothing; returns those that get no slot here.
+    """Plan targets of one layout without chunks; return those that got no slot.
 
-    All want the same weights and have the same transports; none has failed a source.
+    All request the same weights and have the same transports; no source has failed any of them.
     """
     nodes = [list(members) for _, members in groupby(sorted(demands, key=node_of), key=node_of)]
-    leaders = [min(members, key=lambda demand: (demand.target.slow, *_few_slots_last(demand))) for members in nodes]
+    leaders = [min(members, key=lambda demand: (demand.target.slow, *_slots_key(demand))) for members in nodes]
     feeds = select_feeds(state, leaders, candidates)
     if not feeds:
         return list(demands)
@@ -47,9 +49,9 @@ def plan_fanout(state: PlanState, demands: Sequence[ForkDemand], candidates: Ite
     line = sorted(leaders, key=locality_key)
     feeds = sorted(feeds, key=lambda feed: _location_key(feed))
     for part in range(parts):
-        assigned_feeds = line[len(line) * part // parts : len(line) * (part + 1) // parts]
+        line_part = line[len(line) * part // parts : len(line) * (part + 1) // parts]
         sources = feeds[len(feeds) * part // parts : len(feeds) * (part + 1) // parts]
-        _place_line(state, assigned_feeds, sources[:MAX_STRIPES], followers)
+        _assign_line(state, line_part, sources[:MAX_STRIPES], followers)
     for leader in leaders:
         for before, demand in zip([leader, *followers[leader.fork_id]], followers[leader.fork_id], strict=False):
             if not state.is_unplanned(before.target.instance_id) and state.slots(before.target):
@@ -58,10 +60,10 @@ def plan_fanout(state: PlanState, demands: Sequence[ForkDemand], candidates: Ite
 
 
 def select_feeds(state: PlanState, demands: Sequence[ForkDemand], candidates: Iterable[Source]) -> list[Source]:
-    """The sources that a line of targets may be divided among, best first; all give every chunk.
+    """Return the sources that a line of targets can be divided among, best first; each serves every chunk.
 
-    Idle seeds if there are any, else idle relays; else two that have half of their link to spare, for
-    one line; else the least loaded.
+    Idle seeds if there are any, else idle relays; else two with half of their link to spare, for one line;
+    else the least loaded.
     """
     demand, all_chunks = demands[0], _all_chunks(demands[0])
     idle: list[Source] = []
@@ -85,10 +87,10 @@ def select_feeds(state: PlanState, demands: Sequence[ForkDemand], candidates: It
     return idle or halves
 
 
-def _place_line(
+def _assign_line(
     state: PlanState, line: list[ForkDemand], feeds: list[Source], followers: dict[str, list[ForkDemand]]
 ) -> None:
-    """Have a line of targets read from its sources: class by class, each behind the one before it."""
+    """Assign sources to a line of targets, speed class by speed class, each reading from the class before it."""
     fastest = max((demand.target.ingress_rate or 0.0 for demand in line), default=0.0)
 
     def line_key(demand: ForkDemand) -> tuple[bool, int, bool]:
@@ -111,7 +113,7 @@ def _place_line(
 def _chain(
     state: PlanState, line: list[ForkDemand], feeds: list[Source], followers: dict[str, list[ForkDemand]]
 ) -> list[Source]:
-    """Each reads from the last before it that has a slot to spare; returns who is read from next."""
+    """Chain targets: each reads from the last one with a spare slot; return the sources for the next."""
     for demand in line:
         feeds = [feed for feed in feeds if state.slots(feed)]
         if feeds:
@@ -127,7 +129,7 @@ def two_trees(
     feeds: Sequence[Source],
     able: Mapping[str, Storage] | None = None,
 ) -> None:
-    """Have the line read by two trees from its sources; with `able` (by fork_id) the roots read storage."""
+    """Assign the line to two trees below its sources; with `able` (by fork_id) the roots read storage."""
     halves = split(_all_chunks(line[0]), 2)
     both = trees.two_trees(len(line))
     for position, demand in enumerate(line):
@@ -156,13 +158,17 @@ def _read(
     state.decide(
         demand,
         PlanDecision(
-            target.weights_id, assignments, reason, provisional_id=target.provisional_id, storage=the(storage)
+            target.weights_id,
+            assignments,
+            reason,
+            provisional_id=target.provisional_id,
+            storage=merge_storage_reads(storage),
         ),
     )
 
 
 def _feed_count(state: PlanState, feeds: Sequence[Source], leaders: Sequence[ForkDemand]) -> int:
-    """How many lines the sources can feed at the full speed of a target's link."""
+    """Return how many lines the sources can feed at the full speed of a target's link."""
     speeds = [demand.target.ingress_rate for demand in leaders if demand.target.ingress_rate]
     link = max(speeds, default=max((feed.egress_rate or 0.0 for feed in feeds), default=0.0))
     capacity = 0.0
@@ -176,24 +182,24 @@ def _all_chunks(demand: ForkDemand) -> tuple[Range, ...]:
 
 
 def node_of(demand: ForkDemand) -> str:
-    """The NVLink domain or host of a target: what reads over the network once."""
+    """Return the NVLink domain or host of a target: the unit that reads over the network once."""
     location = demand.target.location
     return f"nvlink {location.nvlink}" if location.nvlink is not None else f"host {location.host}"
 
 
 def _node_followers(leader: ForkDemand, members: Sequence[ForkDemand]) -> list[ForkDemand]:
-    """The others of a node: those of one host together, and who takes no reader last."""
+    """Return the other targets of a node: grouped by host, and those that accept no readers last."""
     own_node = leader.target.location.host
 
     def key(demand: ForkDemand) -> tuple[bool, bool, str, tuple[int, str]]:
         host = demand.target.location.host
-        return not demand.target.max_readers, host != own_node, host, _few_slots_last(demand)
+        return not demand.target.max_readers, host != own_node, host, _slots_key(demand)
 
     return sorted((each for each in members if each is not leader), key=key)
 
 
-def _few_slots_last(demand: ForkDemand) -> tuple[int, str]:
-    """Who takes no reader stands behind those that do."""
+def _slots_key(demand: ForkDemand) -> tuple[int, str]:
+    """Return a sort key that puts targets without reader slots last."""
     return -min(2, demand.target.max_readers), demand.target.instance_id
 
 
@@ -203,12 +209,12 @@ def _location_key(source: Source) -> tuple[str, str, str, str]:
 
 
 def locality_key(demand: ForkDemand) -> tuple[str, str, str, str]:
-    """By this a line of targets is in order: neighbours stand together."""
+    """Return the order of a line of targets, which keeps neighbours together."""
     return _location_key(demand.target)
 
 
 def _speed(demand: ForkDemand, fastest: float) -> int:
-    """The class of a target's measured speed, 0 the fastest; one that was not measured counts as fast."""
+    """Return the speed class of a target, 0 for the fastest; unmeasured targets count as fast."""
     rate, steps = demand.target.ingress_rate or fastest, 0
     while rate * SPEED_CLASS < fastest:
         rate, steps = rate * SPEED_CLASS, steps + 1

@@ -1,12 +1,13 @@
-"""Who reads which chunks from whom: a pure function over frozen values.
+"""Planning of one group: decides which target reads which chunks from which source. Pure.
 
-The service, the simulator and the tests call the same `plan`. It reads no clock, draws no lots and
-keeps nothing: the same group, demands and time give the same decisions.
+The service, the simulator and the tests call the same `plan`. It has no clock, no randomness and no memory:
+the same group, demands and time yield the same decisions.
 
-What goes where: `attach` plans one target (`fitness` says who can be read from, `choosing` who gives which
-part), `fanout` many that came together, by the shapes in `trees`; `cold` elects who reads storage where
-nobody holds the image; `stragglers` finds those that nobody should wait for; `state` is the scratch paper
-of one call, and `ways`, `weights` and `parts` are what all of them ask.
+`attach` plans one target (`eligibility` decides which sources can be read from, `source_selection` how the
+chunks are divided), `fanout` many that arrived together, in the shapes of `trees`; `cold_start` elects
+storage readers if no instance has the image; `stragglers` finds relays that no target should wait for;
+`plan_state` is the working state of one call, and `transports`, `weights` and `chunk_split` are helpers for
+all of them.
 """
 
 from __future__ import annotations
@@ -29,16 +30,17 @@ from rfork.image.ranges import subtract
 __all__ = ["plan", "stragglers"]
 
 PlanningKey = tuple[str, int, tuple[str, ...], str | None]
-"""Targets of one layout, chunk count and list of transports can be planned together; where none of these
-leads to another host, those of one host."""
+"""Targets with equal layout, chunk count and transports can be planned together; if none of the transports
+reaches another host, only those of one host.
+"""
 
 
 def plan(group: GroupView, demands: Sequence[ForkDemand], now: float) -> dict[str, PlanDecision]:
-    """A decision for each demand, by fork_id. Demands planned in one call share one plan.
+    """Return a decision for each demand, by fork_id. Demands planned in one call share one plan.
 
-    Every missing chunk is assigned to one source at most: a peer that is fit and gets it, or the
-    target's own storage. A decision without either says why. Those that hold chunks already come
-    first: others may wait for them.
+    Every missing chunk is assigned to at most one source: an eligible peer that will have it, or the target's
+    own storage. A decision without either gives the reason. Targets that already have chunks come first:
+    others may wait for them.
     """
     demands = sorted(demands, key=_planning_order)
     state = PlanState(group, demands, now)
@@ -51,14 +53,14 @@ def plan(group: GroupView, demands: Sequence[ForkDemand], now: float) -> dict[st
             demands_by_key.setdefault(planning_key, []).append(demand)
         else:
             done = PlanDecision(
-                target.weights_id, (), "every chunk is verified already", provisional_id=target.provisional_id
+                target.weights_id, (), "every chunk is already verified", provisional_id=target.provisional_id
             )
             state.decide(demand, done)
     for same_layout in demands_by_key.values():
         _plan_same_layout(state, same_layout)
     if len(demands) > 1 and state.planned():
         for demand in state.without_plan():
-            # Its turn came before that of those that it depends on.
+            # It was planned before the targets that it depends on.
             if demand.target.watermark < demand.target.chunk_count:
                 state.release(demand)
                 _plan_single(state, demand)
@@ -74,7 +76,7 @@ def _plan_same_layout(state: PlanState, demands: list[ForkDemand]) -> None:
     own = first.instance_id if len(demands) == 1 else None
     sources = [source for source in _candidates(state, own) if _is_same_layout(source, first)]
     best = _preferred_weights(holder_counts if holder_counts is not None else holders(sources, state.now))
-    # Those of the batch itself that share a host are for the fan-out to see.
+    # Targets of the batch that share a host are left to the fan-out.
     source_locations = [source.location for source in sources if not state.is_unplanned(source.instance_id)]
     nodes = {location.host for location in source_locations} | {
         location.nvlink for location in source_locations if location.nvlink
@@ -84,14 +86,14 @@ def _plan_same_layout(state: PlanState, demands: list[ForkDemand]) -> None:
     for demand in demands:
         target = demand.target
         begun = target.verified and (target.weights_id or target.provisional_id)
-        storage_demand = (
+        wanted_demand = (
             with_wanted_weights(demand, target.weights_id, target.provisional_id)
             if begun
             else with_wanted_weights(demand, *best)
         )
         co_located = target.location.host in nodes or target.location.nvlink in nodes
         (with_chunks if begun or demand.current_shares or demand.excluded or co_located else without_chunks).append(
-            storage_demand
+            wanted_demand
         )
     for demand in with_chunks:
         _plan_single(state, demand)
@@ -113,7 +115,7 @@ def _plan_same_layout(state: PlanState, demands: list[ForkDemand]) -> None:
 
 
 def _planning_order(demand: ForkDemand) -> tuple[bool, int, str]:
-    """Who reads storage comes first, then who holds most: others may wait for them."""
+    """Sort storage readers first, then targets by progress: others may wait for them."""
     own = demand.target.instance_id
     return (
         all(share.source_id != own for share in demand.current_shares),
@@ -123,7 +125,7 @@ def _planning_order(demand: ForkDemand) -> tuple[bool, int, str]:
 
 
 def _candidates(state: PlanState, own: str | None) -> list[Source]:
-    """Everybody but its `own` to look at: the candidates, and who has got a plan in this call."""
+    """Return the candidates and the targets planned in this call, except the target itself."""
     group = state.group
     named = group.sources if group.candidates is None else group.candidates
     names = dict.fromkeys((*named, *state.planned()))
@@ -141,21 +143,17 @@ def _plan_single(state: PlanState, demand: ForkDemand) -> None:
     if (decision.storage or decision.no_free_slot or not decision.assignments) and _accepts_other_weights(
         state, demand, sources
     ):
-        # Somebody may be reading other files by now, for all that come.
+        # Another target may be reading other files by now, for the group.
         for content in sorted({(source.weights_id or "", source.provisional_id or "") for source in sources}):
-            storage_demand = with_wanted_weights(demand, content[0] or None, content[1] or None)
-            follower_decision = attach(state, storage_demand, sources)
+            wanted_demand = with_wanted_weights(demand, content[0] or None, content[1] or None)
+            other_decision = attach(state, wanted_demand, sources)
             better = (
-                follower_decision.assignments
+                other_decision.assignments
                 if decision.assignments
-                else follower_decision.assignments or follower_decision.no_free_slot
+                else other_decision.assignments or other_decision.no_free_slot
             )
-            if (
-                better
-                and not follower_decision.storage
-                and not (decision.assignments and follower_decision.no_free_slot)
-            ):
-                decision, demand = follower_decision, storage_demand
+            if better and not other_decision.storage and not (decision.assignments and other_decision.no_free_slot):
+                decision, demand = other_decision, wanted_demand
                 break
     if not decision.assignments and not decision.storage:
         others = [source for source in alive if not _is_same_layout(source, demand.target)]
@@ -170,7 +168,9 @@ def _plan_single(state: PlanState, demand: ForkDemand) -> None:
 
 
 def _name_another_layout(state: PlanState, demand: ForkDemand) -> None:
-    """Storage is read though the model is held: with another layout, which its builder should know."""
+    """Add a complete instance with another layout to a plan that reads storage, for the target to compare
+    with.
+    """
     alive = _candidates(state, demand.target.instance_id)
     others = [source for source in alive if not _is_same_layout(source, demand.target) and source.complete]
     if others and not any(source.complete for source in alive if source not in others):
@@ -184,7 +184,7 @@ def _name_another_layout(state: PlanState, demand: ForkDemand) -> None:
 
 
 def _accepts_other_weights(state: PlanState, demand: ForkDemand, sources: list[Source]) -> bool:
-    """Whether the target may still take other weights: it has none, and no seed gives those it wants."""
+    """Return whether the target may receive other weights: it has none, and no seed serves those it requests."""
     target = demand.target
     if target.verified or any(share.source_id == target.instance_id for share in demand.current_shares):
         return False
@@ -195,13 +195,13 @@ def _accepts_other_weights(state: PlanState, demand: ForkDemand, sources: list[S
 
 
 def holders(sources: Sequence[Source], now: float) -> dict[tuple[str | None, str | None], HolderCount]:
-    """Who holds which weights (and drafts) among these sources."""
+    """Count the holders of each weights_id or provisional_id among these sources."""
     found: dict[tuple[str | None, str | None], HolderCount] = {}
     for source in sources:
         key = (source.weights_id, None) if source.weights_id else (None, source.provisional_id)
-        idle = source.state == "draining" or now < source.quarantined_until or not source.verified
-        if key == (None, None) or idle:
-            continue  # weights that nobody gives must not keep targets from those that somebody does
+        unreadable = source.state == "draining" or now < source.quarantined_until or not source.verified
+        if key == (None, None) or unreadable:
+            continue  # weights that no source serves must not keep targets from those that are served
         before = found.get(key, HolderCount())
         found[key] = HolderCount(
             seeds=before.seeds + source.complete,
@@ -214,7 +214,7 @@ def holders(sources: Sequence[Source], now: float) -> dict[tuple[str | None, str
 def _preferred_weights(
     holder_counts: Mapping[tuple[str | None, str | None], HolderCount],
 ) -> tuple[str | None, str | None]:
-    """The weights that most fit seeds hold; then most instances, then the newest generation."""
+    """Return the weights with the most eligible seeds; then the most instances, then the newest generation."""
     return max(
         holder_counts,
         key=lambda key: (holder_counts[key], key[0] or "", key[1] or ""),

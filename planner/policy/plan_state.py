@@ -1,4 +1,4 @@
-"""The group as it becomes while one batch is planned: the policy's scratch paper, made new for each call."""
+"""Working state of one planning call: the group with the decisions made so far."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from planner.policy.weights import weights_compatible, with_storage_weights
 from planner.policy_types import SLOW_FRACTION, ChunkShare, ForkDemand, GroupView, PlanDecision, Source
 from rfork.image.ranges import Range, count, intersect, normalise, subtract
 
-REMOTE_WEIGHT: Final = 64
-"""Sources up the line after which one that nobody reads from is taken to be fed: it closes no circle."""
+MAX_UPSTREAM_SOURCES: Final = 64
+"""Number of upstream sources after which a target without readers is assumed not to close a cycle."""
 IDLE_LOAD: Final = 0.01
 """Load below which a source counts as idle."""
 
 
 class PlanState:
-    """Who reads what from whom: the group's own mappings, under the decisions made so far."""
+    """Sources, readers and shares of the group, overlaid with the decisions made so far."""
 
     def __init__(self, group: GroupView, demands: Iterable[ForkDemand], now: float) -> None:
         self.group = group
@@ -30,45 +30,45 @@ class PlanState:
         self._readers: dict[str, dict[str, float]] = {}
         self._local: dict[str, set[str]] = {}
         for name, demand in self._target_by_id.items():
-            # Until its turn comes each is taken to go on as it does.
-            is_valid = (share for share in demand.current_shares if share.source_id not in demand.excluded)
-            has_free_slot = bool(demand.target.storage)
+            # Until it is planned, each target is assumed to keep its current reads.
+            valid_shares = (share for share in demand.current_shares if share.source_id not in demand.excluded)
+            has_storage = bool(demand.target.storage)
             self._read(
                 demand,
                 tuple(
                     share
-                    for share in is_valid
-                    if (has_free_slot if share.source_id == name else self.source(share.source_id))
+                    for share in valid_shares
+                    if (has_storage if share.source_id == name else self.source(share.source_id))
                 ),
             )
 
     def source(self, instance_id: str) -> Source | None:
-        """The instance, if it is known and alive; a target as its demand, or the decision, tells of it."""
+        """Return the instance, if it is known and alive; a target as described by its demand or decision."""
         demand = self._target_by_id.get(instance_id)
         found = demand.target if demand is not None else self.group.sources.get(instance_id)
         if found is None or self.now >= found.expires_at:
             return None
         if found.weights_id or found.provisional_id or not found.storage:
             return found
-        # It has told nothing yet, but what it was elected to read is known.
+        # It has reported no chunks yet, but the storage it was elected to read is known.
         elected = any(share.source_id == instance_id for share in self.shares(instance_id))
         return replace(with_storage_weights(found, found.storage[0]), verified=()) if elected else found
 
     def shares(self, instance_id: str) -> tuple[ChunkShare, ...]:
-        """What a target reads, and from whom."""
+        """Return what a target reads, by source."""
         if instance_id in self._shares:
             return self._shares[instance_id]
         return self.group.shares.get(instance_id, ())
 
     def readers(self, instance_id: str) -> Mapping[str, float]:
-        """The forks that read from an instance, and what part of all that each reads it reads there."""
+        """Return the forks that read from an instance, with the fraction of its reads that each makes there."""
         return self._readers_of(instance_id)
 
     def load(self, source: Source, target: Source | None = None) -> float:
-        """How many targets' full speed the source is asked for at once, beside a source of weight 1.
+        """Return the load of the source in targets at full speed, relative to its egress share.
 
-        Its network link is not asked for what stays within its host: that counts for a `target` that
-        would stay there too, and for nobody else.
+        Reads within its host do not load its network link: they count only for a `target` that would also
+        stay on the host.
         """
         readers = self.readers(source.instance_id)
         local = self._stays_on_host(source.instance_id)
@@ -77,24 +77,24 @@ class PlanState:
         return sum(share for fork_id, share in readers.items() if fork_id not in local) / source.egress_share
 
     def spare_egress(self, source: Source, target: Source | None = None) -> float:
-        """What part of a target's full speed the source could give without slowing its readers."""
+        """Return the fraction of a target's full speed that the source can serve without slowing its readers."""
         return max(0.0, 1.0 - self.load(source, target))
 
     def slots(self, source: Source) -> int:
-        """How many more forks may read from the source."""
+        """Return how many more forks may read from the source."""
         return max(0, source.max_readers - len(self.readers(source.instance_id)))
 
     def is_known(self, source: Source) -> bool:
-        """Whether the source's own reads are known. After a restart they are not, until it asks again."""
+        """Return whether the source's own reads are known. After a restart they are not, until it replans."""
         name = source.instance_id
         return source.complete or name in self._target_by_id or name in self.group.shares
 
     def planned(self) -> list[str]:
-        """The targets of this batch that have something to read by now, or everything already."""
+        """Return the targets of this batch that have reads by now, or are complete."""
         return [name for name, each in self._target_by_id.items() if self._shares[name] or each.target.complete]
 
     def without_plan(self) -> list[ForkDemand]:
-        """The demands whose decision gives them nothing, or what those that they relied on did not get."""
+        """Return the demands without reads, or whose sources will not have the chunks after all."""
         relied_on = any(demand.current_shares for demand in self._target_by_id.values())
         return [
             demand
@@ -112,12 +112,12 @@ class PlanState:
         return False
 
     def is_unplanned(self, instance_id: str) -> bool:
-        """Whether the instance is a target of this batch that has no decision yet."""
+        """Return whether the instance is a target of this batch without a decision."""
         demand = self._target_by_id.get(instance_id)
         return demand is not None and demand.fork_id not in self.decisions
 
     def decide(self, demand: ForkDemand, decision: PlanDecision) -> None:
-        """Keep the decision, and let later ones of the batch see it."""
+        """Store the decision, and make it visible to later ones of the batch."""
         own_share = tuple(
             ChunkShare(demand.target.instance_id, chunks, storage.kind == "loader")
             for storage, chunks in decision.storage
@@ -131,19 +131,19 @@ class PlanState:
         self._read(demand, decision.shares + own_share)
 
     def release(self, demand: ForkDemand) -> None:
-        """Take back what the demand's target reads: it is decided anew."""
+        """Discard the reads of the demand's target before it is planned again."""
         for share in self._shares[demand.target.instance_id]:
             self._readers_of(share.source_id).pop(demand.fork_id, None)
             self._stays_on_host(share.source_id).discard(demand.fork_id)
         self._shares[demand.target.instance_id] = ()
 
     def available_chunks(self, source: Source, wanted: tuple[Range, ...], target: Source) -> tuple[Range, ...]:
-        """Of the wanted chunks, those that the source holds or gets: through sources that are alive, hold
-        the same weights and do not read these chunks from the target, from one that holds them or reads
-        them from storage.
+        """Return the requested chunks that the source has or will receive: through live sources with the same
+        weights that do not read these chunks from the target, from one that has them or reads them from
+        storage.
         """
         if source.complete and weights_compatible(source, target):
-            return wanted  # by far the most frequent case
+            return wanted  # the most frequent case by far
         found: list[Range] = []
         visited: dict[str, tuple[Range, ...]] = {}
         pending = [(source.instance_id, wanted)]
@@ -157,13 +157,13 @@ class PlanState:
                 continue
             chunks = subtract(chunks, visited.get(instance_id, ()))
             visited[instance_id] = normalise((*visited.get(instance_id, ()), *chunks))
-            # Nobody can tell what chunks without a name are.
+            # Chunks of unknown weights cannot be matched.
             available = intersect(chunks, link.verified) if link.weights_id or link.provisional_id else ()
             found.extend(available)
             chunks = subtract(chunks, available)
             if not chunks:
                 continue
-            if len(visited) > REMOTE_WEIGHT and not target_is_read:
+            if len(visited) > MAX_UPSTREAM_SOURCES and not target_is_read:
                 found.extend(chunks)
                 continue
             for share in self.shares(instance_id):
@@ -175,12 +175,12 @@ class PlanState:
         return normalise(found)
 
     def _read(self, demand: ForkDemand, shares: tuple[ChunkShare, ...]) -> None:
-        own_share = demand.target.instance_id
-        self._shares[own_share] = shares
+        target_id = demand.target.instance_id
+        self._shares[target_id] = shares
         total = sum(count(share.chunks) for share in shares)
         speed = SLOW_FRACTION if demand.target.slow else 1.0
         for share in shares:
-            if share.source_id != own_share and share.chunks:
+            if share.source_id != target_id and share.chunks:
                 self._readers_of(share.source_id)[demand.fork_id] = speed * count(share.chunks) / total
                 source = self.source(share.source_id)
                 if source is not None and is_same_host_read(source, demand.target):
@@ -195,7 +195,7 @@ class PlanState:
         return self._readers[instance_id]
 
     def _stays_on_host(self, instance_id: str) -> set[str]:
-        """Of the instance's readers, those that stay within its host."""
+        """Return the instance's readers that stay within its host."""
         if instance_id not in self._local:
             self._local[instance_id] = set(self.group.same_host_readers.get(instance_id, ())) - self._forks
         return self._local[instance_id]

@@ -1,4 +1,4 @@
-"""The words in which a plan says how it came about, or why it has no routes."""
+"""Human-readable reasons of a plan: how sources were chosen, or why there are no routes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from planner.policy.plan_state import PlanState
 
 MAX_NAMED: Final = 8
-"""Most instances that a reason names."""
+"""Maximum number of instances named in a reason."""
 
 
 def choice_reason(
@@ -23,7 +23,7 @@ def choice_reason(
     assignments: Sequence[RouteAssignment],
     storage: Sequence[tuple[Storage, tuple[Range, ...]]],
 ) -> str:
-    """How the sources were chosen."""
+    """Return how the sources were chosen."""
     group = state.group
     first = bool(storage) and not assignments and _is_first(group)
     parts = [no_holder_reason(group, ())] if first else []
@@ -52,11 +52,11 @@ def _downstream_phrase(state: PlanState, target: Source, assignment: RouteAssign
         return f"from {assignment.source_id} ({others})"
     if source.complete:
         return f"from seed {source.instance_id} ({others})"
-    return f"behind relay {source.instance_id} ({source.watermark} of {source.chunk_count} chunks, {others})"
+    return f"from relay {source.instance_id} ({source.watermark} of {source.chunk_count} chunks, {others})"
 
 
 def _transport_phrase(assignment: RouteAssignment) -> str:
-    """The transport, where it is one that makes a difference to the source."""
+    """Return the transport, if it is one that affects the source."""
     if is_same_host_route(assignment.transports):
         return f" over {assignment.transports[0]} on this host"
     if uses_gpu_kernels(assignment.transports):
@@ -75,22 +75,22 @@ def _chunk_count_phrase(chunks: tuple[Range, ...], target: Source) -> str:
 
 
 def no_holder_reason(group: GroupView, others: Sequence[Source]) -> str:
-    """Return why no instance holds the layout, and what the fleet holds instead."""
-    source_phrases = group.version and not is_unnamed(group.version)
-    version = f"version {short(group.version)} of " if source_phrases else ""
+    """Return why no instance has the layout, and what the fleet holds instead."""
+    has_version = group.version and not is_unnamed(group.version)
+    version = f"version {short(group.version)} of " if has_version else ""
     model = f"{version}model {group.model}"
     if others:
         return other_layouts_phrase(group, others, f"{model} at rank {group.rank_key}")
     if group.other_versions and is_unnamed(group.version):
-        return f"no version of model {group.model} can be taken over; {served_versions_phrase(group.other_versions)}"
+        return f"no version of model {group.model} can be adopted; {served_versions_phrase(group.other_versions)}"
     if group.other_versions:
         return f"{FIRST} {short(group.version)} of model {group.model}; {served_versions_phrase(group.other_versions)}"
     if group.other_ranks:
         return (
-            f"no instance holds {model} at rank {group.rank_key}; "
-            f"other ranks are held: {', '.join(group.other_ranks[:MAX_NAMED])}"
+            f"no instance has {model} at rank {group.rank_key}; "
+            f"other ranks are available: {', '.join(group.other_ranks[:MAX_NAMED])}"
         )
-    return f"no instance holds {model}"
+    return f"no instance has {model}"
 
 
 def served_versions_phrase(versions: Mapping[str, int]) -> str:
@@ -104,11 +104,11 @@ def served_versions_phrase(versions: Mapping[str, int]) -> str:
 
 
 def other_layouts_phrase(group: GroupView, others: Sequence[Source], what: str) -> str:
-    """Some hold `what`, with other tensors: whom to compare with."""
+    """Return that instances have `what` with another layout, and one to compare with."""
     layouts = sorted(group.other_layouts or {source.layout_id for source in others})
     number = sum(group.other_layouts.values()) or len(others)
     first = sample_source(others)
-    holders = f"{number} instance{' holds' if number == 1 else 's hold'}"
+    holders = f"{number} instance{' has' if number == 1 else 's have'}"
     return (
         f"{holders} {what} with another layout ({', '.join(layouts[:MAX_NAMED])}): "
         f"layout differs from instance {first.instance_id} at {first.address}"
@@ -116,13 +116,15 @@ def other_layouts_phrase(group: GroupView, others: Sequence[Source], what: str) 
 
 
 def sample_source(sources: Sequence[Source]) -> Source:
-    """The one to compare with, of several: a complete one where there is one."""
+    """Return the instance to compare layouts with: a complete one, if any."""
     return min(sources, key=lambda source: (not source.complete, source.instance_id))
 
 
 def all_ineligible_reason(target: Source, ineligible_reasons: Mapping[str, str]) -> str:
-    """Some hold this layout, and none can be read from: what stands in the way of each."""
-    source_phrases = [f"{instance_id} {why}" for instance_id, why in sorted(ineligible_reasons.items())[:MAX_NAMED]]
+    """Return the reason of each source with this layout why it cannot be read from."""
+    source_phrases = [
+        f"{instance_id} {reason}" for instance_id, reason in sorted(ineligible_reasons.items())[:MAX_NAMED]
+    ]
     if len(ineligible_reasons) > MAX_NAMED:
         source_phrases.append(f"and {len(ineligible_reasons) - MAX_NAMED} more")
-    return f"no source of {len(ineligible_reasons)} can be read from: {'; '.join(source_phrases)}"
+    return f"no readable source among {len(ineligible_reasons)}: {'; '.join(source_phrases)}"

@@ -1,4 +1,4 @@
-"""Among the sources that can give what a target misses, who gives which part of it."""
+"""Divides the missing chunks of a target among the sources that can serve them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from planner.policy_types import Source, distance, link_fraction
 from rfork.image.ranges import Range, count, intersect, subtract
 
 MAX_STRIPES: Final = 4
-"""Most sources that one fork reads from at once by choice."""
+"""Maximum number of sources that one fork reads from concurrently by choice."""
 MAX_SOURCES: Final = 8
-"""Sources that one fork is divided among, where none gives everything."""
+"""Maximum number of sources per fork if none has everything."""
 MIN_USEFUL_SHARE: Final = 0.75
-"""Part of what a target needs that one source must have to spare to be read from alone."""
+"""Fraction of a target's required speed that a single source must have to spare."""
 
 
 @dataclass(frozen=True)
 class SourceOption:
-    """A source that can be read from, what it can give of the rest, and its egress to spare (0 to 1)."""
+    """A source that can be read from, the requested chunks that it can serve, and its spare egress (0 to 1)."""
 
     source: Source
     available: tuple[Range, ...]
@@ -33,7 +33,7 @@ class SourceOption:
 def split_among(
     target: Source, unassigned: tuple[Range, ...], required: float, options: list[SourceOption]
 ) -> list[tuple[Source, tuple[Range, ...]]]:
-    """Divide the rest, which wants `required` of the target's speed, among the options."""
+    """Divide the rest, which requires `required` of the target's speed, among the options."""
     complete_options = [option for option in options if option.available == unassigned]
     if not complete_options:
         return _split_by_availability(unassigned, options)
@@ -53,23 +53,23 @@ def split_among(
         return _split_by_capacity(target, unassigned, idle[:MAX_STRIPES])
     if nearest == 0 or first.spare_egress >= MIN_USEFUL_SHARE * required:
         return [(first.source, unassigned)]
-    spare_egress: list[SourceOption] = []
+    with_spare: list[SourceOption] = []
     for option in complete_options:
         if (
             option.spare_egress > IDLE_LOAD
-            and sum(each.spare_egress for each in spare_egress) < required
-            and len(spare_egress) < MAX_STRIPES
+            and sum(each.spare_egress for each in with_spare) < required
+            and len(with_spare) < MAX_STRIPES
         ):
-            spare_egress.append(option)
-    if sum(option.spare_egress for option in spare_egress) >= MIN_USEFUL_SHARE * required:
-        return _split_by_capacity(target, unassigned, spare_egress)
+            with_spare.append(option)
+    if sum(option.spare_egress for option in with_spare) >= MIN_USEFUL_SHARE * required:
+        return _split_by_capacity(target, unassigned, with_spare)
     return [(first.source, unassigned)]
 
 
 def _split_by_capacity(
     target: Source, unassigned: tuple[Range, ...], options: list[SourceOption]
 ) -> list[tuple[Source, tuple[Range, ...]]]:
-    """To each its part, by what it has to spare of what it may give; of few chunks, some get none."""
+    """Assign each source a part in proportion to its spare rate; of few chunks, some get none."""
     rates = [option.source.egress_rate or 0.0 for option in options]
     link = target.ingress_rate or max(rates)
     spare_rates = [link_fraction(option.source, link) * option.spare_egress for option in options]
@@ -88,7 +88,7 @@ def _split_by_capacity(
 def _split_by_availability(
     unassigned: tuple[Range, ...], options: list[SourceOption]
 ) -> list[tuple[Source, tuple[Range, ...]]]:
-    """Nobody gives all: each gives what those before it cannot."""
+    """Assign each source what the ones before it do not have, if none has everything."""
     chosen: list[tuple[Source, tuple[Range, ...]]] = []
     for option in options:
         share = intersect(option.available, unassigned)

@@ -1,4 +1,4 @@
-"""Who falls behind the sources it reads from, so that nobody should wait for it."""
+"""Detection of relays that fall behind their own sources, so that no target waits for them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from planner.policy_types import GroupView, Source
 from rfork.image.ranges import count, intersect, subtract
 
 LAG_THRESHOLD: Final = 6
-"""A relay is slow once it is more than a chunk in this many behind its sources, and four times as far
-behind as the others are."""
+"""A relay is slow once it lags by more than one chunk in this many, and by a multiple of the median lag."""
 MAX_MARKED_FRACTION: Final = 4.0
 
 
 def stragglers(group: GroupView, now: float) -> frozenset[str]:
-    """Relays with readers that fall behind their own sources, by what was told last; pure.
+    """Return relays with readers that fall behind their own sources, by the last reports; pure.
 
-    Where all that read from one source fall behind it, the source is the slow one.
+    If all readers of one source fall behind it, the source is the slow one.
     """
     lag_by_target: dict[str, float] = {}
     readers: dict[str, list[str]] = {}
@@ -46,9 +45,9 @@ def stragglers(group: GroupView, now: float) -> frozenset[str]:
 
 
 def _lag(group: GroupView, target: Source) -> float:
-    """The part of the image that the relays it reads from have of its shares, and it has not.
+    """Return the fraction of the image that the target's relays have of its shares and it does not.
 
-    A seed has everything from the start: how far one is behind it says nothing.
+    Seeds do not count: they have everything from the start.
     """
     total = 0
     for share in group.shares.get(target.instance_id, ()):

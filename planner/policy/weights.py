@@ -1,4 +1,4 @@
-"""Which weights a target may take, and what it may read them from by itself."""
+"""Weights that a target may receive, and the storage that matches them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rfork.image.ranges import normalise
 
 
 def weights_compatible(source: Source, target: Source) -> bool:
-    """Whether the two may hold chunks of one image; one that holds none yet may."""
+    """Return whether the two may have chunks of one image; an instance without chunks matches any."""
     if source.layout_id != target.layout_id or source.chunk_count != target.chunk_count:
         return False
     if source.weights_id is not None and target.weights_id is not None:
@@ -20,21 +20,21 @@ def weights_compatible(source: Source, target: Source) -> bool:
 
 
 def with_wanted_weights(demand: ForkDemand, weights_id: str | None, provisional_id: str | None) -> ForkDemand:
-    """The demand, its target saying which weights are wanted."""
+    """Return the demand with these weights as the requested ones."""
     verified = demand.target.verified if (demand.target.weights_id or demand.target.provisional_id) else ()
     target = replace(demand.target, weights_id=weights_id, provisional_id=provisional_id, verified=normalise(verified))
     return replace(demand, target=target)
 
 
 def with_storage_weights(target: Source, storage: Storage) -> Source:
-    """The target, by the name of what this storage holds."""
+    """Return the target with the weights of this storage."""
     provisional_id = storage.origin if storage.kind == "checkpoint" else None
     return replace(target, weights_id=storage.weights_id, provisional_id=provisional_id)
 
 
 def own_storage_chunks(target: Source, *, has_other_sources: bool = False) -> Storage | None:
-    """What the target may read the chunks from that nobody can give it, so that they fit those it holds,
-    and those that it gets `has_other_sources` them from others.
+    """Return the storage from which the target may read chunks that no source serves: it must match the
+    chunks that the target has, and those that it receives from others (`has_other_sources`).
     """
     for storage in target.storage:
         if not target.verified and not has_other_sources:

@@ -1,1 +1,1 @@
-"""Where the planner keeps what it was told."""
+"""Storage of the planner's records."""

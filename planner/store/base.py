@@ -1,9 +1,9 @@
-"""The store seam: how the planner's records outlive one call, one process, or one replica.
+"""Store interface: keeps the planner's records beyond one call, process or replica.
 
-Every replica keeps the whole state in memory (`PlannerStore.state`), so that a plan reads no network. A change
-is offered to the store with the version of the group that it was made from: the store takes it whole,
-or, where another replica changed the group in the meantime, refuses it with `CommitConflict` once `state` is
-up to date. Two replicas so never give one slot to two readers, nor elect two readers.
+Every replica keeps the complete state in memory (`PlannerStore.state`), so that planning needs no network. A
+change is sent to the store with the version of the group that it is based on: the store applies it
+atomically, or, if another replica changed the group meanwhile, rejects it with `CommitConflict` once `state`
+is up to date. So two replicas never assign one slot to two readers, nor elect two storage readers.
 """
 
 from __future__ import annotations
@@ -16,49 +16,51 @@ from planner.store.records import ForkRecord, GroupKey, InstanceRecord, ScaleUpR
 
 
 class CommitConflict(Exception):
-    """Another replica changed the group since it was looked at; `state` is up to date: decide again."""
+    """Another replica changed the group since it was read; `state` is up to date: decide again."""
 
 
 class StoreUnavailable(Exception):
-    """The store does not answer: most likely nothing was changed. Its text says what to look at."""
+    """The store does not answer: most likely nothing was changed. The message says what to check."""
 
 
 @dataclass(frozen=True)
 class StoreChange:
-    """Records to keep, and instances to forget, in one step."""
+    """Records to write, and ids to remove, atomically."""
 
     instances: tuple[InstanceRecord, ...] = ()
     forks: tuple[ForkRecord, ...] = ()
     removed: tuple[str, ...] = ()
-    """Ids of instances to forget."""
+    """Ids of instances to remove."""
     scaleups: tuple[ScaleUpRecord, ...] = ()
     withdrawn: tuple[str, ...] = ()
-    """Ids of scale-ups to forget."""
+    """Ids of scale-ups to remove."""
     group: GroupKey | None = None
-    """Where set, the change holds only if nobody changed the forks of this group since `version`."""
+    """If set, the change is applied only if the forks of this group have not changed since `version`."""
     version: int = 0
 
 
 class PlannerStore(Protocol):
-    """Keeps `state`, alone or with other replicas."""
+    """Keeps `state`, alone or shared with other replicas."""
 
     state: PlannerState
 
     async def start(self) -> None:
-        """Connect and load what there is; raises StoreUnavailable, and may go on trying until `stop`."""
+        """Connect and load the stored records; raises StoreUnavailable, and may keep retrying until `stop`."""
 
     async def stop(self) -> None:
-        """Let go of connections and tasks."""
+        """Close connections and tasks."""
 
     async def commit(self, change: StoreChange) -> None:
-        """Apply the change to `state`, and to the store, whole. Raises Conflict or StoreUnavailable."""
+        """Apply the change to `state` and to the store, atomically. Raises CommitConflict or
+        StoreUnavailable.
+        """
 
     def version(self, group: GroupKey) -> int:
-        """The version of the group's forks in `state`, for `StoreChange.version`."""
+        """Return the version of the group's forks in `state`, for `StoreChange.version`."""
 
     def now(self) -> float:
-        """Seconds on a clock that never goes back and that all replicas share; for all times in records."""
+        """Return seconds on a monotonic clock that all replicas share; used for all times in records."""
 
     @property
     def ready(self) -> bool:
-        """Whether records can be read and written now."""
+        """Return whether records can currently be read and written."""

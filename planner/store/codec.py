@@ -1,9 +1,8 @@
-"""Records as parts of JSON text, and changes of records as the parts that differ.
+"""Serialization of records as parts of JSON text, and of changes as the parts that differ.
 
-What replicas tell one another of a record is a patch: two that change different parts of one record at
-the same time (a heartbeat here, a drain there) both have their way, and a heartbeat that brings nothing
-new is one number. A report is three parts, for the chunks and readers in it change far more often than
-the rest.
+Replicas exchange patches: if two replicas change different parts of one record concurrently (a heartbeat
+here, a drain there), both changes take effect, and a heartbeat without news is one number. A report has three
+parts, because its chunks and readers change far more often than the rest.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ LIST_FIELDS: Final[Mapping[str, TypeAdapter[Any]]] = {
     "verified": TypeAdapter(tuple[ChunkRange, ...]),
     "readers": TypeAdapter(tuple[str, ...]),
 }
-"""The parts of a report that are sent by themselves."""
+"""Parts of a report that are sent separately."""
 OTHER_FIELDS: Final = tuple(name for name in InstanceReport.model_fields if name not in LIST_FIELDS)
 
 
 class Codec(Generic[Record]):
-    """The parts of one kind of record. A record that is whole has the part named `head`."""
+    """Codec of one record type. A complete record has the part named `head`."""
 
     def __init__(self, record_type: type[Record], head: str) -> None:
         self.head = head
@@ -44,7 +43,7 @@ class Codec(Generic[Record]):
         self._defaults = dict(_defaults(record_type))
 
     def patch(self, base: Record | None, record: Record) -> dict[str, str]:
-        """The parts of `record` that differ from `base`, or from the defaults where there is none."""
+        """Return the parts of `record` that differ from `base`, or from the defaults if there is none."""
         patch: dict[str, str] = {}
         for name in self._parts:
             before = self._defaults.get(name, dataclasses.MISSING) if base is None else getattr(base, name)
@@ -52,16 +51,16 @@ class Codec(Generic[Record]):
         return patch
 
     def apply(self, base: Record | None, patch: Patch) -> Record:
-        """`base` with the parts of the patch in it. Raises ValueError where the text fits no record."""
+        """Return `base` with the patch applied. Raises ValueError if the text is not a valid record."""
         changes = self._read(base, patch)
         try:
             return self._record_type(**changes) if base is None else dataclasses.replace(base, **changes)
         except TypeError as error:
-            raise ValueError(f"no whole {self._record_type.__name__}: {error}") from None
+            raise ValueError(f"incomplete {self._record_type.__name__}: {error}") from None
 
     @property
     def part_names(self) -> tuple[str, ...]:
-        """The names of all parts."""
+        """Return the names of all parts."""
         return tuple(self._parts)
 
     def _add_if_changed(self, patch: dict[str, str], name: str, before: Any, after: Any) -> None:
@@ -76,14 +75,14 @@ class Codec(Generic[Record]):
 
 
 class InstanceCodec(Codec[InstanceRecord]):
-    """Takes the report's chunks and readers out of the report."""
+    """Codec that stores the report's chunks and readers as separate parts."""
 
     def __init__(self) -> None:
         super().__init__(InstanceRecord, "report")
 
     @property
     def part_names(self) -> tuple[str, ...]:
-        """The names of all parts."""
+        """Return the names of all parts."""
         return (*super().part_names, *LIST_FIELDS)
 
     def _add_if_changed(self, patch: dict[str, str], name: str, before: Any, after: Any) -> None:
@@ -114,7 +113,7 @@ class InstanceCodec(Codec[InstanceRecord]):
 
 
 def _adapter(annotation: Any) -> TypeAdapter[Any]:
-    """Of one field; infinite times stay what they are."""
+    """Return the adapter of one field; infinite times are preserved."""
     config = ConfigDict(ser_json_inf_nan="constants")
     return TypeAdapter(annotation, config=config) if annotation in (float, float | None) else TypeAdapter(annotation)
 

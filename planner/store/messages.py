@@ -1,4 +1,4 @@
-"""What replicas of the planner exchange through Redis."""
+"""Messages that planner replicas exchange through Redis."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from planner.store.codec import FORKS, INSTANCES, Patch
 from planner.store.records import ForkRecord, GroupKey, InstanceRecord, ScaleUpRecord
 
 READ_COUNT: Final = 1000
-"""Most changes that the follower reads at once."""
+"""Maximum number of changes that the follower reads at a time."""
 CONFLICT_VERDICT: Final = 0
 UNKNOWN_VERDICT: Final = -1
-"""The change patches a record that is not there (any more): offer it whole."""
+"""The change patches a record that does not exist (any more): send the complete record."""
 
 
-class ReplicaBehind(Exception):
-    """What Redis holds does not follow from what this replica has read: everything must be read anew."""
+class ReplicaOutdated(Exception):
+    """The contents of Redis do not follow from what this replica has read: it must load everything again."""
 
 
 @dataclass(frozen=True)
 class ChangeMessage:
-    """A change as it travels: patches by id of the record."""
+    """A change as it is sent: patches by record id."""
 
     instances: tuple[tuple[str, Patch], ...] = ()
     forks: tuple[tuple[str, Patch], ...] = ()
     removed: tuple[str, ...] = ()
     group: str = ""
-    """As `group_text` writes it; empty where the change depends on no group."""
+    """Serialized by `group_text`; empty if the change depends on no group."""
     version: int = 0
-    """Of the group, before the change."""
+    """Version of the group before the change."""
     emptied: tuple[str, ...] = ()
-    """Groups that nobody is in any more: their versions are forgotten."""
+    """Groups without members: their versions are removed."""
     scaleups: tuple[tuple[str, str], ...] = ()
-    """Scale-ups as JSON text (`SCALEUP_ADAPTER`), by id: the last that is said holds, whole."""
+    """Scale-ups as JSON text (`SCALEUP_ADAPTER`), by id: always complete, the last one wins."""
     withdrawn: tuple[str, ...] = ()
 
 
@@ -53,36 +53,36 @@ class LogEntry:
     number: int
     body: ChangeMessage
     time: float = 0.0
-    """The furthest that any replica's clock had come by then; 0: that is told in another way."""
+    """Furthest clock of any replica at that point; 0 if it is transmitted separately."""
 
 
 @dataclass(frozen=True)
 class CommitResult:
-    """What became of the offered changes, and the changes of others that came before them."""
+    """Verdicts of the sent changes, and the changes of other replicas that precede them."""
 
     entries_since: tuple[LogEntry, ...]
     verdicts: tuple[int, ...]
-    """Of each offered change: its number in the stream, CONFLICT or UNKNOWN."""
+    """For each sent change: its number in the stream, CONFLICT_VERDICT or UNKNOWN_VERDICT."""
     time: float
-    """The furthest that any replica's clock has come."""
+    """Furthest clock of any replica."""
 
 
 @dataclass(frozen=True)
 class StoreSnapshot:
-    """Everything, as it was after the change `number`; the records by id."""
+    """The complete contents after the change `number`; records by id."""
 
     epoch: str
-    """Drawn when the planner first met an empty Redis."""
+    """Random id, generated when a planner finds an empty Redis."""
     number: int
     time: float
-    """The furthest that any replica's clock has come."""
+    """Furthest clock of any replica."""
     instances: Mapping[str, InstanceRecord]
     forks: Mapping[str, ForkRecord]
     versions: Mapping[GroupKey, int]
     floor: int
-    """The version of every group that is not among them."""
+    """Version of every group that is not in `versions`."""
     ended: tuple[str, ...]
-    """Forks in the order of their end."""
+    """Finished forks, in the order in which they ended."""
     scaleups: Mapping[str, ScaleUpRecord] = field(default_factory=dict)
 
 
@@ -92,7 +92,9 @@ def body_of(
     forks: Mapping[str, ForkRecord],
     emptied: Iterable[GroupKey] = (),
 ) -> ChangeMessage:
-    """The change as patches of these records, whole where there is none; without those that are the same."""
+    """Return the change as patches of these records, complete records where there is none; unchanged ones are
+    omitted.
+    """
     patches = (
         (name, INSTANCES.patch(instances.get(name), each))
         for each in change.instances
@@ -117,5 +119,5 @@ def group_text(group: GroupKey) -> str:
 
 
 def group_from(text: str) -> GroupKey:
-    """The group that `group_text` wrote."""
+    """Return the group that `group_text` serialized."""
     return GroupKey(*json.loads(text))

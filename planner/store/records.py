@@ -1,6 +1,6 @@
-"""What the planner keeps of an instance, a fork and a scale-up; each change makes a new record.
+"""Immutable records of instances, forks and scale-ups; each change makes a new record.
 
-Times are seconds on the store's clock, which all replicas share.
+Times are in seconds on the store's clock, which all replicas share.
 """
 
 from __future__ import annotations
@@ -28,62 +28,62 @@ from rfork.schema.types import ForkState
 
 
 class GroupKey(NamedTuple):
-    """What instances share weights by: one rank of one version of a model."""
+    """Instances with equal keys share weights: one rank of one version of a model."""
 
     model: str
     version: str
-    """Empty for targets whose version is not settled yet."""
+    """Empty for targets whose version is not resolved yet."""
     rank_key: str
 
 
 @dataclass(frozen=True)
 class InstanceRecord:
-    """An instance as it last reported itself, and what others said of it."""
+    """An instance's last report, and what the planner and other instances know about it."""
 
     report: InstanceReport
     seen_at: float
     ttl_s: float
     drained: bool = False
-    """Drained through the planner; its own reports do not undo that."""
+    """Drained through the planner; its own reports do not reset that."""
     quarantined_until: float = 0.0
     quarantine: str = ""
     reported_missing: bool = False
-    """A reader found it gone, and nothing has been heard of it since."""
+    """A reader could not reach it, and it has not reported since."""
     ingress_rate: float | None = None
-    """The fastest that any of its forks read, in bytes a second."""
+    """Fastest observed read rate of its forks, in bytes per second."""
     slow_since: float | None = None
-    """Since when its fork falls behind the sources it reads from, if it does."""
+    """Time since which its fork falls behind its sources, if it does."""
     since: float = 0.0
-    """When it was first heard of."""
-    asked_for_plan: bool = False
-    """Whether it has asked for its (first) fork."""
+    """Time of the first report."""
+    plan_requested: bool = False
+    """True if it has requested a plan."""
     resolved_version: str = ""
-    """The version that the planner chose for an instance that reports none."""
+    """Version that the planner chose for an instance that reports none."""
     owner: str = ""
-    """Digest of the secret that later changes must show; empty: any caller may change it."""
+    """Digest of the secret that later changes must match; empty: any caller may change it."""
     accusations: tuple[Accusation, ...] = ()
-    """What readers say that it did wrong, the oldest first."""
+    """Accusations by readers, oldest first."""
     contradiction_count: int = 0
-    """How many of its own accusations other readers contradicted."""
+    """Number of its own accusations that other readers contradicted."""
 
     @property
     def version(self) -> str:
-        """The version of its weights, or of those it is getting; empty while that is not settled."""
+        """Return the version of its weights, or of those it is receiving; empty until resolved."""
         return self.report.version or self.resolved_version
 
     @property
     def group(self) -> GroupKey:
-        """What it may share weights with."""
+        """Return the group that it may share weights with."""
         return GroupKey(self.report.model, self.version, self.report.rank.key)
 
     @property
     def expires_at(self) -> float:
-        """When it is forgotten."""
+        """Return the time at which it is forgotten."""
         return self.seen_at + self.ttl_s
 
     @cached_property
     def source(self) -> Source:
-        """The instance as the policy sees it."""
+        """Return the instance as input of the policy."""
         report, placement = self.report, self.report.placement
         return Source(
             instance_id=report.instance_id,
@@ -109,7 +109,7 @@ class InstanceRecord:
         )
 
     def view(self, now: float) -> InstanceInfo:
-        """The instance as it is listed."""
+        """Return the instance as listed by the API."""
         report, state = self.report, self.source.state
         return InstanceInfo(
             report=report if report.state == state else report.model_copy(update={"state": state}),
@@ -122,17 +122,17 @@ class InstanceRecord:
 
 @dataclass(frozen=True)
 class SourceFaultRecord:
-    """Why a fork is not sent to an instance again, for a while."""
+    """Reason why a fork avoids an instance for some time."""
 
     reason: str
     until: float
     generation: int | None = None
-    """Set where only this generation of the source's weights is to be avoided."""
+    """Set if only this generation of the source's weights is to be avoided."""
     is_source_fault: bool = False
-    """The fork says that the source did wrong, not only that it failed."""
+    """True if the fork blames the source itself, and not only reports that it failed."""
 
     def is_active(self, now: float, generation: int) -> bool:
-        """Whether a source with this generation is still to be avoided."""
+        """Return whether a source with this generation is still to be avoided."""
         return now < self.until and self.generation in (None, generation)
 
 
@@ -148,7 +148,7 @@ class RouteRecord:
 
 @dataclass(frozen=True)
 class ForkRecord:
-    """One fork, from its first request to some time after its end."""
+    """One fork, from its first request until some time after it ends."""
 
     fork_id: str
     instance_id: str
@@ -161,43 +161,43 @@ class ForkRecord:
     seen_at: float
     reads: tuple[RouteRecord, ...] = ()
     storage: tuple[StorageAssignment, ...] = ()
-    """What the target is elected to read by itself."""
+    """Storage that the target is elected to read."""
     weights_id: str | None = None
     provisional_id: str | None = None
     version: str = ""
-    """Of the weights it gets; empty while that is not settled."""
+    """Version of the weights it gets; empty until resolved."""
     reason: str = ""
     progress: ForkProgress | None = None
     finish: ForkResult | None = None
     abandoned: bool = False
-    """Given up by the planner, not ended by the target: it may ask again."""
+    """Ended by the planner, not by the target: it may request a plan again."""
     faults_by_source: Mapping[str, SourceFaultRecord] = field(default_factory=dict)
     sources_used: frozenset[str] = frozenset()
-    """Every instance that any of its plans named; its own id stands for its own storage."""
+    """Every instance named in any of its plans; its own id means its own storage."""
     source_rate_limits: Mapping[str, int] = field(default_factory=dict)
-    """Bytes a second that sources of its plan held all their readers to, where they did."""
+    """Egress limits of its sources in bytes per second, by instance_id."""
     owner: str = ""
-    """As its instance's when it was planned."""
+    """Owner of its instance when it was planned."""
 
     @property
     def group(self) -> GroupKey:
-        """What it may share weights with."""
+        """Return the group that it may share weights with."""
         return GroupKey(self.model, self.version, self.rank.key)
 
     @property
     def live(self) -> bool:
-        """Whether it is under way."""
+        """Return whether it is running."""
         return self.finish is None
 
     @property
     def state(self) -> ForkState:
-        """The fork's state, in the word that is listed."""
+        """Return the fork's state as listed by the API."""
         if self.finish is not None:
             return "finished" if self.finish.outcome in ("forked", "fallback") else "failed"
         return "running" if self.reads or self.storage else "planning"
 
     def view(self, now: float) -> ForkInfo:
-        """The fork as it is listed."""
+        """Return the fork as listed by the API."""
         shares = [schema.ChunkAssignment(source_id=read.source_id, chunks=read.chunks) for read in self.reads]
         shares += [schema.ChunkAssignment(source_id=self.instance_id, chunks=read.chunks) for read in self.storage]
         return ForkInfo(
@@ -220,17 +220,17 @@ class ForkRecord:
 
 @dataclass(frozen=True)
 class ScaleUpRecord:
-    """A scale-up that was announced; who has come since stands in the records of instances."""
+    """An announced scale-up; its arrivals are recorded in the instances' records."""
 
     scaleup: ScaleUp
-    """As it was last announced."""
+    """Last announcement."""
     first_at: float
-    """When it was first announced: instances that were known before are not among those expected."""
+    """Time of the first announcement: instances known before are not expected."""
     expires_at: float
     before: int = 0
-    """Replicas that had come when it was last announced: those it tells of come on top of them."""
+    """Replicas that had arrived at the last announcement, which counts only further ones."""
 
     @property
     def expected(self) -> int:
-        """Replicas that come in all, since `first_at`."""
+        """Return the total number of replicas expected since `first_at`."""
         return self.before + self.scaleup.replicas

@@ -1,10 +1,10 @@
-"""Records that several replicas of the planner share through Redis.
+"""Store that several planner replicas share through Redis.
 
-Each replica holds all records in memory and follows one stream of changes. All changes are numbered, and
-every replica applies them in that order: a commit brings the changes of others that came before it along,
-so that after it, or after a Conflict, `state` is what Redis holds. Whatever does not follow from what was
-read (Redis was emptied, or restarted with less, or the stream does not go back far enough) ends in reading
-everything anew, and so does every outage.
+Each replica keeps all records in memory and follows one stream of changes. Changes are numbered, and every
+replica applies them in that order: a commit returns the preceding changes of other replicas, so that after
+it, or after a CommitConflict, `state` equals the contents of Redis. If the contents do not follow from what
+was read (Redis was emptied, or restarted with older data, or the stream does not reach back far enough),
+everything is loaded again, as after every outage.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from planner.store.messages import (
     UNKNOWN_VERDICT,
     ChangeMessage,
     LogEntry,
-    ReplicaBehind,
+    ReplicaOutdated,
     body_of,
 )
 from planner.store.records import GroupKey
@@ -36,42 +36,46 @@ if TYPE_CHECKING:
     from planner.store.redis_client import RedisClient
 
 BATCH: Final = 256
-"""Most changes that travel together; while one batch is under way the next one gathers."""
+"""Maximum number of changes per batch; while one batch is in flight the next one fills."""
 BATCH_WINDOW_S: Final = 0.005
-"""The follower lets changes gather for this long: a commit brings what it needs to know along anyway."""
+"""Time for which the follower lets changes accumulate: commits return the changes they depend on anyway."""
 BACKOFF_S: Final = 0.05
 MAX_BACKOFF_S: Final = 2.0
 CANCEL_RETRY_S: Final = 0.1
 TIMEOUT_FACTOR: Final = 3
-"""After this many of the follower's waits without a word from Redis, this replica's clock stands still."""
+"""Multiples of the follower's wait without a response from Redis after which this replica's clock stops."""
 
 
 @dataclass(frozen=True)
 class PendingCommit:
-    """A change on its way (none: a mere look at what others changed), and where its verdict goes."""
+    """A change in flight (None: only a check for other changes), and the future of its verdict."""
 
     body: ChangeMessage | None
     verdict: asyncio.Future[int]
 
 
 class RedisStore:
-    """The store of a planner that is one of several replicas."""
+    """Store of one of several planner replicas."""
 
-    def __init__(self, url: str, clock: Clock, *, keep_forks: int, timeout_s: float, prefix: str = "rfork") -> None:
-        """Connects to nothing yet. Raises SettingsError for the URL, MissingExtra without `redis`."""
-        self._keys = _keyspace(url, timeout_s=timeout_s, keep_forks=keep_forks, prefix=prefix)
-        self._replica = Replica(clock, keep_forks=keep_forks, max_staleness_s=TIMEOUT_FACTOR * self._keys.block_s)
+    def __init__(
+        self, url: str, clock: Clock, *, max_finished_forks: int, timeout_s: float, prefix: str = "rfork"
+    ) -> None:
+        """Does not connect yet. Raises SettingsError for an invalid URL, MissingExtra without `redis`."""
+        self._keys = _keyspace(url, timeout_s=timeout_s, max_finished_forks=max_finished_forks, prefix=prefix)
+        self._replica = Replica(
+            clock, max_finished_forks=max_finished_forks, max_staleness_s=TIMEOUT_FACTOR * self._keys.block_s
+        )
         self.state = self._replica.state
         self._timeout_s = timeout_s
         self._pending_commits: deque[PendingCommit] = deque()
-        self._sent: list[PendingCommit] = []  # without an answer yet
+        self._sent: list[PendingCommit] = []  # not answered yet
         self._work_available = asyncio.Event()
-        self._failure: str | None = "the store was not started"
+        self._failure: str | None = "the store has not been started"
         self._task: asyncio.Task[None] | None = None
         self._log = logger("planner.store.redis")
 
     async def start(self) -> None:
-        """Connect and load; raises StoreUnavailable, and goes on trying until `stop`."""
+        """Connect and load; raises StoreUnavailable, and keeps retrying until `stop`."""
         try:
             await self._load()
         except StoreUnavailable as error:
@@ -81,7 +85,7 @@ class RedisStore:
             self._task = asyncio.create_task(self._run(loaded=self.ready), name="rfork-store")
 
     async def stop(self) -> None:
-        """End the task, refuse what is still under way, and close the connections."""
+        """Stop the task, fail pending commits, and close the connections."""
         if self._task is not None:
             await _end(self._task, cancel_retry_s=10 * CANCEL_RETRY_S)
             self._task = None
@@ -91,8 +95,9 @@ class RedisStore:
     async def commit(self, change: StoreChange) -> None:
         """Apply the change to Redis and to `state`.
 
-        Raises Conflict where another replica changed the group; StoreUnavailable within the timeout, and then
-        an answer may have been lost: what Redis made of the change shows once everything is loaded again.
+        Raises CommitConflict if another replica changed the group; StoreUnavailable within the timeout, in
+        which case a response may have been lost: whether Redis applied the change is known once everything is
+        loaded again.
         """
         if change.group is not None and change.version != self.version(change.group):
             raise CommitConflict
@@ -114,47 +119,47 @@ class RedisStore:
             raise CommitConflict
 
     def version(self, group: GroupKey) -> int:
-        """Of the group's forks, as far as this replica knows (`planner.store.replica.Replica.version`)."""
+        """Return the group's version as known to this replica (`planner.store.replica.Replica.version`)."""
         return self._replica.version(group)
 
     def now(self) -> float:
-        """The clock that all replicas share (`planner.store.replica.Replica`)."""
+        """Return the clock that all replicas share (`planner.store.replica.Replica`)."""
         return self._replica.now()
 
     @property
     def ready(self) -> bool:
-        """Whether Redis answers, and all it holds is loaded."""
+        """Return whether Redis answers, and all its contents are loaded."""
         return self._failure is None
 
     # -- one replica's session with Redis ---------------------------------------------------------
 
     async def _run(self, loaded: bool) -> None:
-        """Load everything and serve until something fails, again and again for as long as the store lives."""
+        """Load everything and serve until something fails; repeat until the store is stopped."""
         wait_s = BACKOFF_S
         while True:
             try:
                 if not loaded:
                     if self._failure is not None:
-                        # Not all replicas at once.
+                        # Spread the replicas' reconnects.
                         await asyncio.sleep(random.uniform(wait_s / 2, wait_s))
                         wait_s = min(2 * wait_s, MAX_BACKOFF_S)
                     await self._load()
                 loaded, wait_s = False, BACKOFF_S
                 await self._serve()
-            except ReplicaBehind as reason:
-                self._log.warning("store is loaded again", why=str(reason), store=self._keys.address)
-                # Redis may have taken these: who asks again meets what it made of them.
-                _fail(self._sent, f"the store at {self._keys.address} is loaded again: {reason}")
+            except ReplicaOutdated as reason:
+                self._log.warning("reloading the store", reason=str(reason), store=self._keys.address)
+                # Redis may have applied these: a retry will see the result.
+                _fail(self._sent, f"reloading the store at {self._keys.address}: {reason}")
                 self._sent = []
             except StoreUnavailable as error:
                 await self._fail(str(error))
             except Exception as error:
-                # A defect of the planner's own must not leave it deaf: what it holds is made anew.
-                self._log.error("store failed", exc_info=error)
-                await self._fail(f"the planner failed to keep up with the store: {type(error).__name__}")
+                # After an unexpected error the replica must not stop following: reload everything.
+                self._log.error("store replication failed", exc_info=error)
+                await self._fail(f"store replication failed: {type(error).__name__}")
 
     async def _serve(self) -> None:
-        """Write and follow; returns by raising Behind or StoreUnavailable."""
+        """Write and follow; exits by raising ReplicaOutdated or StoreUnavailable."""
         tasks = [asyncio.create_task(work) for work in (self._write(), self._follow())]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -166,35 +171,35 @@ class RedisStore:
     async def _load(self) -> None:
         contents = await self._keys.load()
         if self._replica.epoch not in ("", contents.epoch):
-            self._log.warning("store was emptied: heartbeats fill it again", store=self._keys.address)
+            self._log.warning("store was emptied, waiting for heartbeats", store=self._keys.address)
         self._replica.fill(contents)
         if self._failure is not None:
             self._failure = None
-            self._log.info("store is ready", store=self._keys.address, instances=len(contents.instances))
+            self._log.info("store ready", store=self._keys.address, instances=len(contents.instances))
 
     async def _fail(self, reason: str) -> None:
         if self._failure is None:
-            self._log.error("store cannot be used", why=reason)
+            self._log.error("store unavailable", reason=reason)
         self._fail_all(reason)
         await self._keys.close()
 
     # -- changes ----------------------------------------------------------------------------------
 
     async def _follow(self) -> None:
-        """Apply what others change, as it comes."""
+        """Apply the changes of other replicas as they arrive."""
         while True:
             entries = await self._keys.read_changes(self._replica.applied)
             for entry in entries:
                 self._replica.apply(entry)
             if not entries:
-                await self._submit(None)  # nothing happened, or the stream is no more: the script tells
+                await self._submit(None)  # nothing happened, or the stream was deleted: the script finds out
                 continue
             if len(entries) < READ_COUNT:
-                self._replica.is_synced()
+                self._replica.mark_synced()
             await asyncio.sleep(BATCH_WINDOW_S)
 
     async def _write(self) -> None:
-        """Take offers to Redis, one batch at a time."""
+        """Write pending commits to Redis, one batch at a time."""
         while True:
             await self._work_available.wait()
             batch = [self._pending_commits.popleft() for _ in range(min(BATCH, len(self._pending_commits)))]
@@ -209,19 +214,19 @@ class RedisStore:
         replica = self._replica
         try:
             outcome = await self._keys.commit(replica.epoch, replica.applied, replica.now(), bodies)
-        except ReplicaBehind:
-            # Redis looked at none of them: they are offered again once everything is loaded.
+        except ReplicaOutdated:
+            # Redis processed none of them: they are sent again once everything is loaded.
             self._pending_commits.extendleft(reversed(batch))
             self._work_available.set()
             self._sent = []
             raise
-        # From here on Redis has answered: whoever cannot follow it loads everything, and offers none twice.
+        # From here on Redis has answered: on an error everything is loaded again, and none is sent twice.
         for entry in outcome.entries_since:
             replica.apply(entry)
         for body, verdict in zip(bodies, outcome.verdicts, strict=True):
             if verdict not in (CONFLICT_VERDICT, UNKNOWN_VERDICT):
                 replica.apply(LogEntry(verdict, body))
-        replica.is_synced(outcome.time)
+        replica.mark_synced(outcome.time)
         verdicts = iter(outcome.verdicts)
         for pending in batch:
             verdict = CONFLICT_VERDICT if pending.body is None else next(verdicts)
@@ -229,7 +234,7 @@ class RedisStore:
                 pending.verdict.set_result(verdict)
 
     async def _submit(self, body: ChangeMessage | None) -> int:
-        """Have the writer take it to Redis; the script's verdict."""
+        """Queue a commit for the writer; return the script's verdict."""
         if self._failure is not None:
             raise StoreUnavailable(self._failure)
         pending = PendingCommit(body, asyncio.get_running_loop().create_future())
@@ -240,7 +245,7 @@ class RedisStore:
                 return await pending.verdict
         except TimeoutError:
             reason = f"no answer within {self._timeout_s:g} s"
-            raise StoreUnavailable(f"the store at {self._keys.address} cannot be used: {reason}") from None
+            raise StoreUnavailable(f"the store at {self._keys.address} is unavailable: {reason}") from None
 
     def _fail_all(self, reason: str) -> None:
         self._failure = reason
@@ -251,13 +256,13 @@ class RedisStore:
 
 
 async def _end(*tasks: asyncio.Task[None], cancel_retry_s: float) -> None:
-    """Cancel until they end: a cancellation that meets redis-py at work may be lost."""
+    """Cancel the tasks until they end: redis-py may swallow a cancellation."""
     pending = set(tasks)
     while pending:
         for task in pending:
             task.cancel()
         _, pending = await asyncio.wait(pending, timeout=cancel_retry_s)
-    await asyncio.gather(*tasks, return_exceptions=True)  # nobody else asks how they ended
+    await asyncio.gather(*tasks, return_exceptions=True)  # retrieve their exceptions
 
 
 def _fail(offers: Iterable[PendingCommit], reason: str) -> None:
@@ -266,11 +271,11 @@ def _fail(offers: Iterable[PendingCommit], reason: str) -> None:
             pending.verdict.set_exception(StoreUnavailable(reason))
 
 
-def _keyspace(url: str, *, timeout_s: float, keep_forks: int, prefix: str) -> RedisClient:
+def _keyspace(url: str, *, timeout_s: float, max_finished_forks: int, prefix: str) -> RedisClient:
     try:
         from planner.store.redis_client import RedisClient
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != "redis":
             raise
         raise MissingExtra("the redis package", extra="redis") from None
-    return RedisClient(url, timeout_s=timeout_s, keep_forks=keep_forks, prefix=prefix)
+    return RedisClient(url, timeout_s=timeout_s, max_finished_forks=max_finished_forks, prefix=prefix)

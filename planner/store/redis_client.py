@@ -1,19 +1,19 @@
-"""The keys in Redis that replicas of the planner share, and what is done with them.
+"""Redis keys that planner replicas share, and the operations on them.
 
 ::
 
-    meta        epoch, count of changes, the furthest that a replica's clock has come, `floor`; of the
-                stream, at which change its newer half begins and the bytes of that half
+    meta        epoch, number of changes, furthest clock of any replica, `floor`; for the stream, the change
+                at which its newer half begins and the bytes of that half
     changes     stream of the last changes, each with the shared time; the id of the n-th is n-0, so that
-                a gap shows
+                a gap is detected
     instances   `ID PART` -> JSON text (planner.store.codec)
     forks       the same
-    versions    group -> number of the last change of its forks; those of empty groups are forgotten, and
-                then count as `floor`, the number of the change that forgot the last one
-    ended       forks that ended, in that order
+    versions    group -> number of the last change of its forks; those of empty groups are removed, and
+                then count as `floor`, the number of the change that removed the last one
+    ended       finished forks, in order
     scaleups    id -> JSON text
 
-All of it goes when no planner has written for a day. Only this module imports the `redis` package.
+All keys expire when no planner has written for a day. Only this module imports the `redis` package.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from planner.store.messages import (
     ChangeMessage,
     CommitResult,
     LogEntry,
-    ReplicaBehind,
+    ReplicaOutdated,
     StoreSnapshot,
     group_from,
 )
@@ -49,28 +49,29 @@ from rfork.errors import SettingsError
 from rfork.settings import host_port
 
 FORMAT: Final = 7
-"""Of keys and records: planners of different formats do not see one another."""
+"""Format of keys and records: planners of different formats do not see one another."""
 KEYS: Final = ("meta", "changes", "instances", "forks", "versions", "ended", "scaleups")
 KEEP_CHANGES: Final = 20_000
-"""A replica that is further behind loads everything: ten seconds of 10,000 instances' heartbeats."""
+"""Stream length. A replica further behind reloads everything: ten seconds of 10,000 instances' heartbeats."""
 KEEP_BYTES: Final = 64 << 20
-"""The same in bytes. A heartbeat is 130 to 300 of them, a fork's progress 900, its plan 2,100, so that the
-count comes first; but the largest report is 590,000, and 20,000 of those would be 12 GB."""
+"""Stream size. A heartbeat has 130 to 300 bytes, a fork's progress 900, its plan 2,100, so that the length is
+usually reached first; but the largest report has 590,000, and 20,000 of those would be 12 GB.
+"""
 KEEP_S: Final = 24 * 3600
 LOAD_TIMEOUTS: Final = 10
-"""Reading everything may take this many times as long as one call: it is one answer of some tens of MB."""
+"""Loading everything may take this many times as long as one call: the response has tens of MB."""
 COMMIT_SHA1: Final = hashlib.sha1(COMMIT.encode()).hexdigest()
-"""What Redis calls the script by."""
+"""Redis's name of the script."""
 
 
 class RedisClient:
     """One replica's connections. Every method raises StoreUnavailable within `timeout_s`."""
 
-    def __init__(self, url: str, *, timeout_s: float, keep_forks: int, prefix: str) -> None:
-        """Connects to nothing yet. Raises SettingsError for a URL that cannot be used."""
+    def __init__(self, url: str, *, timeout_s: float, max_finished_forks: int, prefix: str) -> None:
+        """Does not connect yet. Raises SettingsError for an invalid URL."""
         self.block_s = min(1.0, timeout_s / 2)
         self._timeout_s = timeout_s
-        self._keep_forks = keep_forks
+        self._max_finished_forks = max_finished_forks
         # The braces keep all keys in one slot of a Redis cluster.
         self._keys = {name: f"{{{prefix}}}:{FORMAT}:{name}" for name in KEYS}
         try:
@@ -83,13 +84,13 @@ class RedisClient:
                 retry=Retry(NoBackoff(), 0),
             )
         except ValueError:
-            # Never the URL itself: it may hold a password.
+            # Never the URL itself: it may contain a password.
             raise SettingsError(
-                "RFORK_PLANNER_STORE is no URL of a Redis", hint="redis://[USER:PASSWORD@]HOST:PORT/DB"
+                "RFORK_PLANNER_STORE is not a Redis URL", hint="redis://[USER:PASSWORD@]HOST:PORT/DB"
             ) from None
 
     async def load(self) -> StoreSnapshot:
-        """Read everything, in one step; an empty Redis gets a new epoch."""
+        """Load everything, in one step; an empty Redis gets a new epoch."""
         async with self._with_timeout(LOAD_TIMEOUTS):
             await self._call("SCRIPT LOAD", COMMIT)
             async with self._redis.pipeline(transaction=True) as steps:
@@ -112,23 +113,25 @@ class RedisClient:
             )
 
     async def commit(self, epoch: str, since: int, at: float, bodies: Sequence[ChangeMessage]) -> CommitResult:
-        """Offer changes, each whole or not at all, as one that has read `since` changes; raises Behind."""
+        """Send changes, each applied atomically or not at all, from a replica that has read `since` changes;
+        raises ReplicaOutdated.
+        """
         async with self._with_timeout():
             reply = await self._call(
                 "EVALSHA", COMMIT_SHA1, len(KEYS), *self._keys.values(),
-                epoch, since, f"{at:.6f}", self._keep_forks, KEEP_CHANGES, KEEP_BYTES // 2,
+                epoch, since, f"{at:.6f}", self._max_finished_forks, KEEP_CHANGES, KEEP_BYTES // 2,
                 KEEP_S * 1000,
                 INSTANCES.head, " ".join(INSTANCES.part_names), FORKS.head, " ".join(FORKS.part_names),
                 *(CHANGE_ADAPTER.dump_json(body) for body in bodies),
             )  # fmt: skip
             if reply is None:
-                raise ReplicaBehind("another epoch, or a longer way to catch up than the stream goes back")
+                raise ReplicaOutdated("the epoch changed, or the stream does not reach back far enough")
             missed, verdicts, last_number = reply
             entries = tuple(_entry(name, dict(zip(*[iter(pairs)] * 2, strict=True))) for name, pairs in missed)
             return CommitResult(entries, tuple(verdicts), float(last_number))
 
     async def read_changes(self, since: int) -> tuple[LogEntry, ...]:
-        """The changes after `since`, READ_COUNT at most; waits up to `block_s` for one."""
+        """Return the changes after `since`, at most READ_COUNT; waits up to `block_s` for one."""
         async with self._with_timeout():
             reply = await self._call(
                 "XREAD", "COUNT", READ_COUNT, "BLOCK", int(self.block_s * 1000),
@@ -140,7 +143,7 @@ class RedisClient:
         return await self._redis.execute_command(*words)  # type: ignore[no-untyped-call]
 
     async def close(self) -> None:
-        """Let go of all connections; the next call makes new ones."""
+        """Close all connections; the next call opens new ones."""
         with contextlib.suppress(RedisError, OSError):
             await self._redis.aclose()
 
@@ -150,21 +153,21 @@ class RedisClient:
             async with asyncio.timeout(self._timeout_s * timeout_factor):
                 yield
         except NoScriptError:
-            raise ReplicaBehind("Redis was started anew") from None
+            raise ReplicaOutdated("Redis was restarted") from None
         except TimeoutError:
             raise self._unavailable(f"no answer within {self._timeout_s * timeout_factor:g} s") from None
         except (RedisError, OSError) as error:
             raise self._unavailable(str(error) or type(error).__name__) from None
         except ValueError as error:
             first = str(error).partition("\n")[0]
-            raise self._unavailable(f"it holds what this version cannot read: {first}") from None
+            raise self._unavailable(f"unreadable contents (written by another version?): {first}") from None
 
     def _unavailable(self, reason: str) -> StoreUnavailable:
-        return StoreUnavailable(f"the store at {self.address} cannot be used: {reason}")
+        return StoreUnavailable(f"the store at {self.address} is unavailable: {reason}")
 
 
 def _address(url: str) -> str:
-    """Host and port, or the socket's path: never the user or the password. Raises ValueError."""
+    """Return host and port, or the socket's path: never the user or the password. Raises ValueError."""
     parts = urlsplit(url)
     if parts.scheme == "unix":
         return parts.path
@@ -177,7 +180,7 @@ def _entry(name: bytes, fields: dict[bytes, bytes]) -> LogEntry:
 
 
 def _records(codec: Codec[Record], raw_records: Mapping[bytes, bytes]) -> dict[str, Record]:
-    """The records whose parts are `ID PART` -> text."""
+    """Return the records whose parts are `ID PART` -> text."""
     patches: dict[str, dict[str, str]] = {}
     for key, text in raw_records.items():
         record_id, _, part = key.decode().partition(" ")

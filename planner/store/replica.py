@@ -1,4 +1,4 @@
-"""What one replica knows of what Redis holds: the records, and how far it has read."""
+"""In-memory replica of the contents of Redis: the records, and the last change read."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from typing import Final
 from planner.leases import Clock
 from planner.state import PlannerState
 from planner.store.codec import FORKS, INSTANCES, Codec, Patch, Record
-from planner.store.messages import SCALEUP_ADAPTER, LogEntry, ReplicaBehind, StoreSnapshot, group_from
+from planner.store.messages import SCALEUP_ADAPTER, LogEntry, ReplicaOutdated, StoreSnapshot, group_from
 from planner.store.records import GroupKey
 
 MAX_EMPTIED: Final = 256
-"""Groups that one change forgets; the next one that has an instance leave forgets more."""
+"""Maximum number of groups removed per change; the next change that removes an instance removes more."""
 
 
 class Replica:
-    """Applies numbered changes to a `State`, each once and in order, and keeps the shared clock.
+    """Applies numbered changes to a `PlannerState`, each once and in order, and keeps the shared clock.
 
-    That clock is as far as the furthest replica's. A replica's own stands still when it has heard nothing
-    from Redis for `max_staleness_s`: to one that was paused, or cut off, everybody seems to be silent, and where
-    Redis was away nobody could be heard.
+    The shared clock is that of the furthest replica. A replica's own clock stops when Redis has not responded
+    for `max_staleness_s`: to a replica that was paused or cut off, every instance seems to be silent, and
+    while Redis was unavailable no heartbeat could be received.
     """
 
-    def __init__(self, clock: Clock, *, keep_forks: int, max_staleness_s: float) -> None:
-        self.state = PlannerState(keep_forks=keep_forks)
+    def __init__(self, clock: Clock, *, max_finished_forks: int, max_staleness_s: float) -> None:
+        self.state = PlannerState(max_finished_forks=max_finished_forks)
         self.epoch = ""
         self.applied = 0
-        """Number of the last change that is in `state`."""
+        """Number of the last change in `state`."""
         self._clock = clock
         self._max_staleness_s = max_staleness_s
         self._synced_at = clock.monotonic()
-        self._clock_offset = 0.0  # seconds that the shared clock is ahead of this machine's
+        self._clock_offset = 0.0  # shared clock minus this machine's clock, in seconds
         self._versions: dict[GroupKey, int] = {}
         self._floor = 0
 
     def fill(self, contents: StoreSnapshot) -> None:
-        """Replace everything. Records are put in the order in which they were last heard of."""
+        """Replace everything. Records are inserted in the order of their last report."""
         if not self.epoch:
             self._clock_offset = contents.time - self._clock.monotonic()
         self.epoch, self.applied = contents.epoch, contents.number
@@ -44,20 +44,20 @@ class Replica:
         ended = {name: None for name in contents.ended if name in contents.forks}
         live = [fork for name, fork in contents.forks.items() if name not in ended]
         self.state.clear()
-        # Forks first: a reader that an instance names is then no stranger.
+        # Forks first: otherwise a reader that an instance names would count as unplanned.
         self.state.apply(forks=[contents.forks[name] for name in ended])
         self.state.apply(forks=sorted(live, key=lambda fork: fork.seen_at))
         self.state.apply(sorted(contents.instances.values(), key=lambda instance: instance.seen_at))
         self.state.apply(scaleups=contents.scaleups.values())
-        self.is_synced(contents.time)
+        self.mark_synced(contents.time)
         self.state.notify_reloaded()
 
     def apply(self, entry: LogEntry) -> None:
-        """Take the change, unless that was done before; raises Behind where those before it are missing."""
+        """Apply the change, unless already applied; raises ReplicaOutdated if earlier ones are missing."""
         if entry.number <= self.applied:
             return
         if entry.number != self.applied + 1:
-            raise ReplicaBehind(f"change {entry.number} came after {self.applied}")
+            raise ReplicaOutdated(f"change {entry.number} arrived after {self.applied}")
         body = entry.body
         try:
             instances = list(_apply_patches(INSTANCES, body.instances, self.state.instance))
@@ -65,8 +65,8 @@ class Replica:
             scaleups = [SCALEUP_ADAPTER.validate_json(text) for _, text in body.scaleups]
         except ValueError as error:
             first_line = str(error).partition("\n")[0]
-            raise ReplicaBehind(f"change {entry.number} does not fit what is known: {first_line}") from None
-        # The clock first: what comes here after the change must not seem to have come before it.
+            raise ReplicaOutdated(f"change {entry.number} does not match the local records: {first_line}") from None
+        # Clock first: later events here must not appear to precede the change.
         self._clock_offset += max(0.0, entry.time - self.now())
         self.state.apply(instances, forks, body.removed, scaleups, body.withdrawn)
         if body.group:
@@ -76,21 +76,21 @@ class Replica:
             self._floor = entry.number
         self.applied = entry.number
 
-    def is_synced(self, at: float = 0.0) -> None:
-        """All that Redis held a moment ago was read; `at`: the furthest that any replica's clock had come."""
+    def mark_synced(self, at: float = 0.0) -> None:
+        """Record that Redis was read completely; `at`: furthest clock of any replica."""
         now = max(self.now(), at)
         self._synced_at = self._clock.monotonic()
         self._clock_offset = now - self._synced_at
 
     def version(self, group: GroupKey) -> int:
-        """Number of the last change of the group's forks; of a group without one, of the last forgetting.
+        """Return the number of the last change of the group's forks; for a group without one, the floor.
 
-        So no version comes twice: a plan from before a group was forgotten is refused after it.
+        So no version is used twice: a plan from before a group was removed is rejected after it.
         """
         return self._versions.get(group, self._floor)
 
     def groups_emptied_by(self, removed: Iterable[str]) -> list[GroupKey]:
-        """Groups whose version is kept although, without the instances `removed`, nobody is in them."""
+        """Return the groups with a version that have no members other than the instances `removed`."""
         leaving, remaining_groups = set(removed), set[GroupKey]()
         for group in self.state.groups():
             if not leaving.issuperset(group.sources):
@@ -98,7 +98,7 @@ class Replica:
         return [group for group in self._versions if group not in remaining_groups][:MAX_EMPTIED]
 
     def now(self) -> float:
-        """The shared clock, in seconds; it began as the unix time of Redis."""
+        """Return the shared clock in seconds; it started at the unix time of Redis."""
         return min(self._clock.monotonic(), self._synced_at + self._max_staleness_s) + self._clock_offset
 
 
@@ -107,6 +107,6 @@ def _apply_patches(
 ) -> Iterator[Record]:
     for record_id, patch in patches:
         base = known(record_id)
-        # Another replica keeps more of the forks that ended than this one does.
+        # Another replica may keep more finished forks than this one.
         if base is not None or codec.head in patch:
             yield codec.apply(base, patch)

@@ -1,6 +1,5 @@
-"""The planner's page: what the fleet does, at a glance, in a browser.
+"""The planner's web page: a live view of the fleet.
 
-`files` serves the page (`page/`, and what is vendored in `vendor/`), `feed` sends it what there is and what
-changes, which `telling` finds, in the words of `rows`. The page runs in the reader's browser and reads
-nothing but the feed.
+`files` serves the page (`page/`, and third-party files in `vendor/`), `broadcaster` streams the fleet's state
+and changes, which `fleet_diff` computes from the rows of `rows`. The page reads nothing but this stream.
 """

@@ -1,4 +1,4 @@
-"""The files of the pages, most of them beside this module: open to all, for they tell nothing of a fleet."""
+"""Static files of the pages: served without a token, because they contain no data of the fleet."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from starlette.types import Scope
 
 FOLDER: Final = Path(__file__).parent
 SWAGGER: Final = Path(fastapi_offline.__file__).parent / "static"
-"""Swagger UI as it is vendored there; FastAPI itself would have it from the internet."""
+"""Swagger UI as vendored there; FastAPI itself would load it from the internet."""
 HEADERS: Final[Mapping[str, str]] = {
-    # Scripts and styles of these files alone, data of this planner alone; no HTML made of texts, by anybody.
+    # Only scripts and styles from these files, only data from this planner; no HTML from strings.
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self';"
         " base-uri 'none'; form-action 'none'; frame-ancestors 'none';"
@@ -26,12 +26,12 @@ HEADERS: Final[Mapping[str, str]] = {
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
-    # Asked for again each time, and answered with 304: a page never runs with scripts of another release.
+    # Revalidated on each load, answered with 304: a page never runs with scripts of another release.
     "Cache-Control": "no-cache",
 }
 API_HEADERS: Final[Mapping[str, str]] = {
     **HEADERS,
-    # Swagger UI makes HTML of texts, and styles and pictures in it: those of the planner's own document.
+    # Swagger UI creates HTML from strings, with styles and images: those of the planner's own document.
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:;"
         " connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -40,17 +40,19 @@ API_HEADERS: Final[Mapping[str, str]] = {
 
 
 class PageFiles(StaticFiles):
-    """A folder of the page, with the headers that every file of it has."""
+    """A folder of the page, with the headers required for all its files."""
 
     async def get_response(self, path: str, scope: Scope) -> Response:
-        """The file; raises HTTPException 404 where there is none."""
+        """Return the file; raises HTTPException 404 if there is none."""
         response = await super().get_response(path, scope)
         response.headers.update(HEADERS)
         return response
 
 
 def page_routes() -> list[BaseRoute]:
-    """`/ui/` and `/docs`, what these load, and the ways there. All links are relative, for any prefix."""
+    """Return the routes `/ui/` and `/docs`, their files, and redirects. All links are relative, for any URL
+    prefix.
+    """
 
     async def page(_: object) -> Response:
         return FileResponse(FOLDER / "page" / "index.html", headers=dict(HEADERS))

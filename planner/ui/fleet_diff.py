@@ -1,7 +1,8 @@
-"""What the pages have been told of the fleet, and what of it is otherwise by now, as messages.
+"""Differences between the fleet and the rows that were sent to the pages, as messages.
 
-Only `MAX_ROWS` rows are made a turn, so that a fleet in turmoil is told later rather than planned later.
-Nothing here waits, and no page is known here: that is the feed's. Used from the event loop's thread only.
+Each turn builds at most `MAX_ROWS` rows, so that in a busy fleet the page lags instead of planning. Nothing
+here blocks, and pages are unknown here: that is the broadcaster's task. Use from the event loop's thread
+only.
 """
 
 from __future__ import annotations
@@ -22,51 +23,51 @@ from planner.store.records import ForkRecord, InstanceRecord
 from planner.ui.rows import Row, fork_row, instance_row, next_change_at, row_diff
 
 TOTALS_INTERVAL_S: Final = 2.0
-"""Seconds between two looks at the sums over all instances of a model, and at scale-ups."""
+"""Seconds between updates of the totals over all instances of a model, and of scale-ups."""
 MAX_ROWS: Final = 500
-"""Rows of instances, and of forks, that one turn makes."""
+"""Maximum number of rows of instances, and of forks, per turn."""
 MAX_ENDED: Final = 500
-"""Forks that ended, which the page can show."""
+"""Maximum number of finished forks that the page can show."""
 ROWS_PER_MESSAGE: Final = 500
-"""Rows that are sent together at the beginning."""
+"""Rows per message in the initial state."""
 SILENT_HEARTBEATS: Final = 2.5
-"""Heartbeats that an instance may miss before it is shown as silent."""
+"""Missed heartbeats after which an instance is shown as silent."""
 
 ItemT = TypeVar("ItemT")
 
 
 @dataclass(frozen=True)
 class SentRow:
-    """An instance as it was told last."""
+    """The last sent row of an instance."""
 
     record: InstanceRecord
     row: Row
     next_change_at: float
-    """Its row changes then, whatever is heard."""
+    """Time at which the row changes even without a report."""
 
 
 class FleetDiff:
-    """The rows of instances and forks, and the sums, as they were told last."""
+    """The last sent rows of instances and forks, and the last sent totals."""
 
     def __init__(self, registry: Registry, *, heartbeat_s: float) -> None:
-        """`heartbeat_s`: in which instances report."""
+        """`heartbeat_s`: heartbeat interval of instances."""
         self._registry = registry
         self._heartbeat_s = heartbeat_s
         self._silent_after_s = SILENT_HEARTBEATS * heartbeat_s
         self._instances: dict[str, SentRow] = {}
         self._forks: dict[str, Row] = {}
         self._ended: dict[str, None] = {}
-        self._changed: dict[str, None] = {}  # forks that changed since they were told
+        self._changed: dict[str, None] = {}  # forks that changed since they were sent
         self._totals: dict[str, JsonValue] = {}
         self._totals_at = 0.0
         self._next = 0
 
     def mark_changed(self, fork: ForkRecord) -> None:
-        """It changed: told at the next look."""
+        """Mark a fork as changed, to be sent with the next changes."""
         self._changed.setdefault(fork.fork_id)
 
     def start(self) -> int:
-        """Nothing has been told, and all that there is has to be; returns how many looks that may take."""
+        """Start over: everything has to be sent. Return how many turns that may take."""
         self.clear()
         state = self._registry.state
         ended = sorted((fork for fork in state.forks() if not fork.live), key=lambda fork: fork.seen_at)
@@ -75,18 +76,18 @@ class FleetDiff:
         return 1 + max(state.instance_count, len(self._changed)) // MAX_ROWS
 
     def clear(self) -> None:
-        """Nobody is told of anything."""
+        """Forget everything that was sent."""
         for table in (self._instances, self._forks, self._ended, self._changed, self._totals):
             table.clear()
         self._totals_at = 0.0
 
     def next_changes(self) -> bytes:
-        """What is otherwise than at the last look, as one message; empty where nothing is."""
+        """Return the changes since the last call as one message; empty if there are none."""
         now = self._registry.now()
         forks, ended = self._changed_forks()
         parts: dict[str, JsonValue] = {
             "instances": [*self._changed_instances(now)],
-            "gone": [*self._removed_instances()],
+            "removed": [*self._removed_instances()],
             "forks": [*forks],
             "dropped": [*ended],
             **self._changed_totals(now),
@@ -95,10 +96,10 @@ class FleetDiff:
         return _message("change", {"now": round(now, 2), **changes}) if changes else b""
 
     def _changed_instances(self, now: float) -> list[Row]:
-        """Heartbeats make new records, most of which tell the page nothing new."""
+        """Return the changed rows. Heartbeats make new records, but most of them change no row."""
         found: list[Row] = []
         records = self._registry.state.instances()
-        # Where the last turn had to stop, or those behind would never have theirs.
+        # Continue where the last turn stopped, or the last instances would never be sent.
         start = self._next if self._next < len(records) else 0
         self._next = 0
         for index, record in enumerate(chain(records[start:], records[:start])):
@@ -118,7 +119,7 @@ class FleetDiff:
     def _removed_instances(self) -> list[str]:
         state = self._registry.state
         if len(self._instances) <= state.instance_count:
-            # Some of those that there are may not have been told of yet: then these wait for that.
+            # Some instances may not have been sent yet: removals wait for that.
             return []
         removed = [name for name in self._instances if state.instance(name) is None]
         for name in removed:
@@ -126,13 +127,13 @@ class FleetDiff:
         return removed
 
     def _changed_forks(self) -> tuple[list[Row], list[str]]:
-        """Rows, and the ids of those that ended and are told no more: the oldest, and the forgotten."""
+        """Return rows, and the ids of finished forks that are no longer shown: the oldest, and the forgotten."""
         found: list[Row] = []
         dropped: list[str] = []
         for fork_id in list(islice(self._changed, MAX_ROWS)):
             del self._changed[fork_id]
             record = self._registry.state.fork(fork_id)
-            if record is None:  # it ended and was forgotten since it was told
+            if record is None:  # it finished and was forgotten since it was sent
                 if self._forks.pop(fork_id, None) is not None:
                     self._ended.pop(fork_id, None)
                     dropped.append(fork_id)
@@ -154,7 +155,7 @@ class FleetDiff:
             self._ended.setdefault(record.fork_id)
 
     def _changed_totals(self, now: float) -> dict[str, JsonValue]:
-        """Models and scale-ups, and whether the store is there: whole, where they changed."""
+        """Return models, scale-ups and the store's readiness, each complete if it changed."""
         if now < self._totals_at:
             return {}
         self._totals_at = now + TOTALS_INTERVAL_S
@@ -171,7 +172,7 @@ class FleetDiff:
         return changes
 
     def full_state(self) -> Iterator[bytes]:
-        """All that was told until now; made while it is sent, but of the rows of this moment."""
+        """Return everything sent so far; serialized lazily, but from the rows of this moment."""
         instances = [sent_row.row for sent_row in self._instances.values()]
         return self._pieces(instances, list(self._forks.values()), dict(self._totals))
 
@@ -188,17 +189,17 @@ class FleetDiff:
 
 
 def _seconds_saved(state: PlannerState) -> float | None:
-    """Over all models, those that were scaled to nothing too; None where nobody can say."""
-    sent_row = [past.seconds_saved for past in state.histories() if past.seconds_saved is not None]
-    return round(sum(sent_row), 3) if sent_row else None
+    """Return the total over all models, including those scaled to zero; None if unknown."""
+    saved = [each.seconds_saved for each in state.histories() if each.seconds_saved is not None]
+    return round(sum(saved), 3) if saved else None
 
 
 def chunked(items: list[ItemT]) -> Iterator[list[ItemT]]:
-    """The items, `ROWS_PER_MESSAGE` at a time."""
+    """Yield the items in lists of `ROWS_PER_MESSAGE`."""
     for start in range(0, len(items), ROWS_PER_MESSAGE):
         yield items[start : start + ROWS_PER_MESSAGE]
 
 
 def _message(event: str, data: Row) -> bytes:
-    """One event. JSON has no line break in it, so that `data` is one line."""
+    """Return one event. JSON contains no line breaks, so `data` is one line."""
     return b"event: %s\ndata: %s\n\n" % (event.encode(), to_json(data))

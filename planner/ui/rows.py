@@ -1,7 +1,7 @@
-"""What the page is told of an instance and of a fork: a row of plain values, without those that are empty.
+"""Rows of the page: an instance or a fork as plain values, without empty ones.
 
-Sizes in bytes, rates in bytes a second, ages as seconds on the store's clock, chunks as counts. Names and
-reasons are as callers gave them: whoever shows them takes them for text, never for markup.
+Sizes in bytes, rates in bytes per second, ages in seconds on the store's clock, chunks as counts. Names and
+reasons are unescaped caller input: show them as text, never as markup.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ Row = dict[str, JsonValue]
 Amount = TypeVar("Amount", int, float)
 
 MAX_SOURCES: Final = 24
-"""Sources of one fork that a row names: those that gave most."""
+"""Maximum number of sources per fork in a row: those that sent the most."""
 MAX_REASONS: Final = 6
-"""The last failures on a fork's way."""
+"""Number of failures of a fork in a row: the last ones."""
 
 
 def instance_row(record: InstanceRecord, now: float, silent_s: float) -> Row:
-    """An instance; `silent`: nothing was heard of it for `silent_s` seconds."""
+    """Return the row of an instance; `silent`: no report for `silent_s` seconds."""
     report, source = record.report, record.source
     placement = report.placement
     return _non_empty(
@@ -59,15 +59,15 @@ def instance_row(record: InstanceRecord, now: float, silent_s: float) -> Row:
 
 
 def next_change_at(record: InstanceRecord, now: float, silent_s: float) -> float:
-    """When the row becomes another one although nothing is heard of the instance."""
+    """Return the time at which the row changes even without a report of the instance."""
     times = (record.seen_at + silent_s, record.quarantined_until)
     return min((at for at in times if at > now), default=float("inf"))
 
 
 def fork_row(record: ForkRecord) -> Row:
-    """A fork: its plan as chunks by source (its own id: its storage), how far it is, how it ended.
+    """Return the row of a fork: its plan as chunks by source (its own id: its storage), progress, and result.
 
-    `rates` are those of its sources: now, while it is under way; at best, once it has ended.
+    `rates` are those of its sources: current ones while it is running, maximum ones once it has finished.
     """
     progress, finish = record.progress, record.finish
     status = finish or progress
@@ -84,14 +84,14 @@ def fork_row(record: ForkRecord) -> Row:
         state=record.state,
         bytes=record.image_bytes,
         chunks=record.chunk_count,
-        asked=round(record.requested_at, 2),
-        heard=round(record.seen_at, 2),
+        requested_at=round(record.requested_at, 2),
+        seen_at=round(record.seen_at, 2),
         reason=record.reason,
         plan=_plan(record),
         storage={f"{read.kind}:{read.uri}": count(read.chunks) for read in record.storage},
         verified=verified,
-        held=dict(record.source_rate_limits),
-        lost=record.abandoned,
+        source_rate_limits=dict(record.source_rate_limits),
+        abandoned=record.abandoned,
     )
     if status is not None:
         row |= _non_empty(
@@ -118,7 +118,9 @@ def fork_row(record: ForkRecord) -> Row:
 
 
 def row_diff(old: Row | None, new: Row) -> Row:
-    """What of a row is new, with its id; None for what is no more. All of it where none is old."""
+    """Return the changed fields of a row, with its id, and None for removed fields; the entire row if `old`
+    is None.
+    """
     if old is None:
         return new
     fields = {name: value for name, value in new.items() if old.get(name) != value}
@@ -135,7 +137,7 @@ def _plan(record: ForkRecord) -> dict[str, int]:
 
 
 def _top_sources(sources: Mapping[str, Amount]) -> dict[str, Amount]:
-    """The sources that gave most, or fastest; in the order in which they were told, where they are few."""
+    """Return the sources that sent the most, or the fastest; in the reported order if they are few."""
     if len(sources) <= MAX_SOURCES:
         return dict(sources)
     return dict(sorted(sources.items(), key=lambda item: -item[1])[:MAX_SOURCES])
@@ -148,5 +150,7 @@ def _named(transports: Mapping[str, str], sources: Mapping[str, int]) -> dict[st
 
 
 def _non_empty(**values: object) -> Row:
-    """Leaves out what is None, 0, empty or False: the page takes a missing field for that."""
+    """Return the values without those that are None, 0, empty or False: the page treats missing fields as
+    such.
+    """
     return {name: value for name, value in values.items() if value}  # type: ignore[misc]  # plain values all

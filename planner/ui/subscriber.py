@@ -1,4 +1,4 @@
-"""What one page is yet to be sent; the feed never waits for it. Used from the event loop's thread only."""
+"""Queue of messages for one page; the broadcaster never waits for it. Use from the event loop's thread only."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from collections.abc import Iterator
 from typing import Final
 
 MAX_QUEUED: Final = 64
-"""Messages that wait for one page, half a minute of them: one that is further behind begins anew."""
+"""Maximum number of queued messages per page, half a minute of them: a slower page restarts from the full
+state.
+"""
 
 
 class Subscriber:
-    """What one page is yet to be sent."""
+    """Messages that one page has not received yet."""
 
     def __init__(self) -> None:
         self._waiting: deque[bytes] = deque()
@@ -21,17 +23,17 @@ class Subscriber:
         self._woken = asyncio.Event()
         self.started = False
         self.needs_restart = False
-        """It took too little for too long, and is to begin anew."""
+        """The queue overflowed: restart from the full state."""
         self.closed = False
 
     def reset(self, start_messages: Iterator[bytes]) -> None:
-        """Send these first, and in the place of all that waits."""
+        """Replace the queue by these messages."""
         self._waiting.clear()
         self._start_messages, self.started, self.needs_restart = start_messages, True, False
         self._woken.set()
 
     def put(self, message: bytes) -> None:
-        """Send it after what waits; before the beginning it would say nothing new."""
+        """Append a message; ignored before the initial state, which includes it."""
         if not self.started or self.needs_restart:
             return
         if len(self._waiting) >= MAX_QUEUED:
@@ -42,12 +44,12 @@ class Subscriber:
         self._woken.set()
 
     def close(self) -> None:
-        """Send no more."""
+        """Stop delivering messages."""
         self.closed = True
         self._woken.set()
 
     async def next_messages(self, within_s: float) -> bytes:
-        """What comes next; empty where it is closed, or nothing came for `within_s` seconds."""
+        """Return the next message; empty if closed, or if none arrived within `within_s` seconds."""
         if not self.closed and self._start_messages is None and not self._waiting:
             self._woken.clear()
             with contextlib.suppress(TimeoutError):

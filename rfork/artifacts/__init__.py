@@ -1,4 +1,4 @@
-"""JIT caches as a second kind of image: what engines compiled goes from those that run to new ones."""
+"""JIT caches as images: what an engine has compiled is transferred from running instances to new ones."""
 
 from rfork.artifacts.client import fetch
 from rfork.artifacts.key import ArtifactKey, local_key

@@ -1,8 +1,8 @@
-"""The JIT caches that are known: where each lies, and what in it must stay where it is.
+"""Known JIT caches: their folders, and which of their files must not be copied.
 
 Sources: `torch/_inductor/runtime/cache_dir_utils.py`, `triton/runtime/cache.py`, `flashinfer/jit/env.py` and
-`core.py`, DeepGEMM's `csrc/jit/compiler.hpp`, `sglang/srt/environ.py`,
-vLLM's `docs/design/torch_compile.md`. Runs on both sides.
+`core.py`, DeepGEMM's `csrc/jit/compiler.hpp`, `sglang/srt/environ.py`, vLLM's `docs/design/torch_compile.md`.
+Runs on the source and on the target.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from pathlib import Path
 from typing import Final
 
 from rfork.errors import SettingsError
-from rfork.settings import ArtifactSettings
+from rfork.settings import ArtifactSettings, load
+from rfork.settings.cache_dirs import CacheDirs
 
 STAGING: Final = ".rfork-"
-"""How the folders begin in which a cache is put together before it is moved into place."""
+"""Name prefix of the folders in which a cache is assembled before it is moved into place."""
 EXCLUDED_NAMES: Final = (
     f"{STAGING}*", "*.lock", "lock", "locks", ".locks", "*.tmp", "tmp", "tmp.pid_*", "tmp_*", "*.log",
     "*.pid", ".nfs*", "__pycache__", "*.pyc", ".last_used",
 )  # fmt: skip
-"""Names of files and folders that are left out everywhere: locks, files that are being written, logs."""
+"""Name patterns of files and folders that are never copied: locks, unfinished files, logs."""
 ALL: Final = "all"
 GROUP_OTHER_WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
 CACHE_TYPE_NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,31}")
@@ -33,16 +34,17 @@ CACHE_TYPE_NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,31}")
 
 @dataclass(frozen=True)
 class CacheType:
-    """One cache. Of what lies in `folder` no file travels one part of whose path matches `excluded_patterns`.
+    """One type of JIT cache. A file is excluded if any part of its path in `folder` matches `excluded_patterns`.
 
-    `path_bound`: its entries hold absolute paths, so it is only taken where it lies at the same place. `all_or_nothing`: a
-    folder that has files already is one unit, into which no other files are mixed. `written_last`: top folders that
-    refer to the others, so that they are put in place after them. `entry_parents`: folders that are no entry
-    but hold some (``*`` is any one name); see `entry_of`.
+    `path_bound`: entries contain absolute paths, so the cache is accepted only at the same path.
+    `all_or_nothing`: a folder that already has files is one unit, to which no other files are added.
+    `written_last`: top-level folders that refer to the others and are therefore moved into place last.
+    `entry_parents`: folders that contain entries but are not entries themselves (``*`` matches any one name);
+    see `entry_of`.
     """
 
     name: str
-    folder: Callable[[ArtifactSettings], Path]
+    folder: Callable[[CacheDirs], Path]
     excluded_patterns: tuple[str, ...] = ()
     path_bound: bool = False
     all_or_nothing: bool = False
@@ -50,9 +52,10 @@ class CacheType:
     entry_parents: tuple[str, ...] = ()
 
     def entry_of(self, path: str) -> str:
-        """The entry that a file is a part of, which travels whole or not at all: what one compilation wrote.
+        """Return the entry that a file belongs to: the output of one compilation, copied completely or not at all.
 
-        It is the top folder, or the first one below folders that hold entries. A file in none is one itself.
+        It is the top-level folder, or the first folder below those that contain entries. A file outside such
+        folders is its own entry.
         """
         parts = path.split("/")
         parent_patterns = [pattern.split("/") for pattern in self.entry_parents]
@@ -62,19 +65,19 @@ class CacheType:
         return "/".join(parts[:depth])
 
     def excludes(self, part: str) -> bool:
-        """Whether a file or folder of that name stays where it is."""
+        """Return True if a file or folder of that name is excluded."""
         return any(fnmatchcase(part, pattern) for pattern in (*EXCLUDED_NAMES, *self.excluded_patterns))
 
 
 @dataclass(frozen=True)
 class CacheDir:
-    """A kind and its folder on this machine, absolute; the folder may not exist."""
+    """A cache type and its absolute folder on this machine. The folder may not exist."""
 
     cache_type: CacheType
     folder: Path
 
     def problem(self) -> str | None:
-        """Why nothing is read from or written to the folder, or None. A missing one is no trouble."""
+        """Return why the folder must not be read or written, or None. A missing folder is fine."""
         try:
             found = os.stat(self.folder)
         except FileNotFoundError:
@@ -82,12 +85,12 @@ class CacheDir:
         except OSError as error:
             return error.strerror or str(error)
         if not stat.S_ISDIR(found.st_mode):
-            return "it is no folder"
-        # What somebody else can put into a folder of programs must not be spread.
+            return "it is not a folder"
+        # A folder that other users can write to may contain their programs, which must not be distributed.
         if found.st_uid != os.geteuid():
             return f"it belongs to another user ({found.st_uid})"
         if found.st_mode & GROUP_OTHER_WRITE and not found.st_mode & stat.S_ISVTX:
-            return f"others can write to it (mode {stat.S_IMODE(found.st_mode):o}): chmod go-w"
+            return f"other users can write to it (mode {stat.S_IMODE(found.st_mode):o}): run chmod go-w"
         return None
 
 
@@ -96,62 +99,50 @@ CACHE_TYPES: Final = {
     for cache_type in (
         CacheType(
             "triton",
-            lambda artifact_settings: (
-                artifact_settings.triton_cache_dir
-                or (artifact_settings.triton_home or artifact_settings.home) / ".triton" / "cache"
-            ),
+            lambda dirs: dirs.triton_cache_dir or (dirs.triton_home or dirs.home) / ".triton" / "cache",
         ),
         CacheType(
             "inductor",
-            lambda artifact_settings: artifact_settings.torchinductor_cache_dir,
+            lambda dirs: dirs.torchinductor_cache_dir,
             excluded_patterns=("precompiled_headers",),
             written_last=("fxgraph", "aotautograd"),
             entry_parents=("fxgraph", "fxgraph/*", "aotautograd", "triton", "triton/*"),
         ),
-        # Ninja's files name sources, headers and outputs by absolute paths.
+        # Ninja's files contain absolute paths of sources, headers and outputs.
         CacheType(
             "flashinfer",
-            lambda artifact_settings: (
-                (artifact_settings.flashinfer_workspace_base or artifact_settings.home) / ".cache" / "flashinfer"
-            ),
+            lambda dirs: (dirs.flashinfer_workspace_base or dirs.home) / ".cache" / "flashinfer",
             path_bound=True,
             all_or_nothing=True,
             entry_parents=("*", "*/*", "*/*/*"),  # release/architecture/cached_ops/operation
         ),
         CacheType(
             "deep_gemm",
-            lambda artifact_settings: artifact_settings.dg_jit_cache_dir or artifact_settings.home / ".deep_gemm",
+            lambda dirs: dirs.dg_jit_cache_dir or dirs.home / ".deep_gemm",
             all_or_nothing=True,
             entry_parents=("cache",),
         ),
         CacheType(
             "sglang_deep_gemm",
-            lambda artifact_settings: (
-                artifact_settings.sglang_dg_cache_dir or artifact_settings.home / ".cache" / "deep_gemm"
-            ),
+            lambda dirs: dirs.sglang_dg_cache_dir or dirs.home / ".cache" / "deep_gemm",
             all_or_nothing=True,
             entry_parents=("cache",),
         ),
-        # Saved graphs are found again by absolute paths: https://github.com/vllm-project/vllm/issues/52154
+        # Saved graphs are looked up by absolute paths: https://github.com/vllm-project/vllm/issues/52154
         CacheType(
             "vllm",
-            lambda artifact_settings: _vllm(artifact_settings) / "torch_compile_cache",
+            lambda dirs: _vllm(dirs) / "torch_compile_cache",
             path_bound=True,
             entry_parents=("torch_aot_compile",),
         ),
         CacheType(
             "sglang",
-            lambda artifact_settings: (
-                (artifact_settings.sglang_cache_dir or artifact_settings.home / ".cache" / "sglang")
-                / "torch_compile_cache"
-            ),
+            lambda dirs: (dirs.sglang_cache_dir or dirs.home / ".cache" / "sglang") / "torch_compile_cache",
             path_bound=True,
         ),
         CacheType(
             "tvm_ffi",
-            lambda artifact_settings: (
-                artifact_settings.tvm_ffi_cache_dir or artifact_settings.home / ".cache" / "tvm-ffi"
-            ),
+            lambda dirs: dirs.tvm_ffi_cache_dir or dirs.home / ".cache" / "tvm-ffi",
             path_bound=True,
             all_or_nothing=True,
         ),
@@ -160,36 +151,36 @@ CACHE_TYPES: Final = {
 
 
 def cache_dirs(settings: ArtifactSettings, *, all_known: bool = False) -> list[CacheDir]:
-    """Where the kinds lie that the settings name; with `all_known`, all there are where they name none.
+    """Return the cache folders that the settings select. With `all_known` and no selection, return all known ones.
 
-    Raises SettingsError for a kind that is not known and has no folder.
+    Raises SettingsError for an unknown cache type without a configured folder.
     """
     moved = dict(settings.dirs)
     for name in moved:
         if not CACHE_TYPE_NAME.fullmatch(name):
-            raise SettingsError(f"RFORK_ARTIFACTS_DIRS: {name!r} is no name of a kind", hint="a-z, 0-9 and _")
+            raise SettingsError(f"RFORK_ARTIFACTS_DIRS: invalid cache type {name!r}", hint="a-z, 0-9 and _")
     everything = ALL in settings.kinds or (all_known and not settings.kinds)
     names = dict.fromkeys((*CACHE_TYPES, *moved) if everything else settings.kinds)
-    return [_cache_dir(name, moved.get(name), settings) for name in names]
+    return [_cache_dir(name, moved.get(name)) for name in names]
 
 
-def _cache_dir(name: str, moved: Path | None, settings: ArtifactSettings) -> CacheDir:
+def _cache_dir(name: str, moved: Path | None) -> CacheDir:
     cache_type = CACHE_TYPES.get(name)
     if cache_type is None:
         if moved is None:
             raise SettingsError(
-                f"RFORK_ARTIFACTS_KINDS: {name!r} is not known",
-                hint=f"one of {', '.join((*CACHE_TYPES, ALL))}, or give it a folder (RFORK_ARTIFACTS_DIRS)",
+                f"RFORK_ARTIFACTS_KINDS: unknown cache type {name!r}",
+                hint=f"use one of {', '.join((*CACHE_TYPES, ALL))}, or set its folder in RFORK_ARTIFACTS_DIRS",
             )
-        # Nothing is known of it, so nothing is presumed.
-        cache_type = CacheType(name, lambda artifact_settings: Path(), path_bound=True, all_or_nothing=True)
-    folder = moved if moved is not None else cache_type.folder(settings)
+        # An unknown cache gets the strictest rules.
+        cache_type = CacheType(name, lambda dirs: Path(), path_bound=True, all_or_nothing=True)
+    folder = moved if moved is not None else cache_type.folder(load(CacheDirs))
     try:
         folder = folder.expanduser()
     except RuntimeError:
         raise SettingsError(
-            f"{cache_type.name}: {folder}: no home is known of that user",
-            hint="set HOME, or name its folder (RFORK_ARTIFACTS_DIRS)",
+            f"{cache_type.name}: {folder}: that user has no home directory",
+            hint="set HOME, or set the folder in RFORK_ARTIFACTS_DIRS",
         ) from None
     return CacheDir(cache_type, Path(os.path.abspath(folder)))
 
@@ -198,8 +189,5 @@ def _fits(parts: list[str], names: list[str]) -> bool:
     return len(parts) == len(names) and all(map(fnmatchcase, parts, names))
 
 
-def _vllm(artifact_settings: ArtifactSettings) -> Path:
-    return (
-        artifact_settings.vllm_cache_root
-        or (artifact_settings.xdg_cache_home or artifact_settings.home / ".cache") / "vllm"
-    )
+def _vllm(dirs: CacheDirs) -> Path:
+    return dirs.vllm_cache_root or (dirs.xdg_cache_home or dirs.home / ".cache") / "vllm"

@@ -1,6 +1,6 @@
-"""Taking the caches that others have filled, before the engine starts. Runs on the target.
+"""Fetches JIT caches from other instances before the engine starts. Runs on the target.
 
-Nothing here fails a start: what cannot be taken is compiled, and the report says why.
+A failure never prevents a start: missing code is compiled, and the report contains the reason.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import replace
 from rfork import settings as options
 from rfork.artifacts.cache_types import CACHE_TYPES, CacheDir, cache_dirs
 from rfork.artifacts.key import ArtifactKey, local_key, name_of, parse_name, prefix_of
-from rfork.artifacts.metadata import check_groups, check_layout, key_of, read_metadata
+from rfork.artifacts.metadata import MAX_FILES, check_groups, check_layout, key_of, read_metadata
 from rfork.artifacts.report import ArtifactReport
 from rfork.artifacts.server import DISABLED_MESSAGE, ENABLE_HINT
 from rfork.artifacts.unpack import Unpacked, unpack
@@ -37,10 +37,12 @@ from rfork.settings import ArtifactSettings, InstanceSettings
 
 log = logger(__name__)
 
+FETCH_DEADLINE_S = 120.0
+"""Time for which fetching artifacts may delay the start of an engine."""
 MIN_TIMEOUT_S = 0.1
-"""A time that is over is given as so many seconds to what must have some."""
+"""Minimum timeout in seconds, for calls that need one after the deadline has passed."""
 MAX_SOURCES = 3
-"""Images that are tried one after the other: each holds other files, and any of them helps."""
+"""Maximum number of images tried in turn. They contain different files, and any of them helps."""
 
 
 def fetch(
@@ -50,29 +52,30 @@ def fetch(
     engine: str | None = None,
     settings: InstanceSettings | None = None,
     artifacts: ArtifactSettings | None = None,
+    deadline_s: float = FETCH_DEADLINE_S,
     on_progress: OnProgress | None = None,
 ) -> ArtifactReport:
-    """Take the JIT caches that instances of `model` with this machine's key give. Runs on the target.
+    """Fetch the JIT caches that instances of `model` serve for this machine's key. Runs on the target.
 
-    Call it before the engine starts, in a process of its own where the engine forks its workers: it
-    initialises CUDA where there is a GPU. `planner` (URL) overrides `settings`; these and `artifacts` (which
-    kinds, where they lie, how much) are those of the environment where none are given. `engine` is its name
-    and version where it is not installed here. `on_progress` is as for `rfork.fork`. Off, nobody there,
-    another key, no time left: each is a report with its reason, not an error. Raises UserError kinds alone,
-    for settings that cannot be used.
+    Call it before the engine starts, and in a separate process if the engine forks its workers, because it
+    initialises CUDA on machines with a GPU. `planner` (URL) overrides `settings`. `settings` and `artifacts`
+    (cache types, folders, limits) default to the environment's. `engine` is the engine's name and version if
+    it is not installed here. `deadline_s` limits the call, in seconds. `on_progress` is that of `rfork.fork`.
+    If artifacts are disabled, or there is no source, only other keys, or no time left, the report contains
+    the reason. Raises only UserError types, for invalid settings.
     """
     chosen = settings or options.load(InstanceSettings)
     if planner is not None:
         chosen = chosen.model_copy(update={"planner": planner})
     artifact_settings = artifacts or options.load(ArtifactSettings)
     began = time.monotonic()
-    wanted = cache_dirs(artifact_settings)
-    if not wanted:
+    selected = cache_dirs(artifact_settings)
+    if not selected:
         return ArtifactReport(model, "", reason=f"{DISABLED_MESSAGE}: {ENABLE_HINT}")
     key = local_key(engine)
     report = ArtifactReport(model, key.id)
     try:
-        report = _fetch(model, key, wanted, chosen, artifact_settings, began, on_progress)
+        report = _fetch(model, key, selected, chosen, artifact_settings, began, deadline_s, on_progress)
     except UserError:
         raise
     except RforkError as error:
@@ -84,26 +87,26 @@ def fetch(
 
 def install_image(
     image: Image,
-    wanted: Sequence[CacheDir],
+    selected: Sequence[CacheDir],
     key: ArtifactKey,
     settings: ArtifactSettings,
     deadline: float,
     report: ArtifactReport,
 ) -> ArtifactReport:
-    """Unpack an image whose bytes are right, from wherever it came: checked for what it says it is.
+    """Unpack a verified image from any source, after checking that it is a valid image of artifacts.
 
-    What fails on this side's disk, or is over before all is in place, is the report's reason: another source
-    would not help. Raises SourceCorrupt for what is no image of artifacts, LayoutMismatch for one of another
+    If the local disk fails or the deadline passes, the reason is in the report, because another source would
+    not help. Raises SourceCorrupt if it is not an image of artifacts, and LayoutMismatch if it has another
     key.
     """
-    validate_layout(settings, wanted)(image.layout)
+    validate_layout(settings, selected)(image.layout)
     metadata = read_metadata(image)
     if differences := key.differences(key_of(metadata)):
-        raise LayoutMismatch(f"these artifacts were made for another machine: {'; '.join(differences)}")
+        raise LayoutMismatch(f"these artifacts were built for another machine: {'; '.join(differences)}")
     check_groups(image)
     done, failed = Unpacked(), ""
     try:
-        unpack(image, metadata, wanted, deadline, done)
+        unpack(image, metadata, selected, deadline, done)
     except (StorageError, DeadlineExceeded) as error:
         failed = f"{error.kind}: {error}"
     return replace(
@@ -117,14 +120,14 @@ def install_image(
     )
 
 
-def validate_layout(settings: ArtifactSettings, wanted: Sequence[CacheDir]) -> CheckLayout:
-    """Refuses a layout before its bytes are asked for."""
-    cache_types = {**CACHE_TYPES, **{cache_dir.cache_type.name: cache_dir.cache_type for cache_dir in wanted}}
-    return lambda layout: check_layout(layout, cache_types, settings.max_files, settings.max_bytes)
+def validate_layout(settings: ArtifactSettings, selected: Sequence[CacheDir]) -> CheckLayout:
+    """Return a check that rejects a layout before its bytes are requested."""
+    cache_types = {**CACHE_TYPES, **{cache_dir.cache_type.name: cache_dir.cache_type for cache_dir in selected}}
+    return lambda layout: check_layout(layout, cache_types, MAX_FILES, settings.max_bytes)
 
 
 def other_keys(names: Iterable[str], key: ArtifactKey) -> str:
-    """Of what is given under other keys: the one that differs least, and in what."""
+    """Describe the most similar of the other keys that are served, and its differences."""
     others = {other for name in names if (other := parse_name(name)) is not None and other != key}
     if not others:
         return ""
@@ -136,16 +139,17 @@ def other_keys(names: Iterable[str], key: ArtifactKey) -> str:
 def _fetch(
     model: str,
     key: ArtifactKey,
-    wanted: Sequence[CacheDir],
+    selected: Sequence[CacheDir],
     settings: InstanceSettings,
     artifact_settings: ArtifactSettings,
     began: float,
+    deadline_s: float,
     on_progress: OnProgress | None,
 ) -> ArtifactReport:
     if settings.planner is None:
         raise SettingsError("no planner is set", hint="set RFORK_PLANNER or pass planner=")
     report = ArtifactReport(model, key.id)
-    deadline = began + artifact_settings.deadline_s
+    deadline = began + deadline_s
     left = max(deadline - time.monotonic(), MIN_TIMEOUT_S)
     with _connect(_with_timeout(settings, left)) as planner:
         holders = _sources(planner, model, key, artifact_settings.max_bytes)
@@ -154,42 +158,42 @@ def _fetch(
         left = deadline - time.monotonic()
         if left <= 0:
             break
-        # One that died a moment ago is still listed: then another's image does as well.
+        # A source that has just died is still listed; the next image may serve as well.
         try:
             image, source = _image(
-                holder, _with_timeout(settings, left), on_progress, validate_layout(artifact_settings, wanted)
+                holder, _with_timeout(settings, left), on_progress, validate_layout(artifact_settings, selected)
             )
             report = replace(report, source=source)
-            return install_image(image, wanted, key, artifact_settings, deadline, report)
+            return install_image(image, selected, key, artifact_settings, deadline, report)
         except UserError:
             raise
         except RforkError as error:
-            log.info("artifacts not taken", holder=short_id(holder.instance_id), because=str(error))
+            log.info("failed to fetch artifacts", holder=short_id(holder.instance_id), reason=str(error))
             last_error = error
-    raise last_error or NoSource(f"the {artifact_settings.deadline_s:.0f} s for taking artifacts are over")
+    raise last_error or NoSource(f"fetching artifacts exceeded {deadline_s:.0f} s")
 
 
 def _image(
-    holder: InstanceReport, settings: InstanceSettings, on_progress: OnProgress | None, refuse: CheckLayout
+    holder: InstanceReport, settings: InstanceSettings, on_progress: OnProgress | None, check: CheckLayout
 ) -> tuple[Image, str]:
-    """The holder's image, and who gave it."""
-    image, _, fork = fetch_with_report(holder, lambda: _connect(settings), settings, on_progress, refuse)
+    """Return the image of the holder, and the sources it was read from."""
+    image, _, fork = fetch_with_report(holder, lambda: _connect(settings), settings, on_progress, check)
     return image, ", ".join(f"{short_id(share.source_id)}@{share.host}" for share in fork.sources)
 
 
 def _with_timeout(settings: InstanceSettings, left: float) -> InstanceSettings:
-    """Settings of a fork that may take so many seconds, and leaves the weights' own ports and spool alone.
+    """Return settings for a fork of at most `left` seconds that uses neither the ports nor the spool of the weights.
 
-    Programs are always verified, whatever the settings say of weights.
+    Programs are always verified, whatever the settings for weights are.
     """
     return settings.model_copy(
         update={
             "deadline_s": left,
-            "patience_s": min(settings.no_source_timeout_s, left),
-            "stall_s": min(settings.source_idle_timeout_s, left),
+            "no_source_timeout_s": min(settings.no_source_timeout_s, left),
+            "source_idle_timeout_s": min(settings.source_idle_timeout_s, left),
             "planner_timeout_s": min(settings.planner_timeout_s, left),
-            "verify": True,
-            "resume": None,
+            "verify_chunks": True,
+            "resume_dir": None,
             "peer_port": 0,
             "http_port": 0,
         }
@@ -197,7 +201,7 @@ def _with_timeout(settings: InstanceSettings, left: float) -> InstanceSettings:
 
 
 def _sources(planner: PlannerClient, model: str, key: ArtifactKey, max_bytes: int) -> list[InstanceReport]:
-    """One instance for each image with this key, those with the most bytes first. Raises NoSource."""
+    """Return one instance per image with this key, largest images first. Raises NoSource."""
     complete = [
         view.report
         for view in planner.instances()
@@ -210,12 +214,10 @@ def _sources(planner: PlannerClient, model: str, key: ArtifactKey, max_bytes: in
     mine = [report for report in named if report.image_bytes <= max_bytes]
     if named and not mine:
         min_bytes = min(report.image_bytes for report in named)
-        raise NoSource(
-            f"artifacts of {model}, {min_bytes} bytes, are larger than RFORK_ARTIFACTS_MAX_BYTES ({max_bytes})"
-        )
+        raise NoSource(f"artifacts of {model}, {min_bytes} bytes, exceed RFORK_ARTIFACTS_MAX_BYTES ({max_bytes})")
     if not mine:
         others = other_keys((report.model for report in complete), key)
-        raise NoSource(f"nobody gives artifacts of {model}" + (f" for this machine, {others}" if others else ""))
+        raise NoSource(f"no instance serves artifacts of {model}" + (f" for this machine, {others}" if others else ""))
     alike = Counter(report.layout_id for report in mine)
     one = {report.layout_id: report for report in mine}.values()
     return sorted(one, key=lambda report: (-report.image_bytes, -alike[report.layout_id]))[:MAX_SOURCES]

@@ -1,4 +1,4 @@
-"""What a JIT cache was made for: the key that two instances must share. Runs on both sides."""
+"""Compatibility key of a JIT cache, which two instances must share. Runs on both sides."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 DOMAIN: Final = b"rfork-artifacts-v1\n"
 KEY_SEPARATOR: Final = "+artifacts "
-"""Between the model and the key in the name that they are given under."""
+"""Separates the model and the key in a model name of artifacts."""
 ENGINES: Final = ("vllm", "sglang", "flashinfer-python", "deep_gemm", "apache-tvm-ffi")
 MAX_VALUE_CHARS: Final = 32
 MAX_ENGINE_CHARS: Final = 64
@@ -26,18 +26,18 @@ _ISA: Final = re.compile(
     r"(?:avx|sse|ssse|amx|fma|bmi|f16c|aes|vaes|v?pclmul|gfni|sha|adx|movbe|movdir|popcnt|abm|rdrand|rdseed|xsave|"
     r"mmx|3dnow|fsgsbase|rdpid|clwb|clflushopt|prfchw|serialize|cldemote|waitpkg|enqcmd|lahf|cx16|rdtscp).*"
 )
-"""The flags of an x86 CPU that `-march=native` compiles for; others come and go with kernels."""
+"""Flags of x86 CPUs that `-march=native` compiles for. Other flags depend on the kernel version."""
 
 VERSION: Final = "artifacts"
-"""Of all images of artifacts: their names hold the key, and each image of one key is as good as another."""
+"""Version of all images of artifacts: the name contains the key, and images of one key are interchangeable."""
 
 
 @dataclass(frozen=True)
 class ArtifactKey:
-    """All that compiled code depends on, each as a short word; ``none`` where there is no such thing here.
+    """Everything that compiled code depends on, as short strings; ``none`` if a value does not exist here.
 
     `cpu` is the architecture, its vector level, the C library, and a hash of the instructions that
-    ``-march=native`` compiles for: TorchInductor builds its C++ with that.
+    ``-march=native`` compiles for, which TorchInductor uses for C++.
     """
 
     gpu: str = NONE
@@ -52,23 +52,23 @@ class ArtifactKey:
 
     @property
     def id(self) -> str:
-        """16 hex digits: two keys with one id are equal."""
+        """16 hexadecimal digits, equal for equal keys."""
         lines = "".join(f"{name}={value}\n" for name, value in asdict(self).items())
         return hashlib.sha256(DOMAIN + lines.encode()).hexdigest()[:16]
 
     @property
     def description(self) -> str:
-        """The whole key on one line: ``gpu=…,sm=…``."""
+        """The complete key on one line: ``gpu=…,sm=…``."""
         return ",".join(f"{name}={value}" for name, value in asdict(self).items())
 
     @classmethod
     def parse(cls, values: Mapping[str, str]) -> Self:
-        """A key from its values by name; what is missing is ``none``, what is not known is left out."""
+        """Return a key from its values by name. Missing values are ``none``, unknown names are ignored."""
         known = {field.name for field in fields(cls)}
         return cls(**{name: _key_value(value, _max_chars(name)) for name, value in values.items() if name in known})
 
     def differences(self, other: Self) -> tuple[str, ...]:
-        """Each value that differs: ``driver: here 550.54, there 560.1``."""
+        """Return a description of each value that differs: ``driver: here 550.54, there 560.1``."""
         there = asdict(other)
         return tuple(
             f"{name}: here {value}, there {there[name]}" for name, value in asdict(self).items() if value != there[name]
@@ -76,10 +76,10 @@ class ArtifactKey:
 
 
 def local_key(engine: str | None = None) -> ArtifactKey:
-    """The key of this process: its GPUs, driver, Python and installed packages.
+    """Return the key of this process: its GPUs, driver, Python and installed packages.
 
-    `engine` (name and version) stands for the engines that are installed. Initialises CUDA, if there is any,
-    so an engine that forks its workers must run it in a process of its own (`rfork artifacts`).
+    `engine` (name and version) replaces the installed engines. Initialises CUDA if available, so an engine
+    that forks its workers must call this in a separate process (`rfork cache`).
     """
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
     gpu_properties = [torch.cuda.get_device_properties(index) for index in gpus]
@@ -98,12 +98,12 @@ def local_key(engine: str | None = None) -> ArtifactKey:
 
 
 def name_of(model: str, key: ArtifactKey) -> str:
-    """The model name that artifacts of `model` and this key are given under: at most 512 characters."""
+    """Return the model name under which artifacts of `model` with this key are served, at most 512 characters."""
     return f"{prefix_of(model)}{key.id} {key.description}"
 
 
 def prefix_of(model: str) -> str:
-    """How the names of all artifacts of a model begin, whatever their key."""
+    """Return the prefix of the names of all artifacts of a model."""
     short = model
     if len(model) > MAX_MODEL_CHARS:
         short = f"{model[: MAX_MODEL_CHARS - 17]}~{hashlib.sha256(model.encode()).hexdigest()[:16]}"
@@ -111,7 +111,7 @@ def prefix_of(model: str) -> str:
 
 
 def parse_name(name: str) -> ArtifactKey | None:
-    """The key in such a name, or None where it is none."""
+    """Return the key in a model name of artifacts, or None for any other name."""
     _, separator, key_text = name.rpartition(KEY_SEPARATOR)
     key_id, _, description = key_text.partition(" ")
     if not separator or not description:
@@ -122,7 +122,7 @@ def parse_name(name: str) -> ArtifactKey | None:
 
 
 def _key_value(text: str, max_chars: int = MAX_VALUE_CHARS) -> str:
-    """A value without what parts values; a long one keeps its start, and differs where the whole does."""
+    """Return the text without separator characters. A long value keeps its start and ends with a hash."""
     plain = _PLAIN.sub("-", text).strip("-") or NONE
     if len(plain) <= max_chars:
         return plain
@@ -141,7 +141,7 @@ def _version(package: str) -> str | None:
 
 
 def _driver() -> str:
-    """The NVIDIA kernel driver's version."""
+    """Return the version of the NVIDIA kernel driver."""
     try:
         text = Path("/proc/driver/nvidia/version").read_text()
     except OSError:
@@ -151,7 +151,7 @@ def _driver() -> str:
 
 
 def _flags() -> list[str]:
-    """What this CPU can do, as the kernel names it."""
+    """Return the CPU's feature flags as named by the kernel."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,15 +1,15 @@
-"""What an image of artifacts says of itself, in a tensor beside those of its files.
+"""Metadata of an image of artifacts, stored in a tensor next to those of its files.
 
-Each file is a uint8 tensor named ``KIND/relative/path``, of its bytes; ``rfork.artifacts`` is a JSON
-document: the key, where each kind lay, and of each file whether it is a program and when it was last changed
-(Ninja goes by that). Nothing else of a file travels. Runs on both sides.
+Each file is a uint8 tensor named ``TYPE/relative/path``. The tensor ``rfork.artifacts`` is a JSON document:
+the key, the path of each cache, and for each file whether it is executable and its modification time (which
+Ninja uses). Other file attributes are not transferred. Runs on the source and on the target.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -22,13 +22,15 @@ from rfork.image.layout import Layout
 from rfork.image.memory import Image
 from rfork.image.tensor_specs import TensorSpec
 
-META_BYTES, META_BYTES_A_FILE = 64 << 10, 1280
-"""Most bytes of that document: of the key and the places, and of each file."""
+MAX_FILES: Final = 200_000
+"""Maximum number of files in an image of artifacts."""
+META_BYTES, META_BYTES_PER_FILE = 64 << 10, 1280
+"""Maximum size of the document in bytes: for the key and the cache paths, and for each file."""
 _Mtime = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 class ArtifactMetadata(BaseModel):
-    """The JSON document. `files` by name: executable, and nanoseconds since the epoch."""
+    """The JSON document. `files` maps names to (executable, modification time in nanoseconds since the epoch)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -39,63 +41,68 @@ class ArtifactMetadata(BaseModel):
 
 
 def check_layout(layout: Layout, cache_types: Mapping[str, CacheType], max_files: int, max_bytes: int) -> None:
-    """Refuse a layout that is no image of artifacts, or holds a file that must not be written.
+    """Reject a layout that is not an image of artifacts or contains a forbidden file.
 
-    Kinds that are not in `cache_types` are checked as well. Raises SourceCorrupt, before any byte is asked for.
+    Cache types missing from `cache_types` are checked as well. Raises SourceCorrupt, before any byte is
+    requested.
     """
     if layout.image_bytes > max_bytes:
-        raise SourceCorrupt(
-            f"{layout.image_bytes} bytes of artifacts, larger than RFORK_ARTIFACTS_MAX_BYTES ({max_bytes})"
-        )
+        raise SourceCorrupt(f"{layout.image_bytes} bytes of artifacts exceed RFORK_ARTIFACTS_MAX_BYTES ({max_bytes})")
     if len(layout.tensors) > max_files + 1:
-        raise SourceCorrupt(f"{len(layout.tensors)} files of artifacts, RFORK_ARTIFACTS_MAX_FILES are {max_files}")
+        raise SourceCorrupt(f"{len(layout.tensors) - 1} files of artifacts, more than {max_files}")
     names: set[str] = set()
     folders: set[str] = set()
     total = 0
     for spec in layout.tensors:
         if spec.dtype != "uint8" or len(spec.shape) != 1 or (spec.shape[0] > 1 and spec.stride != (1,)):
-            raise SourceCorrupt(f"artifacts hold {spec.name!r}, which is no file: {spec.describe()}")
+            raise SourceCorrupt(f"artifacts contain {spec.name!r}, which is not a file: {spec.describe()}")
         length = spec.shape[0]
         total += length
         if not 0 <= length <= layout.image_bytes or not 0 <= spec.offset <= layout.image_bytes - length:
-            raise SourceCorrupt(f"artifacts hold {spec.name!r}, which is not within {layout.image_bytes} bytes")
+            raise SourceCorrupt(
+                f"artifacts contain {spec.name!r}, which lies outside the {layout.image_bytes} bytes of the image"
+            )
         if spec.name in names:
-            raise SourceCorrupt(f"artifacts hold two files of the name {spec.name!r}")
+            raise SourceCorrupt(f"artifacts contain two files named {spec.name!r}")
         names.add(spec.name)
         if spec.name == META:
-            if length > META_BYTES + META_BYTES_A_FILE * (len(layout.tensors) - 1):
-                raise SourceCorrupt(f"what the artifacts are takes {length} bytes to say")
+            if length > META_BYTES + META_BYTES_PER_FILE * (len(layout.tensors) - 1):
+                raise SourceCorrupt(f"the metadata of the artifacts is too large ({length} bytes)")
             continue
         name, slash, path = spec.name.partition("/")
-        cache_type = cache_types.get(name) or CacheType(name, lambda artifact_settings: artifact_settings.home)
-        why = name_problem(path, cache_type) if slash and CACHE_TYPE_NAME.fullmatch(name) else "it is of no kind"
-        if why is not None:
-            raise SourceCorrupt(f"artifacts hold a file {spec.name!r} that is not taken: {why}")
+        cache_type = cache_types.get(name) or CacheType(name, lambda dirs: dirs.home)
+        reason = (
+            name_problem(path, cache_type)
+            if slash and CACHE_TYPE_NAME.fullmatch(name)
+            else "it has no valid cache type"
+        )
+        if reason is not None:
+            raise SourceCorrupt(f"artifacts contain the forbidden file {spec.name!r}: {reason}")
         folders.update(_parent_folders(spec.name))
-    if total > layout.image_bytes:  # one run of bytes as many files would fill the disk
-        raise SourceCorrupt(f"the artifacts are {total} bytes, their image has {layout.image_bytes}")
+    if total > layout.image_bytes:  # many files that share the same bytes could fill the disk
+        raise SourceCorrupt(f"the artifacts have {total} bytes, but their image has {layout.image_bytes}")
     if META not in names:
-        raise SourceCorrupt("an image without what its files are")
+        raise SourceCorrupt("the artifacts have no metadata")
     if both := names & folders:
-        raise SourceCorrupt(f"artifacts hold {min(both)!r} as a file and as a folder")
+        raise SourceCorrupt(f"artifacts contain {min(both)!r} as a file and as a folder")
 
 
 def read_metadata(image: Image) -> ArtifactMetadata:
-    """What an image says of itself; its layout was checked. Raises SourceCorrupt."""
+    """Return the metadata of an image whose layout was checked. Raises SourceCorrupt."""
     spec = next(spec for spec in image.layout.tensors if spec.name == META)
     try:
         metadata = ArtifactMetadata.model_validate_json(bytes_of(image, spec))
     except ValidationError as error:
-        raise SourceCorrupt(f"what the artifacts are cannot be read: {error.errors()[0]['msg']}") from None
+        raise SourceCorrupt(f"invalid metadata of artifacts: {error.errors()[0]['msg']}") from None
     if metadata.files.keys() != {spec.name for spec in image.layout.tensors if spec.name != META}:
-        raise SourceCorrupt("the artifacts are not the files that they are said to be")
+        raise SourceCorrupt("the metadata does not list the files of the artifacts")
     return metadata
 
 
 def check_groups(image: Image) -> None:
-    """Refuse a group of Triton that came without one of its files: an engine that finds it does not start.
+    """Reject a Triton group that lacks one of its files, because an engine that finds it fails to start.
 
-    Its layout was checked. Raises SourceCorrupt.
+    The layout was checked before. Raises SourceCorrupt.
     """
     siblings: dict[str, set[str]] = {}
     for spec in image.layout.tensors:
@@ -103,17 +110,17 @@ def check_groups(image: Image) -> None:
         siblings.setdefault(folder, set()).add(name)
     for spec in image.layout.tensors:
         folder, _, name = spec.name.rpartition("/")
-        if is_group(name) and (lacks := missing_file(Path(spec.name), bytes_of(image, spec), siblings[folder])):
-            raise SourceCorrupt(f"the group {spec.name!r} lacks {lacks!r}")
+        if is_group(name) and (missing := missing_file(Path(spec.name), bytes_of(image, spec), siblings[folder])):
+            raise SourceCorrupt(f"the Triton group {spec.name!r} lacks {missing!r}")
 
 
 def key_of(metadata: ArtifactMetadata) -> ArtifactKey:
-    """The key that an image was made for."""
+    """Return the key that an image was built for."""
     return ArtifactKey.parse(metadata.key)
 
 
 def bytes_of(image: Image, spec: TensorSpec) -> bytes:
-    """The content of one file."""
+    """Return the content of one file."""
     with image.readable(spec.offset, spec.offset + spec.shape[0]) as views:
         return b"".join(views)
 

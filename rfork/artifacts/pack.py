@@ -1,4 +1,4 @@
-"""From folders to an image: the files of the chosen kinds, each whole. Runs on the source."""
+"""Packs the files of the selected caches into an image. Runs on the source."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 from rfork.artifacts.cache_types import CacheDir, CacheType
 from rfork.artifacts.file_names import META, name_problem
 from rfork.artifacts.key import ArtifactKey
-from rfork.artifacts.metadata import ArtifactMetadata
+from rfork.artifacts.metadata import MAX_FILES, ArtifactMetadata
 from rfork.artifacts.triton_groups import missing_file, to_portable
 from rfork.image.capture import image_from_tensors, natural_sort_key
 from rfork.image.memory import Image
@@ -26,28 +26,28 @@ from rfork.settings import ArtifactSettings
 
 log = logger(__name__)
 
-READ_AT_ONCE: Final = 1 << 20
+READ_BLOCK_BYTES: Final = 1 << 20
 EXECUTABLE: Final = 0o111
-YOUNG, CHANGED, NO_FILES = "changed just now", "changed while it was read", "a group without its files"
-TRANSIENT_REASONS: Final = frozenset({YOUNG, CHANGED, NO_FILES})
-"""Why files are left out that may be whole a moment later."""
+RECENT, CHANGED, NO_FILES = "recently changed", "changed while being read", "incomplete Triton group"
+TRANSIENT_REASONS: Final = frozenset({RECENT, CHANGED, NO_FILES})
+"""Reasons for skipping files that may be complete a moment later."""
 MAX_FILE_ENTRY_CHARS: Final = len(f":[false,{(1 << 63) - 1}],")
 
 
 class FoundFile(NamedTuple):
-    """One file of a kind, as it was when its folder was listed."""
+    """One file of a cache, as of the listing of its folder."""
 
     cache_type: CacheType
     path: Path
     name: str
-    """``KIND/relative/path``."""
+    """``TYPE/relative/path``."""
     size: int
     mtime_ns: int
 
 
 @dataclass(frozen=True)
 class Packed:
-    """An image of artifacts. `files` and `bytes` count the files; `skipped` says why others are not."""
+    """An image of artifacts. `files` and `bytes` count the packed files; `skipped` counts the others by reason."""
 
     image: Image
     files: int
@@ -56,14 +56,14 @@ class Packed:
 
 
 def found_in(cache_dir: CacheDir, skipped: Counter[str] | None = None) -> Iterator[FoundFile]:
-    """The files in a kind's folder that may travel. Links are not followed; what vanishes is passed over."""
+    """Yield the files of a cache that may be copied. Links are not followed; files that disappear are ignored."""
     counted = skipped if skipped is not None else Counter[str]()
     if (problem := cache_dir.problem()) is not None:
         log.warning(
-            "a cache is passed over",
-            kind=cache_dir.cache_type.name,
+            "cache skipped",
+            cache=cache_dir.cache_type.name,
             folder=str(cache_dir.folder),
-            because=problem,
+            reason=problem,
         )
         return
     for folder, folders, files in os.walk(cache_dir.folder, followlinks=False):
@@ -78,9 +78,9 @@ def found_in(cache_dir: CacheDir, skipped: Counter[str] | None = None) -> Iterat
                 continue
             relative = path.relative_to(cache_dir.folder).as_posix()
             if not stat.S_ISREG(stat_result.st_mode):
-                counted["no regular file"] += 1
+                counted["not a regular file"] += 1
             elif name_problem(relative, cache_dir.cache_type) is not None:
-                counted["a name that is not taken"] += 1
+                counted["forbidden name"] += 1
             else:
                 yield FoundFile(
                     cache_dir.cache_type,
@@ -91,14 +91,16 @@ def found_in(cache_dir: CacheDir, skipped: Counter[str] | None = None) -> Iterat
                 )
 
 
-def pack(cache_dirs: Sequence[CacheDir], key: ArtifactKey, settings: ArtifactSettings) -> Packed | None:
-    """The image of all files in these places; None where there are none.
+def pack(
+    cache_dirs: Sequence[CacheDir], key: ArtifactKey, settings: ArtifactSettings, max_files: int = MAX_FILES
+) -> Packed | None:
+    """Return an image of all files of these caches; None if there are none.
 
-    A file that was changed less than `settings.quiet_period_s` ago may still be written: it is waited for once, and
-    what is younger then is left out, as is one that changes while it is read. So is what goes beyond
-    `max_bytes` (what the image says of its files included) or `max_files`, and a group without its files.
-    With a file its whole entry is left out (`Kind.entry_of`). Takes the bytes of all files in memory, and
-    while it packs those of the largest entry once more.
+    A file changed less than `settings.quiet_period_s` ago may still be written: this waits once, then skips
+    files that are still too recent, and files that change while they are read. It also skips what exceeds
+    `max_bytes` (including metadata) or `max_files`, and incomplete Triton groups. Skipping a file skips its
+    complete entry (`CacheType.entry_of`). Needs memory for the bytes of all files, plus a second copy of the
+    largest entry.
     """
     skipped: Counter[str] = Counter()
     wait_until_quiet(cache_dirs, settings.quiet_period_s)
@@ -107,22 +109,22 @@ def pack(cache_dirs: Sequence[CacheDir], key: ArtifactKey, settings: ArtifactSet
         cache_paths={cache_dir.cache_type.name: str(cache_dir.folder) for cache_dir in cache_dirs},
         files={},
     )
-    packing = _Packing(settings, len(metadata.model_dump_json().encode()), skipped)
+    packing = _Packing(settings, max_files, len(metadata.model_dump_json().encode()), skipped)
     newest = time.time_ns() - round(settings.quiet_period_s * 1e9)
     entries: list[list[FoundFile]] = []
     for cache_dir in cache_dirs:
         for entry in _entries(cache_dir, skipped):
-            if settings.quiet_period_s and (young := sum(found.mtime_ns > newest for found in entry)):
-                skipped[YOUNG] += young
-                packing.drop(len(entry) - young)
+            if settings.quiet_period_s and (recent := sum(found.mtime_ns > newest for found in entry)):
+                skipped[RECENT] += recent
+                packing.drop(len(entry) - recent)
             elif packing.fits(entry):
                 entries.append(entry)
-    # In the order of the image, so that it is one run of memory.
+    # In image order, so that the image is one contiguous run of memory.
     entries.sort(key=lambda entry: natural_sort_key(entry[0].name))
     for entry in entries:
         packing.add(entry)
     if skipped:
-        log.info("artifacts left out", **{why.replace(" ", "_"): count for why, count in skipped.items()})
+        log.info("artifact files skipped", **{reason.replace(" ", "_"): count for reason, count in skipped.items()})
     if not packing.files:
         return None
     metadata = metadata.model_copy(update={"files": packing.files})
@@ -131,24 +133,24 @@ def pack(cache_dirs: Sequence[CacheDir], key: ArtifactKey, settings: ArtifactSet
 
 
 class _Packing:
-    """The image as it grows, entry by entry. `metadata_size` bytes are needed to say what it is without its files."""
+    """The image under construction. `metadata_size` is the size of the metadata without the files."""
 
-    def __init__(self, settings: ArtifactSettings, metadata_size: int, skipped: Counter[str]) -> None:
+    def __init__(self, settings: ArtifactSettings, max_files: int, metadata_size: int, skipped: Counter[str]) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self.files: dict[str, tuple[bool, int]] = {}
         self.bytes = 0
-        self._max_files = settings.max_files
+        self._max_files = max_files
         self._max_content_bytes = settings.max_bytes - metadata_size
-        self._left_out = skipped
+        self._skipped = skipped
         self._chosen = self._total = self._cost = 0
         self._buffer: torch.Tensor | None = None
 
     def fits(self, entry: Sequence[FoundFile]) -> bool:
-        """Whether there is room for it, which it then has; it is counted as left out else."""
+        """Reserve space for the entry and return True, or count it as skipped and return False."""
         cost = sum(found.size + _metadata_bytes(found.name) for found in entry)
         if self._chosen + len(entry) > self._max_files or self._cost + cost > self._max_content_bytes:
             beyond = max(1, sum(found.size + _metadata_bytes(found.name) > self._max_content_bytes for found in entry))
-            self._left_out["too many or too large"] += beyond
+            self._skipped["too many or too large"] += beyond
             self.drop(len(entry) - beyond)
             return False
         self._chosen += len(entry)
@@ -156,13 +158,13 @@ class _Packing:
         self._total += sum(found.size for found in entry)
         return True
 
-    def drop(self, others: int) -> None:
-        """So many files stay because another one of their entry does."""
-        if others:
-            self._left_out["of the same entry"] += others
+    def drop(self, count: int) -> None:
+        """Count `count` files as skipped because another file of their entry is."""
+        if count:
+            self._skipped["same entry as a skipped file"] += count
 
     def add(self, entry: Sequence[FoundFile]) -> None:
-        """Read it, and take it if it is whole; after all were asked for by `fits`."""
+        """Read the entry and add it if it is complete. Call it after `fits` was called for all entries."""
         contents: list[tuple[FoundFile, bytes, bool, int]] = []
         siblings: dict[Path, set[str]] = {}
         for found in entry:
@@ -170,12 +172,12 @@ class _Packing:
         for found in entry:
             file_content = _read_stable(found)
             if file_content is None:
-                self._left_out[CHANGED] += 1
+                self._skipped[CHANGED] += 1
                 return self.drop(len(entry) - 1)
             if missing_file(found.path, file_content[0], siblings[found.path.parent]) is not None:
-                self._left_out[NO_FILES] += 1
+                self._skipped[NO_FILES] += 1
                 return self.drop(len(entry) - 1)
-            # It holds names where it held paths, so it is no longer than before.
+            # Names replace paths, so the content does not grow.
             content = to_portable(found.path, file_content[0])
             contents.append((found, content if len(content) <= found.size else file_content[0], *file_content[1:]))
         if self._buffer is None:
@@ -191,7 +193,7 @@ class _Packing:
 
 
 def _entries(cache_dir: CacheDir, skipped: Counter[str]) -> Iterator[list[FoundFile]]:
-    """The files of a place, entry by entry, each in the order of the image."""
+    """Yield the files of a cache by entry, each entry in image order."""
     entries: dict[str, list[FoundFile]] = {}
     for found in found_in(cache_dir, skipped):
         entry = cache_dir.cache_type.entry_of(found.name.partition("/")[2])
@@ -201,24 +203,24 @@ def _entries(cache_dir: CacheDir, skipped: Counter[str]) -> Iterator[list[FoundF
 
 
 def _metadata_bytes(name: str) -> int:
-    """Most bytes that the image takes to say what a file is."""
+    """Return the maximum size of a file's metadata in bytes."""
     return len(json.dumps(name, ensure_ascii=False).encode()) + MAX_FILE_ENTRY_CHARS
 
 
-def wait_until_quiet(cache_dirs: Sequence[CacheDir], settle_s: float) -> None:
-    """Wait until no file is younger than `quiet_period_s`, but no longer: somebody may write all the time."""
-    if not settle_s:
+def wait_until_quiet(cache_dirs: Sequence[CacheDir], quiet_period_s: float) -> None:
+    """Wait until no file is younger than `quiet_period_s`, but not longer: files may be written all the time."""
+    if not quiet_period_s:
         return
     newest = max((found.mtime_ns for cache_dir in cache_dirs for found in found_in(cache_dir)), default=0)
-    left = settle_s - (time.time_ns() - newest) / 1e9
+    left = quiet_period_s - (time.time_ns() - newest) / 1e9
     if left > 0:
-        time.sleep(min(left, settle_s))
+        time.sleep(min(left, quiet_period_s))
 
 
 def _read_stable(found: FoundFile) -> tuple[bytes, bool, int] | None:
-    """Content, whether it is a program, and mtime of a file; None where it is not what was found."""
+    """Return content, executable flag and mtime of a file; None if it has changed since it was found."""
     try:
-        # A link that was put in its place since is not followed; a pipe does not block.
+        # Do not follow a link that has replaced the file; do not block on a pipe.
         descriptor = os.open(found.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
         return None
@@ -228,7 +230,7 @@ def _read_stable(found: FoundFile) -> tuple[bytes, bool, int] | None:
             return None
         parts: list[bytes] = []
         left = found.size
-        while left > 0 and (part := os.read(descriptor, min(left, READ_AT_ONCE))):
+        while left > 0 and (part := os.read(descriptor, min(left, READ_BLOCK_BYTES))):
             parts.append(part)
             left -= len(part)
         after = os.fstat(descriptor)

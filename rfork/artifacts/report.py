@@ -1,4 +1,4 @@
-"""What taking artifacts did, or why nothing was taken."""
+"""Report of fetching artifacts."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True, slots=True)
 class ArtifactReport:
-    """How the caches of a start were taken. Sizes in bytes, times in seconds.
+    """Result of fetching the caches for one start. Sizes in bytes, times in seconds.
 
-    `model` is the name that they were asked for under, `key` the id of what has to be equal on both sides
-    (GPU, versions), `seconds` the whole call. `files` and `bytes` were put in place; `already_present` files were there
-    already, `kept_existing` were there with other content, which stays. `source` is the instance or the URI that gave
-    them, None where nothing was taken: `reason` says why then, or which kinds were passed over.
+    `model` is the requested name, `key` the id of the compatibility key (GPU, versions), `seconds` the
+    duration of the call. `files` and `bytes` count what was installed; `already_present` files existed
+    before, `kept_existing` files existed with other content, which was kept. `source` is the instance or the
+    URI they came from, or None if nothing was fetched. `reason` is then the cause, else the caches that were
+    skipped.
     """
 
     model: str
@@ -26,17 +27,16 @@ class ArtifactReport:
     reason: str | None = None
 
     def to_dict(self) -> dict[str, str | int | float | None]:
-        """All values, ready for JSON."""
+        """Return all values, ready for JSON."""
         return asdict(self)
 
     def line(self) -> str:
-        """The report on one line."""
+        """Return the report on one line."""
         if self.source is None:
-            return f"no artifacts taken in {self.seconds:.2f} s, because: {self.reason}"
-        also = f", {self.already_present} were there" if self.already_present else ""
-        also += f", {self.kept_existing} stay as they were" if self.kept_existing else ""
+            return f"no artifacts fetched in {self.seconds:.2f} s, reason: {self.reason}"
+        also = f", {self.already_present} already present" if self.already_present else ""
+        also += f", {self.kept_existing} existing kept" if self.kept_existing else ""
         also += f"; {self.reason}" if self.reason else ""
         return (
-            f"{self.files} files ({self.bytes / 1e6:.1f} MB) of artifacts from {self.source} in "
-            f"{self.seconds:.2f} s{also}"
+            f"{self.files} artifact files ({self.bytes / 1e6:.1f} MB) from {self.source} in {self.seconds:.2f} s{also}"
         )

@@ -1,4 +1,4 @@
-"""Giving the caches of this machine: packed, and seeded as an image of their own. Runs on the source."""
+"""Serves the JIT caches of this machine, packed as an image with its own seed. Runs on the source."""
 
 from __future__ import annotations
 
@@ -20,43 +20,43 @@ from rfork.transport.selection import select_transports
 log = logger(__name__)
 
 Listing = frozenset[tuple[str, int, int]]
-"""Name, size in bytes, and time of change of each file."""
-DISABLED_MESSAGE = "artifacts are off"
-ENABLE_HINT = "they are programs: name those that you trust the fleet with in RFORK_ARTIFACTS_KINDS (or all)"
+"""Name, size in bytes, and modification time of each file."""
+DISABLED_MESSAGE = "artifacts are disabled"
+ENABLE_HINT = "artifacts are programs: list the caches that you trust the fleet with in RFORK_ARTIFACTS_KINDS (or all)"
 
 
 class ArtifactServer:
-    """Gives the caches as they are, and anew when they have grown. Use as a context manager.
+    """Serves the current caches, and serves them again after they have grown. Use it as a context manager.
 
-    New files make another layout, which a seed cannot take on: `refresh` starts a second seed with all files,
-    then closes the first, whose readers may finish. Until there is a first file it gives nothing.
+    New files change the layout, which a seed does not support: `refresh` starts a second seed with all files
+    and then closes the first, whose readers may finish. Nothing is served before the first file exists.
     """
 
     def __init__(self, model: str, key: ArtifactKey, settings: InstanceSettings, artifacts: ArtifactSettings) -> None:
-        """Raises SettingsError where no kinds are named."""
+        """Raises SettingsError if no cache types are selected."""
         self._cache_dirs = cache_dirs(artifacts)
         if not self._cache_dirs:
             raise SettingsError(DISABLED_MESSAGE, hint=ENABLE_HINT)
         self.name = name_of(model, key)
         self.packed: Packed | None = None
         self._key = key
-        # The weights' own seed may have the ports of the settings.
-        ports = {"peer_port": artifacts.peer_port, "http_port": artifacts.http_port}
-        self._settings = settings.model_copy(update=ports)
+        if settings.port_range_size == 1:  # the seed of the weights may use that port
+            settings = settings.model_copy(update={"peer_port": 0, "http_port": 0})
+        self._settings = settings
         self._artifacts = artifacts
         self._seed: Seed | None = None
         self._listed: Listing | None = None
 
     @property
     def seed(self) -> Seed | None:
-        """What gives now; None until there is something to give."""
+        """The current seed; None while there is nothing to serve."""
         return self._seed
 
     def refresh(self) -> bool:
-        """Pack again, and give that where it is not what is given already; whether it is new.
+        """Pack again and serve the result if it has changed. Returns True if it has.
 
-        Takes as long as `ArtifactSettings.quiet_period_s` and reading all files, where any is another or changed
-        since the last time. Raises what starting a seed does.
+        If a file was added or changed, this takes `ArtifactSettings.quiet_period_s` plus the time to read all
+        files. Raises the exceptions of starting a seed.
         """
         listed = frozenset(found[2:] for cache_dir in self._cache_dirs for found in found_in(cache_dir))
         if listed == self._listed:
@@ -65,20 +65,16 @@ class ArtifactServer:
         if packed is None:
             return False
         published = self._publish(packed)
-        # What was left out for being at work may be done the next time, and look the same.
+        # A file skipped while it was written may be complete next time with an equal listing.
         self._listed = None if TRANSIENT_REASONS & packed.skipped.keys() else listed
         return published
 
     def _publish(self, packed: Packed) -> bool:
-        """Give that where it is not what is given already; whether it is new."""
+        """Serve the image if it differs from the current one. Returns True if it does."""
         manifest = compute_manifest(packed.image)
         before = self._seed
-        if before is not None and before.manifest is not None:
-            if before.manifest.weights_id == manifest.weights_id:
-                return False
-            if self._artifacts.peer_port or self._artifacts.http_port:
-                self.close()  # there is one such port
-                before = None
+        if before is not None and before.manifest is not None and before.manifest.weights_id == manifest.weights_id:
+            return False
         seed = Seed(
             packed.image,
             InstanceIdentity(self.name, version=VERSION),
@@ -88,14 +84,14 @@ class ArtifactServer:
             planner=PlannerClient.of(self._settings) if self._settings.planner is not None else None,
         ).start()
         self._seed, self.packed = seed, packed
-        log.info("artifacts are given", files=packed.files, megabytes=round(packed.bytes / 1e6, 1))
+        log.info("serving artifacts", files=packed.files, megabytes=round(packed.bytes / 1e6, 1))
         if before is not None:
             seed.wait_registered(self._settings.planner_timeout_s)
             before.close(self._settings.drain_timeout_s)
         return True
 
     def close(self, drain_s: float | None = None) -> None:
-        """Stop giving; readers may finish within `drain_s` (the settings' own)."""
+        """Stop serving. Readers may finish within `drain_s` seconds (default: the setting)."""
         if self._seed is not None:
             self._seed.close(self._settings.drain_timeout_s if drain_s is None else drain_s)
             self._seed = None
@@ -116,14 +112,15 @@ def seed(
     settings: InstanceSettings | None = None,
     artifacts: ArtifactSettings | None = None,
 ) -> Iterator[Seed]:
-    """Give the JIT caches of this machine, as they are now, while the block runs. Runs on the source.
+    """Serve the current JIT caches of this machine for the duration of the block. Runs on the source.
 
-    Whoever the planner lets in gets programs that it will run: see docs/artifacts.md. `engine` is its name
-    and version where it is not installed here. Initialises CUDA where there is a GPU (`local_key`).
-    Instances of `model` meet here; `planner` (URL) overrides `settings`; these and `artifacts` (which kinds,
-    where they lie, how much) are those of the environment where none are given.
+    Any instance that the planner admits receives programs and will run them: see docs/artifacts.md. `engine`
+    is the engine's name and version if it is not installed here. Initialises CUDA on machines with a GPU
+    (`local_key`). Sources and targets find each other by `model`. `planner` (URL) overrides `settings`.
+    `settings` and `artifacts` (cache types, folders, limits) default to the environment's.
 
-    Raises SettingsError where no kinds are named, StorageNotFound where their folders hold nothing.
+    Raises SettingsError if no cache types are selected, and StorageNotFound if their folders contain no
+    files.
     """
     chosen = settings or options.load(InstanceSettings)
     if planner is not None:
@@ -134,6 +131,6 @@ def seed(
         if server.seed is None:
             raise StorageNotFound(
                 f"no files in {', '.join(str(cache_dir.folder) for cache_dir in cache_dirs(artifact_settings))}",
-                hint="give them once the engine has compiled something",
+                hint="serve artifacts after the engine has compiled its kernels",
             )
         yield server.seed

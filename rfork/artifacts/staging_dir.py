@@ -1,6 +1,6 @@
-"""Where a cache is put together before it is moved into place: a folder in its own. Runs on the target.
+"""Staging folder inside a cache, in which files are assembled before they are moved into place. Runs on the target.
 
-It is locked by whoever fills it, so that what a dead process left can be told from one at work, and swept.
+The process that fills it locks it, so that the leftovers of a dead process can be recognised and removed.
 """
 
 from __future__ import annotations
@@ -23,26 +23,29 @@ log = logger(__name__)
 
 SUFFIX: Final = ".tmp"
 OWNER_MODE: Final = 0o755
-"""Whatever the umask: a folder that others can write to would be passed over from then on."""
+"""Independent of the umask: a folder that others can write to would be skipped from then on."""
 ATTEMPTS: Final = 20
-OLD_S: Final = 24 * 3600.0
-"""Where folders cannot be locked, one of this age has nobody at work in it."""
+STALE_AGE_S: Final = 24 * 3600.0
+"""Age in seconds after which a folder counts as abandoned on a file system without locks."""
 
 
 @contextlib.contextmanager
 def staging_dir(folder: Path) -> Iterator[Path]:
-    """A new folder in `folder`, which is made if need be, for the length of the block. Raises OSError."""
+    """Create a staging folder in `folder` for the duration of the block, creating `folder` if necessary.
+
+    Raises OSError.
+    """
     folder.mkdir(mode=OWNER_MODE, parents=True, exist_ok=True)
     for _ in range(ATTEMPTS):
         made = Path(tempfile.mkdtemp(prefix=STAGING, suffix=SUFFIX, dir=folder))
         try:
             lock = os.open(made, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except FileNotFoundError:  # swept before it was opened
+        except FileNotFoundError:  # removed before it was opened
             continue
         try:
-            with contextlib.suppress(OSError):  # no locks on this file system
+            with contextlib.suppress(OSError):  # the file system has no locks
                 fcntl.flock(lock, fcntl.LOCK_EX)
-            if not made.exists():  # swept before it was locked
+            if not made.exists():  # removed before it was locked
                 continue
             try:
                 yield made
@@ -51,15 +54,15 @@ def staging_dir(folder: Path) -> Iterator[Path]:
             return
         finally:
             os.close(lock)
-    raise StorageError(f"{folder}: others sweep each folder that is made there")
+    raise StorageError(f"{folder}: other processes keep removing the staging folder")
 
 
 def remove_stale(folder: Path) -> int:
-    """Remove what processes that died have left in `folder`; how many folders that were."""
-    swept = 0
-    for left in folder.glob(f"{STAGING}*{SUFFIX}"):
+    """Remove the staging folders of dead processes in `folder`. Returns their number."""
+    removed = 0
+    for stale in folder.glob(f"{STAGING}*{SUFFIX}"):
         try:
-            lock = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            lock = os.open(stale, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:
             continue
         try:
@@ -68,12 +71,12 @@ def remove_stale(folder: Path) -> int:
             except BlockingIOError:
                 continue
             except OSError:
-                if time.time() - os.fstat(lock).st_mtime < OLD_S:
+                if time.time() - os.fstat(lock).st_mtime < STALE_AGE_S:
                     continue
-            swept += 1
-            shutil.rmtree(left, ignore_errors=True)
+            removed += 1
+            shutil.rmtree(stale, ignore_errors=True)
         finally:
             os.close(lock)
-    if swept:
-        log.info("swept what a process left that died", folder=str(folder), folders=swept)
-    return swept
+    if removed:
+        log.info("removed staging folders of dead processes", folder=str(folder), folders=removed)
+    return removed

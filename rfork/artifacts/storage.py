@@ -1,4 +1,4 @@
-"""Artifacts in storage: written as a snapshot, one for each key, and taken from there. On either side."""
+"""Artifacts in storage, written as one snapshot per key and loaded from there. Runs on both sides."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from rfork import settings as options
 from rfork.artifacts.cache_types import cache_dirs
-from rfork.artifacts.client import MIN_TIMEOUT_S, install_image, other_keys, validate_layout
+from rfork.artifacts.client import FETCH_DEADLINE_S, MIN_TIMEOUT_S, install_image, other_keys, validate_layout
 from rfork.artifacts.key import ArtifactKey, local_key, name_of
 from rfork.artifacts.pack import Packed, pack
 from rfork.artifacts.report import ArtifactReport
@@ -40,11 +40,11 @@ from rfork.storage.snapshots.writer import WriteReport, write_snapshot
 log = logger(__name__)
 
 ANY_MODEL = "any"
-"""What artifacts are a part of where nobody said: a cache on a machine is often that of all its models."""
+"""Default model name of artifacts: a machine's cache is often shared by all of its models."""
 
 
 def uri_of(uri: str, key: ArtifactKey) -> str:
-    """Where artifacts of this key lie: in a folder under the name of the key; a file is that file."""
+    """Return the URI for artifacts of this key: in a folder the file named after it, else the file itself."""
     return uri if is_file(uri) else Location.parse(uri).folder.child(f"artifacts-{key.id}.safetensors").uri
 
 
@@ -57,25 +57,25 @@ def save(
     storage: StorageSettings | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> tuple[WriteReport, Packed]:
-    """Write the JIT caches of this machine to storage (file:///…, s3://…): a folder has one file a key.
+    """Write the JIT caches of this machine to storage (file:///…, s3://…). A folder has one file per key.
 
-    Runs in the process that calls it, and asks no planner. `uri` is the folder, or a ``….safetensors``;
-    `model` is noted beside them; `engine` is its name and version where it is not installed here. `artifacts`
-    and `storage` are settings, those of the environment where none are given; `progress` is told bytes as
-    they go.
+    Runs in the calling process, without a planner. `uri` is a folder or a ``….safetensors`` file. `model` is
+    recorded in the snapshot. `engine` is the engine's name and version if it is not installed here.
+    `artifacts` and `storage` are settings, by default the environment's. `progress` is called with the number
+    of bytes written since the last call.
 
-    Raises SettingsError where no kinds are named, StorageNotFound where their folders hold nothing, and what
-    `write_snapshot` raises.
+    Raises SettingsError if no cache types are selected, StorageNotFound if their folders contain no files,
+    and the exceptions of `write_snapshot`.
     """
     artifact_settings = artifacts or options.load(ArtifactSettings)
-    wanted = cache_dirs(artifact_settings)
-    if not wanted:
+    selected = cache_dirs(artifact_settings)
+    if not selected:
         raise SettingsError(DISABLED_MESSAGE, hint=ENABLE_HINT)
     key = local_key(engine)
-    packed = pack(wanted, key, artifact_settings)
+    packed = pack(selected, key, artifact_settings)
     if packed is None:
-        folders = ", ".join(str(cache_dir.folder) for cache_dir in wanted)
-        raise StorageNotFound(f"no files in {folders}", hint="save them once the engine has compiled something")
+        folders = ", ".join(str(cache_dir.folder) for cache_dir in selected)
+        raise StorageNotFound(f"no files in {folders}", hint="save artifacts after the engine has compiled its kernels")
     written = write_snapshot(
         packed.image,
         compute_manifest(packed.image),
@@ -93,25 +93,27 @@ def load(
     engine: str | None = None,
     artifacts: ArtifactSettings | None = None,
     storage: StorageSettings | None = None,
+    deadline_s: float = FETCH_DEADLINE_S,
     progress: Callable[[int], None] | None = None,
 ) -> ArtifactReport:
-    """Take the JIT caches that were saved there for a machine as this one; else as `rfork.artifacts.fetch`.
+    """Load the JIT caches saved for a machine like this one; otherwise like `rfork.artifacts.fetch`.
 
-    Runs in the process that calls it, and asks no planner; `uri`, `engine`, `artifacts`, `storage` and
-    `progress` are as for `rfork.artifacts.save`. Nothing there, another key, damaged files, storage that does
-    not answer: a report with its reason. Raises UserError kinds alone.
+    Runs in the calling process, without a planner. `uri`, `engine`, `artifacts`, `storage` and `progress` are
+    those of `rfork.artifacts.save`; `deadline_s` limits the call, in seconds. If nothing is stored, the key
+    differs, files are damaged, or storage does not respond, the report contains the reason. Raises only
+    UserError types.
     """
     artifact_settings = artifacts or options.load(ArtifactSettings)
     chosen = storage or options.load(StorageSettings)
     began = time.monotonic()
-    wanted = cache_dirs(artifact_settings)
+    selected = cache_dirs(artifact_settings)
     report = ArtifactReport(ANY_MODEL, "")
-    if not wanted:
+    if not selected:
         return replace(report, reason=f"{DISABLED_MESSAGE}: {ENABLE_HINT}")
     key = local_key(engine)
     report = replace(report, key=key.id)
     named = uri_of(uri, key)
-    deadline = began + artifact_settings.deadline_s
+    deadline = began + deadline_s
     left = max(deadline - time.monotonic(), MIN_TIMEOUT_S)
     bounded = chosen.model_copy(update={"timeout_s": min(chosen.timeout_s, left)})
 
@@ -124,7 +126,7 @@ def load(
             raise StorageNotFound(f"{missing}; {others}" if others else str(missing)) from None
         layout = layout_of(files.head)
         with closing(Snapshot(files, layout, bounded)) as snapshot:
-            validate_layout(artifact_settings, wanted)(layout)
+            validate_layout(artifact_settings, selected)(layout)
             _, tensors = allocate_buffer(layout)
             image = image_from_tensors(tensors)
             snapshot.fill(image, progress=check_deadline)
@@ -136,9 +138,9 @@ def load(
         if progress is not None:
             progress(count)
 
-    timeout_message = f"the {artifact_settings.deadline_s:g} s for taking artifacts are over"
+    timeout_message = f"loading artifacts exceeded {deadline_s:g} s"
     try:
-        # Storage may hang for longer than is left: then the read is left behind, with its memory.
+        # Storage may hang beyond the deadline: the read is then abandoned with its memory.
         reading = AbandonableCall(named, read, lambda _: None)
         try:
             image, source = reading.result(deadline)
@@ -146,7 +148,7 @@ def load(
             if time.monotonic() >= deadline:
                 raise DeadlineExceeded(timeout_message) from None
             raise
-        report = install_image(image, wanted, key, artifact_settings, deadline, replace(report, source=source))
+        report = install_image(image, selected, key, artifact_settings, deadline, replace(report, source=source))
     except SourceCorrupt as error:
         wrong = StorageCorrupt(f"{named}: {error}")
         report = replace(report, reason=f"{wrong.kind}: {wrong}")
@@ -160,12 +162,12 @@ def load(
 
 
 def _other_keys_hint(folder: Location, key: ArtifactKey, settings: StorageSettings) -> str:
-    """What lies there for other machines, as far as storage tells."""
+    """Describe the artifacts stored for other machines, if storage can list them."""
     from rfork.storage.snapshots.repository import Repository
 
     try:
         found = Repository(folder, settings).contents().snapshots
     except (StorageError, SettingsError) as error:
-        log.debug("not listed", folder=folder.uri, because=str(error))
+        log.debug("failed to list the stored artifacts", folder=folder.uri, reason=str(error))
         return ""
     return other_keys((one.manifest_file.model or "" for one in found if one.manifest_file is not None), key)

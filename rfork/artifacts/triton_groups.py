@@ -1,10 +1,9 @@
-"""Triton's groups: the one file in its cache that holds absolute paths, made to fit where it is put.
+"""Converts Triton's group files, the only files of its cache with absolute paths, between machines.
 
-``__grp__NAME.json`` is ``{"child_paths": {FILE: PATH}}`` (`triton/runtime/cache.py`); all files of a group
-lie beside it. Triton leaves out paths that do not exist, takes the group for a hit where that of the metadata
-is left, and fails on the binary that is not: so a group only travels, and is only taken, with all its
-files. On its way it holds each file's bare name.
-Runs on both sides.
+``__grp__NAME.json`` is ``{"child_paths": {FILE: PATH}}`` (`triton/runtime/cache.py`). All files of a group
+are in the same folder. Triton ignores paths that do not exist: if the metadata file is left, the group counts
+as a hit, and loading the missing binary fails. So a group is copied and installed only with all of its files.
+In the image it contains only file names. Runs on the source and on the target.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ _group: Final[TypeAdapter[dict[str, JsonValue]]] = TypeAdapter(dict[str, JsonVal
 
 
 def is_group(name: str) -> bool:
-    """Whether a file of this name (without folders) is a group, so put in place after what it refers to."""
+    """Return True for the file name of a group, which must be moved into place after its files."""
     return name.startswith(PREFIX) and name.endswith(SUFFIX)
 
 
 def to_portable(path: Path, content: bytes) -> bytes:
-    """The group at `path` as it travels; other content as it is. Runs on the source."""
+    """Return the group at `path` with file names instead of paths; other content unchanged. Runs on the source."""
     parsed_group = _parsed(path.name, content)
     if parsed_group is None:
         return content
     group, children = parsed_group
-    # Named by another spelling of the same folder (a link, a mount) it is the same file all the same.
+    # The paths may spell the same folder differently (a link, a mount), so only base names are compared.
     in_same_folder = all(
         os.path.basename(child) == name and os.path.basename(os.path.dirname(child)) in ("", path.parent.name)
         for name, child in children.items()
@@ -44,7 +43,7 @@ def to_portable(path: Path, content: bytes) -> bytes:
 
 
 def to_local(path: Path, content: bytes) -> bytes:
-    """The group as it must be to lie at `path`; other content as it is. Runs on the target."""
+    """Return the group with the paths it needs at `path`; other content unchanged. Runs on the target."""
     parsed_group = _parsed(path.name, content)
     if parsed_group is None:
         return content
@@ -55,13 +54,13 @@ def to_local(path: Path, content: bytes) -> bytes:
 
 
 def missing_file(path: Path, content: bytes, there: Collection[str]) -> str | None:
-    """A file of the group at `path` that is not among the names `there` beside it, if any. On both sides."""
+    """Return a file of the group at `path` that is missing from the names `there`, or None. Runs on both sides."""
     parsed_group = _parsed(path.name, content)
     return min((child for child in parsed_group[1] if child not in there), default=None) if parsed_group else None
 
 
 def _parsed(name: str, content: bytes) -> tuple[dict[str, JsonValue], dict[str, str]] | None:
-    """A group and its children, or None where it is none."""
+    """Return a group and its children, or None if the file is not a group."""
     if not is_group(name) or len(content) > MAX_GROUP_BYTES:
         return None
     try:

@@ -1,8 +1,8 @@
-"""From an image to folders: every file whole, and none over one that is there. Runs on the target.
+"""Unpacks an image into cache folders, file by file, without overwriting any. Runs on the target.
 
-All files of a kind are written to a staging folder in the kind's own first. From there whole entries are
-renamed into place: a folder that does not exist yet moves at once with all that is in it, so an engine
-that reads meanwhile, and a process that dies at any point, finds whole entries only.
+All files of a cache are first written to a staging folder inside it. From there complete entries are renamed
+into place: a folder that does not exist yet is moved with all of its content. So an engine that reads at the
+same time finds only complete entries, even if this process dies at any point.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ log = logger(__name__)
 
 WRITERS: Final = 8
 PROGRAM, DATA = 0o777, 0o666
-"""Modes before the umask: all else that a mode says stays behind."""
+"""File modes before the umask; other mode bits are not transferred."""
 
 
 @dataclass(slots=True)
 class Unpacked:
-    """What unpacking did; see `ArtifactReport`. `skipped` says of kinds why they were."""
+    """Result of unpacking; see `ArtifactReport`. `skipped` lists the skipped caches with the reasons."""
 
     files: int = 0
     bytes: int = 0
@@ -52,11 +52,11 @@ def unpack(
     deadline: float,
     done: Unpacked | None = None,
 ) -> Unpacked:
-    """Put the files of the kinds in `cache_dirs` there. Their names were checked (`check_layout`).
+    """Install the files of the caches in `cache_dirs`. Their names were checked before (`check_layout`).
 
-    `deadline` is on `time.monotonic()`'s clock. Raises DeadlineExceeded and StorageErrors:
-    what is in place by then is whole, and told in `done`, and nothing else stays. Two processes that do it
-    at once do it once.
+    `deadline` is on `time.monotonic()`'s clock. Raises DeadlineExceeded and StorageError types; files
+    installed by then are complete and counted in `done`, and nothing else remains. Concurrent calls by
+    several processes install each file once.
     """
     done = Unpacked() if done is None else done
     specs_by_type: dict[str, list[TensorSpec]] = {}
@@ -66,11 +66,11 @@ def unpack(
     skipped_dirs: list[str] = []
     for cache_dir in cache_dirs:
         cache_type, specs = cache_dir.cache_type, specs_by_type.get(cache_dir.cache_type.name, [])
-        lay = metadata.cache_paths.get(cache_type.name)
+        source_path = metadata.cache_paths.get(cache_type.name)
         if not specs:
             continue
-        if cache_type.path_bound and lay != str(cache_dir.folder):
-            skipped_dirs.append(f"{cache_type.name} only fits {lay}, here it lies in {cache_dir.folder}")
+        if cache_type.path_bound and source_path != str(cache_dir.folder):
+            skipped_dirs.append(f"{cache_type.name} is valid only at {source_path}, but is at {cache_dir.folder} here")
         elif (problem := cache_dir.problem()) is not None:
             skipped_dirs.append(f"{cache_type.name}: {cache_dir.folder}: {problem}")
         else:
@@ -78,13 +78,13 @@ def unpack(
                 remove_stale(cache_dir.folder)
                 _Unpacking(image, metadata.files, cache_dir, deadline, done).run(specs)
     done.skipped = tuple(skipped_dirs)
-    for why in skipped_dirs:
-        log.info("a cache is passed over", because=why)
+    for reason in skipped_dirs:
+        log.info("cache skipped", reason=reason)
     return done
 
 
 class _Unpacking:
-    """One kind, on its way into its folder."""
+    """Unpacks one cache into its folder."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class _Unpacking:
 
     def run(self, specs: Sequence[TensorSpec]) -> None:
         with staging_dir(self._folder) as staging:
-            # Threads, as each file is brought to the disk before it gets its name.
+            # Threads, because each file is flushed to disk before it is moved into place.
             with ThreadPoolExecutor(WRITERS, thread_name_prefix="rfork-unpack") as pool:
                 writes = [pool.submit(self._write, spec, staging) for spec in specs]
                 try:
@@ -116,9 +116,9 @@ class _Unpacking:
             self._move(staging, self._folder, top=True)
 
     def _write(self, spec: TensorSpec, staging: Path) -> bool:
-        """Write one file to the staging folder; true where it is in place already, as it must be."""
+        """Write one file to the staging folder. Returns True if it is already in place with the same content."""
         if time.monotonic() > self._deadline:
-            raise DeadlineExceeded("the time for taking artifacts is over")
+            raise DeadlineExceeded("unpacking artifacts exceeded the deadline")
         relative = spec.name.partition("/")[2]
         final = self._folder / relative
         content = to_local(final, bytes_of(self._image, spec))
@@ -136,10 +136,10 @@ class _Unpacking:
         return False
 
     def _move(self, staging: Path, folder: Path, *, top: bool = False) -> None:
-        """Move what lies in `staging` into `folder`, which is there: whole folders where none is yet."""
+        """Move the content of `staging` into the existing `folder`; new folders are moved as one."""
         names = sorted(os.listdir(staging), key=lambda name: (is_group(name), name))
         if top:
-            names.sort(key=lambda name: name in self._cache_type.written_last)  # stable
+            names.sort(key=lambda name: name in self._cache_type.written_last)  # stable sort
         with os.scandir(folder) as entries:
             merged = any(entry.is_file(follow_symlinks=False) for entry in entries)
         for name in names:
@@ -158,7 +158,7 @@ class _Unpacking:
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 raise
-            # A link that somebody put there leads elsewhere: nothing is written through it.
+            # It may be a link to somewhere else: never write through it.
             if stat.S_ISDIR(target.lstat().st_mode):
                 self._move(source, target)
             else:
@@ -170,9 +170,9 @@ class _Unpacking:
     def _move_file(self, source: Path, target: Path) -> None:
         size = source.stat().st_size
         try:
-            _name(source, target)
+            _move_into_place(source, target)
         except FileExistsError:
-            # It came since this one was staged, or it is another.
+            # Another process has created it since, or it has other content.
             same = _has_content(target, source.read_bytes())
             self._done.already_present += same
             self._done.kept_existing += not same
@@ -181,14 +181,14 @@ class _Unpacking:
             self._done.bytes += size
 
 
-def _name(source: Path, target: Path) -> None:
-    """Give a file its name. Raises FileExistsError where there is one: it is never written over."""
+def _move_into_place(source: Path, target: Path) -> None:
+    """Move a file into place. Raises FileExistsError instead of overwriting one."""
     try:
         os.link(source, target, follow_symlinks=False)
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS, errno.EXDEV):
             raise
-        # No hard links here. One that comes before the rename has the same name, so the same use.
+        # No hard links here. A file created before the rename has the same name, so it is equivalent.
         if os.path.lexists(target):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target)) from None
         os.rename(source, target)
@@ -197,7 +197,7 @@ def _name(source: Path, target: Path) -> None:
 
 
 def _has_content(path: Path, content: bytes) -> bool:
-    """Whether that very file is there: a plain one, of this content."""
+    """Return True if `path` is a regular file with this content."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -208,13 +208,13 @@ def _has_content(path: Path, content: bytes) -> bool:
 
 
 def _count_files(folder: Path) -> tuple[int, int]:
-    """Files and bytes in a folder."""
+    """Return the number of files in a folder and their bytes."""
     sizes = [os.lstat(os.path.join(below, name)).st_size for below, _, names in os.walk(folder) for name in names]
     return len(sizes), sum(sizes)
 
 
 class _folder_errors:
-    """Turns what the disk says within the block into one line that names the folder."""
+    """Converts OSErrors raised in the block into one-line errors that name the folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -229,5 +229,5 @@ class _folder_errors:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise StorageFull(message) from None
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise StorageAccessDenied(message, hint="RFORK_ARTIFACTS_DIRS names another folder") from None
+            raise StorageAccessDenied(message, hint="set another folder in RFORK_ARTIFACTS_DIRS") from None
         raise StorageError(message) from None

@@ -1,1 +1,1 @@
-"""The `rfork` command: one module a subcommand."""
+"""The `rfork` command: one module per subcommand."""

@@ -1,4 +1,4 @@
-"""The `rfork` command: one module a subcommand, put together here."""
+"""The `rfork` command, assembled from one module per subcommand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from rfork.cli import (
     convert,
     doctor,
     drain,
-    forks,
     k8s,
     launch,
     plan,
@@ -32,31 +31,30 @@ from rfork.cli.top import command as top
 
 app = typer.Typer(
     name="rfork",
-    help="fork() for model weights: new inference instances pull their weights from those that run.",
+    help="fork() for model weights: start LLM replicas from replicas that are already running.",
     no_args_is_help=True,
     add_completion=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # or it would take "[env: …]" for markup
+    rich_markup_mode=None,  # rich would interpret "[env: …]" as markup
 )
-app.command("planner", short_help="Run the planner: it says who reads from whom.")(planner.planner)
-app.command("hook", short_help="Run the planner's hooks into Kubernetes and KEDA.")(k8s.hook)
-app.command("seed", short_help="Load a model folder, and give its weights.")(seed.seed)
-app.command("sidecar", short_help="Plan the R-Fork of an unmodified SGLang server.")(sidecar.sidecar)
-app.command("pull", short_help="Fork a model from those that run.")(pull.pull)
-app.command("launch", context_settings=launch.CONTEXT, short_help="Start SGLang or vLLM so that it forks.")(
+app.command("planner", short_help="Run the planner.")(planner.planner)
+app.command("k8s", short_help="Run the Kubernetes webhook, the controller or the KEDA scaler.")(k8s.k8s)
+app.command("seed", short_help="Load a model folder and serve its weights.")(seed.seed)
+app.command("sidecar", short_help="Coordinate R-Fork for an unmodified SGLang server.")(sidecar.sidecar)
+app.command("pull", short_help="Fork a model from running instances.")(pull.pull)
+app.command("launch", context_settings=launch.CONTEXT, short_help="Start an SGLang or vLLM server that forks.")(
     launch.launch
 )
-app.add_typer(snapshot.app, name="snapshot", short_help="Write weights to storage, list and verify them.")
-app.add_typer(cache.app, name="artifacts", short_help="Save, give and take JIT caches.")
-app.command("convert", short_help="Write tensor files in another format.")(convert.convert)
-app.command("status", short_help="Show who holds what, and who reads from whom.")(status.status)
+app.add_typer(snapshot.app, name="snapshot", short_help="Write, list, verify and remove snapshots.")
+app.add_typer(cache.app, name="cache", short_help="Save, load and share JIT caches.")
+app.command("convert", short_help="Convert tensor files to another format.")(convert.convert)
+app.command("status", short_help="Show models, instances and forks.")(status.status)
 app.command("top", short_help="Show the fleet live.")(top.top)
-app.command("forks", short_help="List forks, or follow them.")(forks.forks)
-app.command("explain", short_help="Say why a fork was slow, or fell back.")(explain.explain)
-app.command("plan", short_help="Show who would read what from whom, and how long it takes.")(plan.plan)
-app.command("drain", short_help="Give instances no new readers, and wait.")(drain.drain)
+app.command("explain", short_help="Explain why a fork was slow or fell back.")(explain.explain)
+app.command("plan", short_help="Predict how new replicas would fork.")(plan.plan)
+app.command("drain", short_help="Drain instances and wait until they can exit.")(drain.drain)
 app.command("doctor", short_help="Check this machine and its settings.")(doctor.doctor)
-app.command("demo", short_help="Fork a real model on this machine, and prove it.")(demo.demo)
+app.command("demo", short_help="Fork a real model on this machine and verify the result.")(demo.demo)
 
 
 @app.command("version")
@@ -77,7 +75,7 @@ def main() -> None:
         app()
     except SystemExit as ended:
         code = ended.code
-    # Also one that did all it had to: gRPC's threads last a little longer than what they served.
+    # gRPC's threads may outlive what they served, even after a successful command.
     if isinstance(code, int | None) and any(each.daemon for each in threading.enumerate()):
         hard_exit(code or 0)
     sys.exit(code)

@@ -1,8 +1,8 @@
-"""`rfork artifacts`: JIT caches of engines, listed, saved, loaded, given to and taken from others."""
+"""`rfork cache`: list, save, load and share the JIT caches of engines."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -18,19 +18,25 @@ if TYPE_CHECKING:
     from rfork.artifacts.report import ArtifactReport
     from rfork.artifacts.server import ArtifactServer
 
+RESCAN_INTERVAL_S: Final = 30.0
+
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
     help=(
         "JIT caches of engines and libraries (Triton, torch.compile, FlashInfer, DeepGEMM, vLLM, SGLang).\n\n"
-        "They are programs: off unless named (RFORK_ARTIFACTS_KINDS, --kinds), and whoever gives them can "
-        "run what it likes where they are taken."
+        "Caches contain programs: a malicious source can run code on this machine. They are off unless enabled "
+        "with RFORK_ARTIFACTS_KINDS or --kinds."
     ),
 )
 
 ModelOption = Annotated[
     str,
-    typer.Option("--model", metavar="NAME", help="Model that they were compiled for, as those who give it say."),
+    typer.Option(
+        "--model",
+        metavar="NAME",
+        help="Model that the caches were compiled for, as named by the instances that serve them.",
+    ),
 ]
 CacheTypesOption = Annotated[
     str | None,
@@ -46,18 +52,22 @@ EngineOption = Annotated[
     typer.Option(
         "--engine",
         metavar="NAME",
-        help="Name and version of the engine, where it is not installed here.",
+        help="Name and version of the engine, if it is not installed here.",
         show_default=False,
     ),
 ]
 UriArgument = Annotated[
-    str, typer.Argument(metavar="URI", help="A folder that holds one file for each key, or a ….safetensors.")
+    str,
+    typer.Argument(
+        metavar="URI", help="Folder with one file per key (a path, file:///…, s3://…), or a ….safetensors file."
+    ),
 ]
 DeadlineOption = Annotated[
     float | None,
     typer.Option(
         metavar="SECONDS",
-        help="Most seconds it may take [env: RFORK_ARTIFACTS_DEADLINE_S]",
+        help="Maximum duration in seconds [default: 120]",
+        min=0.1,
         show_default=False,
     ),
 ]
@@ -65,7 +75,7 @@ DeadlineOption = Annotated[
 
 @app.command("ls")
 def ls(kinds: CacheTypesOption = None, engine: EngineOption = None, as_json: JsonOption = False) -> None:
-    """List the caches of this machine, and the key that they are given under."""
+    """List the caches on this machine, and their key."""
     with handle_errors(as_json=as_json):
         artifact_settings = options.load(ArtifactSettings, kinds=kinds)
         from rfork.artifacts.cache_types import cache_dirs
@@ -80,12 +90,12 @@ def ls(kinds: CacheTypesOption = None, engine: EngineOption = None, as_json: Jso
         if as_json:
             caches = [
                 {
-                    "kind": cache_dir.cache_type.name,
+                    "type": cache_dir.cache_type.name,
                     "folder": str(cache_dir.folder),
                     "files": files,
                     "bytes": size,
-                    "bound": cache_dir.cache_type.path_bound,
-                    "trouble": problem,
+                    "path_bound": cache_dir.cache_type.path_bound,
+                    "problem": problem,
                 }
                 for cache_dir, files, size, problem in rows
             ]
@@ -94,7 +104,7 @@ def ls(kinds: CacheTypesOption = None, engine: EngineOption = None, as_json: Jso
         out.print(f"key {key.id}: {key.description}", markup=False)
         for cache_dir, files, size, problem in rows:
             what = problem or (f"{files} files, {size / 1e6:.1f} MB" if files else "nothing")
-            bound = "; only fits where it lies at this place" if cache_dir.cache_type.path_bound and files else ""
+            bound = "; usable only at this path" if cache_dir.cache_type.path_bound and files else ""
             out.print(f"{cache_dir.cache_type.name}: {cache_dir.folder}: {what}{bound}", markup=False)
 
 
@@ -103,15 +113,15 @@ def save(
     uri: UriArgument,
     model: Annotated[
         str | None,
-        typer.Option("--model", metavar="NAME", help="Name of the model, for the records.", show_default=False),
+        typer.Option("--model", metavar="NAME", help="Name of the model, for the record.", show_default=False),
     ] = None,
     kinds: CacheTypesOption = None,
     engine: EngineOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write the caches of this machine to storage (a path, file:///…, s3://…)."""
+    """Write the caches of this machine to storage."""
     with handle_errors(as_json=as_json):
-        artifact_settings = _settings(kinds, None, as_json=as_json)
+        artifact_settings = _settings(kinds, as_json=as_json)
         from rfork import artifacts
         from rfork.artifacts.storage import ANY_MODEL
 
@@ -123,12 +133,12 @@ def save(
                     "files": packed.files,
                     "bytes": packed.bytes,
                     "bytes_written": written.written,
-                    "left_out": packed.skipped,
+                    "skipped": packed.skipped,
                 }
             )
         else:
             size = f"{packed.files} files, {packed.bytes / 1e6:.1f} MB"
-            out.print(f"{written.uri}: {size} written{_left_out(packed.skipped)}", markup=False)
+            out.print(f"{written.uri}: {size} written{_skipped_text(packed.skipped)}", markup=False)
 
 
 @app.command("load")
@@ -139,12 +149,16 @@ def load(
     deadline: DeadlineOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Take caches that were saved for a machine as this one. None there is no error: the engine compiles."""
+    """Load caches saved by a machine like this one. Not an error if there are none: the engine compiles."""
     with handle_errors(as_json=as_json):
-        artifact_settings = _settings(kinds, deadline, as_json=as_json)
+        artifact_settings = _settings(kinds, as_json=as_json)
         from rfork import artifacts
+        from rfork.artifacts.client import FETCH_DEADLINE_S
 
-        _print_report(artifacts.load(uri, engine=engine, artifacts=artifact_settings), as_json=as_json)
+        report = artifacts.load(
+            uri, engine=engine, artifacts=artifact_settings, deadline_s=deadline or FETCH_DEADLINE_S
+        )
+        _print_report(report, as_json=as_json)
 
 
 @app.command("pull")
@@ -156,19 +170,25 @@ def pull(
     deadline: DeadlineOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Take caches from instances that run, before the engine starts. None there is no error either."""
+    """Copy caches from running instances before the engine starts. Not an error if there are none."""
     with handle_errors(as_json=as_json):
-        artifact_settings = _settings(kinds, deadline, as_json=as_json)
+        artifact_settings = _settings(kinds, as_json=as_json)
         chosen = options.load(InstanceSettings, planner=planner)
         from rfork import artifacts
+        from rfork.artifacts.client import FETCH_DEADLINE_S
 
-        with Bar(f"artifacts of {model}") as bar:
+        with Bar(f"cache of {model}") as bar:
 
             def show(progress: ForkProgress, image_bytes: int) -> None:
                 bar.update(min(progress.bytes_read, image_bytes), image_bytes, sources_note(progress.sources))
 
             report = artifacts.fetch(
-                model=model, engine=engine, settings=chosen, artifacts=artifact_settings, on_progress=show
+                model=model,
+                engine=engine,
+                settings=chosen,
+                artifacts=artifact_settings,
+                deadline_s=deadline or FETCH_DEADLINE_S,
+                on_progress=show,
             )
         _print_report(report, as_json=as_json)
 
@@ -180,44 +200,45 @@ def seed(
     kinds: CacheTypesOption = None,
     engine: EngineOption = None,
     interval: Annotated[
-        float | None,
+        float,
         typer.Option(
             metavar="SECONDS",
-            help="Seconds between looks for new files [env: RFORK_ARTIFACTS_INTERVAL_S]",
-            show_default=False,
+            help="Seconds between checks for new files.",
+            min=0.1,
         ),
-    ] = None,
+    ] = RESCAN_INTERVAL_S,
     bind: BindOption = None,
     host: HostOption = None,
     egress_rate: EgressOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Give the caches of this machine until interrupted, and what is compiled meanwhile too."""
+    """Serve the caches of this machine until interrupted.
+
+    Files compiled in the meantime are served too.
+    """
     with handle_errors(as_json=as_json):
-        artifact_settings = _settings(kinds, None, as_json=as_json, interval=interval)
+        artifact_settings = _settings(kinds, as_json=as_json)
         chosen = options.load(
             InstanceSettings, planner=planner, bind=bind, node_name=host, max_egress_bytes_per_s=egress_rate
         )
         from rfork.artifacts import ArtifactServer, local_key
 
         if chosen.planner is None:
-            err.print("[yellow]warning:[/] no planner is set, so nobody will find them (set RFORK_PLANNER)")
+            err.print("[yellow]warning:[/] no planner is set, so no instance can find them (set RFORK_PLANNER)")
         stopped = shutdown_on_signal()
         with ArtifactServer(model, local_key(engine), chosen, artifact_settings) as server:
             while not stopped.is_set():
                 if server.refresh():
                     _print_served(server, chosen, as_json=as_json)
-                wait_for_shutdown(stopped, for_s=artifact_settings.interval_s)
-            err.print("closing: readers may finish")
+                wait_for_shutdown(stopped, for_s=interval)
+            err.print("closing: waiting for readers")
 
 
-def _settings(
-    kinds: str | None, deadline: float | None, *, as_json: bool, interval: float | None = None
-) -> ArtifactSettings:
-    """The settings, with logs as they say."""
+def _settings(kinds: str | None, *, as_json: bool) -> ArtifactSettings:
+    """Load the settings and configure logging."""
     instance = options.load(InstanceSettings)
     configure_logs(instance, as_json=as_json, brief=True)
-    return options.load(ArtifactSettings, kinds=kinds, deadline_s=deadline, interval_s=interval)
+    return options.load(ArtifactSettings, kinds=kinds)
 
 
 def _print_report(report: ArtifactReport, *, as_json: bool) -> None:
@@ -232,24 +253,24 @@ def _print_served(server: ArtifactServer, settings: InstanceSettings, *, as_json
     if seed is None or packed is None:
         return
     if settings.planner is not None and not seed.wait_registered(settings.planner_timeout_s):
-        err.print(f"[yellow]warning:[/] {redacted(settings.planner)} does not answer yet; trying on")
+        err.print(f"[yellow]warning:[/] planner {redacted(settings.planner)} is not reachable yet; retrying")
     report = seed.report()
     if as_json:
         ready_event = {
             "event": "ready",
             "files": packed.files,
             "bytes": packed.bytes,
-            "left_out": packed.skipped,
+            "skipped": packed.skipped,
         }
         print_json({**ready_event, **report.model_dump(mode="json")})
         return
     out.print(
-        f"giving {packed.files} files ({packed.bytes / 1e6:.1f} MB) at {report.address} over "
-        f"{', '.join(report.transports)}{_left_out(packed.skipped)}; {report.model}",
+        f"serving {packed.files} files ({packed.bytes / 1e6:.1f} MB) at {report.address} over "
+        f"{', '.join(report.transports)}{_skipped_text(packed.skipped)}; {report.model}",
         markup=False,
     )
 
 
-def _left_out(counts: dict[str, int]) -> str:
-    counts_text = ", ".join(f"{count} {why}" for why, count in counts.items())
-    return f"; left out: {counts_text}" if counts_text else ""
+def _skipped_text(counts: dict[str, int]) -> str:
+    counts_text = ", ".join(f"{count} {reason}" for reason, count in counts.items())
+    return f"; skipped: {counts_text}" if counts_text else ""

@@ -1,7 +1,7 @@
-"""What the shell completes from the planner: models, versions, instances, forks, replicas.
+"""Shell completion from the planner: models, versions, instances, forks and replicas.
 
-Runs in a process of its own at each press of Tab: one call to the planner that may take `TIMEOUT_S`, and
-silence where it does not answer.
+Runs in a new process for each press of Tab: one request to the planner within `TIMEOUT_S`, and no suggestions
+if that fails.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from rfork.settings import InstanceSettings
 
 TIMEOUT_S: Final = 0.3
 MAX_ITEMS: Final = 200
-"""Items that are offered at most: more than anybody reads."""
+"""Maximum number of suggestions."""
 
 Completions = list[tuple[str, str]]
-"""Words, each with what a shell may show beside it."""
+"""Suggestions, each with a description that the shell may show."""
 
-_replica: Final = re.compile(r"(.+)-(?:target|draft)-.+")
+_replica: Final = re.compile(r"(.+)-(?:main|speculative)-.+")
 
 
 def complete_model(context: typer.Context, incomplete: str) -> Completions:
-    """Names of models."""
+    """Complete names of models."""
 
     def query(client: PlannerClient) -> Iterable[tuple[str, str]]:
         seeds: Counter[str] = Counter()
@@ -42,7 +42,7 @@ def complete_model(context: typer.Context, incomplete: str) -> Completions:
 
 
 def complete_version(context: typer.Context, incomplete: str) -> Completions:
-    """Versions of the model that is named; of all models where none is."""
+    """Complete versions of the given model, or of all models."""
     model = context.params.get("model")
 
     def query(client: PlannerClient) -> Iterable[tuple[str, str]]:
@@ -56,7 +56,7 @@ def complete_version(context: typer.Context, incomplete: str) -> Completions:
 
 
 def complete_instance(context: typer.Context, incomplete: str) -> Completions:
-    """Ids of instances."""
+    """Complete ids of instances."""
     return _query(
         context,
         incomplete,
@@ -68,7 +68,7 @@ def complete_instance(context: typer.Context, incomplete: str) -> Completions:
 
 
 def complete_replica(context: typer.Context, incomplete: str) -> Completions:
-    """Names of servers (RFORK_REPLICA)."""
+    """Complete names of replicas (RFORK_REPLICA)."""
     return _query(
         context,
         incomplete,
@@ -81,7 +81,7 @@ def complete_replica(context: typer.Context, incomplete: str) -> Completions:
 
 
 def complete_fork(context: typer.Context, incomplete: str) -> Completions:
-    """Ids of forks, the latest first."""
+    """Complete ids of forks, newest first."""
     return _query(
         context,
         incomplete,

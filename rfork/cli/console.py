@@ -1,4 +1,4 @@
-"""How every command speaks: results on stdout, everything else on stderr, one line an error."""
+"""Output of all commands: results on stdout, everything else on stderr, one line per error."""
 
 from __future__ import annotations
 
@@ -20,21 +20,19 @@ from rich.measure import Measurement
 from rfork import logs
 from rfork import settings as options
 from rfork.errors import RforkError
-from rfork.settings import InstanceSettings, PlannerSettings
+from rfork.settings import InstanceSettings
 
 INTERRUPTED: Final = 130
 BUG: Final = 1
 MAX_WIDTH: Final = 4000
-"""Columns that a table may take where no terminal's width binds it."""
-
-LogSettings = InstanceSettings | PlannerSettings
+"""Maximum width of a table, in columns, if stdout is not a terminal."""
 
 
 class Output(Console):
-    """A console of ours. Rich's own ends the process with 1 as soon as nobody reads its output any more."""
+    """A console that survives a closed pipe. Rich's own exits with code 1 when its output is no longer read."""
 
     def on_broken_pipe(self) -> None:
-        """On stderr: say nothing more, and go on. On stdout: raise BrokenPipeError; see `handle_errors`."""
+        """On stderr: be quiet from now on. On stdout: raise BrokenPipeError, which `handle_errors` handles."""
         self.quiet = True
         if not self.stderr:
             raise BrokenPipeError
@@ -42,7 +40,7 @@ class Output(Console):
 
 
 def _discard_buffer(stream: TextIO) -> None:
-    """Nobody reads it: what is still in its buffer would fail once more when Python ends."""
+    """Redirect a closed stream to /dev/null, so that flushing its buffer at exit does not fail again."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
@@ -53,31 +51,31 @@ err = Output(stderr=True, highlight=False, soft_wrap=True)
 
 
 def print_json(value: object) -> None:
-    """One JSON document on one line of stdout."""
+    """Print a JSON document on one line of stdout."""
     sys.stdout.write(json.dumps(value) + "\n")
     sys.stdout.flush()
 
 
 def replace_unencodable_output() -> None:
-    """A character that stdout or stderr cannot write becomes a question mark: no reason to end a command."""
+    """Replace characters that stdout or stderr cannot encode by question marks instead of failing."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
 
 
-def configure_logs(settings: LogSettings, *, as_json: bool = False, brief: bool = False) -> None:
-    """Log to stderr as the settings say; JSON lines with `as_json`.
+def configure_logs(settings: InstanceSettings, *, as_json: bool = False, brief: bool = False) -> None:
+    """Log to stderr as configured by the settings; as JSON lines with `as_json`.
 
-    `brief`: a command that shows its progress and its result: on a terminal it tells warnings alone, unless
+    `brief`: for commands that show progress and a result. On a terminal, log only warnings, unless
     RFORK_LOG_LEVEL is set.
     """
-    unasked = brief and err.is_terminal and "log_level" not in settings.model_fields_set
-    level = "warning" if unasked else settings.log_level
+    warnings_only = brief and err.is_terminal and "log_level" not in settings.model_fields_set
+    level = "warning" if warnings_only else settings.log_level
     logs.configure(json=settings.log_json or as_json, level=level, stream=cast(TextIO, _Stderr()))
 
 
 class _Stderr:
-    """Standard error as it is when something is written: a progress bar puts itself in its place."""
+    """The current sys.stderr, looked up for each write: a progress bar replaces it temporarily."""
 
     def write(self, text: str) -> int:
         return sys.stderr.write(text)
@@ -91,10 +89,10 @@ class _Stderr:
 
 @contextlib.contextmanager
 def handle_errors(*, as_json: bool = False) -> Iterator[None]:
-    """End the command with one clear line and the error's exit code; never a traceback.
+    """Exit with one clear line and the error's exit code; never with a traceback.
 
-    SIGTERM ends it as Ctrl-C does, so that leases are given back. Where nobody reads its output any more, it
-    ends without a word.
+    SIGTERM is handled like Ctrl-C, so that leases are released. If the output is no longer read, exit
+    silently.
     """
     interrupted = False
 
@@ -104,7 +102,7 @@ def handle_errors(*, as_json: bool = False) -> Iterator[None]:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, interrupt)
-    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # as a shell has it for what runs in the background
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # shells ignore it for background processes
         signal.signal(signal.SIGINT, interrupt)
     try:
         yield
@@ -122,8 +120,8 @@ def handle_errors(*, as_json: bool = False) -> Iterator[None]:
         raise typer.Exit(0) from None
     except (typer.Exit, typer.Abort):
         raise
-    except Exception as error:  # a bug, which no user is to read a traceback of
-        if interrupted:  # or a wait of Python's, which fails so where it is broken off as it ends
+    except Exception as error:  # a bug: users should not see a traceback
+        if interrupted:  # or an interrupted wait of Python, which may fail this way
             _leave_interrupted()
         _report_bug(error, as_json=as_json)
         raise typer.Exit(BUG) from None
@@ -136,8 +134,8 @@ def _leave_interrupted() -> NoReturn:
 
 def _report_bug(error: Exception, *, as_json: bool) -> None:
     error_text = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    message = f"rfork failed where it should not: {error_text}"
-    hint = "set RFORK_LOG_LEVEL=debug to see where, and report it"
+    message = f"unexpected error: {error_text}"
+    hint = "this is a bug in rfork: report it, with the output under RFORK_LOG_LEVEL=debug"
     if as_json:
         print_json({"error": type(error).__name__, "fault": "rfork", "message": message, "hint": hint})
     err.print(f"[bold red]error:[/] {escaped(message)}")
@@ -148,7 +146,7 @@ def _report_bug(error: Exception, *, as_json: bool) -> None:
 
 
 def _debugging() -> bool:
-    """Whether whoever runs this wants to see everything (RFORK_LOG_LEVEL)."""
+    """Return whether debug output is enabled (RFORK_LOG_LEVEL)."""
     try:
         return options.load(InstanceSettings).log_level == "debug"
     except RforkError:
@@ -156,12 +154,12 @@ def _debugging() -> bool:
 
 
 def escaped(text: str) -> str:
-    """Text in which rich finds no markup."""
+    """Escape rich markup in a text."""
     return text.replace("[", r"\[")
 
 
 def print_renderable(what: ConsoleRenderable) -> None:
-    """Print a table or the like on stdout: as wide as the terminal, or as it needs where there is none."""
+    """Print a renderable on stdout, as wide as the terminal, or as wide as needed without one."""
     if out.is_terminal:
         out.print(what, soft_wrap=False)
         return
@@ -171,11 +169,11 @@ def print_renderable(what: ConsoleRenderable) -> None:
 
 
 def hard_exit(code: int) -> NoReturn:
-    """End the process now, though threads are in the middle of something: after what is to be done at exit.
+    """Exit immediately, without waiting for other threads, after running the exit handlers.
 
-    What an interruption left open amid its opening is closed before, unless somebody still holds the error.
-    Python would end daemon threads where they next ask for its lock. In one that comes back from torch that
-    unwinds through C++, which aborts the process (exit code 134, and no word that helps).
+    Generators that an interruption left half open are closed first, unless an error still refers to them. A
+    regular exit stops daemon threads when they next acquire the GIL. In a thread that returns from torch,
+    this unwinds through C++ and aborts the process (exit code 134).
     """
     gc.collect()
     atexit._run_exitfuncs()

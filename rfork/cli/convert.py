@@ -1,4 +1,4 @@
-"""`rfork convert`: tensor files from one format to another, on any storage."""
+"""`rfork convert`: convert tensor files to another format, on any storage."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _size = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 
 
 def convert(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="What is read: a path, s3://… or https://…")],
+    source: Annotated[str, typer.Argument(metavar="SRC", help="Input: a path, s3://… or https://…")],
     destination: Annotated[
         str,
         typer.Argument(
             metavar="DST",
-            help="What is written: NAME.tensors, NAME.safetensors (a plain safetensors file), or a folder: "
-            "that becomes a snapshot, or with --max-shard-size a Hugging Face folder with an index.",
+            help="Output: NAME.tensors, NAME.safetensors (a plain safetensors file), or a folder. A folder becomes a "
+            "snapshot or, with --max-shard-size, a Hugging Face folder with an index.",
         ),
     ],
     dtype: Annotated[
@@ -36,50 +36,54 @@ def convert(
     ] = None,
     only: Annotated[
         list[str] | None,
-        typer.Option("--only", metavar="PATTERN", help="Names to take, as 'layers.0.*'; may be repeated."),
+        typer.Option("--only", metavar="PATTERN", help="Tensors to include, such as 'layers.0.*'; repeatable."),
     ] = None,
     max_shard_size: Annotated[
         str | None,
         typer.Option(
             "--max-shard-size",
             metavar="SIZE",
-            help="Most bytes a file, as 5GB or 500MiB: several files are written.",
+            help="Maximum bytes per file, such as 5GB or 500MiB: write several files.",
         ),
     ] = None,
     rank: Annotated[
         int | None,
-        typer.Option("--rank", min=0, help="Which rank's files of a folder, or of model-rank-%03d.tensors, by number."),
+        typer.Option(
+            "--rank",
+            min=0,
+            help="Number of the rank whose files to read from a folder or from model-rank-%03d.tensors.",
+        ),
     ] = None,
     source_key: Annotated[
         Path | None,
-        typer.Option("--src-key-file", help="File with SRC's key: 32 bytes, or 64 hex digits."),
+        typer.Option("--src-key-file", help="File with the key of SRC: 32 bytes, or 64 hex digits."),
     ] = None,
     source_password: Annotated[
-        Path | None, typer.Option("--src-password-file", help="File whose first line is SRC's password.")
+        Path | None, typer.Option("--src-password-file", help="File with the password of SRC on its first line.")
     ] = None,
     key: Annotated[
         Path | None,
-        typer.Option("--key-file", help="File with the key to encrypt DST (NAME.tensors) under."),
+        typer.Option("--key-file", help="File with the key to encrypt DST (NAME.tensors)."),
     ] = None,
     password: Annotated[
         Path | None,
-        typer.Option("--password-file", help="File whose first line is the password to encrypt DST under."),
+        typer.Option("--password-file", help="File with the password to encrypt DST on its first line."),
     ] = None,
     force: Annotated[
         bool,
         typer.Option(
             "--force",
-            help="Replace what is at DST. A set of files (--max-shard-size) is removed before the first new "
-            "one is written: a failure after that leaves neither.",
+            help="Replace DST. An existing set of files (--max-shard-size) is removed before the first new file is "
+            "written, so a later failure leaves neither.",
         ),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write the tensors of SRC to DST in the format that DST's name says.
+    """Convert the tensors of SRC to the format given by the name of DST.
 
     SRC is a safetensors file, a folder of them, a .tensors file or numbered set, or a snapshot. Names, types,
-    shapes and bytes stay as they are; a snapshot is verified first. No new file is left at DST where the
-    command fails.
+    shapes and bytes do not change; a snapshot is verified first. If the command fails, no new file remains at
+    DST.
     """
     with handle_errors(as_json=as_json):
         from rfork.storage.convert.convert import convert as run
@@ -123,10 +127,10 @@ def _dtype(name: FloatName | None) -> torch.dtype | None:
 
 
 def _bytes_in(text: str) -> int:
-    """The bytes of ``5GB`` (powers of 1000) or ``500MiB`` (of 1024). Raises SettingsError."""
+    """Parse a size such as ``5GB`` (powers of 1000) or ``500MiB`` (of 1024). Raises SettingsError."""
     match = _size.fullmatch(text.strip())
     if match is None or (size := _scaled(*match.groups())) < 1:
-        raise SettingsError(f"--max-shard-size: {text!r} is no size", hint="e.g. 5GB or 500MiB")
+        raise SettingsError(f"--max-shard-size: {text!r} is not a size", hint="e.g. 5GB or 500MiB")
     return size
 
 

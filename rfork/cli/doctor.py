@@ -1,4 +1,4 @@
-"""`rfork doctor`: what this machine has, what rfork will use of it, and what to mend."""
+"""`rfork doctor`: check this machine and its settings."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from rich.text import Text
 
 from rfork import settings as options
 from rfork.cli.console import handle_errors, out, print_json, print_renderable
+from rfork.cli.format import plural
 from rfork.cli.options import JsonOption, PlannerOption
 from rfork.settings import InstanceSettings, StorageSettings
 
 if TYPE_CHECKING:
     from rfork.diagnostics import CheckResult
 
-COLOUR = {"ok": "green", "warn": "yellow", "fail": "red", "skip": "dim"}
+COLOUR = {"ok": "green", "warn": "yellow", "fail": "red", "off": "dim", "skip": "dim"}
 FINDINGS = ("fail", "warn")
 FAILED = 1
-NAME = 25
-"""Columns of a check's name."""
+NAME_WIDTH = 25
 
 
 def doctor(planner: PlannerOption = None, as_json: JsonOption = False) -> None:
-    """Check this machine and its settings, and say which transports will be used, and why.
+    """Check this machine and its settings, and show which transports are used and why.
 
-    Exit code 1 if something is wrong; each finding says what to do.
+    Exit code 1 if a check fails. Every failure and warning comes with a fix.
     """
     with handle_errors(as_json=as_json):
-        from rfork import diagnostics as transport
-        from rfork.diagnostics import storage as storage
+        from rfork import diagnostics
+        from rfork.diagnostics import storage
         from rfork.transport.selection import explain_selection
 
         chosen = options.load(InstanceSettings, planner=planner)
-        checks = transport.run_checks(chosen) + storage.run_checks(chosen, options.load(StorageSettings))
+        checks = diagnostics.run_checks(chosen) + storage.run_checks(chosen, options.load(StorageSettings))
         choices = explain_selection(chosen)
         if as_json:
             print_json(
@@ -55,24 +55,25 @@ def doctor(planner: PlannerOption = None, as_json: JsonOption = False) -> None:
 
 
 def _print_check(check: CheckResult) -> None:
-    """One line, folded under its second column where it is long; what to do stands on a line of its own."""
+    """Print a result: a line, folded within its last column, and another line for the fix or hint."""
     table = Table.grid(padding=(0, 1))
-    for size in (4, NAME):
+    for size in (4, NAME_WIDTH):
         table.add_column(width=size)
     table.add_column(overflow="fold")
     colour = COLOUR[check.status]
-    detail = Text(check.detail, "dim" if check.status == "skip" else "")
+    detail = Text(check.detail, "dim" if check.status in ("off", "skip") else "")
     table.add_row(Text(check.status, colour), Text(check.name), detail)
     if check.fix:
-        word = "to do: " if check.status in FINDINGS else "to know: "
-        table.add_row("", "", Text.assemble((word, colour), check.fix))
+        label = "fix: " if check.status in FINDINGS else "hint: "
+        table.add_row("", "", Text.assemble((label, colour), check.fix))
     print_renderable(table)
 
 
 def _print_summary(checks: Sequence[CheckResult]) -> None:
-    wrong, doubtful = ([check for check in checks if check.status == status] for status in FINDINGS)
-    if not wrong and not doubtful:
-        out.print("\nnothing to mend")
+    failures, warnings = ([check for check in checks if check.status == status] for status in FINDINGS)
+    if not failures and not warnings:
+        out.print("\nno problems found")
         return
-    names = ", ".join(check.name for check in (*wrong, *doubtful))
-    out.print(f"\n{len(wrong)} to mend, {len(doubtful)} to look at: {names}", markup=False)
+    names = ", ".join(check.name for check in (*failures, *warnings))
+    counts = f"{plural(len(failures), 'failure')}, {plural(len(warnings), 'warning')}"
+    out.print(f"\n{counts}: {names}", markup=False)

@@ -1,4 +1,4 @@
-"""`rfork drain`: have instances take no new readers, and wait until they may end."""
+"""`rfork drain`: stop new readers on instances, and wait until they can exit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def drain(
         typer.Option(
             "--replica",
             metavar="NAME",
-            help="All instances of one server (its RFORK_REPLICA).",
+            help="Drain all instances of this replica (its RFORK_REPLICA).",
             autocompletion=complete_replica,
         ),
     ] = None,
@@ -40,35 +40,36 @@ def drain(
         bool,
         typer.Option(
             "--own",
-            help="All instances of the server whose environment this is (RFORK_REPLICA), the last as well: "
-            "for its preStop hook.",
+            help="Drain all instances of this container's replica (RFORK_REPLICA), even a last seed; for preStop "
+            "hooks.",
         ),
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Even if it is the last that holds its weights.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Drain even the last seed of its weights.")] = False,
     wait: Annotated[
         float | None,
         typer.Option(
             min=0,
             metavar="SECONDS",
-            help="Most seconds to wait until it may end; 0: only look [env: RFORK_DRAIN_TIMEOUT_S]",
+            help="Maximum seconds to wait until the instance can exit; 0: check once [env: RFORK_DRAIN_TIMEOUT_S]",
         ),
     ] = None,
     planner: PlannerOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Drain instances, as for a Kubernetes preStop hook. Exit code 0 when all may end, 4 if not in time."""
+    """Drain instances, for example in a Kubernetes preStop hook.
+
+    Exit code 0 when all can exit, 4 if some cannot exit in time.
+    """
     with handle_errors(as_json=as_json):
         if [instance is not None, replica is not None, own].count(True) != 1:
-            raise SettingsError(
-                "name one instance, or with --replica NAME all those of one server, or with --own this one's"
-            )
+            raise SettingsError("name one instance, or select a replica with --replica NAME or --own")
         chosen = options.load(InstanceSettings, planner=planner, drain_timeout_s=wait)
         if own and chosen.replica is None:
-            raise SettingsError("RFORK_REPLICA is not set: --own drains the server that it names")
+            raise SettingsError("RFORK_REPLICA is not set: --own drains the replica that it names")
         named = chosen.replica if own else replica
         with PlannerClient.of(chosen) as client:
             if named is not None:
-                # A server that drains itself is about to end, whether or not it is the last.
+                # A server that drains itself is about to exit, whether or not it is the last seed.
                 _drain_all(client, named, force=force or own, wait_s=chosen.drain_timeout_s, as_json=as_json)
             elif instance is not None:
                 with spinner(chosen.drain_timeout_s) as wait_spinner:
@@ -78,7 +79,7 @@ def drain(
                 if as_json:
                     print_json({"instance_id": instance, **drain_result.model_dump(mode="json")})
                 else:
-                    out.print(f"{instance} may end: {drain_result.reason}", markup=False)
+                    out.print(f"{instance} can exit: {drain_result.reason}", markup=False)
 
 
 def _drain_all(client: PlannerClient, replica: str, *, force: bool, wait_s: float, as_json: bool) -> None:
@@ -87,10 +88,10 @@ def _drain_all(client: PlannerClient, replica: str, *, force: bool, wait_s: floa
     if as_json:
         print_json({"replica": replica, "instances": [asdict(each) for each in drain_results]})
     elif not drain_results:
-        out.print(f"{replica} has no instances: it may end", markup=False)
+        out.print(f"{replica} has no instances and can exit", markup=False)
     else:
         for each in drain_results:
-            word = "may end" if each.can_exit else "may not end"
+            word = "can exit" if each.can_exit else "cannot exit"
             out.print(f"{each.instance_id} {word}: {each.reason}", markup=False)
     if left := [each.instance_id for each in drain_results if not each.can_exit]:
-        raise SourceBusy(f"{len(left)} of {len(drain_results)} instances of {replica} may not end yet")
+        raise SourceBusy(f"{len(left)} of {len(drain_results)} instances of {replica} cannot exit yet")

@@ -1,4 +1,4 @@
-"""What the planner knows at one moment, and what commands ask of it: pure functions over wire models."""
+"""The planner's state at one moment, and pure functions over it that commands share."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from rfork.planner_client.client import PlannerClient
 from rfork.schema import ForkInfo, InstanceInfo, ModelInfo
 
 RUNNING_STATES = ("planning", "running")
-"""States of a fork that has not ended."""
+"""States of a fork that has not finished."""
 SILENT_S = 12.0
-"""An instance that said nothing for so long is in trouble: by default it reports every 5 s."""
+"""An instance without a report for longer is a problem: by default instances report every 5 s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +29,17 @@ class FleetState:
 
     @classmethod
     def of(cls, client: PlannerClient, model: str | None = None) -> Self:
-        """All that the planner knows now, or what it knows of one model. Raises as the client's methods."""
+        """Fetch the current state, of all models or of one. Raises the errors of the client."""
         models = tuple(row for row in client.models() if model in (None, row.model))
         return cls(models, tuple(client.instances(model=model)), tuple(client.forks(model=model)))
 
     @property
     def hosts(self) -> Mapping[str, str]:
-        """The host of each instance, by its id."""
+        """Host of each instance, by instance id."""
         return {view.report.instance_id: view.report.placement.host for view in self.instances}
 
     def to_dict(self) -> dict[str, object]:
-        """All rows as the REST interface has them, ready for JSON."""
+        """Return all rows of the REST interface, for JSON."""
         return {
             "models": [row.model_dump(mode="json") for row in self.models],
             "instances": [row.model_dump(mode="json") for row in self.instances],
@@ -48,13 +48,11 @@ class FleetState:
 
 
 def model_titles(models: Sequence[ModelInfo]) -> list[str]:
-    """Return the name of each row: model and rank, and the weights' digest where a version has several."""
+    """Return the title of each row: model and rank, and the weights digest if a version has several."""
     names = [_title(row) for row in models]
     counts = Counter((name, row.version) for name, row in zip(names, models, strict=True))
     return [
-        f"{name} ({row.weights_id[:6] if row.weights_id else 'not known yet'})"
-        if counts[name, row.version] > 1
-        else name
+        f"{name} ({row.weights_id[:6] if row.weights_id else 'unknown'})" if counts[name, row.version] > 1 else name
         for name, row in zip(names, models, strict=True)
     ]
 
@@ -65,22 +63,22 @@ def _title(row: ModelInfo) -> str:
 
 
 def running_forks(forks: Iterable[ForkInfo]) -> list[ForkInfo]:
-    """The forks that have not ended, the oldest first."""
+    """Return the forks that have not finished, oldest first."""
     return sorted((fork for fork in forks if fork.state in RUNNING_STATES), key=lambda fork: -fork.age_s)
 
 
-def ended(forks: Iterable[ForkInfo]) -> list[ForkInfo]:
-    """The forks that have ended, the last that ended first."""
-    return sorted((fork for fork in forks if fork.finish is not None), key=ended_s)
+def finished_forks(forks: Iterable[ForkInfo]) -> list[ForkInfo]:
+    """Return the finished forks, the latest first."""
+    return sorted((fork for fork in forks if fork.finish is not None), key=finished_ago_s)
 
 
-def ended_s(fork: ForkInfo) -> float:
-    """Seconds since a fork ended, as far as the planner knows; 0 while it goes on."""
+def finished_ago_s(fork: ForkInfo) -> float:
+    """Return the seconds since a fork finished, as known to the planner; 0 while it is running."""
     return max(0.0, fork.age_s - fork.finish.seconds) if fork.finish is not None else 0.0
 
 
 def verified_share(fork: ForkInfo) -> float:
-    """Part of the image that is verified, from 0 to 1."""
+    """Return the verified share of the image, from 0 to 1."""
     if fork.state == "finished":
         return 1.0
     if fork.progress is None or not fork.chunk_count:
@@ -89,14 +87,14 @@ def verified_share(fork: ForkInfo) -> float:
 
 
 def rate_of(fork: ForkInfo) -> float:
-    """Bytes a second: now, while it is under way; of the whole fork, once it has ended. 0: not known."""
+    """Return bytes per second: current for a running fork, the mean for a finished one; 0 if unknown."""
     if fork.finish is not None:
         return fork.finish.bytes_read / fork.finish.seconds if fork.finish.seconds else 0.0
     return fork.progress.bytes_per_s if fork.progress is not None else 0.0
 
 
 def eta_s(fork: ForkInfo) -> float | None:
-    """Seconds until a fork under way is whole, if it goes on as now; None: nothing moves."""
+    """Return the seconds until a running fork is complete at its current rate; None if no data arrives."""
     speed = rate_of(fork)
     if fork.finish is not None or speed <= 0:
         return None
@@ -104,7 +102,7 @@ def eta_s(fork: ForkInfo) -> float | None:
 
 
 def phase_of(fork: ForkInfo) -> str:
-    """What a fork does now, or how it ended: the word for it."""
+    """Return the current phase of a fork, or its outcome."""
     if fork.finish is not None:
         return fork.finish.outcome
     if fork.progress is not None and fork.progress.phases:
@@ -113,10 +111,10 @@ def phase_of(fork: ForkInfo) -> str:
 
 
 def sources_of(fork: ForkInfo) -> dict[str, int]:
-    """Bytes by source, most first; sources of the plan that gave none yet come last.
+    """Return bytes by source, largest first; planned sources without bytes come last.
 
-    A fork that reads its own storage names that as its target's id in the plan, and by ``KIND:URI`` in what
-    it tells: it stands here once it tells.
+    In a plan, the target's own storage has the target's instance id; in reports it is ``TYPE:URI``. It is
+    listed here once it is reported.
     """
     last = fork.finish or fork.progress
     reported = last.sources if last is not None else {}
@@ -129,49 +127,50 @@ def sources_of(fork: ForkInfo) -> dict[str, int]:
 
 
 def transports_of(fork: ForkInfo) -> Mapping[str, str]:
-    """Over which each source is (or was) read."""
+    """Return the transport over which each source is (or was) read."""
     last = fork.finish or fork.progress
     return last.transports if last is not None else {}
 
 
 def rates_of(fork: ForkInfo) -> Mapping[str, float]:
-    """Bytes a second of each source, as the fork told: now; once it has ended, each in its fastest second.
+    """Return the reported bytes per second of each source.
 
-    A source that gives nothing now is not in it, nor is any of an old client or of a fork that was too short.
+    Current rates for a running fork, peak rates for a finished one. Idle sources, sources of old clients and
+    sources of very short forks are missing.
     """
     last = fork.finish or fork.progress
     return last.source_bytes_per_s if last is not None else {}
 
 
 def format_sources(sources: Iterable[str], transports: Mapping[str, str], rates: Mapping[str, float]) -> list[str]:
-    """Who gives: ``1f3a9c2e (http)``; of several also how much: ``1f3a9c2e (http) 40.00 MB/s``."""
+    """Format sources: ``1f3a9c2e (http)``, or with rates if there are several: ``1f3a9c2e (http) 40.00 MB/s``."""
     names = list(sources)
-    words = []
+    texts = []
     for name in names:
         transport_suffix = f" ({transports[name]})" if name in transports else ""
         rate = f" {format.rate(rates[name])}" if len(names) > 1 and rates.get(name) else ""
-        words.append(f"{format.format_source(name)}{transport_suffix}{rate}")
-    return words
+        texts.append(f"{format.format_source(name)}{transport_suffix}{rate}")
+    return texts
 
 
 def instance_problem(view: InstanceInfo) -> str:
-    """What is wrong with an instance, or out of the ordinary; empty: nothing."""
+    """Return what is wrong or unusual about an instance; empty if nothing."""
     if view.quarantined:
         return f"quarantined: {view.quarantined}"
     if view.accused:
         return f"accused by a reader: {view.accused}"
     if view.age_s > SILENT_S:
-        return f"silent for {view.age_s:.0f} s"
+        return f"no report for {view.age_s:.0f} s"
     if view.report.state == "draining":
         readers = len(view.report.readers)
-        return f"draining, {format.plural(readers, 'reader')} left" if readers else "draining, nobody reads from it"
+        return f"draining, {format.plural(readers, 'reader')} left" if readers else "draining, no readers"
     return ""
 
 
 def fallbacks(forks: Iterable[ForkInfo]) -> Counter[str]:
-    """How many forks loaded otherwise, by the kind of the last error before that, as in the metrics."""
+    """Count forks that fell back, by their last error, as in the metrics."""
     return Counter(
-        _cause_of(fork.finish.reasons[-1]) if fork.finish.reasons else "no reason given"
+        _cause_of(fork.finish.reasons[-1]) if fork.finish.reasons else "no reason reported"
         for fork in forks
         if fork.finish is not None and fork.finish.outcome == "fallback"
     )
@@ -182,5 +181,5 @@ def _cause_of(reason: str) -> str:
 
 
 def error_kind_of(reason: str) -> str:
-    """The error that a reason (``SourceTimeout: …``) begins with."""
+    """Return the error with which a reason (``SourceTimeout: …``) begins."""
     return reason.partition(":")[0].strip()

@@ -1,112 +1,103 @@
-"""`rfork forks`: the forks that the planner knows, newest first, or each change as it happens."""
+"""Output of `rfork status --forks`: a table of forks, or each change as it happens."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Annotated, Final
+from typing import Final
 
-import typer
 from rich.text import Text
 
-from rfork import settings as options
 from rfork.cli import fleet_queries, format
-from rfork.cli.completion import complete_model
-from rfork.cli.console import err, handle_errors, out, print_json, print_renderable
-from rfork.cli.options import JsonOption, PlannerOption
+from rfork.cli.console import err, out, print_json, print_renderable
 from rfork.cli.tables import Cell, Column, FittedTable
 from rfork.errors import PlannerRejected, PlannerUnreachable
 from rfork.planner_client.client import PlannerClient
 from rfork.schema import ForkEvent, ForkInfo
 from rfork.schema.types import ForkState
-from rfork.settings import InstanceSettings
 
 DEFAULT_LIMIT: Final = 20
 RECONNECT_S: Final = 2.0
-"""How long it waits before it asks a planner again that went away."""
+"""Pause before reconnecting to a planner that became unreachable."""
 COLOURS: Final = {
     "forked": "green", "fallback": "yellow", "failed": "red", "interrupted": "red", "planning": "dim",
 }  # fmt: skip
 
 
-def forks(
-    model: Annotated[
-        str | None,
-        typer.Option("--model", metavar="NAME", help="Only of this model.", autocompletion=complete_model),
-    ] = None,
-    state: Annotated[ForkState | None, typer.Option("--state", help="Only in this state.")] = None,
-    limit: Annotated[
-        int | None,
-        typer.Option(
-            "--limit",
-            min=1,
-            metavar="N",
-            help=f"Most forks to list ({DEFAULT_LIMIT}); with --follow, end after so many changes.",
-            show_default=False,
-        ),
-    ] = None,
-    follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Print each change as it happens, until interrupted.")
-    ] = False,
-    planner: PlannerOption = None,
-    as_json: JsonOption = False,
+def list_forks(
+    client: PlannerClient, model: str | None, state: ForkState | None, limit: int | None, *, as_json: bool
 ) -> None:
-    """List forks, newest first, or follow them. `rfork explain FORK` says more of one."""
-    with handle_errors(as_json=as_json):
-        with PlannerClient.of(options.load(InstanceSettings, planner=planner)) as client:
-            if follow:
-                _follow(client, model, state, limit, as_json=as_json)
-                return
-            found = sorted(client.forks(model=model, state=state), key=lambda fork: fork.age_s)
-        listed = found[: limit or DEFAULT_LIMIT]
+    """Print forks, newest first, at most `limit` (default: `DEFAULT_LIMIT`)."""
+    found = sorted(client.forks(model=model, state=state), key=lambda fork: fork.age_s)
+    listed = found[: limit or DEFAULT_LIMIT]
+    if as_json:
+        print_json({"forks": [fork.model_dump(mode="json") for fork in listed], "total": len(found)})
+        return
+    if not found:
+        which = f"{state} " if state else ""
+        err.print(f"no {which}forks{f' of {model}' if model else ''}", markup=False)
+        return
+    print_renderable(fork_table(listed))
+    if len(found) > len(listed):
+        err.print(f"{len(found) - len(listed):,} older forks not shown; use --limit {len(found)} to list all")
+
+
+def follow_forks(
+    client: PlannerClient, model: str | None, state: ForkState | None, limit: int | None, *, as_json: bool
+) -> None:
+    """Print each change of a fork as one line, until interrupted or after `limit` changes."""
+    printed = 0
+    for event in _events(client, model):
+        if state not in (None, event.fork.state):
+            continue
         if as_json:
-            print_json({"forks": [fork.model_dump(mode="json") for fork in listed], "known": len(found)})
+            print_json(event.model_dump(mode="json"))
+        else:
+            out.print(f"{time.strftime('%H:%M:%S')} {event_line(event)}", markup=False)
+        printed += 1
+        if printed == limit:
             return
-        if not found:
-            which = f" {state}" if state else ""
-            err.print(f"no{which} fork{f' of {model}' if model else ''} is known", markup=False)
-            return
-        print_renderable(fork_table(listed))
-        if len(found) > len(listed):
-            err.print(f"{len(found) - len(listed):,} older ones: --limit {len(found)} lists them too")
 
 
 def fork_table(listed: list[ForkInfo]) -> FittedTable:
-    """One row a fork."""
+    """Return a table with one row per fork."""
     columns = (
         Column("fork"),
-        Column("asked", right=True, priority=4),
-        Column("how"),
+        Column("started", right=True, priority=4),
+        Column("state"),
         Column("model", min_width=8, priority=1),
         Column("version", min_width=8, priority=3),
         Column("size", right=True, priority=6),
-        Column("took", right=True),
+        Column("time", right=True),
         Column("rate", right=True, priority=5),
-        Column("from", min_width=8, priority=2),
-        Column("last trouble", min_width=8, priority=7),
+        Column("sources", min_width=8, priority=2),
+        Column("last error", min_width=8, priority=7),
     )
     return FittedTable(columns, [_row(fork) for fork in listed])
 
 
 def _row(fork: ForkInfo) -> tuple[Cell, ...]:
-    word, speed = fleet_queries.phase_of(fork), fleet_queries.rate_of(fork)
-    so_far = "" if fork.finish is not None else f" {fleet_queries.verified_share(fork):.0%}"
+    phase, speed = fleet_queries.phase_of(fork), fleet_queries.rate_of(fork)
+    share = "" if fork.finish is not None else f" {fleet_queries.verified_share(fork):.0%}"
     return (
         fork.fork_id[:12],
         f"{format.format_age(fork.age_s)} ago",
-        Text(f"{word}{so_far}", COLOURS.get(word, "cyan")),
+        Text(f"{phase}{share}", COLOURS.get(phase, "cyan")),
         _model(fork),
         format.version(fork.version),
         format.size(fork.image_bytes),
         format.duration(fork.finish.seconds if fork.finish is not None else fork.age_s),
         format.rate(speed) if speed else "-",
-        source_words(fork),
+        sources_text(fork),
         _failure_reason(fork),
     )
 
 
-def source_words(fork: ForkInfo) -> str:
-    """Who gives, most first: ``1f3a9c2e (http), snapshot:s3://…``; of several that give now, how much."""
+def sources_text(fork: ForkInfo) -> str:
+    """Return the sources of a fork, largest first: ``1f3a9c2e (http), snapshot:s3://…``.
+
+    For a running fork with several sources, each has its current rate.
+    """
     rates = fleet_queries.rates_of(fork) if fork.finish is None else {}
     return (
         ", ".join(
@@ -127,43 +118,29 @@ def _failure_reason(fork: ForkInfo) -> str:
     return fork.finish.reasons[-1]
 
 
-def _follow(client: PlannerClient, model: str | None, state: str | None, limit: int | None, *, as_json: bool) -> None:
-    printed = 0
-    for event in _events(client, model):
-        if state not in (None, event.fork.state):
-            continue
-        if as_json:
-            print_json(event.model_dump(mode="json"))
-        else:
-            out.print(f"{time.strftime('%H:%M:%S')} {event_line(event)}", markup=False)
-        printed += 1
-        if printed == limit:
-            return
-
-
 def _events(
     client: PlannerClient, model: str | None, pause: Callable[[float], None] = time.sleep
 ) -> Iterator[ForkEvent]:
-    """Changes of forks without an end, over restarts of the planner, but not over a first call that fails."""
-    answered = False
+    """Yield fork events indefinitely and reconnect when the planner restarts. An error of the first call is raised."""
+    was_connected = False
     while True:
         try:
             with client.events(model=model) as stream:
-                if answered:
-                    err.print(f"{client.url} answers again")
-                answered = True
+                if was_connected:
+                    err.print(f"reconnected to planner {client.url}")
+                was_connected = True
                 yield from stream
-            why = f"{client.url} ended the stream"
+            reason = f"planner {client.url} closed the stream"
         except (PlannerUnreachable, PlannerRejected) as error:
-            if not answered or (isinstance(error, PlannerRejected) and error.status < 500):
+            if not was_connected or (isinstance(error, PlannerRejected) and error.status < 500):
                 raise
-            why = str(error)
-        err.print(f"{why}; asking again", markup=False)
+            reason = str(error)
+        err.print(f"{reason}; reconnecting", markup=False)
         pause(RECONNECT_S)
 
 
 def event_line(event: ForkEvent) -> str:
-    """One change on one line."""
+    """Return a change of a fork as one line."""
     fork = event.fork
     model = " ".join(filter(None, (_model(fork), format.version(fork.version))))
     name = f"{fork.fork_id[:12]} {model} on {format.short(fork.instance_id)}"
@@ -174,10 +151,10 @@ def event_line(event: ForkEvent) -> str:
         if fork.finish.fallback:
             line += f", {fork.finish.fallback}"
         failure_reason = _failure_reason(fork)
-        return f"{line}, because of {failure_reason}" if failure_reason else f"{line}, from {source_words(fork)}"
+        return f"{line}, {failure_reason}" if failure_reason else f"{line}, from {sources_text(fork)}"
     if event.kind == "planned":
-        return f"{name}: {'planned' if fork.plan else 'waits'}, {fork.reason or source_words(fork)}"
+        return f"{name}: {'planned' if fork.plan else 'waiting'}, {fork.reason or sources_text(fork)}"
     left_s = fleet_queries.eta_s(fork)
     left = f", {format.duration(left_s)} left" if left_s is not None else ""
     share, speed = fleet_queries.verified_share(fork), format.rate(fleet_queries.rate_of(fork))
-    return f"{name}: {fleet_queries.phase_of(fork)} {share:.0%}, {speed}{left}, from {source_words(fork)}"
+    return f"{name}: {fleet_queries.phase_of(fork)} {share:.0%}, {speed}{left}, from {sources_text(fork)}"

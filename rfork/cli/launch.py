@@ -1,7 +1,8 @@
-"""`rfork launch`: start SGLang or vLLM so that it forks, and drain it before it ends.
+"""`rfork launch`: start an SGLang or vLLM server that forks, and drain it before it exits.
 
-Where a planner is set, the server is given RFORK_DRAIN_TIMEOUT_S=0: it is drained here, for `drain_s` seconds at
-most, before the SIGTERM reaches it, and would else wait as long again. So no other signal drains it.
+With a planner, the server is started with RFORK_DRAIN_TIMEOUT_S=0: it is drained here, for at most
+`drain_timeout_s` seconds, before SIGTERM reaches it, and would otherwise wait a second time. Other signals do
+not drain it.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def launch(
         settings = _settings(started.environment)
         configure(settings.log_json, settings.log_level)
         replica = started.environment[flags.variable("replica")]
-        owner_secret(settings)  # read now: its file may be gone when the server ends
+        owner_secret(settings)  # read now, because the file may be removed before the server exits
         log.info("launching", engine=started.engine, replica=replica, command=redacted(" ".join(started.command)))
         with with_plugin_path(engine_environment(started.environment, settings)) as environment:
             code = supervise(started.command, environment, lambda stop: _drain(settings, replica, stop))
@@ -49,16 +50,16 @@ def launch(
 
 
 def parse_launch_arguments(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """The RFORK_* that the options in front set, and the command behind them. Exits after ``--help``."""
+    """Return the RFORK_* variables set by the options, and the engine command. Exits after ``--help``."""
     parser = argparse.ArgumentParser(
         prog="rfork launch",
         usage="rfork launch [OPTIONS] -- COMMAND…",
-        description="Start an SGLang or vLLM server that forks its weights. Each option may be spelt --rfork-…, too.",
+        description="Start an SGLang or vLLM server that forks its weights. Options may also be written as --rfork-…",
         allow_abbrev=False,
         exit_on_error=False,
     )
     flags.add(
-        parser.add_argument_group("what the server's rfork is told"),
+        parser.add_argument_group("options of the server's rfork"),
         lambda name: (f"--{name}", f"--rfork-{name}"),
     )
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -68,13 +69,13 @@ def parse_launch_arguments(arguments: Sequence[str]) -> tuple[dict[str, str], li
         raise SettingsError(str(error), hint="see `rfork launch --help`") from None
     command: list[str] = values.command
     if unknown:
-        raise SettingsError(f"there is no option {unknown[0]}", hint="see `rfork launch --help`")
+        raise SettingsError(f"unknown option {unknown[0]}", hint="see `rfork launch --help`")
     return flags.to_environment(values), command[1:] if command[:1] == ["--"] else command
 
 
 def _settings(environment: Mapping[str, str]) -> InstanceSettings:
-    """Those that the server will have. Raises SettingsError before it is started."""
-    overrides = {name: environment.get(flags.variable(name)) or None for name, _ in flags.fields(without=())}
+    """Return the settings of the server. Raises SettingsError before it starts."""
+    overrides = {name: environment.get(flags.variable(name)) or None for name, _ in flags.fields(excluded=())}
     return options.load(InstanceSettings, **overrides)
 
 
@@ -82,11 +83,11 @@ def _drain(settings: InstanceSettings, replica: str, stop: threading.Event) -> N
     if settings.planner is None:
         return
     try:
-        log.info("draining", replica=replica, most_s=settings.drain_timeout_s)
+        log.info("draining", replica=replica, timeout_s=settings.drain_timeout_s)
         with PlannerClient.of(settings) as client:
             for each in drain_replica(client, replica, wait_s=settings.drain_timeout_s, force=True, stop=stop):
                 log.info("drained", instance_id=each.instance_id, can_exit=each.can_exit, reason=each.reason)
     except RforkError as error:
-        log.warning("not drained", because=str(error))
-    except Exception:  # a bug is no reason for the engine to outlive a SIGTERM
-        log.exception("not drained")
+        log.warning("drain failed", reason=str(error))
+    except Exception:  # a bug must not stop the engine from exiting on SIGTERM
+        log.exception("drain failed")

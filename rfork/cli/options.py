@@ -1,4 +1,4 @@
-"""Options that several commands share; each overrides the setting of the same name."""
+"""Options shared by several commands; each overrides the setting of the same name."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ PlannerOption = Annotated[
     str | None,
     typer.Option("--planner", metavar="URL", help="URL of the planner [env: RFORK_PLANNER]", show_default=False),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON, for machines.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 NameOption = Annotated[
     str | None,
     typer.Option(
         "--name",
         metavar="NAME",
-        help="Name of the model; seeds and forks meet under it [default: the folder's name]",
+        help="Name of the model, under which forks find its seeds [default: the folder's name]",
     ),
 ]
 VersionOption = Annotated[
@@ -28,20 +28,20 @@ VersionOption = Annotated[
     typer.Option(
         "--version",
         metavar="VERSION",
-        help="Version of the weights; instances share weights only of equal versions "
+        help="Version of the weights; only instances of equal versions share weights "
         "[env: RFORK_VERSION] [default: the hub commit, else a fingerprint of the files]",
         show_default=False,
         autocompletion=complete_version,
     ),
 ]
-FolderArgument = Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="A Hugging Face model folder.")]
+FolderArgument = Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="Hugging Face model folder.")]
 BindOption = Annotated[
     str | None, typer.Option("--bind", metavar="ADDRESS", help="Address to listen on [env: RFORK_BIND]")
 ]
 EgressOption = Annotated[
     int | None,
     typer.Option(
-        "--egress-rate", metavar="BYTES", help="Most bytes a second to give [env: RFORK_MAX_EGRESS_BYTES_PER_S]"
+        "--egress-rate", metavar="BYTES", help="Maximum bytes per second to serve [env: RFORK_MAX_EGRESS_BYTES_PER_S]"
     ),
 ]
 HostOption = Annotated[
@@ -50,7 +50,7 @@ HostOption = Annotated[
 
 
 def model_name(folder: Path, name: str | None) -> str:
-    """The name seeds and forks meet under. Raises SettingsError for one that the planner would refuse."""
+    """Return the name under which forks find the model. Raises SettingsError for an invalid name."""
     from rfork.engines.argument_checks import check_model_name
 
     chosen = canonical_model_name(folder) if name is None else name

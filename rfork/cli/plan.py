@@ -1,4 +1,4 @@
-"""`rfork plan`: who would read what from whom if replicas came now, and when each would be whole."""
+"""`rfork plan`: predict sources and duration of new replicas, without starting any."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rfork.settings import InstanceSettings
 from rfork.weights_version import short
 
 MAX_REPLICAS_DRAWN: Final = 64
-"""Replicas of a rank that the tree shows one by one."""
+"""Maximum number of replicas of a rank drawn individually."""
 RATE: Final = re.compile(
     r"(?P<number>\d+(?:\.\d+)?(?:e\d+)?)\s*(?:(?P<prefix>[kMGT]?)(?P<unit>B|bit|b|Byte)(?:/s|ps)?)?",
     re.IGNORECASE,
@@ -35,11 +35,11 @@ STORAGE: Final = "storage"
 
 
 def rate_of(text: str) -> float:
-    """Bytes a second: ``3GB/s``, ``25Gbit/s``, or a plain number of bytes. Raises UserError for others."""
+    """Parse ``3GB/s``, ``25Gbit/s`` or a plain number into bytes per second. Raises UserError."""
     match = RATE.fullmatch(text.strip())
     number = float(match["number"]) * POWERS[(match["prefix"] or "").lower()] if match else 0.0
     if match is None or not 0 < number < 1e18:
-        raise UserError(f"{text!r} is no rate", hint="for example 25Gbit/s, 3GB/s, or bytes a second")
+        raise UserError(f"{text!r} is not a rate", hint="for example 25Gbit/s, 3GB/s, or bytes per second")
     bits = match["unit"] is not None and (match["unit"].lower() == "bit" or match["unit"] == "b")
     return number / 8 if bits else number
 
@@ -49,7 +49,7 @@ def plan(
         str | None,
         typer.Argument(
             metavar="[MODEL]",
-            help="Name of the model; without, the one that the planner knows.",
+            help="Name of the model; required if the planner knows several.",
             autocompletion=complete_model,
             show_default=False,
         ),
@@ -59,29 +59,27 @@ def plan(
         typer.Option(
             "--version",
             metavar="VERSION",
-            help="Version of the weights, or its beginning [default: the one that most instances serve]",
+            help="Version of the weights, or a unique prefix [default: the version that most instances serve]",
             autocompletion=complete_version,
         ),
     ] = None,
     targets: Annotated[
-        int, typer.Option("--targets", "-n", min=1, max=1024, help="Replicas that would come together.")
+        int, typer.Option("--targets", "-n", min=1, max=1024, help="Number of replicas that start together.")
     ] = 1,
-    per_host: Annotated[
-        int, typer.Option("--per-host", min=1, max=64, help="How many of them would share a host.")
-    ] = 1,
-    cold: Annotated[bool, typer.Option("--cold", help="As if nobody held the weights yet.")] = False,
+    per_host: Annotated[int, typer.Option("--per-host", min=1, max=64, help="Number of these replicas per host.")] = 1,
+    cold: Annotated[bool, typer.Option("--cold", help="Assume that no instance has the weights.")] = False,
     rank: Annotated[
         str | None,
-        typer.Option("--rank", metavar="KEY", help="Only of this rank, by its key in `rfork status --json`."),
+        typer.Option("--rank", metavar="KEY", help="Show only this rank, by its key in `rfork status --json`."),
     ] = None,
-    rack: Annotated[str | None, typer.Option("--rack", help="The rack that they would be in.")] = None,
-    zone: Annotated[str | None, typer.Option("--zone", help="The zone that they would be in.")] = None,
+    rack: Annotated[str | None, typer.Option("--rack", help="Rack of the new replicas.")] = None,
+    zone: Annotated[str | None, typer.Option("--zone", help="Zone of the new replicas.")] = None,
     link: Annotated[
         str | None,
         typer.Option(
             "--link",
             metavar="RATE",
-            help="One direction of a host's link, such as 25Gbit/s [default: as measured]",
+            help="Link speed of a host in one direction, such as 25Gbit/s [default: as measured]",
         ),
     ] = None,
     storage: Annotated[
@@ -89,22 +87,22 @@ def plan(
         typer.Option(
             "--storage",
             metavar="RATE",
-            help="Of storage for each reader, such as 3GB/s [default: as measured]",
+            help="Storage speed per reader, such as 3GB/s [default: as measured]",
         ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="What it always is: nothing is started, planned or kept.")
+        bool, typer.Option("--dry-run", help="No effect: this command never starts or registers anything.")
     ] = False,
     planner: PlannerOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what would happen if replicas came now: who reads what from whom, and how long it takes.
+    """Predict how new replicas would fork: sources, transports and duration.
 
-    The planner's own policy decides, over the fleet as it is and replicas that do not exist. The seconds are
-    those of the transfer alone, as the links would do it.
+    Runs the planner's policy on the current fleet plus replicas that do not exist. Durations cover the
+    transfer only, at the speed of the links.
     """
     with handle_errors(as_json=as_json):
-        wanted = {
+        overrides = {
             "rank_key": rank, "rack": rack, "zone": zone, "cold": cold,
             "targets": targets, "per_host": per_host,
             "link_bytes_per_s": None if link is None else rate_of(link),
@@ -113,19 +111,19 @@ def plan(
         with PlannerClient.of(options.load(InstanceSettings, planner=planner)) as client:
             name = model or _only_model(client)
             full = None if version is None else _full_version(client, name, version)
-            page = _request_preview(client, {"model": name, "version": full, **wanted})
+            page = _request_preview(client, {"model": name, "version": full, **overrides})
         if as_json:
             print_json(page.model_dump(mode="json"))
             return
         for preview in page.items:
             print_renderable(render_tree(preview, alone=len(page.items) == 1))
         if not page.items:
-            err.print("no instance has told yet how large its image is", markup=False)
+            err.print("no instance has reported the size of its image yet", markup=False)
 
 
-def _request_preview(client: PlannerClient, wanted: Mapping[str, str | float | None]) -> PreviewPage:
+def _request_preview(client: PlannerClient, fields: Mapping[str, str | float | None]) -> PreviewPage:
     try:
-        request = PreviewRequest.model_validate(wanted)
+        request = PreviewRequest.model_validate(fields)
     except ValidationError as error:
         first = error.errors()[0]
         raise UserError(f"{first['loc'][0]}: {first['msg']}") from None
@@ -135,18 +133,20 @@ def _request_preview(client: PlannerClient, wanted: Mapping[str, str | float | N
         if error.problem not in ("unknown-model", "unknown-version"):
             raise
         detail = str(error).rpartition("/v1/previews: ")[2]
-        hint = "`rfork status` shows the models, versions and ranks that are known"
+        hint = "`rfork status` lists known models, versions and ranks"
         raise UserError(detail, hint=hint) from None
 
 
 def _full_version(client: PlannerClient, model: str, text: str) -> str:
-    """Return the known version of a model that begins with `text` or is shown so; `text` where none does."""
+    """Return the known version that matches a prefix or short form; `text` itself if none does."""
     known = {row.version for row in client.models() if row.model == model and row.version}
     found = sorted(each for each in known if each.startswith(text) or short(each) == text)
     if text in known or not found:
         return text
     if len(found) > 1:
-        raise UserError(f"{text!r} could be any of {len(found)}: {', '.join(found[:5])}", hint="name more of it")
+        raise UserError(
+            f"{text!r} is ambiguous, {len(found)} versions match: {', '.join(found[:5])}", hint="type more of it"
+        )
     return found[0]
 
 
@@ -156,84 +156,84 @@ def _only_model(client: PlannerClient) -> str:
         return names[0]
     if not names:
         raise UserError(
-            "no instance of any model is known: there is nothing to go by",
-            hint="start one, for example with `rfork seed MODEL_DIR`",
+            "the planner knows no model: there is nothing to plan with",
+            hint="start an instance, for example with `rfork seed MODEL_DIR`",
         )
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     raise UserError(
         f"the planner knows {format.plural(len(names), 'model')}: {', '.join(names[:5])}{more}",
-        hint="name one: `rfork plan MODEL`",
+        hint="select one: `rfork plan MODEL`",
     )
 
 
 def render_tree(preview: Preview, *, alone: bool = True) -> ConsoleRenderable:
-    """The plan as a tree, and what it comes to. `alone`: the model has no other rank."""
+    """Return the plan as a tree, followed by a summary. `alone`: the model has no other rank."""
     title = " ".join(filter(None, (preview.model, format.version(preview.version))))
     title += "" if alone else f", rank {format.rank(preview.rank_key)}"
     head = f"{format.size(preview.image_bytes)} in {preview.chunk_count:,} chunks, "
-    head += f"to {format.plural(len(preview.targets), 'replica')} that would come now"
+    head += f"to {format.plural(len(preview.targets), 'new replica')}"
     tree = Tree(Text.assemble((title, "bold"), ": ", head))
     parents = _parents(preview.targets)
     nodes: dict[str, Tree] = {}
     for drawn_count, (name, parent) in enumerate(parents.items()):
         if drawn_count == MAX_REPLICAS_DRAWN:
             left = len(parents) - drawn_count
-            tree.add(Text(f"and {left:,} more: --json names them all", style="dim"))
+            tree.add(Text(f"and {left:,} more: use --json to list all", style="dim"))
             break
         target = next(each for each in preview.targets if each.instance_id == name)
         if parent not in nodes:
             nodes[parent] = tree.add(_root(parent, preview))
         nodes[name] = nodes[parent].add(_line(target, parent, preview))
-    alone_reads = [each for each in preview.targets if not each.shares]
-    if alone_reads:
-        branch = tree.add(Text(f"{format.plural(len(alone_reads), 'replica')} with nobody to read from", "yellow"))
-        for reason in dict.fromkeys(each.reason for each in alone_reads):
+    unserved = [each for each in preview.targets if not each.shares]
+    if unserved:
+        branch = tree.add(Text(f"{format.plural(len(unserved), 'replica')} without a source", "yellow"))
+        for reason in dict.fromkeys(each.reason for each in unserved):
             branch.add(Text(reason, style="dim"))
     return Group(tree, *(Text(line) for line in summary(preview)))
 
 
 def summary(preview: Preview) -> list[str]:
-    """What the plan comes to, beside the bound and beside storage."""
+    """Return a summary of the plan: total time, lower bound, and the time from storage."""
     number, image = len(preview.targets), preview.image_bytes
     link, stored = format.rate(preview.link_bytes_per_s), format.rate(preview.storage_bytes_per_s)
-    known = "as forks measured it" if preview.measured else "--link says it, if it is another"
+    origin = "measured by forks" if preview.measured else "assumed; override with --link"
     lines = []
     if preview.seconds is None:
-        lines.append("each loads by itself: nobody holds it, and nobody is known to have a snapshot of it")
+        lines.append("each replica loads without peers: no instance has the weights, and no snapshot is known")
         if not preview.seeds:
-            lines.append("--storage RATE plans as if each could read a snapshot")
+            lines.append("use --storage RATE to plan as if each replica could read a snapshot")
     else:
         times = preview.seconds / preview.bound_s if preview.bound_s else 0.0
         lines.append(
-            f"all are whole after {format.duration(preview.seconds)}: {times:.2f} times the bound of "
+            f"all complete after {format.duration(preview.seconds)}: {times:.2f} times the lower bound of "
             f"{format.duration(preview.bound_s)}, one image over one link"
         )
         from_storage = format.size(preview.storage_bytes) if preview.storage_bytes else "nothing"
         lines.append(
-            f"each from storage: {format.duration(image / preview.storage_bytes_per_s)}, and "
-            f"{format.size(number * image)} are read from it; by this plan {from_storage}"
+            f"if each read from storage: {format.duration(image / preview.storage_bytes_per_s)}, "
+            f"{format.size(number * image)} read from storage; with this plan: {from_storage}"
         )
-        lines.append(f"links of {link} ({known}), storage of {stored} for each reader")
+        lines.append(f"link {link} ({origin}), storage {stored} per reader")
     return lines
 
 
 def _parents(targets: Sequence[PreviewTarget]) -> dict[str, str]:
-    """Under whom each target stands: of those that it reads from, one that stands nearest to the top.
+    """Return the parent of each target in the tree: of its sources, the one nearest to the root.
 
-    Sources that are there already, and storage, are at the top. In the order in which they are to be drawn.
+    Existing sources and storage are roots. The result is in drawing order.
     """
-    own = {target.instance_id: target for target in targets}
+    new_targets = {target.instance_id for target in targets}
     parents: dict[str, str] = {}
     readers: dict[str, list[str]] = {}
     frontier: list[str] = []
     for target in targets:
         for share in sorted(target.shares, key=lambda share: -count(share.chunks)):
             readers.setdefault(share.source_id, []).append(target.instance_id)
-            outside = share.source_id not in own
-            if target.instance_id not in parents and (outside or share.source_id == target.instance_id):
-                parents[target.instance_id] = share.source_id if outside else STORAGE
+            is_external = share.source_id not in new_targets
+            if target.instance_id not in parents and (is_external or share.source_id == target.instance_id):
+                parents[target.instance_id] = share.source_id if is_external else STORAGE
                 frontier.append(target.instance_id)
-    for name in frontier:  # it grows meanwhile
+    for name in frontier:  # grows during the loop
         for reader in readers.get(name, ()):
             if reader not in parents:
                 parents[reader] = name
@@ -243,24 +243,24 @@ def _parents(targets: Sequence[PreviewTarget]) -> dict[str, str]:
 
 def _root(name: str, preview: Preview) -> Text:
     if name == STORAGE:
-        return Text(f"storage, {format.rate(preview.storage_bytes_per_s)} each", style="magenta")
-    return Text.assemble((format.short(name), "green"), " is there already")
+        return Text(f"storage, {format.rate(preview.storage_bytes_per_s)} per reader", style="magenta")
+    return Text.assemble((format.short(name), "green"), " (running)")
 
 
 def _line(target: PreviewTarget, parent: str, preview: Preview) -> Text:
     first = target.instance_id if parent == STORAGE else parent
     reads = [
-        _share(count(share.chunks), preview.chunk_count)
+        _share_text(count(share.chunks), preview.chunk_count)
         + ("" if share.source_id == parent else f" from {_source_label(share.source_id, target)}")
         + _transport_suffix(target.transports, share.source_id)
         for share in sorted(target.shares, key=lambda share: (share.source_id != first, -count(share.chunks)))
     ]
-    when = "never whole" if target.seconds is None else format.duration(target.seconds)
+    when = "never complete" if target.seconds is None else format.duration(target.seconds)
     host = f" on {target.host}" if target.host else ""
     return Text.assemble((target.instance_id, "cyan"), f"{host}: {', '.join(reads)}; ", (when, "bold"))
 
 
-def _share(chunks: int, of: int) -> str:
+def _share_text(chunks: int, of: int) -> str:
     return "all" if chunks == of else f"{chunks / max(1, of):.0%}"
 
 

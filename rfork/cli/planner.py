@@ -9,7 +9,7 @@ import typer
 from rfork import settings as options
 from rfork.cli.console import configure_logs, handle_errors, out, print_json
 from rfork.cli.options import JsonOption
-from rfork.settings import PlannerSettings
+from rfork.settings import InstanceSettings, PlannerSettings
 
 
 def planner(
@@ -22,10 +22,10 @@ def planner(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Run the planner: it knows who holds what, and says who reads from whom."""
+    """Run the planner, which registers instances and plans which target reads from which sources."""
     with handle_errors(as_json=as_json):
         chosen = options.load(PlannerSettings, bind=bind, port=port)
-        configure_logs(chosen, as_json=as_json)
+        configure_logs(options.load(InstanceSettings), as_json=as_json)
         from planner.server import serve
 
         def ready(url: str) -> None:

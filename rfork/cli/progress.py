@@ -1,4 +1,4 @@
-"""Progress of long work on stderr: a bar with rate, time left and sources, or a line now and then."""
+"""Progress of long operations on stderr: a bar with rate, time left and sources, or occasional lines."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from rfork.cli import format
 from rfork.cli.console import err
 
 NARROW: Final = 110
-"""On a terminal of fewer columns the sources are left out, and the bar is short."""
+"""On a narrower terminal, sources are omitted and the bar is short."""
 LONG, SHORT = 24, 10
-"""Columns of a bar."""
+"""Widths of a bar, in columns."""
 QUARTERS: Final = 4
 
 
 class _Amount(TextColumn):
-    """``120.0 MB of 269.0 MB, 30.0 MB/s, 4.97 s left``, as far as it is known; of what, unless of bytes."""
+    """``120.0 MB of 269.0 MB, 30.0 MB/s, 4.97 s left``, as far as known; with a noun unless it counts bytes."""
 
     def __init__(self, noun: str) -> None:
         super().__init__("")
@@ -40,7 +40,7 @@ class _Amount(TextColumn):
 
 
 class _ShortBar(BarColumn):
-    """A bar that makes room for what stands beside it."""
+    """A bar that is shorter on narrow terminals."""
 
     def render(self, task: Task) -> ProgressBar:
         self.bar_width = SHORT if err.width < NARROW else LONG
@@ -48,12 +48,10 @@ class _ShortBar(BarColumn):
 
 
 class Bar:
-    """Progress of one transfer: a bar on a terminal, a plain line every quarter elsewhere."""
+    """Progress of one operation: a bar on a terminal, otherwise a line per quarter."""
 
     def __init__(self, what: str, *, noun: str = "", console: Console | None = None) -> None:
-        """`what` is done, as ``fork llama``; `noun` is counted, bytes without; `console` (default: stderr)
-        shows it.
-        """
+        """`what`: the operation, such as ``fork llama``; `noun`: the counted unit, if not bytes."""
         self._console = console or err
         self._noun = noun
         self._what = what
@@ -71,7 +69,7 @@ class Bar:
         self._task = self._progress.add_task(what, total=None, note="")
 
     def update(self, done: int, total: int, note: str = "") -> None:
-        """`done` of `total` bytes are there; `note` says what else there is to know, as its sources."""
+        """Show `done` of `total`, with an optional note such as the sources."""
         note_text = note if self._console.width >= NARROW else ""
         self._progress.update(self._task, completed=done, total=total, note=note_text)
         quarter = done * QUARTERS // total if total else 0
@@ -80,12 +78,12 @@ class Bar:
             self._console.print(self._line(done, total, note), markup=False)
 
     def _line(self, done: int, total: int, note: str) -> str:
-        passed_s = time.monotonic() - self._began
+        elapsed_s = time.monotonic() - self._began
         line = f"{self._what}: {amount(done, total, self._noun)}"
-        if passed_s > 0:
-            line += f", {speed(done / passed_s, self._noun)}"
+        if elapsed_s > 0:
+            line += f", {speed(done / elapsed_s, self._noun)}"
             if done < total:
-                line += f", {format.duration(passed_s * (total - done) / done)} left"
+                line += f", {format.duration(elapsed_s * (total - done) / done)} left"
         return f"{line}, {note}" if note else line
 
     def __enter__(self) -> Self:
@@ -100,12 +98,12 @@ class Bar:
 
 
 def speed(per_s: float, noun: str = "") -> str:
-    """``30.00 MB/s``, ``1,290 tensors/s``."""
+    """Format a speed: ``30.00 MB/s``, ``1,290 tensors/s``."""
     return f"{per_s:,.0f} {noun}/s" if noun else format.rate(per_s)
 
 
 def amount(done: int, total: int, noun: str = "") -> str:
-    """``120.0 MB of 269.0 MB``, ``132 of 272 tensors``; empty while nothing is known."""
+    """Format an amount: ``120.0 MB of 269.0 MB``, ``132 of 272 tensors``; empty if nothing is known."""
     if not done and not total:
         return ""
     if noun:
@@ -114,19 +112,19 @@ def amount(done: int, total: int, noun: str = "") -> str:
 
 
 def sources_note(sources: dict[str, int]) -> str:
-    """Who gives, most first: ``from 1f3a9c2e and 2 others``."""
+    """Format the sources, largest first: ``from 1f3a9c2e and 2 others``."""
     names = [format.format_source(name) for name, _ in sorted(sources.items(), key=lambda item: -item[1])]
     if not names:
         return ""
-    others = f" and {format.plural(len(names) - 1, 'other')}" if len(names) > 1 else ""
-    return f"from {names[0]}{others}"
+    suffix = f" and {format.plural(len(names) - 1, 'other')}" if len(names) > 1 else ""
+    return f"from {names[0]}{suffix}"
 
 
 class Spinner:
-    """A wait for something: on a terminal one line that is kept up to date, elsewhere a line each change."""
+    """Shows what the command waits for: one updated line on a terminal, otherwise a line per change."""
 
     def __init__(self, max_s: float, *, console: Console | None = None) -> None:
-        """It ends after `max_s` seconds at the latest."""
+        """`max_s`: maximum duration of the wait in seconds."""
         self._console = console or err
         self._max_s = max_s
         self._began = time.monotonic()
@@ -134,28 +132,28 @@ class Spinner:
         self._status = self._console.status("") if self._console.is_terminal else None
         self._is_displayed = False
 
-    def set_message(self, why: str) -> None:
-        """What is waited for now."""
+    def set_message(self, message: str) -> None:
+        """Show what the command waits for now."""
         if self._status is None:
-            if why != self._message:
-                self._message = why
-                self._console.print(f"waiting: {why}", markup=False)
+            if message != self._message:
+                self._message = message
+                self._console.print(f"waiting: {message}", markup=False)
             return
         left_s = max(0.0, self._max_s - (time.monotonic() - self._began))
-        self._status.update(Text(f"waiting: {why} (at most {left_s:.0f} s more)"))
+        self._status.update(Text(f"waiting: {message} (at most {left_s:.0f} s more)"))
         if not self._is_displayed:
             self._is_displayed = True
             self._status.start()
 
     def close(self) -> None:
-        """Take the line away."""
+        """Remove the line."""
         if self._status is not None:
             self._status.stop()
 
 
 @contextmanager
 def spinner(max_s: float) -> Iterator[Spinner]:
-    """A wait of at most so many seconds; nothing of it is left on the terminal."""
+    """Show a spinner inside the block; remove it from the terminal afterwards."""
     wait = Spinner(max_s)
     try:
         yield wait

@@ -1,4 +1,4 @@
-"""`rfork pull`: fork a model from the fleet into this process."""
+"""`rfork pull`: fork a model from running instances into this process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 FULL: Final = (errno.ENOSPC, errno.EDQUOT)
-"""Errors of a file system without room."""
+"""Errors of a full disk or quota."""
 
 
 def pull(
@@ -46,35 +46,34 @@ def pull(
     planner: PlannerOption = None,
     snapshot: Annotated[
         str | None,
-        typer.Option(metavar="URI", help="Snapshot to read where nobody holds the image [env: RFORK_SNAPSHOT]"),
+        typer.Option(metavar="URI", help="Snapshot to read if no instance has the weights [env: RFORK_SNAPSHOT]"),
     ] = None,
     checkpoint: Annotated[
         str | None,
         typer.Option(
             metavar="PATH_OR_URI",
-            help="Folder of safetensors files to fall back to when no source works "
-            "[default: MODEL_DIR, if it has weights]",
+            help="Folder of safetensors files to load if no source works [default: MODEL_DIR, if it has weights]",
         ),
     ] = None,
-    generate: Annotated[str | None, typer.Option(metavar="PROMPT", help="Answer this prompt when forked.")] = None,
+    generate: Annotated[str | None, typer.Option(metavar="PROMPT", help="Answer this prompt after the fork.")] = None,
     output: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Write the model to this folder as a checkpoint.")
     ] = None,
-    stay: Annotated[bool, typer.Option("--stay", help="Stay as a seed until interrupted.")] = False,
+    stay: Annotated[bool, typer.Option("--stay", help="Keep running as a seed until interrupted.")] = False,
     sha256: Annotated[
         bool,
-        typer.Option("--sha256", help="Report the SHA-256 of all tensors, to compare with another process."),
+        typer.Option("--sha256", help="Print the SHA-256 of all tensors, for comparison with another process."),
     ] = False,
     deadline: Annotated[
         float | None,
-        typer.Option(metavar="SECONDS", help="Seconds before falling back [env: RFORK_DEADLINE_S]"),
+        typer.Option(metavar="SECONDS", help="Maximum seconds before falling back [env: RFORK_DEADLINE_S]"),
     ] = None,
     bind: BindOption = None,
     host: HostOption = None,
     egress_rate: EgressOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Build MODEL_DIR's model from its config alone, and fork its weights from a running instance."""
+    """Build the model of MODEL_DIR from its config, and fork its weights from a running instance."""
     with handle_errors(as_json=as_json):
         chosen = options.load(
             InstanceSettings,
@@ -90,8 +89,8 @@ def pull(
         files = checkpoint or (folder if version_of_files(folder) is not None else None)
         if not (chosen.planner or snapshot or chosen.snapshot or files):
             raise SettingsError(
-                "no planner is set, and nothing else to read from",
-                hint="pass --planner URL or set RFORK_PLANNER; or name a --snapshot or a --checkpoint",
+                "no planner is set, and there is nothing else to read from",
+                hint="pass --planner URL or set RFORK_PLANNER; or pass --snapshot or --checkpoint",
             )
         configure_logs(chosen, as_json=as_json, brief=True)
         from rfork import _api as engine
@@ -101,12 +100,12 @@ def pull(
 
         model = model_name(folder, name)
         unfilled = EmptyModel(folder, files)
-        # A fallback that transformers loads writes no bar beside this one.
+        # Suppress the progress bar of transformers, which a fallback may use.
         with Bar(f"fork {model}") as bar, patch_tqdm(lambda done, total: None):
 
             def show(progress: ForkProgress, image_bytes: int) -> None:
                 verified = ranges.count(progress.verified)
-                # What was here from a process that died is verified, and was not read.
+                # Chunks kept by a previous process are verified without being read.
                 there = verified * image_bytes // max(1, len(Chunks.of(image_bytes)))
                 done = min(max(progress.bytes_read, there), image_bytes)
                 bar.update(done, image_bytes, sources_note(progress.sources))
@@ -155,8 +154,8 @@ def _generate_reply(module: PreTrainedModel, folder: Path, prompt: str) -> str:
 
     try:
         return generate(module, tokenizer_of(folder), prompt)
-    except (ValueError, TypeError, RuntimeError, IndexError) as error:  # what a model's own code raises
-        raise ModelError(f"{folder}: the model cannot answer: {error}") from error
+    except (ValueError, TypeError, RuntimeError, IndexError) as error:  # errors raised by a model's own code
+        raise ModelError(f"{folder}: the model cannot answer the prompt: {error}") from error
 
 
 def _write(module: PreTrainedModel, folder: Path, output: Path) -> None:
@@ -175,11 +174,11 @@ def _write(module: PreTrainedModel, folder: Path, output: Path) -> None:
 
 
 def _not_written(output: Path, error: Exception) -> StorageError:
-    """The error of a copy that could not be written; safetensors names the system's error by text alone."""
+    """Convert a write error; safetensors reports the operating system's error only in its text."""
     number = error.errno if isinstance(error, OSError) else None
     text = (error.strerror if isinstance(error, OSError) else None) or str(error)
     if number in FULL or any(f"(os error {full})" in text for full in FULL):
         return StorageFull(
-            f"{output}: no space left for the copy", hint="free some, or name another folder with --output"
+            f"{output}: no space left for the copy", hint="free some space, or choose another folder with --output"
         )
     return StorageError(f"{output}: {text}")

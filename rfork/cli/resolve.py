@@ -1,4 +1,4 @@
-"""Finds a fork by what a user types: an id of a fork or of an instance, or the beginning of one."""
+"""Finds a fork by the id of a fork or an instance, or by a unique prefix."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from rfork.planner_client.client import PlannerClient
 from rfork.schema import ForkInfo
 
 MAX_CANDIDATES_LISTED: Final = 5
-"""Of several that it could be, so many are named."""
-LISTED: Final = "`rfork forks` lists those that are known; the planner forgets the oldest that have ended"
+"""Maximum number of candidates listed for an ambiguous prefix."""
+LISTED: Final = "`rfork status --forks` lists known forks; the planner forgets the oldest finished ones"
 _id: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 def find_fork(client: PlannerClient, text: str) -> ForkInfo:
-    """The fork of this id; else the latest fork of the one instance, or the one fork, that begins with it.
+    """Return the fork with this id, or the latest fork of an instance; a unique prefix is enough.
 
-    Raises UserError where there is none, or where it could be several; else as the client's methods.
+    Raises UserError if there is none or several, and the errors of the client.
     """
     if not _id.fullmatch(text):
-        raise UserError(f"{text!r} is no id: those have letters, digits and . _ : - only", hint=LISTED)
+        raise UserError(f"{text!r} is not an id: ids have only letters, digits and . _ : -", hint=LISTED)
     try:
         return client.fork(text)
     except PlannerRejected as error:
@@ -42,8 +42,8 @@ def find_fork(client: PlannerClient, text: str) -> ForkInfo:
         names = sorted(found)
         more = f" and {len(names) - MAX_CANDIDATES_LISTED} more" if len(names) > MAX_CANDIDATES_LISTED else ""
         raise UserError(
-            f"{text!r} could be any of {len(names)}: {', '.join(names[:MAX_CANDIDATES_LISTED])}{more}",
-            hint="give more of the id",
+            f"{text!r} is ambiguous, {len(names)} ids match: {', '.join(names[:MAX_CANDIDATES_LISTED])}{more}",
+            hint="type more of the id",
         )
     return next(iter(found.values()))
 
@@ -51,9 +51,9 @@ def find_fork(client: PlannerClient, text: str) -> ForkInfo:
 def _not_found_error(client: PlannerClient, text: str) -> UserError:
     same = [view.report for view in client.instances() if view.report.instance_id.startswith(text)]
     if len(same) == 1:
-        why = "it loaded by itself, or its fork is forgotten"
-        return UserError(f"no fork of instance {same[0].instance_id} is known: {why}", hint=LISTED)
+        reason = "it loaded without forking, or its fork was forgotten"
+        return UserError(f"no fork of instance {same[0].instance_id}: {reason}", hint=LISTED)
     if same:
         what = format.plural(len(same), "instance")
-        return UserError(f"{text!r} begins the ids of {what}, of which no fork is known", hint=LISTED)
-    return UserError(f"no fork and no instance begins with {text!r}", hint=LISTED)
+        return UserError(f"no fork of the {what} whose ids begin with {text!r}", hint=LISTED)
+    return UserError(f"no fork or instance id begins with {text!r}", hint=LISTED)

@@ -1,4 +1,4 @@
-"""`rfork seed`: load a model folder and give its weights."""
+"""`rfork seed`: load a model folder and serve its weights."""
 
 from __future__ import annotations
 
@@ -47,15 +47,16 @@ def seed(
         from rfork.engines.version_selection import version_of_files
 
         if chosen.planner is None:
-            err.print("[yellow]warning:[/] no planner is set, so no fork will find this seed (set RFORK_PLANNER)")
+            err.print("[yellow]warning:[/] no planner is set, so forks cannot find this seed (set RFORK_PLANNER)")
         model, before = model_name(folder, name), version_of_files(folder)
         with show_loading(f"load {model}"):
             module = loaded_model(folder)
-        # Files that were replaced meanwhile may be either: the weights are then named after their bytes.
+        # If files changed during the load, it is unknown which were read: derive the version from the
+        # weights.
         own = before if before == version_of_files(folder) else None
         with engine.seed(module, model=model, version=chosen.version or own, settings=chosen) as served:
             if chosen.planner is not None and not served.wait_registered(chosen.planner_timeout_s):
-                err.print(f"[yellow]warning:[/] {chosen.planner} does not answer yet; trying on")
+                err.print(f"[yellow]warning:[/] planner {chosen.planner} is not reachable yet; retrying")
             report, stopped = served.report(), shutdown_on_signal()
             if as_json:
                 print_json({"event": "ready", **report.model_dump(mode="json")})
@@ -67,4 +68,4 @@ def seed(
                     f"version {short(report.version)}, instance {report.instance_id[:8]}"
                 )
             wait_for_shutdown(stopped)
-            err.print("closing: readers may finish")
+            err.print("closing: waiting for readers")

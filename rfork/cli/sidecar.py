@@ -1,4 +1,4 @@
-"""`rfork sidecar`: plan the R-Fork of an unmodified SGLang server."""
+"""`rfork sidecar`: coordinate R-Fork for an unmodified SGLang server."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from rfork.shutdown import shutdown_on_signal, wait_for_shutdown
 def sidecar(
     engine: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="The SGLang server beside it [env: RFORK_SIDECAR_ENGINE_URL]"),
+        typer.Option(metavar="URL", help="URL of the SGLang server [env: RFORK_SIDECAR_ENGINE_URL]"),
     ] = None,
     model: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Name that the server's weights are given under; without: the name it serves "
-            "[env: RFORK_SIDECAR_MODEL]",
+            help="Name under which the server's weights are published [default: the name that it serves] "
+            "[env: RFORK_MODEL]",
             show_default=False,
         ),
     ] = None,
@@ -31,25 +31,27 @@ def sidecar(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Answer a client of this model with the seed that the planner chose [env: RFORK_SIDECAR_SOURCE_MODEL]",
+            help="Tell a client of this model which seed the planner chose [env: RFORK_SIDECAR_SOURCE_MODEL]",
         ),
     ] = None,
     port: Annotated[
         int | None,
-        typer.Option(help="Port that the client asks at; 0 picks one [env: RFORK_SIDECAR_PORT]"),
+        typer.Option(help="Port for client requests; 0 picks one [env: RFORK_SIDECAR_PORT]"),
     ] = None,
     planner: PlannerOption = None,
     bind: BindOption = None,
     host: HostOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Publish an unmodified SGLang server's R-Fork seed, and answer its clients with the planner's choice.
+    """Coordinate the R-Fork of an unmodified SGLang server.
 
-    Nothing is verified, and a lease binds nobody: docs/sidecar.md says what that means.
+    Publishes the server as a seed, and connects its clients to the seed that the planner chose.
+
+    Weights are not verified and leases are not enforced: see docs/sidecar.md.
     """
     with handle_errors(as_json=as_json):
-        chosen = options.load(InstanceSettings, planner=planner, bind=bind, node_name=host)
-        own = options.load(SidecarSettings, engine_url=engine, model=model, source_model=client_of_model, port=port)
+        chosen = options.load(InstanceSettings, planner=planner, bind=bind, node_name=host, model=model)
+        own = options.load(SidecarSettings, engine_url=engine, source_model=client_of_model, port=port)
         configure_logs(chosen, as_json=as_json)
         from rfork.engines.sglang_bridge.sidecar import Sidecar
 
@@ -64,6 +66,6 @@ def sidecar(
                 print_json({"event": "ready", **ready})
             else:
                 clients, seeds = running.client_address or "none", running.seed_address or "none"
-                out.print(f"sidecar ready: clients ask at {clients}, other sidecars at {seeds}", markup=False)
+                out.print(f"sidecar ready: clients connect to {clients}, other sidecars to {seeds}", markup=False)
             wait_for_shutdown(stopped)
-            err.print("closing: readers may finish")
+            err.print("closing: waiting for readers")

@@ -1,4 +1,4 @@
-"""`rfork snapshot`: write a model's weights to storage, in the form that it is served in."""
+"""`rfork snapshot`: write, list, verify and remove snapshots."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from typer.core import TyperGroup
 
 from rfork import settings as options
 from rfork.cli import snapshot_admin
@@ -29,31 +28,13 @@ if TYPE_CHECKING:
     from rfork.schema import ForkProgress, InstanceReport, Rank
     from rfork.storage.snapshots.writer import WriteReport
 
-WRITE = "write"
-
-
-class _DefaultCommandGroup(TyperGroup):
-    """A first word that is no command of the group is where to write to."""
-
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        # typer.Context is click's own, whose name typer does not make public.
-        # `lss /models` is a command that was mistyped: two places are never written to.
-        mistyped = len(args) > 1 and args[0].isalpha() and not args[1].startswith("-")
-        if args and args[0] not in (*self.commands, "--help", "-h") and not mistyped:
-            args = [WRITE, *args]
-        return super().parse_args(ctx, args)
-
-
 app = typer.Typer(
-    cls=_DefaultCommandGroup,
     no_args_is_help=True,
     rich_markup_mode=None,
-    options_metavar="",
-    subcommand_metavar="URI [OPTIONS] | COMMAND [ARGS]...",
     help=(
-        "Write a model's weights to storage (`rfork snapshot URI`), and look after what lies there.\n\n"
-        "A snapshot is one safetensors file a rank, of the weights as they are served, with the digest of "
-        "every chunk beside it. Instances that start with nobody to fork from read it (RFORK_SNAPSHOT=URI)."
+        "Write, list, verify and remove snapshots.\n\n"
+        "A snapshot is one safetensors file per rank, in the layout that is served, with the digest of every "
+        "chunk. An instance that finds no source reads it (RFORK_SNAPSHOT=URI)."
     ),
 )
 app.command("ls")(snapshot_admin.ls)
@@ -63,7 +44,7 @@ app.command("rm")(snapshot_admin.rm)
 
 @dataclass(frozen=True)
 class _WriteResult:
-    """One rank that was written."""
+    """A written rank."""
 
     model: str
     rank: Rank
@@ -72,10 +53,10 @@ class _WriteResult:
     seconds: float
 
     def line(self) -> str:
-        new, there = self.written.written / 1e9, self.written.reused_bytes / 1e9
-        also = f", {there:.3f} GB were there" if there else ""
+        written, reused = self.written.written / 1e9, self.written.reused_bytes / 1e9
+        also = f", {reused:.3f} GB already stored" if reused else ""
         return (
-            f"{self.written.uri}: {new:.3f} GB written{also} in {self.seconds:.1f} s; "
+            f"{self.written.uri}: {written:.3f} GB written{also} in {self.seconds:.1f} s; "
             + (f"version {self.version}, " if self.version else "")
             + f"weights {self.written.weights_id}"
         )
@@ -88,21 +69,21 @@ class _WriteResult:
             "version": self.version,
             "weights_id": self.written.weights_id,
             "bytes_written": self.written.written,
-            "bytes_already": self.written.reused_bytes,
+            "bytes_reused": self.written.reused_bytes,
             "seconds": round(self.seconds, 3),
         }
 
 
 @dataclass(frozen=True)
 class _Destination:
-    """Where snapshots are written to, and how."""
+    """Location and form of the snapshots to write."""
 
     uri: str
     shared: bool
     check: bool
 
     def validate(self) -> None:
-        """Raise now what the name alone lets writing there raise, once the weights have come."""
+        """Raise errors that depend only on the URI now, before weights are loaded."""
         from rfork.storage.snapshots.destination import validate_destination
 
         validate_destination(self.uri)
@@ -133,13 +114,13 @@ class _Destination:
         return _WriteResult(model, rank, version, written, time.monotonic() - began)
 
 
-@app.command(WRITE)
+@app.command("write")
 def write(
     uri: Annotated[
         str,
         typer.Argument(
             metavar="URI",
-            help="Folder to write to (a path, file:///…, s3://…), or a ….safetensors for one rank.",
+            help="Destination folder (a path, file:///…, s3://…), or a ….safetensors file for one rank.",
         ),
     ],
     name: Annotated[
@@ -147,7 +128,7 @@ def write(
         typer.Option(
             "--name",
             metavar="NAME",
-            help="Name of the running model to take.",
+            help="Write the weights of this running model.",
             autocompletion=complete_model,
             show_default=False,
         ),
@@ -157,7 +138,7 @@ def write(
         typer.Option(
             "--from",
             metavar="MODEL_DIR",
-            help="Take the weights of this Hugging Face folder, loaded by transformers.",
+            help="Write the weights of this Hugging Face folder, loaded with transformers.",
             show_default=False,
         ),
     ] = None,
@@ -167,40 +148,42 @@ def write(
             "--rank",
             min=0,
             metavar="N",
-            help="Only this rank, by its number pp * tp_size + tp; may be repeated.",
+            help="Write only this rank, numbered pp * tp_size + tp; repeatable.",
         ),
     ] = None,
     shared: Annotated[
         bool,
-        typer.Option("--shared", help="Store chunks by their digest, so that ranks and revisions share equal ones."),
+        typer.Option("--shared", help="Store chunks by their digest, so that ranks and revisions share equal chunks."),
     ] = False,
     check: Annotated[
         bool,
         typer.Option(
             "--check",
-            help="With --shared: read the chunks that are there, and replace those that are damaged.",
+            help="With --shared: read existing chunks, and replace damaged ones.",
         ),
     ] = False,
     version: VersionOption = None,
     planner: PlannerOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a snapshot (`rfork snapshot URI` does so too).
+    """Write a snapshot of a running model (--name) or of a model folder (--from).
 
-    From a model that runs (--name), over the wire as a fork would take it, or from a folder (--from).
+    The weights of a running model are read over the network, like in a fork.
     """
     with handle_errors(as_json=as_json):
         chosen = options.load(InstanceSettings, planner=planner, version=version)
         configure_logs(chosen, as_json=as_json, brief=True)
         if name is None and source is None:
             raise SettingsError(
-                "nothing says which weights to write",
-                hint="pass --name MODEL for a running one, or --from MODEL_DIR",
+                "no weights selected",
+                hint="pass --name MODEL for a running model, or --from MODEL_DIR",
             )
         if source is not None and rank:
-            raise SettingsError("--from has one rank", hint="--rank is of a model that runs (--name)")
+            raise SettingsError(
+                "--rank cannot be combined with --from: a folder is loaded as one rank", hint="use --rank with --name"
+            )
         if check and not shared:
-            raise SettingsError("--check is of shared chunks", hint="without --shared all is written anew")
+            raise SettingsError("--check requires --shared", hint="without --shared everything is rewritten")
         destination = _Destination(uri, shared, check)
         destination.validate()
         if source is not None:
@@ -225,7 +208,7 @@ def _from_folder(folder: Path, name: str | None, version: str | None, destinatio
     with show_loading(f"load {model}"):
         image = capture(loaded_model(folder))
     if before != version_of_files(folder):
-        raise StorageChanged(f"{folder} changed while its weights were loaded", hint="write it again")
+        raise StorageChanged(f"{folder} changed while its weights were loaded", hint="write the snapshot again")
     return destination.write(image, compute_manifest(image), Rank(), model, version or before)
 
 
@@ -241,7 +224,7 @@ def _from_fleet(
     if len(set(names)) < len(names):
         raise SettingsError(
             f"{destination.uri} is one file, and {name} has {len(names)} ranks",
-            hint="name a folder, or one of the ranks (--rank)",
+            hint="use a folder, or select one rank (--rank)",
         )
     results = []
     for holder in holders:
@@ -258,11 +241,11 @@ def _from_fleet(
 
 
 def _select_ranks(holders: Sequence[InstanceReport], numbers: Sequence[int], name: str) -> list[InstanceReport]:
-    """The ranks of these numbers, targets and drafts; all without any."""
+    """Return the ranks with these numbers, main and speculative; all ranks if there are no numbers."""
     there = {holder.rank.pp * holder.rank.tp_size + holder.rank.tp for holder in holders}
     if missing := sorted(set(numbers) - there):
         raise UserError(
-            f"{name} runs without rank {missing[0]}", hint=f"there are {', '.join(map(str, sorted(there)))}"
+            f"{name} has no rank {missing[0]}", hint=f"available ranks: {', '.join(map(str, sorted(there)))}"
         )
     return [
         holder for holder in holders if not numbers or holder.rank.pp * holder.rank.tp_size + holder.rank.tp in numbers

@@ -1,4 +1,4 @@
-"""`rfork snapshot ls`, `verify` and `rm`: what to do with snapshots that lie in storage."""
+"""`rfork snapshot ls`, `verify` and `rm`: manage snapshots in storage."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ if TYPE_CHECKING:
     from rfork.storage.snapshots.entry import SnapshotEntry
     from rfork.storage.snapshots.repository import Listing
 
-SnapshotUriArgument = Annotated[str, typer.Argument(metavar="URI", help="A folder, or one snapshot's ….safetensors.")]
+SnapshotUriArgument = Annotated[
+    str, typer.Argument(metavar="URI", help="Folder, or the ….safetensors file of one snapshot.")
+]
 MAX_CHUNKS_LISTED = 10
-"""Damaged chunks that are named one by one."""
+"""Maximum number of damaged chunks listed individually."""
 
 
 def ls(uri: SnapshotUriArgument, as_json: JsonOption = False) -> None:
-    """List the snapshots below URI, or the one that it names.
+    """List the snapshots below URI, or the snapshot at URI.
 
-    With them, what writers that died left there.
+    Also lists files that interrupted writers left behind.
     """
     with handle_errors(as_json=as_json):
         from rfork.storage.location import Location
@@ -34,13 +36,13 @@ def ls(uri: SnapshotUriArgument, as_json: JsonOption = False) -> None:
                 {
                     "snapshots": [_to_json(found) for found in contents.snapshots],
                     "leftovers": [
-                        {"name": left.name, "bytes": left.size, "why": left.why} for left in contents.leftovers
+                        {"name": left.name, "bytes": left.size, "reason": left.why} for left in contents.leftovers
                     ],
                 }
             )
             return
         if not contents.snapshots:
-            out.print(f"no snapshot lies below {uri}", markup=False)
+            out.print(f"no snapshot found below {uri}", markup=False)
         below = Location.parse(uri).folder.uri
         for found in contents.snapshots:
             out.print(_line(found, below), markup=False)
@@ -49,16 +51,16 @@ def ls(uri: SnapshotUriArgument, as_json: JsonOption = False) -> None:
 
 
 def verify(uri: SnapshotUriArgument, as_json: JsonOption = False) -> None:
-    """Compare every chunk with its digest.
+    """Verify the digest of every chunk.
 
-    Reads all snapshots below URI as streams, in little memory; exit code 6 where one is damaged.
+    Streams all snapshots below URI, with little memory. Exit code 6 if one is damaged.
     """
     with handle_errors(as_json=as_json):
         from rfork.storage.snapshots.verify import Verifier, VerifyResult
 
         snapshots = _contents(uri).snapshots
         if not snapshots:
-            raise StorageNotFound(f"no snapshot lies below {uri}")
+            raise StorageNotFound(f"no snapshot found below {uri}")
         results: list[VerifyResult] = []
         done, total = (
             0,
@@ -91,7 +93,7 @@ def verify(uri: SnapshotUriArgument, as_json: JsonOption = False) -> None:
             )
         else:
             for result in results:
-                word = "DAMAGED" if result.mismatches else "right"
+                word = "DAMAGED" if result.mismatches else "ok"
                 summary = f"{result.chunks} chunks, {result.nbytes / 1e9:.3f} GB, weights {result.weights_id}"
                 out.print(f"{result.uri}: {word}: {summary}", markup=False)
         if damage:
@@ -102,7 +104,7 @@ def verify(uri: SnapshotUriArgument, as_json: JsonOption = False) -> None:
             bad = sum(1 for result in results if result.mismatches)
             raise StorageCorrupt(
                 f"{bad} of {len(results)} snapshots are damaged",
-                hint="write them again, shared ones with --check; forks take no chunk that does not match",
+                hint="write them again, shared ones with --check; forks never use a chunk whose digest does not match",
             )
 
 
@@ -112,14 +114,14 @@ def rm(
         bool,
         typer.Option(
             "--leftovers",
-            help="Remove no snapshot, but all below URI that none needs. Not while somebody writes there.",
+            help="Keep all snapshots, and remove unneeded files below URI. Never use this during a write.",
         ),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove one snapshot, or one folder's.
+    """Remove a snapshot, or all ranks in a folder.
 
-    Those of all ranks in the folder, and not of folders below. Shared chunks that others need stay.
+    Snapshots in subfolders are kept, and so are shared chunks that other snapshots need.
     """
     with handle_errors(as_json=as_json):
         from rfork.storage.location import Location
@@ -129,7 +131,7 @@ def rm(
 
         if leftovers:
             if is_file(uri):
-                raise SettingsError(f"{uri} names one snapshot", hint="--leftovers is of a folder: name that")
+                raise SettingsError(f"{uri} is a single snapshot", hint="--leftovers requires a folder")
             removed = remove_leftovers(Repository(Location.parse(uri).folder))
             what = "leftovers"
         else:
@@ -138,11 +140,7 @@ def rm(
         if as_json:
             print_json({what: removed.count, "bytes_freed": removed.freed, "bytes_kept": removed.retained_bytes})
         else:
-            kept = (
-                f"; {removed.retained_bytes / 1e9:.3f} GB are kept for other snapshots"
-                if removed.retained_bytes
-                else ""
-            )
+            kept = f"; {removed.retained_bytes / 1e9:.3f} GB kept for other snapshots" if removed.retained_bytes else ""
             word = what if removed.count != 1 else what.removesuffix("s")
             out.print(f"removed {removed.count} {word}, {removed.freed / 1e9:.3f} GB freed{kept}")
 
@@ -159,7 +157,7 @@ def _contents(uri: str) -> Listing:
 
 
 def _snapshots_at(uri: str) -> list[SnapshotEntry]:
-    """The snapshots that a file's or a folder's URI means, without those of folders below."""
+    """Return the snapshots of a file or folder, without those in subfolders."""
     from rfork.storage.snapshots.files import is_file, snapshot_location
     from rfork.storage.snapshots.repository import Repository
 
@@ -170,10 +168,10 @@ def _snapshots_at(uri: str) -> list[SnapshotEntry]:
         return found
     if contents.snapshots:
         raise SettingsError(
-            f"{uri} holds no snapshot itself, but {len(contents.snapshots)} in folders below",
-            hint=f"name one of those, e.g. {contents.snapshots[0].folder.uri}",
+            f"{uri} has no snapshot itself, but {len(contents.snapshots)} in subfolders",
+            hint=f"name one of them, e.g. {contents.snapshots[0].folder.uri}",
         )
-    raise StorageNotFound(f"no snapshot lies in {uri}")
+    raise StorageNotFound(f"no snapshot found in {uri}")
 
 
 def _to_json(found: SnapshotEntry) -> dict[str, str | int | None]:
@@ -188,7 +186,7 @@ def _to_json(found: SnapshotEntry) -> dict[str, str | int | None]:
         "chunks": len(manifest_file.digests) if manifest_file else None,
         "form": _form(found),
         "shared_bytes": found.shared,
-        "trouble": found.problem,
+        "problem": found.problem,
     }
 
 
@@ -206,6 +204,7 @@ def _line(found: SnapshotEntry, uri: str) -> str:
     model = f"{manifest_file.model} " if manifest_file.model else ""
     version = f"version {manifest_file.version}, " if manifest_file.version else ""
     return (
-        f"{name}: {model}{manifest_file.rank.key}, {found.size / 1e9:.3f} GB in {len(manifest_file.digests)} chunks, {form}, "
-        f"{version}weights {manifest_file.weights_id}" + (f"; DAMAGED: {found.problem}" if found.problem else "")
+        f"{name}: {model}{manifest_file.rank.key}, {found.size / 1e9:.3f} GB "
+        f"in {len(manifest_file.digests)} chunks, {form}, {version}weights {manifest_file.weights_id}"
+        + (f"; DAMAGED: {found.problem}" if found.problem else "")
     )

@@ -1,4 +1,4 @@
-"""`rfork status`: what runs, and who forks from whom."""
+"""`rfork status`: models, instances and forks, and which instance forked from which."""
 
 from __future__ import annotations
 
@@ -13,35 +13,62 @@ from rfork.cli import fleet_queries, format
 from rfork.cli.completion import complete_model
 from rfork.cli.console import escaped, handle_errors, out, print_json, print_renderable
 from rfork.cli.fleet_queries import FleetState
+from rfork.cli.forks import DEFAULT_LIMIT, follow_forks, list_forks
 from rfork.cli.options import JsonOption, PlannerOption
 from rfork.cli.tables import Column, FittedTable
+from rfork.errors import SettingsError
 from rfork.image import ranges
 from rfork.planner_client.client import PlannerClient
 from rfork.planner_client.planner_clock import MAX_SKEW_S
 from rfork.schema import ForkInfo, InstanceInfo, ModelInfo
+from rfork.schema.types import ForkState
 from rfork.settings import InstanceSettings
 
 MAX_INSTANCES = 50
-"""Instances that the tree shows, unless --limit says otherwise."""
+"""Instances shown in the tree unless --limit is set."""
 MAX_REASONS = 3
-"""Of what went wrong on the way of a fork, the last ones that are shown."""
+"""Failure reasons shown per fork; the latest are kept."""
 WORDS = {"serving": ("seed", "green"), "loading": ("relay", "cyan"), "draining": ("draining", "yellow")}
 
 
 def status(
     model: Annotated[
         str | None,
-        typer.Option("--model", metavar="NAME", help="Only what is about this model.", autocompletion=complete_model),
+        typer.Option("--model", metavar="NAME", help="Show only this model.", autocompletion=complete_model),
     ] = None,
+    forks: Annotated[
+        bool, typer.Option("--forks", help="List forks, newest first, instead of models and instances.")
+    ] = False,
+    state: Annotated[ForkState | None, typer.Option("--state", help="With --forks: show only this state.")] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="With --forks: print each change until interrupted.")
+    ] = False,
     limit: Annotated[
-        int, typer.Option("--limit", min=1, metavar="N", help="Most instances to show in the tree.")
-    ] = MAX_INSTANCES,
+        int | None,
+        typer.Option(
+            "--limit",
+            min=1,
+            metavar="N",
+            help=f"Maximum number of instances to show [default: {MAX_INSTANCES}], or of forks with --forks "
+            f"[default: {DEFAULT_LIMIT}]; with --follow, exit after N changes.",
+            show_default=False,
+        ),
+    ] = None,
     planner: PlannerOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the models, instances and forks that the planner knows: who holds what, who reads from whom."""
+    """Show models, instances and forks, and which instance forked from which.
+
+    `rfork explain FORK` explains one fork.
+    """
     with handle_errors(as_json=as_json):
+        if not forks and (follow or state is not None):
+            raise SettingsError(f"{'--follow' if follow else '--state'} requires --forks")
         with PlannerClient.of(options.load(InstanceSettings, planner=planner)) as client:
+            if forks:
+                print_forks = follow_forks if follow else list_forks
+                print_forks(client, model, state, limit, as_json=as_json)
+                return
             seen = FleetState.of(client, model)
         if as_json:
             print_json(seen.to_dict())
@@ -52,11 +79,11 @@ def status(
             return
         print_renderable(model_table(seen.models))
         out.print()
-        print_renderable(fork_tree(seen.instances, seen.forks, limit))
+        print_renderable(fork_tree(seen.instances, seen.forks, limit or MAX_INSTANCES))
 
 
 def model_table(models: Sequence[ModelInfo]) -> FittedTable:
-    """What the fleet holds, and how many bytes of it came from storage and from one another."""
+    """Return a table of the models, with the bytes read from storage and from peers."""
     columns = (
         Column("model", min_width=12),
         Column("version", min_width=8, priority=1),
@@ -84,9 +111,9 @@ def model_table(models: Sequence[ModelInfo]) -> FittedTable:
 
 
 def fork_tree(instances: Sequence[InstanceInfo], forks: Sequence[ForkInfo], max_instances: int = MAX_INSTANCES) -> Tree:
-    """Who reads (or read) from whom, as a tree; instances that no other gave to are its roots.
+    """Return the tree of instances, each below its main source; instances without a source are roots.
 
-    At most so many instances are shown: first those under way or in trouble, and those above them.
+    Shows at most `max_instances`: first those with a running fork or a problem, and the instances above them.
     """
     latest = {fork.instance_id: fork for fork in sorted(forks, key=lambda fork: -fork.age_s)}
     parents: dict[str, str] = {}
@@ -99,7 +126,7 @@ def fork_tree(instances: Sequence[InstanceInfo], forks: Sequence[ForkInfo], max_
     nodes: dict[str, Tree] = {}
 
     def node(instance_id: str) -> Tree:
-        # From the instance up to a root, or to one that is there: a chain may be longer than Python's stack.
+        # Iterative, because a chain of forks may be longer than Python's stack.
         path: dict[str, None] = {}
         above: str | None = instance_id
         while above in known and above not in nodes and above not in path:
@@ -113,7 +140,7 @@ def fork_tree(instances: Sequence[InstanceInfo], forks: Sequence[ForkInfo], max_
     for instance_id in sorted(known, key=lambda name: not _urgent(known[name], latest)):
         if len(nodes) >= max_instances:
             left = format.plural(len(known) - len(nodes), "more instance")
-            tree.add(f"[dim]{left}: --limit {len(known)} shows them, --model NAME one model's[/]")
+            tree.add(f"[dim]{left}: use --limit {len(known)} to show all, or --model NAME[/]")
             break
         node(instance_id)
     return tree
@@ -133,7 +160,7 @@ def _line(view: InstanceInfo, latest: Mapping[str, ForkInfo]) -> str:
     is_running = fork is not None and fork.state in ("planning", "running")
     reason = f"\n[dim]{escaped(fork.reason)}[/]" if fork is not None and is_running and fork.reason else ""
     if fork is not None and fork.finish is not None:
-        # How it ended says little without what went wrong before.
+        # The outcome means little without the errors before it.
         reason = "".join(f"\n[dim]{escaped(line)}[/]" for line in fork.finish.reasons[-MAX_REASONS:])
     skew_s = report.clock_skew_s or 0.0
     if abs(skew_s) > MAX_SKEW_S:

@@ -1,4 +1,4 @@
-"""Tables without lines that fit any width: columns are cut, then left out, as each says of itself."""
+"""Tables without lines that fit any width: columns are first shortened, then omitted."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ Cell = str | Text
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column. `min_width` columns stay of it where it is cut; 0: it is never cut. Where that does not do,
-    the column with the greatest `priority` is left out first; with 0 it stays.
+    """A column of a table.
+
+    It can be shortened to `min_width` characters; 0: never. If the table still does not fit, the column with the
+    highest `priority` is omitted first; 0: never.
     """
 
     heading: str
@@ -29,7 +31,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class FittedTable:
-    """A table that fits where it is printed."""
+    """A table that adapts to the width of the console."""
 
     columns: Sequence[Column]
     rows: Sequence[Sequence[Cell]]
@@ -42,9 +44,9 @@ class FittedTable:
 
 
 def table(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], width: int | None) -> Table:
-    """Rows under their headings, each on one line, in at most `width` columns (None: as wide as they are).
+    """Return a table with one line per row, at most `width` columns wide (None: as wide as needed).
 
-    Cells are text as it stands: no markup. An empty column is left out.
+    Cells are plain text, not markup. Empty columns are omitted.
     """
     texts = [[_text(cell) for cell in row] for row in rows]
     natural = [max((row[at].cell_len for row in texts), default=0) for at in range(len(columns))]
@@ -67,7 +69,7 @@ def table(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], width: int 
 
 
 def _fitted(columns: Sequence[Column], full: dict[int, int], width: int) -> dict[int, int]:
-    """The width of each column that is shown: the widest are cut first, as far as they may be."""
+    """Return the width of each visible column; the widest are shortened first."""
     widths = dict(full)
     while widths:
         min_width = {at: min(size, columns[at].min_width or size) for at, size in widths.items()}
@@ -76,7 +78,7 @@ def _fitted(columns: Sequence[Column], full: dict[int, int], width: int) -> dict
             break
         priority = max(widths, key=lambda at: (columns[at].priority, at))
         if not columns[priority].priority:
-            return min_width  # rich cuts what still does not fit
+            return min_width  # rich truncates what still does not fit
         del widths[priority]
     excess = sum(widths.values()) + GAP * (len(widths) - 1) - width
     while excess > 0:

@@ -1,4 +1,4 @@
-"""Progress while transformers loads a model: our bar instead of its own, which writes over everything."""
+"""Shows the loading progress of transformers in our progress bar instead of its own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rfork.cli.progress import Bar
 
 
 class TqdmAdapter:
-    """What transformers takes for a tqdm bar: counts into ours, and iterates over what it is given."""
+    """Replaces a tqdm bar of transformers: reports the count and iterates over the items."""
 
     def __init__(self, show: Callable[[int, int], None], items: Iterable[object], total: int | None) -> None:
         self._show = show
@@ -20,15 +20,15 @@ class TqdmAdapter:
         self.n = 0
 
     def update(self, count: float = 1) -> None:
-        """So many more are there."""
+        """Count further items."""
         self.n += int(count)
         self._show(self.n, self.total)
 
     def close(self) -> None:
-        """Nothing is left to close."""
+        """Do nothing."""
 
     def set_postfix(self, *_: object, **__: object) -> None:
-        """Not shown: the name of a tensor is gone before it is read."""
+        """Do nothing: tensor names change too fast to be read."""
 
     set_description = set_postfix_str = set_description_str = refresh = set_postfix
 
@@ -48,14 +48,14 @@ class TqdmAdapter:
 
 @contextmanager
 def show_loading(what: str) -> Iterator[None]:
-    """Show on stderr how far transformers is with `what`, as ``load llama``, in tensors."""
+    """Show on stderr how many tensors transformers has loaded, with a title such as ``load llama``."""
     with Bar(what, noun="tensors") as bar, patch_tqdm(lambda done, total: bar.update(done, total)):
         yield
 
 
 @contextmanager
 def patch_tqdm(show: Callable[[int, int], None]) -> Iterator[None]:
-    """Have transformers count into `show` instead of writing bars of its own."""
+    """Make transformers report to `show` instead of drawing its own bars."""
     from transformers.utils import logging
 
     def make(_: object, items: tuple[object, ...], named: dict[str, object]) -> TqdmAdapter:
@@ -68,7 +68,7 @@ def patch_tqdm(show: Callable[[int, int], None]) -> Iterator[None]:
             total if isinstance(total, int) else None,
         )
 
-    if not hasattr(logging, "set_tqdm_hook"):  # an older transformers writes its own
+    if not hasattr(logging, "set_tqdm_hook"):  # an older transformers draws its own bars
         yield
         return
     before = logging.set_tqdm_hook(make)

@@ -1,9 +1,7 @@
-"""The checks behind `rfork doctor`: what this machine has, and what to mend. The CLI prints them.
+"""The checks of `rfork doctor`: capabilities and problems of this machine. The CLI prints the results.
 
-Each check takes what it judges as arguments, returns `Check` values and never raises; `run_checks`
-calls all of them with what this machine says. Nothing is left behind: ports are tried and let go. The
-modules are subjects: `machine`, `gpus`, `rdma`, `same_host`, `network`, `options`, and `choices` of
-transports.
+Each check receives its inputs as arguments, returns `CheckResult` values and never raises; `run_checks`
+calls all of them with the state of this machine. Checks leave nothing behind: probed ports are closed again.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ __all__ = ["CheckResult", "Status", "run_checks"]
 
 
 def run_checks(settings: InstanceSettings) -> list[CheckResult]:
-    """Every check on this machine, in the order to print; takes at most a few planner timeouts."""
+    """Run all checks on this machine and return the results in display order, within a few planner timeouts."""
     devices = topology.rdma_devices()
     found = gpus.probe_gpus()
     indices = [gpu.index for gpu in found.gpus]
@@ -49,9 +47,9 @@ def run_checks(settings: InstanceSettings) -> list[CheckResult]:
         machine.check_locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], rdma=bool(devices)),
         machine.check_shared_memory(shared.f_bavail * shared.f_frsize if shared else None),
         same_host.check_cuda_ipc(same_host.namespace("ipc"), indices, torch.cuda.can_device_access_peer),
-        same_host.check_local_sockets(settings.unix_socket_dir, same_host.namespace("net")),
+        same_host.check_unix_sockets(settings.unix_socket_dir, same_host.namespace("net")),
         same_host.check_sealed_memory(hasattr(os, "memfd_create"), same_host.shmem_huge_pages(Path("/sys"))),
-        transports.check_collectives(transports.backends(), requested),
+        transports.check_opt_in_transports(transports.backends(), requested),
         configuration.check_unknown_variables(find_typos()),
         configuration.check_resume(settings.resume_dir),
         configuration.check_reachability(settings),

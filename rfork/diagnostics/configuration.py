@@ -1,4 +1,4 @@
-"""The settings themselves: names that are misspelt, addresses nobody reaches, folders that are not there."""
+"""Checks of the settings: misspelt variables, unreachable addresses, unusable folders."""
 
 from __future__ import annotations
 
@@ -14,42 +14,44 @@ from rfork.settings import LOOPBACK, InstanceSettings
 
 
 def check_unknown_variables(misspelt: Mapping[str, str]) -> CheckResult:
-    """Variables that name no option, each with the one that was meant."""
+    """Check for unknown variables. `misspelt`: each unknown variable with the setting that was probably meant."""
     if not misspelt:
-        return CheckResult("variables", "ok", "each RFORK_ variable names an option")
-    detail = ", ".join(f"{name} names no option" for name in misspelt)
-    # A guess, however near: what somebody else reads by that name is no failure.
-    fix = f"if it is rfork's, correct it: {', '.join(misspelt.values())} may be meant"
+        return CheckResult("variables", "ok", "all RFORK_ variables are known")
+    detail = ", ".join(f"{name} is not a setting" for name in misspelt)
+    # A warning only: another program may use a variable with this name.
+    fix = f"did you mean {', '.join(misspelt.values())}?"
     return CheckResult("variables", "warn", detail, fix)
 
 
 def check_reachability(settings: InstanceSettings) -> CheckResult:
-    """Whether others reach what listens here: not on the loopback interface, with a planner elsewhere."""
+    """Check that other hosts can reach this instance: a loopback address with a remote planner is a warning."""
     try:
         address = settings.advertised_host
     except SettingsError as error:
-        return CheckResult("reach", "fail", str(error), error.hint)
+        return CheckResult("reachability", "fail", str(error), error.hint)
     if address not in LOOPBACK:
-        return CheckResult("reach", "ok", f"others are told {address}")
+        return CheckResult("reachability", "ok", f"peers connect to {address}")
     if settings.planner is None or _host(settings.planner) in LOOPBACK:
-        return CheckResult("reach", "skip", f"{address}: for this machine alone, as is the planner")
-    detail = f"others are told {address}, where only this machine reaches it"
-    return CheckResult("reach", "warn", detail, "set RFORK_BIND=0.0.0.0, with tokens and TLS: docs/security.md")
+        return CheckResult("reachability", "skip", f"{address}: this machine only, like the planner")
+    detail = f"peers are told to connect to {address}, which only this machine can reach"
+    return CheckResult("reachability", "warn", detail, "set RFORK_BIND=0.0.0.0, and tokens and TLS: docs/security.md")
 
 
 def check_resume(folder: Path | None) -> CheckResult:
-    """The folder in which a fork keeps what it has verified."""
+    """Check the folder in which forks keep verified chunks."""
     if folder is None:
-        return CheckResult("resume", "skip", "nothing is kept of a fork whose process dies (RFORK_RESUME_DIR)")
-    there = next((each for each in (folder, *folder.parents) if each.exists()), folder)
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        fix = "let this process's user write to it, or correct RFORK_RESUME_DIR"
-        return CheckResult("resume", "fail", f"{folder} cannot be written to", fix)
+        return CheckResult(
+            "resume", "off", "a restarted process forks again", "set RFORK_RESUME_DIR to keep verified chunks"
+        )
+    existing = next((each for each in (folder, *folder.parents) if each.exists()), folder)
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        fix = "make it writable for this process's user, or correct RFORK_RESUME_DIR"
+        return CheckResult("resume", "fail", f"{folder} is not writable", fix)
     return CheckResult("resume", "ok", f"in {folder}")
 
 
 def _host(url: str) -> str:
     try:
         return httpx.URL(url).host
-    except httpx.InvalidURL:  # the planner's own check says so
+    except httpx.InvalidURL:  # reported by the planner check
         return ""

@@ -1,4 +1,4 @@
-"""The GPUs of this machine, as far as torch can use them."""
+"""The GPUs of this machine that torch can use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rfork.transport.mooncake import topology
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One that CUDA started on: its number and name, and where it is."""
+    """A usable CUDA device: index, name and PCI location."""
 
     index: int
     name: str
@@ -20,20 +20,20 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Gpus:
-    """All of them; or none, and why CUDA does not start."""
+    """All usable GPUs; or none, and the error with which CUDA failed to start."""
 
     gpus: tuple[Gpu, ...] = ()
     error: str = ""
 
 
 def probe_gpus() -> Gpus:
-    """Start CUDA and ask for its GPUs; never raises.
+    """Initialise CUDA and return its GPUs. Never raises.
 
-    They may be counted by other means (NVML), so that there are some where CUDA does not start.
+    torch may count GPUs with NVML even if CUDA does not start.
     """
     try:
         return Gpus(tuple(_gpu(index) for index in range(torch.cuda.device_count())))
-    except Exception as error:  # an old driver, no fabric manager, …: torch says what it likes
+    except Exception as error:  # an old driver, no fabric manager, …: torch raises many types
         return Gpus(error=f"{type(error).__name__}: {' '.join(str(error).split())}")
 
 

@@ -1,4 +1,4 @@
-"""The interpreter, the GPUs, and the memory limits of this machine."""
+"""Checks of the interpreter, the GPUs and the memory limits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MIN_SHM_BYTES = 64 << 20
 
 
 def check_python(version: Sequence[str], torch_version: str) -> CheckResult:
-    """The interpreter and torch."""
+    """Check the versions of Python and torch."""
     detail = f"Python {'.'.join(version)}, torch {torch_version}"
     if (int(version[0]), int(version[1])) < (3, 11):
         return CheckResult("python", "fail", detail, "use Python 3.11 or newer")
@@ -19,21 +19,21 @@ def check_python(version: Sequence[str], torch_version: str) -> CheckResult:
 
 
 def check_cuda(names: Sequence[str], error: str = "") -> CheckResult:
-    """The CUDA devices that torch can use; `error`: why it cannot use those there are."""
+    """Check the CUDA devices. `error`: why torch cannot use existing ones."""
     if error:
-        fix = "see nvidia-smi and dmesg: driver, fabric manager, torch's CUDA, CUDA_VISIBLE_DEVICES"
-        return CheckResult("cuda", "fail", f"there are GPUs, and CUDA does not start: {error}", fix)
+        fix = "check nvidia-smi and dmesg: driver, fabric manager, torch's CUDA, CUDA_VISIBLE_DEVICES"
+        return CheckResult("cuda", "fail", f"GPUs found, but CUDA does not start: {error}", fix)
     if not names:
-        return CheckResult("cuda", "skip", "no CUDA device (weights in host memory work as well)")
+        return CheckResult("cuda", "skip", "no CUDA device; weights in host memory also work")
     return CheckResult("cuda", "ok", f"{len(names)} devices: {', '.join(dict.fromkeys(names))}")
 
 
 def check_locked_memory(limit: int, *, rdma: bool) -> CheckResult:
-    """The locked-memory limit in bytes (RLIMIT_MEMLOCK): RDMA pins all registered memory."""
+    """Check the locked-memory limit in bytes (RLIMIT_MEMLOCK): RDMA pins all registered memory."""
     unlimited = limit == resource.RLIM_INFINITY
     detail = "unlimited" if unlimited else f"{limit >> 10} KiB"
     if not rdma:
-        return CheckResult("memlock", "skip", f"{detail} (matters with RDMA only)")
+        return CheckResult("memlock", "skip", f"{detail} (relevant only for RDMA)")
     if unlimited:
         return CheckResult("memlock", "ok", detail)
     fix = "ulimit -l unlimited (systemd: LimitMEMLOCK=infinity; docker: --ulimit memlock=-1)"
@@ -41,9 +41,9 @@ def check_locked_memory(limit: int, *, rdma: bool) -> CheckResult:
 
 
 def check_shared_memory(free: int | None) -> CheckResult:
-    """Free bytes of /dev/shm, which engines use between their processes; None: there is none."""
+    """Check the free bytes of /dev/shm, which engines use between their processes; None: it does not exist."""
     if free is None:
-        return CheckResult("shm", "warn", "no /dev/shm", "mount a tmpfs there")
+        return CheckResult("shm", "warn", "no /dev/shm", "mount a tmpfs at /dev/shm")
     if free < MIN_SHM_BYTES:
-        return CheckResult("shm", "warn", f"{free >> 20} MiB free in /dev/shm", "raise it (docker: --shm-size=2g)")
+        return CheckResult("shm", "warn", f"{free >> 20} MiB free in /dev/shm", "increase it (docker: --shm-size=2g)")
     return CheckResult("shm", "ok", f"{free >> 20} MiB free in /dev/shm")

@@ -1,4 +1,4 @@
-"""Ports, TLS and the planner."""
+"""Checks of ports, TLS and the planner."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SOON_DAYS = 14
 
 
 def check_port(name: str, bind: str, port: int) -> CheckResult:
-    """Whether `bind:port` can be listened on; it is let go at once."""
+    """Check that `bind:port` can be listened on. The socket is closed immediately."""
     setting = f"RFORK_{name.upper()}"
     try:
         family, _, _, _, address = socket.getaddrinfo(bind, port, type=socket.SOCK_STREAM)[0]
@@ -34,20 +34,20 @@ def check_port(name: str, bind: str, port: int) -> CheckResult:
 
 
 def check_tls(settings: InstanceSettings) -> CheckResult:
-    """The TLS files: readable, belonging together, and not about to expire."""
+    """Check that the TLS files are readable, belong together and do not expire soon."""
     try:
         tls = settings.tls
         if not tls.enabled:
             if settings.bind in LOOPBACK:
-                return CheckResult("tls", "skip", "off; bound to loopback")
-            detail = f"off, and bound to {settings.bind}"
+                return CheckResult("tls", "off", "not required: bound to loopback")
+            detail = f"not configured, but bound to {settings.bind}"
             return CheckResult("tls", "warn", detail, "set RFORK_TLS_CERTIFICATE and RFORK_TLS_KEY")
         server_context(tls)
         client_context(tls)
         days = (_earliest_expiry(tls) - time.time()) / 86400
     except (SettingsError, ValueError, OSError) as error:
         detail = " ".join(str(error).split())
-        return CheckResult("tls", "fail", detail, "correct or renew the files that RFORK_TLS_* name")
+        return CheckResult("tls", "fail", detail, "correct or renew the files named by RFORK_TLS_*")
     if days < SOON_DAYS:
         return CheckResult("tls", "warn", f"valid for {math.floor(days)} more days", "renew it soon")
     return CheckResult("tls", "ok", f"valid for {math.floor(days)} more days")
@@ -63,9 +63,9 @@ def _earliest_expiry(tls: TlsSettings) -> float:
 
 
 def check_planner(settings: InstanceSettings, transport: httpx.BaseTransport | None = None) -> list[CheckResult]:
-    """Whether the planner answers, takes our token, and shares our clock (`transport`: for tests)."""
+    """Check that the planner responds, accepts the token and agrees on the time. `transport`: for tests."""
     if settings.planner is None:
-        detail = "none set: every fork falls back at once"
+        detail = "not set: every fork falls back immediately"
         return [CheckResult("planner", "warn", detail, "set RFORK_PLANNER to its URL")]
     url = redacted(settings.planner)
     try:
@@ -78,47 +78,47 @@ def check_planner(settings: InstanceSettings, transport: httpx.BaseTransport | N
             verify=verify,
             transport=transport,
             headers=headers,
-            trust_env=False,  # as the planner's client: proxies do not apply
+            trust_env=False,  # like the planner client: no proxies
         ) as client:
             sent_at = time.time()
             health = client.get("/healthz")
             received_at = time.time()
             listing = client.get("/v1/models")
     except (httpx.HTTPError, httpx.InvalidURL, SettingsError, ValueError) as error:
-        reason = str(error) if url == settings.planner else ""  # it may quote a part of the password
+        reason = str(error) if url == settings.planner else ""  # the message may contain part of the password
         detail = f"{url}: {reason or type(error).__name__}"
         return [CheckResult("planner", "fail", detail, "start it (rfork planner), or correct RFORK_PLANNER")]
     if health.status_code != 200:
-        detail = f"{url}/healthz answered {health.status_code}"
-        return [CheckResult("planner", "fail", detail, "is that a planner? correct RFORK_PLANNER")]
+        detail = f"{url}/healthz returned status {health.status_code}"
+        return [CheckResult("planner", "fail", detail, "this may not be a planner: correct RFORK_PLANNER")]
     return [
-        CheckResult("planner", "ok", f"{url} answers in {(received_at - sent_at) * 1000:.0f} ms"),
+        CheckResult("planner", "ok", f"{url} responded in {(received_at - sent_at) * 1000:.0f} ms"),
         check_token(listing.status_code, token_sent=token is not None),
         check_clock(health.headers.get("Date"), (sent_at + received_at) / 2),
     ]
 
 
 def check_token(status: int, *, token_sent: bool) -> CheckResult:
-    """What the planner's answer to a call that needs a token says about ours."""
+    """Check the token. `status`: of the planner's response to a request that requires one."""
     if status in (401, 403):
-        detail = "the planner refuses the token" if token_sent else "the planner wants a token"
+        detail = "the planner rejects the token" if token_sent else "the planner requires a token"
         return CheckResult("token", "fail", detail, "set RFORK_TOKEN to the planner's RFORK_PLANNER_TOKEN")
     if status != 200:
-        return CheckResult("token", "warn", f"the planner answered {status} to GET /v1/models", "see the planner's log")
-    return CheckResult("token", "ok", "accepted" if token_sent else "the planner asks for none")
+        return CheckResult("token", "warn", f"GET /v1/models returned status {status}", "check the planner's log")
+    return CheckResult("token", "ok", "accepted" if token_sent else "not required")
 
 
 def check_clock(date: str | None, now: float) -> CheckResult:
-    """This clock (`now`, seconds since the epoch) against an HTTP Date header, which counts whole seconds."""
+    """Compare this clock (`now`, seconds since the epoch) with an HTTP Date header, which has a resolution of 1 s."""
     if date is None:
-        return CheckResult("clock", "skip", "the planner sends no Date")
+        return CheckResult("clock", "skip", "the planner sends no Date header")
     try:
-        # The header cuts the fraction off: half a second is its mean.
+        # The header truncates the fraction, which is half a second on average.
         skew = now - (parsedate_to_datetime(date).timestamp() + 0.5)
     except ValueError:
-        return CheckResult("clock", "skip", f"the planner sends an unreadable Date ({date})")
+        return CheckResult("clock", "skip", f"the planner sends an invalid Date header ({date})")
     if abs(skew) > MAX_CLOCK_SKEW_S:
         side = "ahead of" if skew > 0 else "behind"
-        detail = f"{abs(skew):.0f} s {side} the planner's"
-        return CheckResult("clock", "warn", detail, "synchronise the clocks (NTP): leases have end times")
-    return CheckResult("clock", "ok", "agrees with the planner's")
+        detail = f"{abs(skew):.0f} s {side} the planner's clock"
+        return CheckResult("clock", "warn", detail, "synchronise the clocks (NTP): leases expire by time")
+    return CheckResult("clock", "ok", "agrees with the planner's clock")

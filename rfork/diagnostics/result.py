@@ -1,18 +1,19 @@
-"""One finding of the doctor."""
+"""Result of a doctor check."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-Status = Literal["ok", "warn", "fail", "skip"]
+Status = Literal["ok", "warn", "fail", "off", "skip"]
+"""`off`: an optional feature is not in use; `skip`: the check does not apply to this machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """One finding: what was looked at, how it stands, what was seen, and what to do about it.
+    """Result of one check: name, status, what was found, and how to fix or enable it.
 
-    `warn` and `fail` say what to do in `fix`: what nobody can mend is no finding. ValueError without.
+    Raises ValueError for `warn` and `fail` without a `fix`.
     """
 
     name: str
@@ -22,4 +23,4 @@ class CheckResult:
 
     def __post_init__(self) -> None:
         if self.status in ("warn", "fail") and not self.fix:
-            raise ValueError(f"{self.name}: a finding that says nothing to do")
+            raise ValueError(f"{self.name}: status {self.status} requires a fix")

@@ -1,4 +1,4 @@
-"""What processes of one host share: GPUs, sockets and pages."""
+"""Checks of what processes on the same host share: GPUs, sockets and memory pages."""
 
 from __future__ import annotations
 
@@ -10,61 +10,65 @@ from pathlib import Path
 from rfork.diagnostics.result import CheckResult
 
 
-def check_cuda_ipc(namespace: str, gpus: Sequence[int], reaches: Callable[[int, int], bool]) -> CheckResult:
-    """Whether GPUs of this process address one another (`reaches(one, other)`), and in which IPC namespace.
+def check_cuda_ipc(namespace: str, gpus: Sequence[int], has_access: Callable[[int, int], bool]) -> CheckResult:
+    """Check peer access between the visible GPUs (`has_access(one, other)`), and report the IPC namespace.
 
-    CUDA opens another process's memory in one IPC namespace alone: two containers have to share it.
+    CUDA opens another process's memory only within one IPC namespace, so containers must share it.
     """
     where = f"IPC namespace {namespace or 'unknown'}"
     if not gpus:
         return CheckResult("cuda ipc", "skip", f"no CUDA device in use ({where})")
     if len(gpus) == 1:
-        detail = f"one GPU is seen, so sources on it alone can be read ({where})"
-        return CheckResult("cuda ipc", "ok", detail, "show the container all GPUs of the host (NVIDIA_VISIBLE_DEVICES)")
+        detail = f"one visible GPU: only sources on that GPU can be read ({where})"
+        return CheckResult(
+            "cuda ipc", "ok", detail, "expose all GPUs of the host to the container (NVIDIA_VISIBLE_DEVICES)"
+        )
     pairs = [(one, other) for one in gpus for other in gpus if one < other]
     try:
-        parted = [f"{one}-{other}" for one, other in pairs if not reaches(one, other)]
+        disconnected = [f"{one}-{other}" for one, other in pairs if not has_access(one, other)]
     except RuntimeError as error:
-        detail = f"{len(gpus)} GPUs; whether they address one another: {' '.join(str(error).split())} ({where})"
-        return CheckResult("cuda ipc", "warn", detail, "see nvidia-smi topo -p2p r, and dmesg")
-    if parted:
-        detail = f"{len(gpus)} GPUs; these do not address one another: {', '.join(parted)} ({where})"
-        fix = "nvidia-smi topo -p2p r says why; PCIe ACS or the IOMMU may forbid it, between two sockets too"
+        detail = f"{len(gpus)} GPUs; peer access unknown: {' '.join(str(error).split())} ({where})"
+        return CheckResult("cuda ipc", "warn", detail, "check nvidia-smi topo -p2p r, and dmesg")
+    if disconnected:
+        detail = f"{len(gpus)} GPUs; no peer access between {', '.join(disconnected)} ({where})"
+        fix = "check nvidia-smi topo -p2p r; PCIe ACS, the IOMMU or different CPU sockets may prevent it"
         return CheckResult("cuda ipc", "warn", detail, fix)
-    return CheckResult("cuda ipc", "ok", f"{len(gpus)} GPUs, each addresses every other ({where})")
+    return CheckResult("cuda ipc", "ok", f"{len(gpus)} GPUs, all with peer access ({where})")
 
 
-def check_local_sockets(folder: Path | None, namespace: str) -> CheckResult:
-    """Whether sockets for other instances of this host can be made, in a folder or without one."""
+def check_unix_sockets(folder: Path | None, namespace: str) -> CheckResult:
+    """Check that Unix sockets for instances on this host can be created. `folder` None: abstract namespace."""
     if folder is None:
-        detail = f"without a folder: seen in this network namespace ({namespace or 'unknown'}) only"
-        fix = "containers of their own network: set RFORK_UNIX_SOCKET_DIR to a folder that they share"
-        return CheckResult("local sockets", "ok", detail, fix)
-    fix = "make it, or correct RFORK_UNIX_SOCKET_DIR (a hostPath, or an emptyDir of one pod)"
+        detail = f"visible in this network namespace only ({namespace or 'unknown'})"
+        fix = "for containers with separate networks, set RFORK_UNIX_SOCKET_DIR to a shared folder"
+        return CheckResult("unix sockets", "ok", detail, fix)
+    fix = "create it, or correct RFORK_UNIX_SOCKET_DIR (a hostPath, or an emptyDir of one pod)"
     try:
         if not stat.S_ISDIR(folder.stat().st_mode):
-            return CheckResult("local sockets", "fail", f"{folder} is no folder", fix)
+            return CheckResult("unix sockets", "fail", f"{folder} is not a folder", fix)
     except OSError as error:
-        return CheckResult("local sockets", "fail", f"{folder}: {error.strerror or error}", fix)
+        return CheckResult("unix sockets", "fail", f"{folder}: {error.strerror or error}", fix)
     if not os.access(folder, os.W_OK | os.X_OK):
-        fix = "let this process's user write to it, or correct RFORK_UNIX_SOCKET_DIR"
-        return CheckResult("local sockets", "fail", f"{folder} cannot be written to", fix)
-    return CheckResult("local sockets", "ok", f"in {folder}")
+        fix = "make it writable for this process's user, or correct RFORK_UNIX_SOCKET_DIR"
+        return CheckResult("unix sockets", "fail", f"{folder} is not writable", fix)
+    return CheckResult("unix sockets", "ok", f"in {folder}")
 
 
 def check_sealed_memory(sealed: bool, huge_pages: str) -> CheckResult:
-    """Whether pages can be given to other processes sealed (memfd), and in huge pages: how this is set."""
+    """Check that memory can be shared as sealed memfd pages, and whether as huge pages."""
     if not sealed:
-        return CheckResult("memfd", "skip", "this system has no memfd: no shared_memory transport", "use Linux")
+        return CheckResult(
+            "memfd", "skip", "not supported by this system; required by the shared_memory transport", "use Linux"
+        )
     if huge_pages in ("always", "within_size", "advise"):
         return CheckResult("memfd", "ok", f"sealed memory, huge pages: {huge_pages}")
-    detail = f"sealed memory, in pages of 4 KiB (huge pages: {huge_pages or 'unknown'})"
-    fix = "faster: echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled"
+    detail = f"sealed memory in 4 KiB pages (huge pages: {huge_pages or 'unknown'})"
+    fix = "for more speed: echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled"
     return CheckResult("memfd", "ok", detail, fix)
 
 
 def namespace(namespace_type: str) -> str:
-    """The number of this process's `ipc` or `net` namespace; empty where the system does not tell."""
+    """Return the number of this process's `ipc` or `net` namespace; empty if unknown."""
     try:
         return os.readlink(f"/proc/self/ns/{namespace_type}").partition("[")[2].rstrip("]")
     except OSError:
@@ -72,7 +76,7 @@ def namespace(namespace_type: str) -> str:
 
 
 def shmem_huge_pages(root: Path) -> str:
-    """When shared memory is given huge pages, as in ``always within_size [advise] never``."""
+    """Return the huge page mode of shared memory, the word in brackets in ``always within_size [advise] never``."""
     try:
         text = (root / "kernel" / "mm" / "transparent_hugepage" / "shmem_enabled").read_text(errors="replace")
     except OSError:

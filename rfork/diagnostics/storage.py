@@ -1,4 +1,4 @@
-"""What `rfork doctor` says of storage: which kinds can be read here, and the snapshot that is set."""
+"""Checks of storage: supported backends, and the configured snapshot."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Finder = Callable[[str], bool]
 
 
 def installed(module: str) -> bool:
-    """Whether a top-level module can be imported."""
+    """Return whether a top-level module can be imported."""
     return find_spec(module) is not None
 
 
 def run_checks(settings: InstanceSettings, storage: StorageSettings) -> list[CheckResult]:
-    """Every check of storage, in the order to print."""
+    """Run all storage checks and return the results in display order."""
     checks = [
         check_extra("storage s3", "boto3", "s3", "s3:// URIs", installed),
         check_extra("storage cloud", "obstore", "cloud", "gs:// and az:// URIs", installed),
@@ -31,32 +31,32 @@ def run_checks(settings: InstanceSettings, storage: StorageSettings) -> list[Che
     return checks if settings.snapshot is None else [*checks, check_snapshot(settings.snapshot, storage)]
 
 
-def check_extra(name: str, module: str, extra: str, what: str, has: Finder) -> CheckResult:
-    """A package that one kind of storage needs."""
+def check_extra(name: str, module: str, extra: str, feature: str, has: Finder) -> CheckResult:
+    """Check that the package required by a storage backend is installed."""
     if has(module):
-        return CheckResult(name, "ok", f"{what} can be used")
-    return CheckResult(name, "skip", f"{what} cannot be used", f"pip install 'rfork[{extra}]' for them")
+        return CheckResult(name, "ok", f"{feature} supported")
+    return CheckResult(name, "off", f"{feature} not supported", f"pip install 'rfork[{extra}]'")
 
 
 def check_gpu_direct(has: Finder) -> CheckResult:
-    """Reads from local disks straight into a GPU's memory."""
+    """Check for reads from local disks directly into GPU memory (GPUDirect Storage)."""
     if has("kvikio"):
-        return CheckResult("storage gds", "ok", "kvikio is installed; it decides at run time")
+        return CheckResult("storage gds", "ok", "kvikio is installed and decides at run time")
     return CheckResult(
         "storage gds",
-        "skip",
-        "local files reach the GPU through pinned host memory",
-        "pip install 'rfork[gds-cuda12]' (or gds-cuda13) where GPUDirect Storage is set up",
+        "off",
+        "local files are copied to the GPU through pinned host memory",
+        "if GPUDirect Storage is set up: pip install 'rfork[gds-cuda12]' (or gds-cuda13)",
     )
 
 
 def check_snapshot(uri: str, storage: StorageSettings) -> CheckResult:
-    """The snapshot that instances read where nobody holds the weights: its manifest and header."""
+    """Check the manifest and header of the snapshot that instances read if there is no source."""
     try:
         files = open_files(*snapshot_location(uri), storage)
     except RforkError as error:
         return CheckResult(
-            "snapshot", "fail", str(error), error.hint or "mend RFORK_SNAPSHOT, or write one: rfork snapshot"
+            "snapshot", "fail", str(error), error.hint or "correct RFORK_SNAPSHOT, or write one: rfork snapshot write"
         )
     try:
         manifest_file = files.manifest_file

@@ -1,1 +1,1 @@
-"""How each engine's models are captured, filled and served: one thin room an engine."""
+"""Engine integrations: capture, fill and serve the models of each supported engine, one package per engine."""

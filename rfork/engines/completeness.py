@@ -1,10 +1,10 @@
-"""Proof that an image is everything a model serves with: the memory that building the model took.
+"""Proof that an image is complete, based on the memory that was allocated while the model was built.
 
-All memory that was added while the model was built is a tensor of the model, or scratch that is known by
-name. Anything else may be weights in a place that capture cannot see: such a model is not forked, and is no
-seed. Runs on source and target. On a GPU, memory is what torch's CUDA allocator handed out. On the CPU it is
-the memory of all tensors that Python refers to; what only C++ refers to is not seen there, and capture
-refuses the objects that are known to hold such memory (packed weights, script modules).
+Every block allocated during the build must belong to a tensor of the model or to scratch memory known by
+name. Any other block may hold weights that capture cannot see; such a model is neither forked nor used as a
+seed. Runs on the source and on the target. On a GPU, the blocks are those of torch's CUDA allocator. On the
+CPU they are the memory of all tensors that Python refers to. Memory referenced only from C++ is not seen
+there; capture rejects the objects known to hold such memory (packed weights, script modules).
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ from rfork.image.ranges import intersect, normalise, subtract
 from rfork.image.strides import byte_extent
 
 TOLERANCE: Final = 0.01
-"""Part of the growth that need not be explained."""
+"""Fraction of the growth that may stay unexplained."""
 MIN_UNEXPLAINED_BYTES: Final = 64 << 10
-"""Less than this is never weights: small constants of kernels."""
+"""Smaller amounts are never weights: they are small constants of kernels."""
 SCRATCH: Final = ("*workspace*", "*scratch*", "*kv_cache*", "*_buffer", "*_buffers", "*cos_sin_cache*")
-"""Patterns of names of variables outside the model that hold no weights."""
+"""Name patterns of variables outside the model that hold no weights."""
 MAX_CANDIDATES: Final = 3
-"""Candidates that an error names."""
+"""Maximum number of candidate variables named in an error."""
 
 Blocks = Mapping[int, int]
-"""Memory that an allocator has handed out: bytes by address."""
+"""Allocated memory blocks: size in bytes by address."""
 Spans = Sequence[tuple[int, int]]
-"""Ranges of addresses: begin, end."""
+"""Address ranges as (begin, end)."""
 
 
 def unexplained(before: Blocks, after: Blocks, explained: Iterable[tuple[int, int]]) -> Spans:
-    """Return the parts of added blocks that are not explained; none where they are within tolerance."""
+    """Return the unexplained parts of the added blocks, or nothing if they are within the tolerance."""
     grown = normalise((address, address + length) for address, length in after.items() if before.get(address) != length)
     missing = subtract(grown, normalise(sorted(explained)))
-    growth, lacking = _bytes(grown), _bytes(missing)
-    return missing if lacking > max(MIN_UNEXPLAINED_BYTES, growth * TOLERANCE) else ()
+    growth, missing_bytes = _bytes(grown), _bytes(missing)
+    return missing if missing_bytes > max(MIN_UNEXPLAINED_BYTES, growth * TOLERANCE) else ()
 
 
 class Completeness:
-    """Proof for one model: made before it is built, checked once it stands."""
+    """Completeness proof of one model: create it before the build, call `check` after it."""
 
     def __init__(self) -> None:
         self._before = allocations()
 
     def check(self, module: nn.Module) -> None:
-        """Raise UnsupportedTensor where building `module` took memory that no tensor of it explains."""
+        """Raise UnsupportedTensor if building `module` allocated memory that none of its tensors explains."""
         missing = self._missing(module)
         if missing:
             _collect()
@@ -67,15 +67,15 @@ class Completeness:
             names = [name for name, span in holders.items() if span not in scratch]
             raise UnsupportedTensor("(all)", _describe(missing, names), hint="report the model and its options")
 
-    def _missing(self, module: nn.Module, also: Iterable[tuple[int, int]] = ()) -> Spans:
+    def _missing(self, module: nn.Module, extra_spans: Iterable[tuple[int, int]] = ()) -> Spans:
         after = allocations()
         if not after:
             return ()
-        return unexplained(self._before, after, [*spans_of(module), *also])
+        return unexplained(self._before, after, [*spans_of(module), *extra_spans])
 
 
 def spans_of(module: nn.Module) -> Iterator[tuple[int, int]]:
-    """Yield the memory of each tensor that is found in a module, of those that an image leaves out too."""
+    """Yield the memory range of each tensor found in a module, including tensors that the image excludes."""
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         for tensor in state_of_module(module).tensors.values():
             if tensor.layout is torch.strided and tensor.data_ptr():
@@ -84,9 +84,9 @@ def spans_of(module: nn.Module) -> Iterator[tuple[int, int]]:
 
 
 def allocations() -> Blocks:
-    """Return the memory in use: of torch's CUDA allocator, or of tensors where CUDA is not used.
+    """Return the memory in use: blocks of torch's CUDA allocator, or CPU tensors if CUDA is not in use.
 
-    Empty where another allocator took the place of torch's.
+    Returns nothing if torch's CUDA allocator has been replaced.
     """
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
         return host_tensors()
@@ -98,7 +98,7 @@ def allocations() -> Blocks:
 
 
 def blocks_of(snapshot: Iterable[Mapping[str, Any]]) -> Blocks:
-    """Return the blocks in use of a snapshot of torch's, by the bytes that were asked for."""
+    """Return the active blocks of a torch memory snapshot with their requested sizes."""
     return {
         int(block["address"]): int(block.get("requested_size", block["size"]))
         for segment in snapshot
@@ -108,9 +108,9 @@ def blocks_of(snapshot: Iterable[Mapping[str, Any]]) -> Blocks:
 
 
 def host_tensors() -> Blocks:
-    """Return the host memory of all tensors that Python refers to: the bytes that each covers, by address.
+    """Return the host memory of all tensors that Python refers to: the bytes that each one covers, by address.
 
-    Not their storages: a tensor may be a small part of a file that is mapped as one storage.
+    Storages are not used, because a tensor may be a small part of a file that is mapped as one storage.
     """
     blocks: dict[int, int] = {}
     for tensor in _live_tensors():
@@ -123,23 +123,23 @@ def host_tensors() -> Blocks:
 def _address(tensor: torch.Tensor) -> int:
     try:
         return tensor.data_ptr()
-    except (RuntimeError, NotImplementedError):  # without memory of its own
+    except (RuntimeError, NotImplementedError):  # no memory of its own
         return 0
 
 
 def _live_tensors() -> Iterator[torch.Tensor]:
     with torch._C.DisableTorchFunctionSubclass():
-        # By the type: `isinstance` runs code of objects that stand for others.
+        # Check the type: `isinstance` would run the code of proxy objects.
         yield from (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
 
 
 def _holders(missing: Spans) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Yield the memory of tensors that Python knows in `missing`, by the variables that hold them."""
+    """Yield the name and memory range of each Python variable whose tensor overlaps `missing`."""
     for value in _live_tensors():
         try:
             storage = value.untyped_storage()
             span = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
-        except (RuntimeError, NotImplementedError):  # without memory of its own
+        except (RuntimeError, NotImplementedError):  # no memory of its own
             continue
         if intersect([span], missing):
             for name in _names_of(value):
@@ -162,7 +162,7 @@ def _owner_of(attributes: dict[Any, Any]) -> str:
 
 
 def _collect() -> None:
-    """Free what nothing refers to, and the workspaces that torch keeps for its libraries."""
+    """Free unreferenced objects and the workspaces that torch keeps for its libraries."""
     gc.collect()
     clear: Callable[[], None] | None = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if clear is not None:
@@ -173,9 +173,9 @@ def _collect() -> None:
 def _describe(missing: Spans, names: Sequence[str]) -> str:
     max_bytes = max(end - begin for begin, end in missing)
     candidates = ", ".join(sorted(names)[:MAX_CANDIDATES])
-    owners = f"held by {candidates}" if names else "which no tensor of Python's holds"
+    owners = f"referenced by {candidates}" if names else "not referenced by any Python tensor"
     return (
-        f"building it took {_bytes(missing)} bytes of memory that are no tensor of the model "
+        f"building the model allocated {_bytes(missing)} bytes that belong to none of its tensors "
         f"({len(missing)} blocks, the largest of {max_bytes} bytes), {owners}"
     )
 

@@ -1,8 +1,9 @@
-"""Facts and numbers of an engine's model, hung on the model so that its image has them.
+"""State of an engine's model outside its tensors, attached to the model so that the image includes it.
 
-Post-processing leaves Python floats on modules (the scales of a quantised KV cache), which serve as tensors
-do: they are part of the image. Which classes compute with the weights is a fact, and has to be equal. Runs on
-the source, and on the target before its layout is taken.
+Post-processing leaves Python floats on modules (such as the scales of a quantised KV cache). They affect
+results as tensors do, so they become part of the image. The classes that compute with the weights are
+recorded as facts, which must be equal on both sides. Runs on the source, and on the target before the layout
+is captured.
 """
 
 from __future__ import annotations
@@ -18,37 +19,40 @@ from rfork.errors import LayoutMismatch
 from rfork.image.compat_tags import ATTRIBUTE, tag_tensors
 
 MAX_DEPTH = 6
-"""Steps from a module through helper objects to what computes."""
+"""Maximum depth of helper objects below a module."""
 ENGINE_HELPER_ATTRIBUTES = (
     *("quant_method", "old_quant_method", "scheme", "kernel", "impl", "runner", "experts"),
-    # vLLM: linear layers, and a mixture's method, kernel, implementation, experts, scales.
+    # vLLM: linear layers; method, kernel, implementation, experts and scales of MoE layers.
     *("fp8_linear", "fp8_kernel", "linear_kernel", "moe_kernel", "moe_quant_config", "quant_config"),
     *("fused_experts", "_fused_experts", "fallback_experts", "_prepared_experts", "fused_moe_impl"),
     *("_a1", "_a2", "_w1", "_w2", "config"),
-    # SGLang: a mixture's runners, and those of Ascend.
+    # SGLang: MoE runners, including those for Ascend.
     *("runner_core", "_aiter_runner", "moe_runner_config", "w13_kernel", "w2_kernel"),
 )
-"""Attributes of layers, and of one another, that hold what computes with the weights."""
+"""Attributes of layers and helper objects that refer to the code computing with the weights."""
 
 
 class HiddenState:
-    """Hangs them on a model once its layout is final; before its weights are, on a target."""
+    """Attaches facts and float values to a model with a final layout.
+
+    On the target this happens before its weights arrive.
+    """
 
     def __init__(self, module: nn.Module, facts: Collection[str], packages: Collection[str]) -> None:
-        """`packages` are the engine's: only what classes of theirs compute is a fact."""
+        """`packages` are the engine's packages: only helper classes defined there are recorded."""
         self._module = module
         self._packages = frozenset(packages)
         self._float_slots = tuple(_float_attributes(module))
         names = sha256("\n".join(name for name, _, _ in self._float_slots).encode()).hexdigest()[:16]
-        self._float_attributes = torch.empty(len(self._float_slots), dtype=torch.float64, device=_device(module))
-        marks = tag_tensors((*facts, *_kernels(module, self._packages)))
-        setattr(module, ATTRIBUTE, {"is": marks, "floats": {names: self._float_attributes}})
+        self._float_values = torch.empty(len(self._float_slots), dtype=torch.float64, device=_device(module))
+        tags = tag_tensors((*facts, *_kernels(module, self._packages)))
+        setattr(module, ATTRIBUTE, {"is": tags, "floats": {names: self._float_values}})
         self._write()
 
     def save(self) -> None:
-        """Write the numbers into the image, as the model has them now. Runs on the source.
+        """Copy the current float values of the model into the image. Runs on the source.
 
-        Raises LayoutMismatch where a number is none any more.
+        Raises LayoutMismatch if an attribute is no longer a float.
         """
         self._write()
 
@@ -56,13 +60,13 @@ class HiddenState:
         values = [vars(holder).get(key) for _, holder, key in self._float_slots]
         for (name, _, _), value in zip(self._float_slots, values, strict=True):
             if type(value) is not float:
-                raise LayoutMismatch(f"{name} was a number, and is {type(value).__name__} now")
-        self._float_attributes.copy_(torch.tensor(values, dtype=torch.float64))
+                raise LayoutMismatch(f"{name} was a float and is now {type(value).__name__}")
+        self._float_values.copy_(torch.tensor(values, dtype=torch.float64))
 
     def apply(self) -> int:
-        """Write the image's numbers into the modules, once they are verified; how many differed."""
+        """Copy the verified float values of the image into the modules. Returns the number of values that changed."""
         changed = 0
-        for (_, holder, key), value in zip(self._float_slots, self._float_attributes.tolist(), strict=True):
+        for (_, holder, key), value in zip(self._float_slots, self._float_values.tolist(), strict=True):
             if vars(holder)[key] != value:
                 vars(holder)[key] = value
                 changed += 1
@@ -75,14 +79,14 @@ def _device(module: nn.Module) -> torch.device:
 
 
 def _float_attributes(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Each float that hangs on a module, by its dotted name."""
+    """Yield each float attribute of the submodules with its dotted name."""
     for name, submodule in module.named_modules():
         for key in sorted(key for key, value in vars(submodule).items() if type(value) is float):
             yield f"{name}.{key}", submodule, key
 
 
 def _kernels(module: nn.Module, packages: Collection[str]) -> Iterator[str]:
-    """What computes with the weights, and so decides on their meaning: classes, and choices made in them."""
+    """Yield the classes that compute with the weights, and the enum options set on them."""
     found: set[str] = set()
     for submodule in module.modules():
         for _, helper in _helper_objects(submodule, packages):
@@ -95,7 +99,7 @@ def _kernels(module: nn.Module, packages: Collection[str]) -> Iterator[str]:
 
 
 def _helper_objects(holder: object, packages: Collection[str]) -> Iterator[tuple[str, object]]:
-    """What computes for a module, by the path of attributes to it; each once."""
+    """Yield the helper objects reachable from a module with their attribute paths, each object once."""
     seen: set[int] = set()
     level = [("", holder)]
     for _ in range(MAX_DEPTH):
@@ -111,7 +115,7 @@ def _helper_objects(holder: object, packages: Collection[str]) -> Iterator[tuple
 
 
 def _is_helper(value: object, packages: Collection[str]) -> bool:
-    """Whether it is an engine's own object, and no module: those are found in the tree."""
+    """Return True for objects of the engine other than modules, which are found in the module tree."""
     return (
         hasattr(value, "__dict__")
         and not isinstance(value, nn.Module | type)

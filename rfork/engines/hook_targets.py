@@ -1,7 +1,7 @@
-"""Which functions of an engine a plug-in hooks or calls, and whether they are as the plug-in knows them.
+"""Engine functions that a plug-in hooks or calls, and checks that they still have the expected signatures.
 
-Each engine's room keeps its own table of them. Nothing is imported here but the standard library: plug-ins
-are loaded in each of an engine's processes.
+Each engine package has its own table. Only the standard library is imported here, because plug-ins are loaded
+in every process of an engine.
 """
 
 from __future__ import annotations
@@ -14,38 +14,38 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class HookTarget:
-    """One function, class or value, by its dotted path, and parameters that it must have, by name."""
+    """A function, class or value, named by its dotted path, with the parameters it must accept."""
 
     path: str
     parameters: tuple[str, ...] = ()
 
 
 Incompatible = Sequence[tuple[HookTarget, str]]
-"""Points that are not as they were, each with what is wrong."""
+"""Hook targets that do not match, each with the reason."""
 
 
-def find_incompatible(points: Iterable[HookTarget]) -> Incompatible:
-    """The points that are not as they were, each with what is wrong; imports their modules."""
-    return [(point, wrong) for point in points if (wrong := _mismatch(point))]
+def find_incompatible(hook_targets: Iterable[HookTarget]) -> Incompatible:
+    """Return the hook targets that do not match, each with the reason. Imports their modules."""
+    return [(hook_target, mismatch) for hook_target in hook_targets if (mismatch := _mismatch(hook_target))]
 
 
 def format_incompatibility(engine: str, version: str, incompatible: Incompatible, tested: Sequence[str]) -> str:
-    """One line for users; `engine` by the name that they know it by."""
-    what = "; ".join(f"{point.path} {wrong}" for point, wrong in incompatible)
-    return f"{engine} {version} is not as rfork knows it (tested: {', '.join(tested)}): {what}"
+    """Return a one-line message for users. `engine` is the engine's display name."""
+    details = "; ".join(f"{hook_target.path} {mismatch}" for hook_target, mismatch in incompatible)
+    return f"{engine} {version} is incompatible with this rfork (tested: {', '.join(tested)}): {details}"
 
 
-def _mismatch(point: HookTarget) -> str:
+def _mismatch(hook_target: HookTarget) -> str:
     try:
-        found = pkgutil.resolve_name(point.path)
+        found = pkgutil.resolve_name(hook_target.path)
     except (ImportError, AttributeError) as error:
-        return f"is gone ({error})"
-    if not point.parameters:
+        return f"does not exist ({error})"
+    if not hook_target.parameters:
         return ""
     try:
-        has = inspect.signature(found).parameters
+        parameters = inspect.signature(found).parameters
     except (TypeError, ValueError) as error:
-        return f"cannot be looked at ({error})"
-    # A classmethod has no first parameter any more, and a hook of another plug-in may take anything.
-    missing = [name for name in point.parameters if name not in has]
+        return f"cannot be inspected ({error})"
+    # A bound classmethod has no first parameter, and the hook of another plug-in may accept any arguments.
+    missing = [name for name in hook_target.parameters if name not in parameters]
     return f"has no parameter {', '.join(missing)}" if missing else ""

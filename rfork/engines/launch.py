@@ -1,6 +1,6 @@
-"""Any command that starts SGLang or vLLM, made to fork: its load format named, and rfork's plug-in found.
+"""Rewrites a command that starts SGLang or vLLM so that the server forks its weights.
 
-Runs before the engine, in a process of rfork's own (`rfork launch`). No file of the engine is touched.
+Runs before the engine, in rfork's own process (`rfork launch`). No file of the engine is modified.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from rfork.engines.flags import variable
 from rfork.errors import SettingsError
 from rfork.settings import InstanceSettings
 
-FILES: Final = "_files"
-"""The module that only rfork as files has (see deploy/docker/files.py): its functions are entry points."""
+FILES_MODULE: Final = "_files"
+"""Module that exists only in a copied rfork (see deploy/docker/files.py); its functions are entry points."""
 ASSIGNMENT: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What is started instead: the command, and its environment."""
+    """The rewritten command and its environment."""
 
     engine: EngineName
     command: tuple[str, ...]
@@ -45,23 +45,23 @@ class Launch:
 
 
 def rewrite_command(command: Sequence[str], environment: Mapping[str, str]) -> Launch:
-    """The command with ``--load-format rfork``, and the environment in which its plug-in is allowed.
+    """Return the command with ``--load-format rfork`` and an environment that allows the plug-in.
 
-    `environment` is what the command would get. Raises SettingsError where it starts no engine, where that
-    cannot be told, and where it asks for another load format.
+    `environment` is the environment the command would run in. Raises SettingsError if the command starts no
+    known engine, cannot be parsed, or requests another load format.
     """
     words, variables = _strip_env_prefix(command, environment)
     if not words:
         raise SettingsError(
-            "there is no command to launch",
+            "no command to launch",
             hint="rfork launch --planner URL -- vllm serve MODEL, or … -- python -m sglang.launch_server …",
         )
     found = parse_engine_command(words)
     chosen = load_format(words[found.at :])
     if chosen is not None and chosen != LOAD_FORMAT:
         raise SettingsError(
-            f"the command asks for --load-format {chosen}: `rfork launch` sets {LOAD_FORMAT}",
-            hint="leave --load-format out; what nobody holds is loaded as without it",
+            f"the command sets --load-format {chosen}, but `rfork launch` requires {LOAD_FORMAT}",
+            hint="remove --load-format; a model without a source is loaded by the engine's own loader",
         )
     if chosen is None:
         words = [*words, "--load-format", LOAD_FORMAT]
@@ -73,28 +73,28 @@ def rewrite_command(command: Sequence[str], environment: Mapping[str, str]) -> L
 
 
 def engine_environment(environment: Mapping[str, str], settings: InstanceSettings) -> dict[str, str]:
-    """The environment of a server whose launcher drains it: its own side waits for no reader again.
+    """Return the environment of a server that its launcher drains: the server itself does not wait for readers again.
 
-    `settings` are those of the environment. Without a planner in them the launcher drains nothing.
+    `settings` are the settings of `environment`. Without a planner the launcher drains nothing.
     """
-    alone = {} if settings.planner is None else {variable("drain_s"): "0"}
-    return {**environment, **alone}
+    overrides = {} if settings.planner is None else {variable("drain_timeout_s"): "0"}
+    return {**environment, **overrides}
 
 
 def replica_name() -> str:
-    """A name for one start of one server, which no other has."""
+    """Return a unique replica name for one start of one server."""
     host = re.sub(r"[^A-Za-z0-9_.-]+", "-", socket.gethostname())[-40:].strip("-")
     return f"{host or 'server'}-{uuid4().hex[:12]}"
 
 
 @contextmanager
 def with_plugin_path(environment: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """The environment in which any Python finds rfork and its plug-ins, inside the `with` block.
+    """Yield an environment in which any Python process finds rfork and its plug-ins.
 
-    Engines find plug-ins by the metadata of installed packages. An image to which rfork's files were only
-    added has none; so a folder is put in front of Python's path that has the metadata, and a link to this
-    rfork. Where rfork is installed as well, Python takes the first and knows them for one. An rfork that
-    comes as files has entry points of its own, which know what to do in an image that is too old for it.
+    Engines find plug-ins through the metadata of installed packages. An image that rfork's files were only
+    copied into has no such metadata, so a temporary folder with the metadata and a link to this rfork is
+    prepended to PYTHONPATH. If rfork is installed as well, Python uses the first copy and treats both as one
+    package. A copied rfork has its own entry points, which handle images that are too old for it.
     """
     with tempfile.TemporaryDirectory(prefix="rfork-launch-") as made:
         folder = Path(made)
@@ -110,14 +110,14 @@ def with_plugin_path(environment: Mapping[str, str]) -> Iterator[dict[str, str]]
 
 
 def _entry_points() -> Mapping[str, str]:
-    """Those of this rfork, by group: as in its own metadata, were it found."""
-    if not Path(rfork.__file__).with_name(f"{FILES}.py").is_file():
+    """Return the entry points of this rfork by group, as its metadata would list them."""
+    if not Path(rfork.__file__).with_name(f"{FILES_MODULE}.py").is_file():
         return ENTRY_POINTS
-    return {group: f"rfork.{FILES}:{group.partition('.')[0]}" for group in ENTRY_POINTS}
+    return {group: f"rfork.{FILES_MODULE}:{group.partition('.')[0]}" for group in ENTRY_POINTS}
 
 
 def _strip_env_prefix(command: Sequence[str], environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-    """The command less an ``env X=Y`` in front of it, and the environment that it makes."""
+    """Return the command without its ``env X=Y`` prefix, and the environment including those variables."""
     words, variables = list(command), dict(environment)
     while words and Path(words[0]).name == "env":
         words = words[1:]
@@ -126,7 +126,7 @@ def _strip_env_prefix(command: Sequence[str], environment: Mapping[str, str]) ->
             variables[name] = value
         if words and words[0].startswith("-"):
             raise SettingsError(
-                f"cannot tell what `env {words[0]}` leaves of the environment",
+                f"cannot parse `env {words[0]}`",
                 hint="set the variables in front of `rfork launch`, or as `env NAME=VALUE …` without options",
             )
     return words, variables

@@ -1,7 +1,7 @@
-"""How an engine's model gets its weights: forked, or loaded by the engine itself; never half of either.
+"""Gets the weights of an engine's model: by a fork, or by the engine's own loader, but never a mix of both.
 
-Runs on the target, in the process and on the thread of the engine that loads the model. The engine's room
-says how one is made (`EngineAdapter`) and what it is (`ModelIdentity`).
+Runs on the target, in the engine's process and on the thread that loads the model. The engine package
+describes how to build the model (`EngineAdapter`) and what it is (`ModelIdentity`).
 """
 
 from __future__ import annotations
@@ -45,47 +45,47 @@ log = logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
-    """What is brought up: one rank of one model, and what must be equal on both sides of a fork."""
+    """One rank of one model, and the facts that must be equal on both sides of a fork."""
 
     model: str
     rank: Rank
     facts: tuple[str, ...] = ()
-    """See `rfork.image.compat_tags`: engine and version, device, quantisation."""
+    """Engine and version, device, quantisation; see `rfork.image.compat_tags`."""
     packages: tuple[str, ...] = ()
-    """The engine's: see `rfork.engines.hidden_state`."""
+    """Packages of the engine; see `rfork.engines.hidden_state`."""
     exclude: tuple[str, ...] = ()
-    """Patterns of tensors that are no weights: KV caches."""
+    """Name patterns of tensors that are not weights, such as KV caches."""
     files: str | None = None
-    """The folder, or the hub id, that the engine loads this model from."""
+    """Folder or hub id that the engine loads this model from."""
     revision: str | None = None
-    """Of the hub id."""
+    """Revision of the hub id."""
 
 
 Rebuild = Callable[[nn.Module], None]
-"""Has an engine's kernels read anew what they made of the weights; changes no tensor."""
+"""Rebuilds what an engine's kernels derived from the weights. Changes no tensor."""
 
 DescribeModel = Callable[[], ModelIdentity]
-"""Says what is brought up; whatever it raises is a reason not to fork."""
+"""Returns the identity of the model to load. If it raises, the model is not forked."""
 
 
 class EngineAdapter(Protocol):
-    """How one engine makes one model.
+    """Builds one model with one engine.
 
-    `empty` is called once, and then `load` at most once, both on the engine's own thread.
+    `empty` is called once, then `load` at most once, both on the engine's own thread.
     """
 
     def empty(self) -> nn.Module:
-        """A model in its final layout, post-processed as one that was loaded, its weights not read."""
+        """Return a model in its final layout, post-processed like a loaded one, without reading its weights."""
         ...
 
     def load(self) -> nn.Module:
-        """A new model, by the engine's own loader. What `empty` made is given up: forget it first."""
+        """Return a new model from the engine's own loader. The model returned by `empty` must be dropped first."""
         ...
 
     def check(self) -> None:
-        """Raises CheckpointError where `load` has nothing to load from; looks at no weights.
+        """Raise CheckpointError if `load` has nothing to load. Reads no weights.
 
-        Called on a thread of its own, while the engine's waits.
+        Called on a separate thread while the engine's thread waits.
         """
         ...
 
@@ -96,30 +96,30 @@ def load_or_fork(
     settings: InstanceSettings | None = None,
     rebuild: Rebuild | None = None,
 ) -> nn.Module:
-    """A model with its weights: forked where somebody has them, else loaded by the engine; then a seed.
+    """Return a model whose weights are forked if possible and loaded by the engine otherwise, and make it a seed.
 
-    `rebuild` is called with a model that was filled by a fork or a snapshot, before it is a seed; where it
-    raises, the next way is tried.
+    `rebuild` is called with a model that was filled by a fork or a snapshot, before it becomes a seed. If it
+    raises, the next fallback is tried.
 
-    Without a planner they come from the snapshot that the settings name; without either, the engine loads.
-    Returns the model in the state that the engine's own loader leaves it in; `served_model` gives its
-    instance, unless it gives nothing. Raises what the engine's loader raises; with the setting `required`,
-    an RforkError instead of calling it. Bad settings are a SettingsError.
+    Without a planner, the weights come from the configured snapshot; without either, the engine loads them.
+    The returned model is in the same state as after the engine's own loader. `served_model` returns its
+    ServedModel if it is served. Raises the exceptions of the engine's loader. If `fail_if_not_forked` is set,
+    raises an RforkError instead of calling that loader. Invalid settings raise SettingsError.
     """
     chosen = settings or options.load(InstanceSettings)
     if chosen.planner is None and chosen.snapshot is None:
         if chosen.fail_if_not_forked:
             raise SettingsError(
-                "neither a planner nor a snapshot is set, and RFORK_FAIL_IF_NOT_FORKED is",
+                "RFORK_FAIL_IF_NOT_FORKED is set, but neither a planner nor a snapshot is",
                 hint="set RFORK_PLANNER or RFORK_SNAPSHOT",
             )
-        log.warning("no planner is set: the engine loads its weights by itself", hint="set RFORK_PLANNER")
+        log.warning("no planner is set, using the engine's loader", hint="set RFORK_PLANNER")
         return engine.load()
     return _LoadOrFork(engine, describe, chosen, rebuild).run()
 
 
 class _LoadOrFork:
-    """One model on its way."""
+    """One call of `load_or_fork`."""
 
     def __init__(
         self,
@@ -133,22 +133,22 @@ class _LoadOrFork:
         self._settings = settings
         self._rebuild = rebuild
         self._model: nn.Module | None = None
-        self._traits: HiddenState | None = None
+        self._hidden_state: HiddenState | None = None
         self._loading = self._loaded = False
 
     @cached_property
-    def _subject(self) -> ModelIdentity:
+    def _identity(self) -> ModelIdentity:
         return self._describe()
 
     def run(self) -> nn.Module:
-        """Fork or load it."""
+        """Fork the model or load it."""
         try:
             return self._fork()
-        except Exception as error:  # whatever is wrong with a fork, it is no reason not to serve
+        except Exception as error:  # a failed fork must never stop the server from starting
             if self._model is not None and self._loaded:
                 log.error(
-                    "the engine loaded its weights by itself, and is no seed",
-                    because=f"{type(error).__name__}: {error}",
+                    "weights loaded by the engine's loader, not seeding",
+                    reason=f"{type(error).__name__}: {error}",
                     exc_info=not isinstance(error, RforkError),
                 )
                 return self._model
@@ -157,75 +157,75 @@ class _LoadOrFork:
             if self._settings.fail_if_not_forked:
                 if isinstance(error, RforkError):
                     raise
-                raise TargetError(f"not forked: {type(error).__name__}: {error}") from error
+                raise TargetError(f"fork failed: {type(error).__name__}: {error}") from error
             known = isinstance(error, RforkError)
             log.error(
-                "not forked: the engine loads its weights by itself",
-                because=f"{type(error).__name__}: {error}",
-                hint=error.hint if isinstance(error, RforkError) else "please report it",
+                "falling back to the engine's loader",
+                reason=f"{type(error).__name__}: {error}",
+                hint=error.hint if isinstance(error, RforkError) else "please report this",
                 exc_info=not known,
             )
         self._abandon()
         return self._engine.load()
 
     def _fork(self) -> nn.Module:
-        proof = Completeness()
-        proof.check(self._adopt_model(self._engine.empty()))
+        completeness = Completeness()
+        completeness.check(self._adopt_model(self._engine.empty()))
         report = self._session().run()
-        module, traits, seed = self._model, self._traits, report.seed
-        if module is None or traits is None or seed is None:
+        module, hidden_state, seed = self._model, self._hidden_state, report.seed
+        if module is None or hidden_state is None or seed is None:
             raise AllSourcesFailed("the fork ended without a model", ())
         try:
-            setattr(module, ATTRIBUTE, ServedModel(module, seed, report, traits, self._subject.exclude))
+            setattr(module, ATTRIBUTE, ServedModel(module, seed, report, hidden_state, self._identity.exclude))
         except BaseException:
-            seed.close()  # it must not give what is about to be given up
+            seed.close()  # it must not serve a model that is about to be dropped
             raise
         return module
 
     def _prepare(self) -> None:
-        """Finish a model that was filled in place. Raises EngineMismatch, whatever the engine raised."""
-        module, traits = self._model, self._traits
-        if module is None or traits is None:
+        """Finish a model that was filled in place. Raises EngineMismatch for any exception of the engine."""
+        module, hidden_state = self._model, self._hidden_state
+        if module is None or hidden_state is None:
             raise EngineMismatch("there is no model to finish")
-        if changed := traits.apply():
-            log.info("numbers of the modules taken over", count=changed)
+        if changed := hidden_state.apply():
+            log.info("module float attributes restored", count=changed)
         if self._rebuild is None:
             return
         try:
             self._rebuild(module)
         except Exception as error:  # an engine's kernels may raise anything
-            raise EngineMismatch(
-                f"the engine's kernels could not be rebuilt: {type(error).__name__}: {error}"
-            ) from error
+            raise EngineMismatch(f"failed to rebuild the engine's kernels: {type(error).__name__}: {error}") from error
 
     def _session(self) -> ForkSession:
-        chosen, subject = self._settings, self._subject
+        chosen, identity = self._settings, self._identity
         if self._model is None:
             raise AllSourcesFailed("there is no model to fill", ())
         version, current_version = self._version()
         return ForkSession(
             self._model,
             InstanceIdentity.of(
-                subject.model,
-                subject.rank,
+                identity.model,
+                identity.rank,
                 chosen.replica,
                 version=version,
-                replica=replica_of(chosen, subject.rank),
+                replica=replica_of(chosen, identity.rank),
             ),
             chosen,
             select_transports(chosen),
             planner=PlannerClient.of(chosen) if chosen.planner is not None else None,
             dial=lambda address, token: PeerClient(address, token, chosen.tls),
             fallbacks=self._fallbacks(version),
-            exclude=subject.exclude,
+            exclude=identity.exclude,
             current_version=current_version,
             on_filled=self._prepare,
         )
 
     def _version(self) -> tuple[str | None, CurrentVersion | None]:
-        subject, storage = self._subject, options.load(StorageSettings)
+        identity, storage = self._identity, options.load(StorageSettings)
         files = (
-            partial(version_of_files, subject.files, subject.revision, storage) if subject.files is not None else None
+            partial(version_of_files, identity.files, identity.revision, storage)
+            if identity.files is not None
+            else None
         )
         return choose_version(self._settings.version, files, self._settings.snapshot, storage)
 
@@ -234,7 +234,7 @@ class _LoadOrFork:
         if self._settings.snapshot is not None:
             storage = options.load(StorageSettings)
             fallback = snapshot_fallback(
-                self._settings.snapshot, self._subject.exclude, self._subject.rank, storage, version
+                self._settings.snapshot, self._identity.exclude, self._identity.rank, storage, version
             )
 
             def load(module: nn.Module) -> None:
@@ -247,32 +247,32 @@ class _LoadOrFork:
         return fallbacks
 
     def _load(self) -> nn.Module:
-        self._model = self._traits = None
+        self._model = self._hidden_state = None
         collect()
-        proof = Completeness()
+        completeness = Completeness()
         self._loading = True
         module = self._engine.load()
         self._model, self._loaded = module, True
-        proof.check(self._adopt_model(module))
+        completeness.check(self._adopt_model(module))
         return module
 
     def _adopt_model(self, module: nn.Module) -> nn.Module:
         self._model = module
-        self._traits = HiddenState(module, self._subject.facts, self._subject.packages)
+        self._hidden_state = HiddenState(module, self._identity.facts, self._identity.packages)
         return module
 
     def _abandon(self) -> None:
-        """The memory of a model that is not used: the engine is about to take as much for another."""
+        """Free the memory of an unused model: the engine is about to allocate the same amount again."""
         if self._model is not None:
             for value in self._model.parameters():
-                with contextlib.suppress(RuntimeError):  # memory that somebody lent is not resized
+                with contextlib.suppress(RuntimeError):  # borrowed memory cannot be resized
                     value.untyped_storage().resize_(0)
-        self._model = self._traits = None
+        self._model = self._hidden_state = None
         collect()
 
 
 def collect() -> None:
-    """Have the allocators take back what nobody holds any more."""
+    """Return unreferenced memory to the allocators."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

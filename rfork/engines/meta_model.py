@@ -1,8 +1,7 @@
-"""What transformers' `from_pretrained` would build, from the config alone. Runs on the target.
+"""Builds the model that transformers' `from_pretrained` would build, from the config alone. Runs on the target.
 
-The model is built by `from_pretrained` itself, which is given weights that nobody has read yet: memory as the
-allocator gives it. So all that it does beside reading is done: types, tied weights, what a model computes for
-itself (rotary tables), where the tensors lie.
+The model is built by `from_pretrained` itself, with uninitialised memory in place of the weights. So
+everything except reading is done: dtypes, tied weights, computed buffers (rotary tables), device placement.
 """
 
 from __future__ import annotations
@@ -22,22 +21,22 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 MAIN = "main"
-"""The revision that the hub gives to who asks for none."""
+"""Default revision on the hub."""
 WEIGHTS = (SAFETENSORS, "*.bin", "*.gguf")
 """Names of the files that transformers reads weights from."""
 
 
 @dataclass(frozen=True)
 class MetaModel:
-    """One model as `from_pretrained` would be asked for it. Make it by `of`."""
+    """One model as requested from `from_pretrained`. Create it with `of`."""
 
     source: str
     revision: str
     folder: Path
-    """Where its config.json lies: the folder itself, or that of the hub's cache."""
+    """Folder of its config.json: the given folder, or the one in the hub's cache."""
     config: PreTrainedConfig
     model_class: type
-    """A model's class, or one of transformers' Auto classes."""
+    """A model class, or one of transformers' Auto classes."""
     dtype: torch.dtype
     device: torch.device
     attn_implementation: str | None
@@ -55,23 +54,23 @@ class MetaModel:
         attn_implementation: str | None = None,
         trust_remote_code: bool = False,
     ) -> MetaModel:
-        """Read the config of a folder, or of a model of the hub (``HF_HUB_OFFLINE``: of its cache).
+        """Read the config of a folder or of a hub model (with ``HF_HUB_OFFLINE``, from the hub's cache).
 
-        The class is that which the config names (`architectures`), unless one is given. Raises ModelError.
+        Without `model_class`, the class is the one named by the config (`architectures`). Raises ModelError.
         """
         if isinstance(source, Path) and not (source / "config.json").is_file():
-            what = "holds no config.json" if source.is_dir() else "is no folder"
-            raise ModelError(f"{source} {what}", hint="name the folder of a Hugging Face model")
+            problem = "contains no config.json" if source.is_dir() else "is not a folder"
+            raise ModelError(f"{source} {problem}", hint="pass the folder of a Hugging Face model")
         named = str(source)
         with model_errors(named):
             from transformers import AutoConfig
             from transformers.utils.hub import cached_file
 
-            at = cached_file(named, "config.json", revision=revision or MAIN)
+            config_path = cached_file(named, "config.json", revision=revision or MAIN)
             config = AutoConfig.from_pretrained(named, revision=revision or MAIN, trust_remote_code=trust_remote_code)
-            if at is None:
+            if config_path is None:
                 raise OSError("it has no config.json")
-            folder = Path(at).parent
+            folder = Path(config_path).parent
             return cls(
                 named,
                 revision or MAIN,
@@ -86,44 +85,46 @@ class MetaModel:
 
     @property
     def loadable(self) -> bool:
-        """Whether files of weights lie beside the config, or can be fetched from the hub."""
+        """True if weight files exist next to the config or can be downloaded from the hub."""
         from huggingface_hub.constants import HF_HUB_OFFLINE
 
-        there = any(True for pattern in WEIGHTS for _ in self.folder.glob(pattern))
-        return there or not (Path(self.source).is_dir() or HF_HUB_OFFLINE)
+        has_weights = any(True for pattern in WEIGHTS for _ in self.folder.glob(pattern))
+        return has_weights or not (Path(self.source).is_dir() or HF_HUB_OFFLINE)
 
     def empty(self) -> PreTrainedModel:
-        """The model with its weights allocated, but neither read nor initialised, in eval mode.
+        """Return the model in eval mode with its weights allocated, but neither read nor initialised.
 
-        Raises ModelError where it cannot be built in the state that `from_pretrained` would leave it in:
-        quantised models, and those whose weights have no place of their own by name.
+        Raises ModelError if it cannot be built in the state that `from_pretrained` would leave it in, as for
+        quantised models and models whose weights cannot be addressed by name.
         """
         if self._quantised:
-            raise ModelError(f"{self.source} is quantised: its layout is known once its quantiser has read the weights")
+            raise ModelError(
+                f"{self.source} is quantised: its layout is known only after the quantiser has read the weights"
+            )
         with model_errors(self.source), _no_progress_bar():
             abstract = self._build_on_meta()
             built: object = type(abstract).from_pretrained(
                 None,
                 config=self.config,
-                state_dict=_unread(abstract, self.device),
+                state_dict=_unread_weights(abstract, self.device),
                 output_loading_info=True,
                 **self._options,
             )
             model, loading_info = cast("tuple[PreTrainedModel, Mapping[str, Collection[object]]]", built)
-            # It was told of no place; who saves the model has it in the names of its kind.
+            # No weights were converted here, so saving must use the model's own names.
             model.__dict__.pop("_weight_conversions", None)
             model.name_or_path = model.config.name_or_path = self.source
             if model.can_generate():
                 model.generation_config = self._generation_config()
-        for what in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
-            if found := sorted(map(str, loading_info.get(what, ()))):
+        for problem in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
+            if found := sorted(map(str, loading_info.get(problem, ()))):
                 raise ModelError(
-                    f"{self.source} cannot be built without its weights: {what.replace('_', ' ')}: {found[0]}"
+                    f"{self.source} cannot be built without its weights: {problem.replace('_', ' ')}: {found[0]}"
                 )
         return model
 
     def loaded(self) -> PreTrainedModel:
-        """The model with its weights, by `from_pretrained`. Raises ModelError."""
+        """Return the model with its weights, loaded by `from_pretrained`. Raises ModelError."""
         with model_errors(self.source):
             code = {"trust_remote_code": True} if self.trust_remote_code else {}
             model: PreTrainedModel = self.model_class.from_pretrained(  # type: ignore[attr-defined]
@@ -132,9 +133,10 @@ class MetaModel:
             return model
 
     def loads_as_stored(self, model: PreTrainedModel) -> bool:
-        """Whether transformers reads the weights of such a model as they lie in their files.
+        """Return True if transformers loads the weights of such a model unchanged from its files.
 
-        Some it turns, merges or sorts, and what comes of that may have the name and the shape of before.
+        For some models it transposes, merges or permutes weights; the result may have the same name and
+        shape.
         """
         try:
             from transformers.conversion_mapping import get_model_conversion_mapping
@@ -150,7 +152,7 @@ class MetaModel:
 
     @property
     def _options(self) -> dict[str, Any]:
-        """What both ways of building tell `from_pretrained`."""
+        """Return the arguments of `from_pretrained` that `empty` and `loaded` share."""
         options: dict[str, Any] = {"dtype": self.dtype}
         if self.device.type != "cpu":
             options["device_map"] = {"": self.device}
@@ -159,14 +161,14 @@ class MetaModel:
         return options
 
     def _build_on_meta(self) -> PreTrainedModel:
-        """The model without memory."""
+        """Return the model on the meta device."""
         with torch.device("meta"):
             if hasattr(self.model_class, "from_config"):
                 code = {"trust_remote_code": True} if self.trust_remote_code else {}
                 model: PreTrainedModel = self.model_class.from_config(self.config, dtype=self.dtype, **code)
             else:
                 model = self.model_class._from_config(self.config, dtype=self.dtype)  # type: ignore[attr-defined]
-        model.tie_weights()  # early versions of transformers leave that, where there is no memory
+        model.tie_weights()  # early versions of transformers skip this on the meta device
         return model
 
     def _generation_config(self) -> GenerationConfig:
@@ -174,7 +176,7 @@ class MetaModel:
 
         try:
             return GenerationConfig.from_pretrained(self.source, revision=self.revision)
-        except OSError:  # there is none: what the model's config says of it
+        except OSError:  # the file is missing: use the model's config
             return GenerationConfig.from_pretrained(
                 self.source,
                 config_file_name="config.json",
@@ -184,19 +186,19 @@ class MetaModel:
 
 
 class _LazySlice:
-    """A tensor of a checkpoint as transformers sees it, a slice that is read when it is asked for."""
+    """Stand-in for a safetensors slice, from which transformers reads a tensor on demand."""
 
     def __init__(self, like: torch.Tensor, device: torch.device) -> None:
         self._like = like
         self._device = device
 
     def __getitem__(self, _: object) -> torch.Tensor:
-        """All of it, and nothing in it."""
+        """Return an uninitialised tensor of the full shape."""
         return torch.empty_strided(self._like.shape, self._like.stride(), dtype=self._like.dtype, device=self._device)
 
 
-def _unread(abstract: PreTrainedModel, device: torch.device) -> dict[str, _LazySlice]:
-    """Every weight of the model under its first name: those that are tied are tied by transformers."""
+def _unread_weights(abstract: PreTrainedModel, device: torch.device) -> dict[str, _LazySlice]:
+    """Return a lazy slice for each weight under its first name; transformers ties the tied ones."""
     found: dict[int, str] = {}
     weights: dict[str, _LazySlice] = {}
     for name, tensor in abstract.state_dict(keep_vars=True).items():
@@ -207,7 +209,7 @@ def _unread(abstract: PreTrainedModel, device: torch.device) -> dict[str, _LazyS
 
 @contextmanager
 def _no_progress_bar() -> Iterator[None]:
-    """No progress bar for a load that reads nothing."""
+    """Hide the progress bar of a load that reads nothing."""
     from transformers.utils import logging
 
     was_enabled = logging.is_progress_bar_enabled()

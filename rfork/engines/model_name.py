@@ -1,7 +1,7 @@
-"""The name that seeds and forks of a model meet under, where nobody gives it one.
+"""Default name under which seeds and forks of a model find each other.
 
-Instances share weights only where their versions are equal too (`rfork.weights_version`), so a name need not
-tell one set of weights from another. A folder has its last part as its name, unless that says nothing.
+Instances share weights only if their versions are equal too (`rfork.weights_version`), so a name need not
+identify one set of weights. A folder is named by its last path component, unless that is generic.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from pathlib import Path
 from typing import Final
 
 HUB_FOLDER: Final = re.compile(r"(?:^|/)models--(?P<name>[^/]+)/snapshots/[^/]+/?$")
-"""Where the hub's cache keeps a model: what engines make of the model's id when they are offline."""
+"""Folder of a model in the hub's cache: offline engines use it in place of the model's id."""
 GENERIC_FOLDER_NAMES: Final = re.compile(
     r"(?:checkpoint|model|models|weights|snapshot|step|epoch|latest|last|best|final|merged|output|out|main|hf|v|r)?"
     r"[-_.]?[0-9]*|[0-9a-f]{7,64}",
     re.IGNORECASE,
 )
-"""Last parts of folders that many models have: such a folder goes by its whole path."""
+"""Last path components that many models share: a folder with one of them is named by its full path."""
 
 
 def canonical_model_name(source: str | Path) -> str:
-    """Return a hub id as it is, also that of a folder in the hub's cache; of other folders the last part.
+    """Return a hub id unchanged, also for a folder in the hub's cache; for other folders the last path component.
 
-    Where that says nothing (``checkpoint-100``) it is the folder's path.
+    If that component is generic (``checkpoint-100``), the name is the full path.
     """
     if hub := HUB_FOLDER.search(str(source)):
         return str(hub["name"].replace("--", "/"))

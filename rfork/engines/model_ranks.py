@@ -1,6 +1,6 @@
-"""The weights of a running model without its engine: which instances hold its ranks. Runs on the target.
+"""Finds the instances that serve the ranks of a running model. Runs on the target.
 
-For whoever wants the bytes of each rank and not the model: `rfork snapshot`.
+For callers that need the bytes of each rank but not the model: `rfork snapshot`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from rfork.schema import InstanceReport, Rank
 
 
 def sources_by_rank(planner: PlannerClient, model: str, version: str | None = None) -> list[InstanceReport]:
-    """Return one complete instance of each rank of one version of `model`, in the order of the ranks.
+    """Return one complete instance for each rank of one version of `model`, in rank order.
 
-    Without a `version`, of the one that is served. Where instances of one version differ in their weights, it
-    is one of the most numerous. Raises NoSource where none is, and where several versions are served.
+    `version` defaults to the only version that is served. If instances of one version differ in their
+    weights, one of the most common is chosen. Raises NoSource if there is none, or if several versions are
+    served.
     """
     complete = [
         view.report.model_copy(update={"version": view.version})
@@ -28,13 +29,13 @@ def sources_by_rank(planner: PlannerClient, model: str, version: str | None = No
     if version is None and len(versions) > 1:
         raise NoSource(
             f"{len(versions)} versions of {model} are served: {', '.join(versions[:8])}",
-            hint="name one (--version)",
+            hint="choose one with --version",
         )
     matching = [report for report in complete if version in (None, report.version)]
     if not matching:
         what = f"version {version} of {model}" if version is not None else model
         raise NoSource(
-            f"no running instance holds the weights of {what}", hint="see `rfork status` for those there are"
+            f"no running instance has the weights of {what}", hint="list the running instances with `rfork status`"
         )
     alike = Counter(map(_weights_key, matching))
     chosen: dict[str, InstanceReport] = {}
@@ -50,5 +51,5 @@ def _weights_key(report: InstanceReport) -> tuple[str, str, str | None]:
 
 
 def _rank_order(rank: Rank) -> tuple[bool, int, int, int]:
-    """The model before its draft, then as the names of their snapshots go."""
+    """Return a sort key: the main model before its draft, then the order of snapshot names."""
     return rank.role != "main", rank.pp, rank.tp, rank.ep

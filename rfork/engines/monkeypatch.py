@@ -1,7 +1,7 @@
-"""Methods of an engine's classes, wrapped in this process: where its own extension points do not reach.
+"""Wraps methods of an engine's classes in this process, where the engine has no suitable extension point.
 
-Each wrapper is called in the method's place, as ``wrapper(method, self, …)``. Nothing is imported here but
-the standard library: plug-ins are loaded in each of an engine's processes.
+Each wrapper is called in place of the method, as ``wrapper(method, self, …)``. Only the standard library is
+imported here, because plug-ins are loaded in every process of an engine.
 """
 
 from __future__ import annotations
@@ -11,41 +11,41 @@ from collections.abc import Callable
 from typing import Any, Final
 
 WRAPPED: Final = "rfork_wrapped"
-"""Of a method that is wrapped: what it wraps."""
+"""Attribute of a wrapped method that refers to the original."""
 
 Method = Callable[..., Any]
 
 
 def patch_method(owner: type, name: str, wrapper: Method) -> None:
-    """Have a method of a class called through `wrapper` from now on. Again is harmless."""
+    """Replace a method of a class by a call of `wrapper`. Idempotent."""
     method: Method = getattr(owner, name)
     if hasattr(method, WRAPPED):
         return
 
     @functools.wraps(method)
-    def call(*arguments: Any, **named: Any) -> Any:
-        return wrapper(method, *arguments, **named)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(method, *args, **kwargs)
 
     setattr(call, WRAPPED, method)
     setattr(owner, name, call)
 
 
 def call_before(callback: Method) -> Method:
-    """The wrapper that calls ``told(self, …)`` first, and then the method."""
+    """Return a wrapper that calls ``callback(self, …)`` and then the method."""
 
-    def wrapper(method: Method, *arguments: Any, **named: Any) -> Any:
-        callback(*arguments, **named)
-        return method(*arguments, **named)
+    def wrapper(method: Method, *args: Any, **kwargs: Any) -> Any:
+        callback(*args, **kwargs)
+        return method(*args, **kwargs)
 
     return wrapper
 
 
 def call_after(callback: Method) -> Method:
-    """The wrapper that calls ``told(result, self, …)`` once the method has returned."""
+    """Return a wrapper that calls ``callback(result, self, …)`` after the method has returned."""
 
-    def wrapper(method: Method, *arguments: Any, **named: Any) -> Any:
-        result = method(*arguments, **named)
-        callback(result, *arguments, **named)
+    def wrapper(method: Method, *args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        callback(result, *args, **kwargs)
         return result
 
     return wrapper

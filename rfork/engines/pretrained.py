@@ -1,4 +1,4 @@
-"""`fork_pretrained`: a transformers model as of `from_pretrained`, its weights forked. Runs on the target."""
+"""`fork_pretrained`: builds a transformers model like `from_pretrained`, with forked weights. Runs on the target."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 log = logger(__name__)
 
 ATTRIBUTE = "_rfork"
-"""Of a model: how it got its weights."""
+"""Attribute of a model that records how it got its weights."""
 
 
 def fork_pretrained(
@@ -56,29 +56,30 @@ def fork_pretrained(
     settings: InstanceSettings | None = None,
     on_progress: OnProgress | None = None,
 ) -> PreTrainedModel:
-    """The model of a folder, or of the hub, as `from_pretrained` would give it, forked. Runs on the target.
+    """Return the model that `from_pretrained` would return for a folder or hub id, with forked weights.
 
-    `source` is the folder, or the hub's name of the model. Only the config is read: the folder needs no
-    weights, and of the hub none are fetched. The model is in eval mode, and from then on this process gives
-    its weights onwards, until the model is gone or the process ends; `fork_report` tells how it got them, and
-    holds the seed. Whoever changes the weights does it in a block of `Seed.updating`; whoever moves them
-    (``model.to(…)``) closes the seed before.
+    Runs on the target.
 
-    `revision`, `model_class`, `dtype`, `attn_implementation` and `trust_remote_code` are as for
-    `from_pretrained`; without a class it is that which the config names. `device` is where the weights lie
-    (CPU, or a CUDA device, for which transformers wants accelerate).
-    Seeds and forks meet under `name`; without it the setting `model`, else the hub's name or that of the
-    folder; and under `version`, without it the commit of the hub's model, or a fingerprint of the folder's
-    files. `planner` (URL), `deadline` (seconds), `rank`, `snapshot`,
-    `exclude`, `settings` and `on_progress` are as for `rfork.fork`.
+    `source` is a folder or a hub id. Only the config is read: the folder needs no weight files, and none are
+    downloaded from the hub. The model is in eval mode. From then on this process serves its weights, until
+    the model is deleted or the process ends. `fork_report` returns how the model got its weights and its
+    seed. Change the weights only inside a `Seed.updating` block; close the seed before moving the model
+    (``model.to(…)``).
 
-    Where nobody holds the weights, or no fork works: the snapshot, the safetensors files beside the config,
-    then `from_pretrained`, which builds the model again once the memory of the first is given back. With the
-    setting `required` only the snapshot. Quantised models are not forked: `from_pretrained` loads them, they
-    are no seeds, and with `required` they are refused.
+    `revision`, `model_class`, `dtype`, `attn_implementation` and `trust_remote_code` are those of
+    `from_pretrained`; the class defaults to the one named by the config. `device` is the device of the
+    weights (CPU, or a CUDA device, for which transformers needs accelerate). Seeds and forks find each other
+    by `name` (default: the setting `model`, else the hub id or the folder's name) and `version` (default: the
+    commit of the hub model, or a fingerprint of the folder's files). `planner` (URL), `deadline` (seconds),
+    `rank`, `snapshot`, `exclude`, `settings` and `on_progress` are those of `rfork.fork`.
 
-    Raises AllSourcesFailed when nothing worked, ModelError where there is no such model or transformers cannot
-    load it.
+    If there is no source or the fork fails, the fallbacks are the snapshot, the safetensors files next to the
+    config, then `from_pretrained`, which builds the model again after the memory of the first one is freed.
+    With `fail_if_not_forked`, the only fallback is the snapshot. Quantised models are not forked:
+    `from_pretrained` loads them and they are not seeds; with `fail_if_not_forked` they are rejected.
+
+    Raises AllSourcesFailed if nothing worked, and ModelError if the model does not exist or transformers
+    cannot load it.
     """
     chosen = resolve_settings(settings, planner=planner, deadline_s=deadline, version=version)
     blueprint = MetaModel.of(
@@ -94,14 +95,14 @@ def fork_pretrained(
         model = blueprint.empty()
     except ModelError as error:
         return _load_unforked(blueprint, chosen, error)
-    last = _TransformersLoader(blueprint)
+    loader = _TransformersLoader(blueprint)
     try:
         report = fork_with_fallbacks(
             model,
             model=name or chosen.model or canonical_model_name(source),
             rank=rank,
             snapshot=snapshot,
-            later_fallbacks=[] if chosen.fail_if_not_forked else _fallbacks(blueprint, model, last),
+            later_fallbacks=[] if chosen.fail_if_not_forked else _fallbacks(blueprint, model, loader),
             files=partial(version_of_files, source, revision),
             exclude=exclude,
             settings=chosen,
@@ -110,55 +111,55 @@ def fork_pretrained(
     except UnsupportedTensor as error:
         del model
         return _load_unforked(blueprint, chosen, error)
-    model = last.model or model
+    model = loader.model or model
     _attach_seed(model, report)
     return model
 
 
 def fork_report(model: nn.Module) -> ForkReport | None:
-    """How a `model` of `fork_pretrained` got its weights, and the seed that gives them; None of any other.
+    """Return how a `model` of `fork_pretrained` got its weights, with its seed; None for any other model.
 
-    Runs on the target, at any time. Never raises: also a copy of such a model is another one.
+    Runs on the target, at any time. Never raises. A copy of a forked model counts as another model.
     """
     state = vars(model).get(ATTRIBUTE)
     return state.report if isinstance(state, _ForkedState) else None
 
 
 def _load_unforked(blueprint: MetaModel, settings: InstanceSettings, error: RforkError) -> PreTrainedModel:
-    """What cannot be forked is loaded, unless it must not be."""
+    """Load a model that cannot be forked. Raises `error` if `fail_if_not_forked` is set."""
     if settings.fail_if_not_forked:
         raise error
-    log.warning("not forked: transformers loads it", model=blueprint.source, because=str(error))
+    log.warning("fork not supported, loading with transformers", model=blueprint.source, reason=str(error))
     return blueprint.loaded()
 
 
 class _TransformersLoader:
-    """The last way: `from_pretrained`, and the model that it built."""
+    """The last fallback: `from_pretrained`, and the model it built."""
 
     def __init__(self, blueprint: MetaModel) -> None:
         self.model: PreTrainedModel | None = None
         self._blueprint = blueprint
 
     def load(self) -> nn.Module:
-        """Build and load it."""
+        """Build and load the model."""
         self.model = self._blueprint.loaded()
         return self.model
 
     def check(self) -> None:
-        """What can be known of it without a call to the hub was looked at before."""
+        """Nothing to check: everything that needs no call to the hub was checked before."""
 
 
-def _fallbacks(blueprint: MetaModel, model: PreTrainedModel, last: _TransformersLoader) -> list[Fallback]:
+def _fallbacks(blueprint: MetaModel, model: PreTrainedModel, loader: _TransformersLoader) -> list[Fallback]:
     if not blueprint.loadable:
         return []
-    fallbacks = [engine_fallback(last.load, last.check)]
+    fallbacks = [engine_fallback(loader.load, loader.check)]
     if any(blueprint.folder.glob(SAFETENSORS)) and blueprint.loads_as_stored(model):
         fallbacks.insert(0, checkpoint_fallback(blueprint.folder, options.load(StorageSettings)))
     return fallbacks
 
 
 class _ForkedState:
-    """What hangs on a model. A copy of the model was not forked, and is no seed."""
+    """Fork state attached to a model. A copy of the model was not forked and is not a seed."""
 
     def __init__(self, report: ForkReport | None = None) -> None:
         self.report = report
@@ -168,7 +169,7 @@ class _ForkedState:
 
 
 def _attach_seed(model: nn.Module, report: ForkReport) -> None:
-    """Have the seed end with the model, and with the process."""
+    """Close the seed when the model is deleted or the process ends."""
     setattr(model, ATTRIBUTE, _ForkedState(report))
     seed = report.seed
     if seed is None:
@@ -178,6 +179,6 @@ def _attach_seed(model: nn.Module, report: ForkReport) -> None:
 
 
 def _close_seed_async(seed: Seed) -> None:
-    """The model is gone. This may run on any thread, within any call: another one closes the seed."""
+    """Close the seed of a deleted model on another thread: finalizers may run on any thread, within any call."""
     atexit.unregister(seed.close)
     threading.Thread(target=seed.close, name="rfork-close", daemon=True).start()

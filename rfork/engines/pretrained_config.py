@@ -1,4 +1,4 @@
-"""What a model's config says of how it is built, as transformers reads it. Runs on the target."""
+"""Reads from a model's config how transformers would build the model. Runs on the target."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SAFETENSORS = "*.safetensors"
 
 @contextmanager
 def model_errors(source: str | Path) -> Iterator[None]:
-    """Turn what transformers raises for a folder or model that it cannot use into one line."""
+    """Convert the exceptions of transformers for an unusable folder or model into one-line errors."""
     try:
         yield
     except ImportError as error:
@@ -37,12 +37,12 @@ def model_errors(source: str | Path) -> Iterator[None]:
     ) as error:
         if isinstance(error, FileNotFoundError) and _lacks_temporary_folder():
             raise SettingsError(
-                "this process can write to no temporary folder, which loading a model takes",
-                hint="set TMPDIR to a folder that it can write to",
+                "no writable temporary folder, which loading a model requires",
+                hint="set TMPDIR to a writable folder",
             ) from None
         if str(source).startswith((".", "/")) and not Path(source).exists():
-            hint = "name the folder of a Hugging Face model"
-            raise ModelError(f"{source} is no folder", hint=hint) from None
+            hint = "pass the folder of a Hugging Face model"
+            raise ModelError(f"{source} is not a folder", hint=hint) from None
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(f"{source}: {first}") from None
 
@@ -56,12 +56,12 @@ def _lacks_temporary_folder() -> bool:
 
 
 def class_of(config: PreTrainedConfig, *, trust_remote_code: bool) -> type:
-    """The class of the model: what its own code names where that may run, else what the config names."""
+    """Return the class of the model: the one its remote code names if that may run, else the one the config names."""
     import transformers
 
     auto = "AutoModelForCausalLM"
-    theirs: dict[str, str] = getattr(config, "auto_map", None) or {}
-    if trust_remote_code and (names := [name for name in theirs if name.startswith("AutoModel")]):
+    auto_map: dict[str, str] = getattr(config, "auto_map", None) or {}
+    if trust_remote_code and (names := [name for name in auto_map if name.startswith("AutoModel")]):
         named: type = getattr(transformers, auto if auto in names else names[0])
         return named
     for name in config.architectures or ():
@@ -73,12 +73,12 @@ def class_of(config: PreTrainedConfig, *, trust_remote_code: bool) -> type:
 
 
 def dtype_of(requested: str | torch.dtype, config: PreTrainedConfig, folder: Path) -> torch.dtype:
-    """As `from_pretrained` decides: what is asked for, else the config's, else that of the first weight."""
+    """Return the dtype of `from_pretrained`: the requested one, else the config's, else that of the first weight."""
     if requested == "auto":
         requested = config.dtype or _stored_dtype(folder) or torch.get_default_dtype()
     found = getattr(torch, requested.removeprefix("torch."), None) if isinstance(requested, str) else requested
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"{requested!r} is no dtype")
+        raise ValueError(f"{requested!r} is not a dtype")
     return found
 
 

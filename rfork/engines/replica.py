@@ -1,7 +1,7 @@
-"""The name of the replica that a process is a rank of: one for all ranks of a server. Runs on the target.
+"""Name of the replica that a process belongs to, shared by all ranks of a server. Runs on the target.
 
-The planner gives all ranks of a replica one version of the weights. The name is new at each start, so that a
-server that starts again is not taken for the one that it was.
+The planner assigns one version of the weights to all ranks of a replica. The name changes at each start, so
+that a restarted server is not taken for its predecessor.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ STORE_KEY: Final = "rfork/replica"
 
 
 def replica_of(settings: InstanceSettings, rank: Rank) -> str | None:
-    """Return the name of the replica that this process belongs to, or None where its ranks cannot agree.
+    """Return the name of the replica that this process belongs to, or None if its ranks cannot agree on one.
 
-    Ranks agree through the store of torch.distributed's default group, else by the setting `replica`. A
-    model that each rank holds a copy of (a speculative draft) is of the same replica as the one beside it.
+    Ranks agree through the store of torch.distributed's default group, else by the setting `replica`. A model
+    replicated on every rank (a speculative draft) belongs to the same replica as the main model of its
+    process.
     """
     process = os.getpid()
     own = f"{settings.replica or 'replica'}-{_process_name(process)}"
@@ -40,22 +41,22 @@ def replica_of(settings: InstanceSettings, rank: Rank) -> str | None:
 
 
 _agreed_names: Final[dict[int, str]] = {}
-"""By process: a forked child is not of its parent's replica."""
+"""Names by process id: a forked child does not belong to its parent's replica."""
 
 
 def _agreed(own: str) -> str | None:
-    """Return the name that the first rank proposed; None without a process group. Never waits for others."""
+    """Return the name that the first rank proposed; None without a process group. Never waits for other ranks."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return None
     try:
         store = torch.distributed.distributed_c10d._get_default_store()
         return str(store.compare_set(STORE_KEY, "", own).decode())
-    except Exception as error:  # a store of an engine's own may lack the operation
-        log.warning("the ranks of this replica cannot agree on a name", because=str(error))
+    except Exception as error:  # a custom store may lack the operation
+        log.warning("the ranks of this replica cannot agree on a name", reason=str(error))
         return None
 
 
 @lru_cache
 def _process_name(pid: int) -> str:
-    """Return a name for this process; a forked child has another one."""
+    """Return a random name for this process. A forked child gets another one."""
     return uuid4().hex[:12]

@@ -1,7 +1,7 @@
-"""One rank of an engine's model as it is given to others, and what the engine tells of it.
+"""One rank of an engine's model while it is served to other instances.
 
-Runs on the source, in the process of the engine that holds the model. The engine's room calls the instance
-around the engine's work, and where its weights change, go away, or come back.
+Runs on the source, in the engine's process. The engine package calls ServedModel around the engine's steps,
+and when weights change, are released, or return.
 """
 
 from __future__ import annotations
@@ -27,104 +27,104 @@ from rfork.source.seed import Seed
 log = logger(__name__)
 
 ATTRIBUTE = "rfork_instance"
-"""Of the model: its instance."""
+"""Attribute of the model that refers to its ServedModel."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Update:
-    """An update in place that succeeded: its number, and the version of its weights where that is known."""
+    """A successful in-place update: its number, and the version of its weights if known."""
 
     count: int
     version: str | None
 
 
 class ServedModel:
-    """What the engine's room tells of its model; thread-safe. Once it is closed, a call does nothing."""
+    """Receives notifications from the engine package about its model. Thread-safe. After `close`, calls do nothing."""
 
     def __init__(
         self,
         module: nn.Module,
         seed: Seed,
         report: ForkReport,
-        traits: HiddenState,
+        hidden_state: HiddenState,
         exclude: Sequence[str] = (),
     ) -> None:
-        """`seed` gives the image of `module`, or of a part of its tensors: without what `exclude` names."""
+        """`seed` serves the image of `module`, without the tensors matching `exclude`."""
         self.seed = seed
         self.report = report
         self._module = module
-        self._traits = traits
+        self._hidden_state = hidden_state
         self._exclude = exclude
         self._renewing = threading.Lock()
         self._closing = threading.Lock()
         self._closed = False
         self._updates = 0
         self._update = 0
-        """Number of the latest update that began here."""
+        """Number of the latest update that began on this rank."""
         self._unversioned_update: _Update | None = None
-        """The latest update whose weights have not got their version yet."""
+        """The latest update whose weights have no version yet."""
 
     def serving(self) -> AbstractContextManager[object]:
-        """Around each step of the engine's own work: who reads is held back as far as it takes longer."""
+        """Wrap one step of the engine's own work: readers are throttled while steps become slower."""
         return self.seed.measure_step()
 
     @contextlib.contextmanager
     def updating(self, version: str | None = None) -> Iterator[None]:
-        """Around a change of weights in place: nobody reads them meanwhile, and they are given after it.
+        """Wrap an in-place change of the weights: reads stop before it and resume after it.
 
-        `version` names the new weights, where it is known. When the block raises, the weights may be
-        anything: nothing is given until the next change.
+        `version` names the new weights, if known. If the block raises, the weights are undefined and nothing
+        is served until the next change.
         """
         self.begin_update()
         yield
         self.renew(updated=True, version=version)
 
     def begin_update(self) -> None:
-        """Fence before other weights are written, and count the update, whether it succeeds or not."""
+        """Fence before the weights are overwritten, and count the update whether it succeeds or not."""
         self.count_update()
         self._update = self._updates
         self.fence()
 
     def count_update(self) -> None:
-        """Count an update that began on other ranks of the replica at least.
+        """Count an update that has begun, at least on other ranks of the replica.
 
-        The engine sends each request to all ranks. So an update has one number on all of them, and that names
-        the new weights where nothing else does.
+        The engine sends each request to all ranks. So an update has the same number on all of them, and that
+        number identifies the new weights when no version does.
         """
         self._updates += 1
 
     def fence(self) -> None:
-        """The weights are about to change: give nothing from now on. Returns once nobody reads them."""
+        """Stop serving because the weights are about to change. Returns after the last read has ended."""
         self._detach(self.seed.fence)
 
     def suspend(self) -> None:
-        """The memory of the weights is about to be released or moved; `renew` takes it on again.
+        """Stop serving because the memory of the weights is about to be released or moved. `renew` resumes.
 
-        Returns once nobody reads it and no device has it registered: digesting it is seen to its end first.
+        Returns after the last read has ended and no device has the memory registered. A running digest
+        computation is finished first.
         """
         self._detach(self.seed.suspend)
 
     def renew(self, *, updated: bool = False, version: str | None = None) -> None:
-        """The weights are whole again, maybe others, maybe elsewhere: digest and give them, in a thread.
+        """Digest the weights on another thread and serve them; they may have changed or moved.
 
-        `updated`: they are others than before, of `version` where that is known; each update begins with
-        `begin_update`. A `version` that the weights had before is theirs still.
-        Fence or suspend before the change. Where another one is begun meanwhile, this one gives nothing: the
-        next `renew` does.
+        `updated`: the weights have changed, to `version` if it is known; each update begins with
+        `begin_update`. An unchanged `version` is kept. Call `fence` or `suspend` before the change. If
+        another change begins meanwhile, this call serves nothing; the next `renew` does.
         """
         if self._closed:
             return
         if self.seed.manifest is not None:
-            self.fence()  # the caller forgot to: what is given is not what was told
+            self.fence()  # the caller did not fence: the served bytes no longer match the manifest
         if updated:
             self._unversioned_update = _Update(self._update, version)
         arguments = (self.seed.generation,)
         threading.Thread(target=self._renew, args=arguments, name="rfork-renew", daemon=True).start()
 
     def recapture(self) -> Image:
-        """The tensors that are given, as the model has them now; what was hung on it since is left out.
+        """Return an image of the served tensors where they are now, without tensors attached to the model since.
 
-        Raises LayoutMismatch where one is gone or another, and UnsupportedTensor.
+        Raises LayoutMismatch if a tensor is missing or has changed, and UnsupportedTensor.
         """
         served_layout = self.seed.image.layout
         image = capture(self._module, exclude=self._exclude, like=served_layout)
@@ -133,16 +133,16 @@ class ServedModel:
         return image
 
     def close(self, drain_s: float | None = None) -> None:
-        """Give no more, after the readers there are had `drain_s` seconds (none: the setting) to finish."""
+        """Stop serving. Current readers have `drain_s` seconds to finish (default: the setting `drain_timeout_s`)."""
         with self._closing:
             if not self._closed:
                 self._closed = True
                 self.seed.close(self.seed.settings.drain_timeout_s if drain_s is None else drain_s)
 
     def _version_of(self) -> VersionOf | None:
-        """Return what names the weights that are served next; None where they are those of before.
+        """Return a function that names the version of the next served weights; None if they are unchanged.
 
-        An update whose weights changed again before they were digested is followed by another call.
+        If the weights change again before they are digested, the function is created again by the next call.
         """
         update = self._unversioned_update
         if update is None:
@@ -157,41 +157,41 @@ class ServedModel:
 
         return chosen
 
-    def _detach(self, how: Callable[[], None]) -> None:
-        """The engine does its work, whatever an exporter says: the weights are only not given then."""
+    def _detach(self, stop: Callable[[], None]) -> None:
+        """Run `stop`. Failures must not stop the engine; the weights are then not served."""
         if self._closed:
             return
         try:
-            how()
+            stop()
         except Exception:
-            log.exception("not a seed until the weights are whole again: they were not let go of in order")
-            if self.seed.manifest is not None:  # it did not come to it
+            log.exception("failed to stop serving cleanly, not seeding until the weights are complete again")
+            if self.seed.manifest is not None:  # serving has not stopped
                 self._stop_serving()
 
     def _stop_serving(self) -> None:
         try:
             self.close(0.0)
         except Exception:
-            log.exception("not closed in order")
+            log.exception("failed to close the seed")
 
     def _renew(self, generation: int) -> None:
         with self._renewing:
             try:
                 if generation != self.seed.generation:
-                    return  # the weights change again by now
-                self._traits.save()
+                    return  # the weights are changing again
+                self._hidden_state.save()
                 self.seed.resume(self.recapture(), generation, self._version_of())
             except LayoutMismatch as error:
                 self.fence()
-                log.error("not a seed any more: the engine put other tensors into the model", because=str(error))
+                log.error("no longer seeding: the engine replaced tensors of the model", reason=str(error))
             except RforkError as error:
-                log.error("not a seed any more", because=str(error), hint=error.hint)
-            except Exception:  # the engine serves on, whatever becomes of its seed
+                log.error("no longer seeding", reason=str(error), hint=error.hint)
+            except Exception:  # the engine must keep serving whatever happens to its seed
                 self.fence()
-                log.exception("not a seed any more")
+                log.exception("no longer seeding")
 
 
 def served_model(module: nn.Module | None) -> ServedModel | None:
-    """The instance of a model that `load_or_fork` made; None of any other."""
+    """Return the ServedModel of a model that `load_or_fork` created; None for any other model."""
     found = vars(module).get(ATTRIBUTE) if module is not None else None
     return found if isinstance(found, ServedModel) else None

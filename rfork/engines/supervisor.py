@@ -1,7 +1,7 @@
-"""An engine's process, watched by another: it is drained before a SIGTERM reaches it.
+"""Runs an engine as a child process and drains it before a SIGTERM reaches it.
 
-Runs beside the engine, as its parent (`rfork launch`). Also as process 1 of a container; but only the engine
-itself is waited for, and not what it leaves behind.
+Used by `rfork launch`, also as process 1 of a container. Only the engine itself is waited for; its orphaned
+children are not reaped.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from rfork.shutdown import get_interruptible
 log = logger(__name__)
 
 FORWARDED: Final = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that go on as they came; SIGTERM goes on once the engine is drained."""
+"""Signals forwarded unchanged. SIGTERM is forwarded after the drain."""
 
 Drain = Callable[[threading.Event], None]
-"""Returns once the engine may end, or the event is set; on a thread of its own, and raises nothing."""
+"""Returns when the engine may exit or the event is set. Runs on its own thread and must not raise."""
 
 
 class _Exited(int):
-    """The exit code of the engine."""
+    """Exit code of the engine."""
 
 
 class _DrainDone:
-    """The engine may end."""
+    """The drain has finished: the engine may exit."""
 
 
 _Event = signal.Signals | _Exited | _DrainDone
 
 
 def supervise(command: Sequence[str], environment: Mapping[str, str], drain: Drain) -> int:
-    """Run the command to its end; returns its exit code, 128 + n where signal n ended it.
+    """Run the command until it exits. Returns its exit code, or 128 + n if signal n ended it.
 
-    The first SIGTERM begins to `drain`, and goes on to the engine after it; the second goes on at once. Call
-    it on the main thread. Raises SettingsError where the command cannot be started.
+    The first SIGTERM starts `drain` and is forwarded after it; the second is forwarded immediately. Must be
+    called on the main thread. Raises SettingsError if the command cannot be started.
     """
     events: SimpleQueue[_Event] = SimpleQueue()
 
@@ -57,7 +57,7 @@ def supervise(command: Sequence[str], environment: Mapping[str, str], drain: Dra
         events.put(_DrainDone())
 
     try:
-        # In a session of its own: a terminal's Ctrl-C comes here alone, and goes on once.
+        # In its own session, so that a terminal's Ctrl-C reaches only this process, which forwards it once.
         engine = subprocess.Popen(command, env=dict(environment), start_new_session=True)
         threading.Thread(target=lambda: events.put(_Exited(engine.wait())), name="rfork-engine", daemon=True).start()
         terminated = 0
@@ -73,10 +73,10 @@ def supervise(command: Sequence[str], environment: Mapping[str, str], drain: Dra
                 terminated = 1
                 threading.Thread(target=drain_and_stop, name="rfork-drain", daemon=True).start()
             else:
-                stop.set()  # what drains ends, and has its say too: a second SIGTERM does no harm
+                stop.set()  # the drain thread will also send SIGTERM, which is harmless
                 engine.send_signal(signal.SIGTERM)
     except OSError as error:
-        hint = "install the engine in this environment, or give the program's path"
+        hint = "install the engine in this environment, or pass the program's path"
         raise SettingsError(f"cannot start {command[0]}: {error.strerror}", hint=hint) from None
     finally:
         stop.set()

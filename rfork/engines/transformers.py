@@ -1,6 +1,6 @@
-"""Hugging Face folders through transformers: a model with its weights, or without.
+"""Loads Hugging Face folders through transformers, with or without weights.
 
-Runs on the source as `loaded_model`, on the target as `EmptyModel`.
+On the source, use `loaded_model`; on the target, `EmptyModel`.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 
 
 class EmptyModel:
-    """The model of a folder's config.json on the CPU, and the checkpoint that it may be filled from.
+    """CPU model built from a folder's config.json, and fallbacks that load it from a checkpoint.
 
-    Its weights are allocated, but neither read nor initialised; what a model computes for itself when it is
-    built (rotary tables) is there.
+    Its weights are allocated, but neither read nor initialised; computed buffers (rotary tables) are present.
 
-    Most checkpoints are read as they lie, wherever that is. Where transformers turns or merges weights as it
-    reads them, a folder of this machine is left to it: it builds another model in the place of the first.
+    Most checkpoints are read unchanged, from any storage. If transformers transposes or merges weights as it
+    reads them, only transformers can load the checkpoint, from a local folder, and it builds another model in
+    place of the first.
     """
 
     def __init__(self, folder: Path, checkpoint: str | Path | None = None) -> None:
         """`checkpoint` is a path, or a URI of any storage. Raises ModelError or SettingsError."""
         self._blueprint = MetaModel.of(folder)
         self.model = self._blueprint.empty()
-        """After the fork, the one that is filled: maybe not the first."""
+        """After the fork, the filled model, which may be another object."""
         self.fallbacks = [] if checkpoint is None else [self._checkpoint_fallback(checkpoint)]
         """For `rfork._api.fork_with_fallbacks`."""
 
@@ -46,13 +46,13 @@ class EmptyModel:
             return checkpoint_fallback(checkpoint, options.load(StorageSettings))
         location = Location.parse(checkpoint)
         if location.scheme != "file":
-            return _failed_fallback(checkpoint, "give it as a folder of this machine")
+            return _failed_fallback(checkpoint, "pass a local folder")
         try:
             stored = MetaModel.of(Path(location.path), dtype=self._blueprint.dtype)
         except ModelError as error:
             return _failed_fallback(checkpoint, str(error))
         if not stored.loadable:
-            return _failed_fallback(checkpoint, "no file of weights is there")
+            return _failed_fallback(checkpoint, "it contains no weight files")
 
         def load() -> nn.Module:
             self.model = stored.loaded()
@@ -61,24 +61,24 @@ class EmptyModel:
         return engine_fallback(load, lambda: None)
 
 
-def _failed_fallback(checkpoint: str | Path, why: str) -> Fallback:
-    """A way that does not work, so that its reason stands beside those of the others."""
+def _failed_fallback(checkpoint: str | Path, reason: str) -> Fallback:
+    """Return a fallback that always fails, so that its reason is reported with those of the others."""
 
     def raise_unavailable(*_: object) -> None:
         raise CheckpointError(
-            f"{checkpoint}: transformers turns weights of this model as it reads them, so only it can: {why}"
+            f"{checkpoint}: only transformers can load this model, as it converts weights while reading: {reason}"
         )
 
     return Fallback(f"checkpoint {checkpoint}", raise_unavailable, open=raise_unavailable)
 
 
 def loaded_model(folder: Path) -> PreTrainedModel:
-    """The model of `folder` with its weights, on the CPU. Raises ModelError."""
+    """Return the model of `folder` with its weights, on the CPU. Raises ModelError."""
     return MetaModel.of(folder).loaded()
 
 
 def tokenizer_of(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of `folder`. Raises ModelError."""
+    """Return the tokenizer of `folder`. Raises ModelError."""
     with model_errors(folder):
         from transformers import AutoTokenizer
 
@@ -87,7 +87,7 @@ def tokenizer_of(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def generate(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, *, tokens: int = 24) -> str:
-    """The greedy answer to `prompt`, at most `tokens` tokens; uses the chat template if there is one."""
+    """Return the greedy completion of `prompt`, at most `tokens` tokens. Uses the chat template if there is one."""
     if tokenizer.chat_template:
         messages = [{"role": "user", "content": prompt}]
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)

@@ -1,4 +1,4 @@
-"""The version of the weights that an instance would load by itself. Runs on the target."""
+"""Version of the weights that an instance would load from its own files. Runs on the target."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from rfork.storage.versions.version import version_of
 log = logger(__name__)
 
 CurrentVersion = Callable[[], str | None]
-"""Computes the version of an instance's own files, as they are now."""
+"""Computes the current version of an instance's own files."""
 
 
 def version_of_files(
     source: str | Path, revision: str | None = None, settings: StorageSettings | None = None
 ) -> str | None:
-    """Return the version of the weights at a folder, URI or hub id; None where there are none.
+    """Return the version of the weights at a folder, URI or hub id; None if there are none.
 
-    A hub `revision` whose commit is not known here is a version by its own name, so that no other one is
-    taken for it. Raises StorageError kinds for files that cannot be read.
+    A hub `revision` with an unknown commit is a version by its own name, so that no other version is taken
+    for it. Raises StorageError types for unreadable files.
     """
     version = version_of(source, revision=revision, settings=settings)
     if version is None and revision is not None and is_hub_id(source):
@@ -39,10 +39,10 @@ def choose_version(
     snapshot: str | Path | None,
     settings: StorageSettings | None = None,
 ) -> tuple[str | None, CurrentVersion | None]:
-    """Return the version that an instance asks for, and how to compute it again if it is that of files.
+    """Return the version that an instance requests, and a function that recomputes it if it comes from files.
 
-    It is the stated one, else that of the instance's files, else that of its snapshot. None: the instance
-    takes over the version that is served. Raises StorageError kinds.
+    It is the stated version, else that of the instance's files, else that of its snapshot. With None, the
+    instance accepts the version that is served. Raises StorageError types.
     """
     if stated is not None:
         return stated, None
@@ -57,10 +57,10 @@ def choose_version(
 
 
 def version_of_reload(source: str | Path, revision: str | None = None) -> CurrentVersion:
-    """Return a function that names the weights of `source` once they are loaded over a running model's.
+    """Return a function that names the weights of `source` after they were loaded into a running model.
 
-    Call this before the files are read, and the function afterwards. It returns None where the files changed
-    meanwhile, or cannot be read.
+    Call this before the files are read, and the function afterwards. The function returns None if the files
+    have changed meanwhile or cannot be read.
     """
     before = _version_or_none(source, revision)
 
@@ -74,5 +74,5 @@ def _version_or_none(source: str | Path, revision: str | None) -> str | None:
     try:
         return version_of_files(source, revision, options.load(StorageSettings))
     except RforkError as error:
-        log.warning("the version of the new weights is not known", because=str(error), hint=error.hint)
+        log.warning("version of the new weights unknown", reason=str(error), hint=error.hint)
         return None

@@ -1,1 +1,1 @@
-"""What is moved: capture of a module, layout, chunks, digests, manifest, and the image in memory."""
+"""The unit of transfer: capture of a module, layout, chunks, digests, manifest, and the image in memory."""

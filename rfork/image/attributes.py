@@ -1,7 +1,8 @@
-"""Fingerprint of the plain values on a module: numbers, text, flags and enums that it computes with.
+"""Fingerprint of the plain values on a module: numbers, text, flags and enums used in its computation.
 
-They are not carried: source and target must have the same. So they are part of the layout, as lines that
-name an attribute, its value and its holders, and two layouts can name the attribute in which they differ.
+They are not transferred: source and target must have equal values. So they become part of the layout, as
+lines that name an attribute, its value and its holders. Two layouts can then report the attribute in which
+they differ.
 """
 
 from __future__ import annotations
@@ -23,33 +24,33 @@ PROCESS_WORDS = frozenset(
         *("counters", "calls", "seen", "warned", "warning", "warnings", "verbose", "debug", "logger"),
     }
 )
-"""Words in names of attributes that say where or when a process runs, or what it has done so far."""
+"""Words in attribute names that refer to a process: its location, time or state."""
 PROCESS_NAMES = frozenset(
     {
         *("step", "steps", "_step", "_steps", "global_step", "epoch", "iteration", "_version"),
-        # Of torch's buffers, accelerate and transformers: how they were made, and how they train.
+        # From torch's buffers, accelerate and transformers: how a model was created or is trained.
         *("_is_buffer", "persistent", "_hf_hook", "_old_forward", "_is_hf_initialized", "hf_quantizer"),
         *("gradient_checkpointing", "is_quantized"),
     }
 )
-"""Names of attributes with the same meaning, and notes of libraries on objects that they load."""
+"""Attribute names with the same meaning, and annotations that libraries put on loaded objects."""
 _BASES: tuple[type, ...] = (bool, int, float, complex, str, bytes)
 MAX_TEXT = 80
-"""Characters of a value that are kept; of longer ones the digest tells them apart."""
+"""Maximum characters of a value; a longer value is cut and identified by its digest."""
 MAX_VALUES = 256
-"""Values of one attribute that are listed."""
+"""Maximum number of values listed per attribute."""
 _WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
 
 
 class Attributes:
-    """Plain values by attribute, each with those that hold it."""
+    """Plain values by attribute, each with its holders."""
 
     def __init__(self) -> None:
         self._holders: dict[str, list[str]] = {}
-        """By ``attribute=value``: a model has few of them, and tens of thousands of holders."""
+        """Keyed by ``attribute=value``: a model has few of them, but tens of thousands of holders."""
 
     def add(self, holder: str, key: str, value: object) -> None:
-        """Add one attribute of a module, or of what hangs on it, unless it is one of the process."""
+        """Add one attribute of a module or of an object attached to it, unless the attribute is process-specific."""
         if is_compared(key) and not _is_location(value):
             self._holders.setdefault(f"{key}={_text(value)}", []).append(holder)
 
@@ -57,23 +58,23 @@ class Attributes:
         """Return one line for each value of each attribute, without holders whose attribute is `excluded`."""
         found = []
         values = Counter(line.partition("=")[0] for line in self._holders)
-        many: dict[str, list[str]] = {}
+        overflowing: dict[str, list[str]] = {}
         for line, holders in self._holders.items():
             key = line.partition("=")[0]
             kept = holders if excluded is None else [each for each in holders if not excluded(_name(each, key))]
             if not kept:
                 continue
             if values[key] > MAX_VALUES:
-                many.setdefault(key, []).extend(f"{each} {line}" for each in kept)
+                overflowing.setdefault(key, []).extend(f"{each} {line}" for each in kept)
             else:
                 found.append(f"{line} at {_holders_text(kept)}")
-        found.extend(f"{key}={values[key]} values at {_holders_text(names)}" for key, names in many.items())
+        found.extend(f"{key}={values[key]} values at {_holders_text(names)}" for key, names in overflowing.items())
         return tuple(sorted(found))
 
 
 @cache
 def is_compared(key: str) -> bool:
-    """Return whether an attribute of this name belongs to the model, not to one process that runs it."""
+    """Return whether an attribute of this name belongs to the model rather than to a process that runs it."""
     if key in PROCESS_NAMES:
         return False
     return PROCESS_WORDS.isdisjoint(word.lower() for word in _WORDS.findall(key))
@@ -97,7 +98,7 @@ def _by_key(lines: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _holders_text(holders: Sequence[str]) -> str:
-    """Return the first holder, and of more than one how many and which, as a digest."""
+    """Return the first holder; if there are more, also their number and a digest of their names."""
     first = min(holders) or "the module"
     if len(holders) == 1:
         return first
@@ -115,7 +116,7 @@ def _text(value: object) -> str:
     if isinstance(value, np.generic):
         value = value.item()
     base = type(value)
-    if base not in _BASES:  # of a subclass, without what its class adds
+    if base not in _BASES:  # reduce a subclass to its base type
         base = next((each for each in _BASES if isinstance(value, each)), base)
     text = str(base.__repr__(value))
     if len(text) <= MAX_TEXT:
@@ -124,5 +125,5 @@ def _text(value: object) -> str:
 
 
 def _is_location(value: object) -> bool:
-    """Return whether a text says where something lies: it differs between machines."""
+    """Return whether a value is a path or a URL, which differs between machines."""
     return isinstance(value, str) and (value[:1] in ("/", "~") or "://" in value)

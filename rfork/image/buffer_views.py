@@ -1,4 +1,4 @@
-"""The other way round: from a layout to tensors, as views of one buffer that holds the image."""
+"""Creates the tensors of a layout as views of one buffer that contains the image."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rfork.image.tensor_specs import TensorSpec
 
 
 def dtype_of(spec: TensorSpec) -> torch.dtype:
-    """The torch dtype of a spec. Raises UnsupportedTensor when this torch has none of that name."""
+    """Return the torch dtype of a spec. Raises UnsupportedTensor if this torch has no such dtype."""
     dtype = getattr(torch, spec.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise UnsupportedTensor(spec.name, f"this torch has no dtype {spec.dtype!r}")
@@ -19,13 +19,13 @@ def dtype_of(spec: TensorSpec) -> torch.dtype:
 
 
 def tensor_views(layout: Layout, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Every tensor of `layout` by name, as a view of `buffer` (uint8, 1-D, `image_bytes` long), which
-    holds the image or will. Aliases share memory again, and nothing is copied.
+    """Return every tensor of `layout` by name, as a view of `buffer` (uint8, 1-D, `image_bytes` long).
 
-    A tensor that does not lie at a multiple of its item's size (possible only where tensors of
-    different item sizes overlap) is still a view on the CPU; other devices cannot read such a one.
+    Aliases share memory again, and nothing is copied. A tensor whose offset is not a multiple of its item
+    size (possible only if tensors of different item sizes overlap) is still a view on the CPU; other devices
+    cannot read it.
 
-    Raises ValueError when the buffer does not fit, UnsupportedTensor for a tensor that cannot be made.
+    Raises ValueError if the buffer does not fit, and UnsupportedTensor for a tensor that cannot be created.
     """
     if buffer.dtype != torch.uint8 or buffer.shape != (layout.image_bytes,) or not buffer.is_contiguous():
         actual = f"{buffer.dtype} {tuple(buffer.shape)}"
@@ -34,7 +34,7 @@ def tensor_views(layout: Layout, buffer: torch.Tensor) -> dict[str, torch.Tensor
 
 
 def allocate_buffer(layout: Layout, device: torch.device | str = "cpu") -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """A fresh buffer for the image on `device`, of undefined content, and `tensor_views` it."""
+    """Return an uninitialised buffer for the image on `device`, and its `tensor_views`."""
     buffer = torch.empty(layout.image_bytes, dtype=torch.uint8, device=device)
     return buffer, tensor_views(layout, buffer)
 
@@ -48,7 +48,7 @@ def _view(spec: TensorSpec, buffer: torch.Tensor) -> torch.Tensor:
     storage, begin = buffer.untyped_storage(), int(buffer.storage_offset()) + begin
     if (storage.data_ptr() + begin) % dtype.itemsize or begin % dtype.itemsize:
         if buffer.device.type != "cpu":
-            raise UnsupportedTensor(spec.name, f"byte {spec.offset} is no multiple of its item's size")
-        # A storage of its own over the same memory: offsets of storages count whole items.
+            raise UnsupportedTensor(spec.name, f"byte {spec.offset} is not a multiple of the item size")
+        # A new storage over the same memory, because storage offsets count complete items.
         storage, begin = storage[begin : begin + length], 0
     return tensor.set_(storage, begin // dtype.itemsize, spec.shape, spec.stride)

@@ -1,8 +1,8 @@
 """Capture: from a module to its image.
 
-The order of an image is canonical: two processes that build the same module get the same layout,
-whatever addresses their allocators chose. It is also the order in which safetensors files are
-written, so that an image can be the data section of one.
+The order of an image is canonical: two processes that build the same module get the same layout, whatever
+addresses their allocators chose. It is also the order of safetensors files, so an image can be the data
+section of one.
 """
 
 from __future__ import annotations
@@ -31,67 +31,66 @@ DIGITS_PATTERN = re.compile(r"([0-9]+)")
 
 
 def capture(module: nn.Module, *, exclude: Sequence[str] = (), like: Layout | None = None) -> Image:
-    """Return the image of everything `module` serves with, except what matches a pattern of `exclude`.
+    """Return the image of everything `module` serves with, except tensors that match a pattern of `exclude`.
 
-    Runs on both sides: what target and source capture must have one layout. Patterns are those of `fnmatch`,
-    as ``*.kv_cache.*``, or complete names. With `like`, only the tensors of that layout's names are captured,
-    missing ones are skipped, and its attributes are kept. `rfork.image.module_tensors.state_of_module` says what is
-    found and under which names. Copies nothing: the image's bytes are the tensors' own. A tensor that is
-    replaced later (``parameter.data = …``) is no longer in the image.
+    Runs on both sides: source and target must capture equal layouts. Patterns are those of `fnmatch`, such as
+    ``*.kv_cache.*``, or complete names. With `like`, only tensors named in that layout are captured, missing
+    ones are skipped, and its attributes are kept. `rfork.image.module_tensors.state_of_module` defines which
+    tensors are found and their names. Nothing is copied: the image's bytes are the tensors' own. A tensor
+    that is replaced later (``parameter.data = …``) is no longer in the image.
 
-    Plain values (numbers, text, flags, enums) on modules and their objects are no bytes: they become the
-    layout's attributes, so that a fork between modules that differ in one is refused; see
+    Plain values (numbers, text, flags, enums) on modules and their objects are not bytes of the image. They
+    become the layout's attributes, so that a fork between modules that differ in one is rejected; see
     `rfork.image.attributes`.
 
-    Tensors whose bytes overlap in memory are carried once, as one region, with all bytes between the
-    first and the last of them; so is a tensor with gaps between its rows. A module without tensors
-    gives an empty image.
+    Tensors whose bytes overlap in memory become one region, with all bytes from the first to the last of
+    them; so does a tensor with gaps between its rows. A module without tensors has an empty image.
 
-    Raises UnsupportedTensor, naming it, for a tensor that has no plain bytes in CPU or CUDA memory (meta,
+    Raises UnsupportedTensor, with the name, for a tensor that has no plain bytes in CPU or CUDA memory (meta,
     fake, sparse, quantized, nested, lazy), or whose values are not its bytes (conjugate and negative views);
-    for state in no tensor (packed weights, extra state, tensors in sets); and for an excluded tensor that
-    lies between the rows of one that is not.
+    for state outside tensors (packed weights, extra state, tensors in sets); and for an excluded tensor that
+    lies between the rows of an included one.
     """
-    # Parameter classes of engines override __torch_function__; only plain tensor properties are asked for.
+    # Engines' parameter classes override __torch_function__, but only plain tensor properties are needed.
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         excluded = _matcher(exclude)
         state = state_of_module(module, excluded)
-        left_out: dict[str, torch.Tensor] = {}
+        excluded_tensors: dict[str, torch.Tensor] = {}
         if like is not None:
             names = {spec.name for spec in like.tensors}
             tensors = {name: each for name, each in state.tensors.items() if name in names}
-            refused = {name: why for name, why in state.refused.items() if name in names}
+            refused = {name: reason for name, reason in state.refused.items() if name in names}
             attributes = like.attributes
         else:
             refused = state.refused
             tensors = state.tensors
             if excluded is not None:
                 tensors = {name: each for name, each in tensors.items() if not excluded(name)}
-                left_out = {name: each for name, each in state.tensors.items() if name not in tensors}
-                refused = {name: why for name, why in refused.items() if not excluded(name)}
+                excluded_tensors = {name: each for name, each in state.tensors.items() if name not in tensors}
+                refused = {name: reason for name, reason in refused.items() if not excluded(name)}
             attributes = state.attributes.lines(excluded)
-        for name, why in refused.items():
-            raise UnsupportedTensor(name, why, hint=leave_out(name))
+        for name, reason in refused.items():
+            raise UnsupportedTensor(name, reason, hint=exclusion_hint(name))
         image = image_from_tensors(tensors, attributes)
-        if left_out:
-            refuse_interleaved(tensors, left_out)
+        if excluded_tensors:
+            refuse_interleaved(tensors, excluded_tensors)
         return image
 
 
-def leave_out(name: str) -> str:
-    """Return the hint for state that cannot be carried."""
-    return f"to fork without it, pass exclude=[{name!r}] on both sides and set it up yourself"
+def exclusion_hint(name: str) -> str:
+    """Return the hint for state that cannot be captured."""
+    return f"to fork without it, pass exclude=[{name!r}] on both sides and initialise it yourself"
 
 
 def _matcher(exclude: Sequence[str]) -> Callable[[str], object] | None:
-    """Return a function of names that is true for those that are left out; None where none are."""
+    """Return a function that is true for excluded names; None if nothing is excluded."""
     if not exclude:
         return None
     return re.compile("|".join(f"{translate(each)}|{re.escape(each)}\\Z" for each in exclude)).match
 
 
-def refuse_interleaved(kept: Mapping[str, torch.Tensor], left_out: Mapping[str, torch.Tensor]) -> None:
-    """Raise UnsupportedTensor for an excluded tensor whose bytes a kept one would carry between its rows."""
+def refuse_interleaved(kept: Mapping[str, torch.Tensor], excluded_tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise UnsupportedTensor for an excluded tensor whose bytes lie between the rows of an included one."""
     gappy: list[tuple[int, int, str]] = []
     dense: list[tuple[int, int]] = []
     for name, tensor in kept.items():
@@ -103,7 +102,7 @@ def refuse_interleaved(kept: Mapping[str, torch.Tensor], left_out: Mapping[str, 
     if not gappy:
         return
     dense_ranges = normalise(dense)
-    for name, tensor in left_out.items():
+    for name, tensor in excluded_tensors.items():
         if _unsupported_reason(tensor):
             continue
         begin = tensor.data_ptr()
@@ -112,7 +111,7 @@ def refuse_interleaved(kept: Mapping[str, torch.Tensor], left_out: Mapping[str, 
             if not (begin < past and first < end) or _same_elements(tensor, kept[holder]):
                 continue
             if any(one <= begin and end <= other for one, other in dense_ranges):
-                continue  # another tensor carries all of it
+                continue  # another tensor covers all of it
             raise UnsupportedTensor(
                 name,
                 f"it is excluded, but lies between the elements of {holder!r}, which is not",
@@ -125,8 +124,8 @@ def _same_elements(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def image_from_tensors(tensors: Mapping[str, torch.Tensor], attributes: Sequence[str] = ()) -> Image:
-    """Return the image of named tensors; as `capture`, for tensors that hang on no module."""
-    # In columns: with an object a tensor, most of the time here would go to the garbage collector.
+    """Return the image of named tensors; like `capture`, for tensors without a module."""
+    # Column lists: with one object per tensor, garbage collection would dominate the time spent here.
     lengths = {name: _byte_length(name, tensor) for name, tensor in tensors.items()}
     names = sorted(tensors, key=natural_sort_key)
     ordered = [tensors[name] for name in names]
@@ -138,7 +137,7 @@ def image_from_tensors(tensors: Mapping[str, torch.Tensor], attributes: Sequence
     sizes: list[int] = []
     at = 0
     for members in _regions(ordered, begins, ends):
-        if len(members) == 1:  # nearly always
+        if len(members) == 1:  # the common case
             first, begin, end = members[0], begins[members[0]], ends[members[0]]
             offsets[first] = at
             storages.append(ordered[first].untyped_storage())
@@ -161,23 +160,25 @@ def image_from_tensors(tensors: Mapping[str, torch.Tensor], attributes: Sequence
 
 
 def natural_sort_key(name: str) -> tuple[tuple[str | int, ...], str]:
-    """The key that sorts numbers in names by value: ``layers.2`` before ``layers.10``."""
+    """Return a sort key that orders numbers in names by value: ``layers.2`` before ``layers.10``."""
     parts: list[str | int] = DIGITS_PATTERN.split(name)
     parts[1::2] = map(int, parts[1::2])
     return tuple(parts), name
 
 
 def alignment_of(itemsize: int, length: int) -> int:
-    """The alignment, in bytes, of a region: the largest power of two that divides its length, at most
-    the widest item's size (and at most 16). Regions sorted by it, widest first, need no padding.
+    """Return the alignment of a region in bytes.
+
+    It is the largest power of two that divides its length, at most the widest item size, and at most 16.
+    Regions sorted by alignment, widest first, need no padding.
     """
     return min(itemsize & -itemsize, MAX_ALIGNMENT, length & -length)
 
 
 def _regions(tensors: Sequence[torch.Tensor], begins: Sequence[int], ends: Sequence[int]) -> list[tuple[int, ...]]:
-    """The indices of each set of tensors that overlap in memory, ascending; the sets in image order.
+    """Return the indices of each set of tensors that overlap in memory, ascending; the sets in image order.
 
-    Neighbours that only touch are two. Tensors of no bytes are in none.
+    Adjacent tensors form separate sets. Tensors without bytes are in none.
     """
     by_device: dict[torch.device, list[int]] = {}
     for index, tensor in enumerate(tensors):
@@ -197,7 +198,7 @@ def _regions(tensors: Sequence[torch.Tensor], begins: Sequence[int], ends: Seque
         found.append(tuple(sorted(indices[first:])))
 
     def sort_key(members: tuple[int, ...]) -> int:
-        """Widest alignment first, and among those of one by the first name."""
+        """Sort by descending alignment, then by first name."""
         begin, end = begins[members[0]], ends[members[0]]
         itemsize = tensors[members[0]].itemsize
         if len(members) > 1:
@@ -210,7 +211,7 @@ def _regions(tensors: Sequence[torch.Tensor], begins: Sequence[int], ends: Seque
 
 
 def _storage_of(begin: int, end: int, tensors: Mapping[str, torch.Tensor]) -> torch.UntypedStorage:
-    """The storage that holds the memory `[begin, end)` of tensors that overlap."""
+    """Return the storage that contains the memory `[begin, end)` of overlapping tensors."""
     for tensor in tensors.values():
         storage = tensor.untyped_storage()
         if storage.data_ptr() <= begin and end <= storage.data_ptr() + storage.nbytes():
@@ -220,19 +221,19 @@ def _storage_of(begin: int, end: int, tensors: Mapping[str, torch.Tensor]) -> to
 
 
 class _SpecTypeCache:
-    """The kinds of tensors, each made once: their words cost more than all else here."""
+    """Caches tensor types, because formatting them would dominate the time spent here."""
 
     def __init__(self) -> None:
         self._contiguous: dict[tuple[torch.dtype, torch.Size], SpecType] = {}
 
     def of(self, tensor: torch.Tensor) -> SpecType:
-        """The kind of one tensor."""
+        """Return the type of one tensor."""
         if not tensor.is_contiguous():
             return _dtype_name(tensor.dtype), tuple(tensor.shape), tuple(tensor.stride())
         dtype, shape = tensor.dtype, tensor.shape
         spec_type = self._contiguous.get((dtype, shape))
         if spec_type is None:
-            # Strides of dimensions with one element mean nothing; two loaders may well disagree on them.
+            # Strides of dimensions with one element are meaningless, and loaders may disagree on them.
             spec_type = _dtype_name(dtype), tuple(shape), contiguous_stride(shape)
             self._contiguous[dtype, shape] = spec_type
         return spec_type
@@ -243,9 +244,9 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def _byte_length(name: str, tensor: torch.Tensor) -> int:
-    """The bytes from its first element through its last; 0 when it has none. Raises UnsupportedTensor."""
+    """Return the number of bytes from the first element to the last; 0 if there are none. Raises UnsupportedTensor."""
     if reason := _unsupported_reason(tensor):
-        raise UnsupportedTensor(name, reason, hint=leave_out(name))
+        raise UnsupportedTensor(name, reason, hint=exclusion_hint(name))
     if tensor.is_contiguous():
         length: int = tensor.nbytes
     else:
@@ -253,33 +254,33 @@ def _byte_length(name: str, tensor: torch.Tensor) -> int:
     storage_bytes = tensor.untyped_storage().nbytes()
     needed = tensor.storage_offset() * tensor.itemsize + length
     if length and storage_bytes < needed:
-        raise UnsupportedTensor(name, f"its storage has {storage_bytes} bytes, it needs {needed}")
+        raise UnsupportedTensor(name, f"its storage has {storage_bytes} bytes, but it needs {needed}")
     if length and not tensor.data_ptr():
         raise UnsupportedTensor(
             name,
-            f"it is a {type(tensor).__name__} of {length} bytes at no address, as a wrapper without "
-            "__tensor_flatten__ is",
-            hint=leave_out(name),
+            f"it is a {type(tensor).__name__} of {length} bytes without an address, such as a wrapper without "
+            "__tensor_flatten__",
+            hint=exclusion_hint(name),
         )
     return length
 
 
 def _unsupported_reason(tensor: torch.Tensor) -> str | None:
-    """Why a tensor cannot be carried, or None."""
+    """Return why a tensor cannot be captured, or None."""
     if not issubclass(type(tensor), torch.Tensor):
         return f"it is of type {type(tensor).__name__}, not a tensor"
     if type(tensor) not in BASE_TENSOR_TYPES and is_lazy(tensor):
         return "it is lazy and not initialised yet: run the module once"
     if isinstance(tensor, FakeTensor) or is_functorch_wrapped_tensor(tensor):
-        return "it is a stand-in of a tracer or transform, without bytes"
+        return "it is a placeholder of a tracer or transform, without bytes"
     if tensor.is_nested:
         return "it is nested"
     if tensor.layout is not torch.strided:
         return f"its layout is {tensor.layout}, not strided"
     if not (tensor.is_cpu or tensor.is_cuda):
-        return f"it lies on device {tensor.device}, not in CPU or CUDA memory"
+        return f"it is on device {tensor.device}, not in CPU or CUDA memory"
     if tensor.is_quantized:
-        return "it is a quantized wrapper: carry its integer values and scales instead"
+        return "it is a quantized wrapper: use its integer values and scales instead"
     if tensor.is_conj() or tensor.is_neg():
         return "it is a conjugate or negative view: resolve it first (resolve_conj, resolve_neg)"
     return None

@@ -1,4 +1,4 @@
-"""Proof that two processes hold the same tensors, by a hash that the transfer never used."""
+"""Proof that two processes have the same tensors, by a hash that transfers do not use."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from rfork.image.memory import Image
 
 
 def image_sha256(image: Image) -> str:
-    """SHA-256 over the layout_id and every byte of the image, as 64 hex digits. For people and tests.
+    """Return SHA-256 over the layout_id and every byte of the image, as 64 hex digits. For people and tests.
 
-    The transfer verifies chunks by their digests; this reads all bytes again, on the host, with
-    another hash, so that the two cannot be wrong together.
+    Transfers verify chunks by their digests. This reads all bytes again, on the host, with another hash, so
+    that both would have to be wrong together.
     """
     state = hashlib.sha256(image.layout.layout_id.encode())
     for begin, end in image.layout.chunks:

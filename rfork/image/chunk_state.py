@@ -1,11 +1,11 @@
-"""The chunk board: which chunks of an image hold verified bytes, and their digests.
+"""Verified chunks of an image and their digests.
 
-A seed's board is full from the start; a relay's fills while it forks. Transports ask it before they
-give a range, the peer service streams its changes to the readers, and the puller posts to it.
+A seed's state is complete from the start; a relay's fills while it forks. Transports check it before they
+serve a range, the peer service streams its changes to readers, and the transfer updates it.
 
-While nobody knows the manifest yet, because an instance of the group still reads it from storage, the
-chunks on the board belong to a *draft*: their digests are those that the reader from storage found,
-handed on from relay to relay, and chunks of two drafts are never mixed.
+While no instance knows the manifest yet, because one of the group still reads it from storage, the chunks
+belong to a *provisional* manifest: their digests are those computed by the reader of the storage and
+forwarded from relay to relay. Chunks of two provisional manifests are never mixed.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ Listener = Callable[[], None]
 
 
 class ChunkState:
-    """Thread-safe set of verified chunks of one image; one stays so until `invalidate` or `clear`."""
+    """Thread-safe set of the verified chunks of one image. A chunk stays verified until `invalidate` or `clear`."""
 
     def __init__(self, chunks: Chunks, verified: Iterable[int] = ()) -> None:
         self.chunks = chunks
         self._lock = threading.Lock()
         self._verified = set(verified)
-        self._draft: str | None = None
+        self._provisional_id: str | None = None
         self._digests: dict[int, bytes] = {}
         self._listeners: list[Listener] = []
 
     @classmethod
     def full(cls, chunks: Chunks) -> ChunkState:
-        """The board of a source that holds every chunk."""
+        """Return the state of a complete source."""
         return cls(chunks, range(len(chunks)))
 
     def mark_verified(self, index: int, digest: bytes | None = None) -> None:
-        """Say that chunk `index` is verified; `digest` (16 bytes) is that of its bytes, where it is known."""
+        """Mark chunk `index` as verified; `digest` (16 bytes) is its digest, if known."""
         with self._lock:
             self._verified.add(index)
             if digest is not None:
@@ -44,7 +44,7 @@ class ChunkState:
         self._notify()
 
     def invalidate(self, indices: Iterable[int]) -> None:
-        """Say that these chunks are not valid any more."""
+        """Mark these chunks as not verified."""
         with self._lock:
             for index in indices:
                 self._verified.discard(index)
@@ -52,34 +52,34 @@ class ChunkState:
         self._notify()
 
     def clear(self) -> None:
-        """Say that no chunk is valid any more (the weights changed)."""
+        """Mark all chunks as not verified, because the weights have changed."""
         with self._lock:
             self._verified.clear()
             self._digests.clear()
-            self._draft = None
+            self._provisional_id = None
         self._notify()
 
     def set_provisional_id(self, provisional_id: str | None) -> None:
-        """The chunks belong to this draft from now on; None: to no draft."""
+        """Assign the chunks to this provisional manifest; None: to none."""
         with self._lock:
-            self._draft = provisional_id
+            self._provisional_id = provisional_id
 
     @property
     def provisional_id(self) -> str | None:
-        """The draft that the chunks belong to, where they did not come with a manifest."""
-        return self._draft
+        """The provisional manifest of the chunks, or None if they have a final one."""
+        return self._provisional_id
 
     @property
     def digests(self) -> dict[int, bytes]:
-        """The digests of the verified chunks, as far as they are known."""
+        """The known digests of the verified chunks."""
         with self._lock:
             return dict(self._digests)
 
     @property
     def provisional_state(self) -> tuple[str | None, dict[int, bytes]]:
-        """`provisional_id` and `digests`, as they are at one time."""
+        """A consistent pair of `provisional_id` and `digests`."""
         with self._lock:
-            return self._draft, dict(self._digests)
+            return self._provisional_id, dict(self._digests)
 
     @property
     def verified(self) -> tuple[ranges.Range, ...]:
@@ -88,7 +88,7 @@ class ChunkState:
             return ranges.from_indices(self._verified)
 
     def __len__(self) -> int:
-        """How many chunks are verified."""
+        """Return the number of verified chunks."""
         return len(self._verified)
 
     def __contains__(self, index: int) -> bool:
@@ -96,15 +96,15 @@ class ChunkState:
 
     @property
     def complete(self) -> bool:
-        """Whether every chunk is verified."""
+        """True if every chunk is verified."""
         return len(self._verified) == len(self.chunks)
 
-    def contains_range(self, set_provisional_id: int, end: int) -> bool:
-        """Whether every chunk that shares a byte with image range `[begin, end)` is verified."""
-        return all(index in self._verified for index in self.chunks.covering(set_provisional_id, end))
+    def contains_range(self, begin: int, end: int) -> bool:
+        """Return True if every chunk that overlaps image range `[begin, end)` is verified."""
+        return all(index in self._verified for index in self.chunks.covering(begin, end))
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
-        """Call `listener` after every change, on the thread that made it; returns the way to stop."""
+        """Call `listener` after every change, on the thread that made it. Returns a function that unsubscribes."""
         with self._lock:
             self._listeners.append(listener)
 

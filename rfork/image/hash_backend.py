@@ -1,4 +1,4 @@
-"""Which code hashes the leaves on a device: the Triton kernel where it runs, else plain torch operations."""
+"""Selects the implementation that hashes leaves on a device: the Triton kernel if it works, else torch operations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rfork.logs import logger
 log = logger(__name__)
 
 HashLeaves = Callable[[Sequence[torch.Tensor], int], bytes]
-"""The hashes of leaves of so many bytes, joined; see `rfork.image.xxh3_torch.leaf_hashes`."""
+"""Returns the joined hashes of the leaves; see `rfork.image.xxh3_torch.leaf_hashes`."""
 
 SELF_TEST_LEAF_BYTES = 2048
 
@@ -23,11 +23,12 @@ _init_lock = threading.Lock()
 
 
 class HashBackend:
-    """Hashes on one device. Thread-safe.
+    """Hashes leaves on one device. Thread-safe.
 
-    Compiling the kernel takes a second or two where no process of this user did it before: that is done
-    beside the work, by torch operations until then. The kernel has to give the right hashes on this very
-    device before it is used; where it does not, or cannot be compiled or started, that is said once.
+    Compiling the kernel takes a second or two unless this user's cache has it. It is compiled in the
+    background, and torch operations are used until then. The kernel is used only after it has computed
+    correct hashes on this device. If it cannot be compiled or run, or its results are wrong, this is logged
+    once.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -35,7 +36,7 @@ class HashBackend:
         self._hash: HashLeaves = xxh3_torch.leaf_hashes
         self._preparing: threading.Thread | None = None
         if device.type == "cuda":
-            # No daemon: a process that ends in the middle of a compilation waits for it, and does not crash.
+            # Not a daemon thread: the process waits for the compilation at exit instead of crashing.
             self._preparing = threading.Thread(target=self._prepare, name="rfork-compile")
             self._preparing.start()
 
@@ -44,7 +45,7 @@ class HashBackend:
         return self._hash(pieces, leaf_bytes)
 
     def is_ready(self) -> bool:
-        """Wait until the kernel is there or known not to be; whether it is used."""
+        """Wait until the kernel is ready or has failed. Returns True if it is used."""
         if self._preparing is not None:
             self._preparing.join()
         return self._hash is not xxh3_torch.leaf_hashes
@@ -56,21 +57,21 @@ class HashBackend:
             with torch.cuda.stream(torch.cuda.Stream(self._device)):  # type: ignore[no-untyped-call]
                 self_test(leaf_hashes, self._device)
         except ImportError as error:
-            log.debug("no Triton: digests take torch operations", because=str(error))
+            log.debug("Triton not available, hashing with torch operations", reason=str(error))
             return
-        except Exception as error:  # no compiler, a GPU that it does not know, or a bug: it says what it likes
+        except Exception as error:  # no compiler, an unsupported GPU or a bug: any exception is possible
             log.warning(
-                "the digest's kernel does not run here; torch operations, which are slower, take its place",
+                "hash kernel failed, falling back to slower torch operations",
                 device=str(self._device),
-                because=f"{type(error).__name__}: {error}",
+                reason=f"{type(error).__name__}: {error}",
             )
             return
         self._hash = leaf_hashes
 
 
 def leaf_hasher(device: torch.device) -> HashBackend:
-    """The hasher of a device of this process."""
-    with _init_lock:  # two threads may come at once
+    """Return the hash backend of a device of this process."""
+    with _init_lock:  # two threads may call this at the same time
         return _hasher(device)
 
 
@@ -80,7 +81,7 @@ def _hasher(device: torch.device) -> HashBackend:
 
 
 def self_test(hash_leaves: HashLeaves, device: torch.device) -> None:
-    """Compare with xxhash: leaves at aligned and odd addresses, the last one short. Raises RuntimeError."""
+    """Compare with xxhash for leaves at aligned and odd addresses and a short last leaf. Raises RuntimeError."""
     data = torch.arange(3 * SELF_TEST_LEAF_BYTES + 777).mul_(0x9E3779B1).bitwise_right_shift_(13).to(torch.uint8)
     there = data.to(device)
     for begin in (0, 4, 5):
@@ -90,4 +91,4 @@ def self_test(hash_leaves: HashLeaves, device: torch.device) -> None:
             for low in range(0, len(content), SELF_TEST_LEAF_BYTES)
         )
         if expected != hash_leaves([there[begin:]], SELF_TEST_LEAF_BYTES):
-            raise RuntimeError("it gives wrong hashes")
+            raise RuntimeError("it computes wrong hashes")

@@ -1,4 +1,4 @@
-"""Host memory by address: views of it, and advice to the kernel about it."""
+"""Views of host memory by address, and memory advice to the kernel."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ HUGE_PAGE = 2 << 20
 MADV_HUGEPAGE = 14
 PYBUF_WRITE = 0x200
 SMALL_COPY_BYTES = 64 << 10
-"""Bytes under which a plain copy is the quickest; a larger one leaves the interpreter to others."""
+"""Size below which a plain copy is fastest. Larger copies release the interpreter lock."""
 
 _view_of_memory = ctypes.pythonapi.PyMemoryView_FromMemory
 _view_of_memory.restype = ctypes.py_object
@@ -18,13 +18,13 @@ _view_of_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 
 
 def host_view(address: int, length: int) -> memoryview:
-    """A writable view (format 'B') of `length` bytes; valid only as long as that memory is."""
+    """Return a writable view (format 'B') of `length` bytes, valid only while that memory exists."""
     view: memoryview = _view_of_memory(address, length, PYBUF_WRITE)
     return view
 
 
 def copy_block(block: memoryview, views: Sequence[memoryview]) -> None:
-    """Copy a writable block into as many bytes of views, in order. Raises ValueError where it has fewer."""
+    """Copy a writable block into views, in order. Raises ValueError if the block is smaller than the views."""
     at = 0
     for view in views:
         part = block[at : at + view.nbytes]
@@ -38,9 +38,9 @@ def copy_block(block: memoryview, views: Sequence[memoryview]) -> None:
 
 
 def advise_huge_pages(address: int, length: int) -> int:
-    """Ask Linux to back the whole 2 MiB pages within this memory by huge pages; the bytes it agreed to.
+    """Ask Linux to use huge pages for the complete 2 MiB pages in this memory. Returns the number of bytes advised.
 
-    Best effort: 0 on other systems, and where the kernel has no transparent huge pages.
+    Best effort: returns 0 on other systems, and if the kernel has no transparent huge pages.
     """
     if not sys.platform.startswith("linux"):
         return 0

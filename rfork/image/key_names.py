@@ -1,4 +1,4 @@
-"""Names of dict keys that are equal in every process, so that entries of two processes are matched by key."""
+"""Names of dict keys that are equal in every process, used to match the entries of two processes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _BY_TEXT = (torch.dtype, torch.device)
 
 
 def key_name(key: object) -> str | None:
-    """Return the name of a key's type and value, or None where it has none that is stable.
+    """Return the name of a key's type and value, or None if it has no stable name.
 
-    Text that is the complete key is named by itself; any other key, in brackets, as Python writes it:
-    ``table.a``, ``table[7]``, ``table[(Gate.UP, 'a')]``.
+    A text key is its own name; any other key is its Python literal in brackets: ``table.a``, ``table[7]``,
+    ``table[(Gate.UP, 'a')]``.
     """
     if type(key) is str and not key.startswith("["):
         return key

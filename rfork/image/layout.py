@@ -1,4 +1,4 @@
-"""The layout of an image: which tensors it carries, and where each lies on its line of bytes."""
+"""Layout of an image: its tensors and their byte offsets."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from rfork.image.chunks import Chunks
 from rfork.image.tensor_specs import TensorSpec, TensorSpecTable
 
 LAYOUT_DOMAIN = b"rfork-layout-v1\n"
-HASHED_AT_ONCE = 4096
-"""Specs in one update of the hash: their text is never there as a whole."""
+HASH_BATCH_SPECS = 4096
+"""Number of specs per update of the hash, so that their complete text never exists in memory."""
 
 
 @dataclass(frozen=True, init=False)
 class Layout:
     """The ordered tensor specs of one image and its size in bytes.
 
-    Two images with one `layout_id` can be copied byte by byte into one another, whatever addresses
-    their allocators chose.
+    Two images with the same `layout_id` can be copied into one another byte by byte, whatever addresses their
+    allocators chose.
     """
 
     tensors: TensorSpecTable
     image_bytes: int
     attributes: tuple[str, ...]
-    """Plain values that both sides have to have: see `rfork.image.attributes`."""
+    """Plain values that must be equal on both sides: see `rfork.image.attributes`."""
 
     def __init__(self, tensors: Iterable[TensorSpec], image_bytes: int, attributes: Iterable[str] = ()) -> None:
-        """`TensorSpecTable` are kept as they are: whoever made them adds no more."""
+        """A `TensorSpecTable` is kept without a copy and must not be extended afterwards."""
         object.__setattr__(
             self, "tensors", tensors if isinstance(tensors, TensorSpecTable) else TensorSpecTable(tensors)
         )
@@ -45,19 +45,19 @@ class Layout:
         state = hashlib.sha256(LAYOUT_DOMAIN)
         state.update(b"%d\n" % self.image_bytes)
         lines = self.tensors.json_lines(", ")
-        while some := list(islice(lines, HASHED_AT_ONCE)):
-            state.update("\n".join([*some, ""]).encode())
+        while batch := list(islice(lines, HASH_BATCH_SPECS)):
+            state.update("\n".join([*batch, ""]).encode())
         if self.attributes:
             state.update(json.dumps(self.attributes).encode())
         return state.hexdigest()[:32]
 
     @cached_property
     def chunks(self) -> Chunks:
-        """How this image is cut into chunks."""
+        """Division of this image into chunks."""
         return Chunks.of(self.image_bytes)
 
     def differences(self, other: Layout) -> Iterator[str]:
-        """Each difference to `other` on one line, in canonical order; "here" is self, "there" is other."""
+        """Yield each difference to `other` on one line, in canonical order; "here" is self, "there" is other."""
         for here, there in self.tensors.differences(other.tensors):
             yield _line(here, there)
         if self.image_bytes != other.image_bytes:
@@ -66,10 +66,10 @@ class Layout:
             yield from attributes.differing(self.attributes, other.attributes)
 
     def first_difference(self, other: Layout) -> str | None:
-        """The difference that explains the mismatch best, or None when the layouts are equal.
+        """Return the difference that explains the mismatch best, or None if the layouts are equal.
 
-        A tensor of another dtype or shape shifts the offset of all that follow it, so a difference
-        in kind is preferred over one in offset alone.
+        A tensor of another dtype or shape shifts the offsets of all following tensors, so a difference in
+        type is preferred to one in offset alone.
         """
         for here, there in self.tensors.differences(other.tensors):
             if here is None or there is None or here[1:4] != there[1:4]:

@@ -1,4 +1,4 @@
-"""The manifest: a layout and the digest of every chunk, so of every byte."""
+"""The manifest: a layout and the digest of every chunk."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WEIGHTS_DOMAIN = b"rfork-weights-v1\n"
 
 
 def weights_id(layout_id: str, digests: tuple[bytes, ...]) -> str:
-    """SHA-256 over a layout_id and its chunk digests, as 32 hex digits."""
+    """Return SHA-256 over a layout_id and its chunk digests, as 32 hex digits."""
     state = hashlib.sha256(WEIGHTS_DOMAIN)
     state.update(layout_id.encode())
     for digest in digests:
@@ -22,7 +22,7 @@ def weights_id(layout_id: str, digests: tuple[bytes, ...]) -> str:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What an image must contain: one digest (16 bytes) a chunk, in chunk order."""
+    """Required content of an image: one digest (16 bytes) per chunk, in chunk order."""
 
     layout: Layout
     digests: tuple[bytes, ...]
@@ -33,5 +33,5 @@ class Manifest:
 
     @cached_property
     def weights_id(self) -> str:
-        """Two images with one `weights_id` hold the same bytes."""
+        """Two images with the same `weights_id` have the same bytes."""
         return weights_id(self.layout.layout_id, self.digests)

@@ -1,9 +1,9 @@
-"""The image in memory: which bytes of the image lie at which address, to read, to fill and to digest.
+"""The image in memory: maps image bytes to addresses, to read, fill and digest them.
 
-An `EngineImage` copies nothing and owns nothing but references: its bytes are the tensors' own. Readers on
-the source take them by `segments` (one-sided transports) or `reading` (transports that send from the
-host); the target fills them by `segments` or `writing` and checks them by `digest`. `readable` and
-`writable` are those two in a single step.
+An `Image` copies nothing and owns only references: its bytes are the tensors' own. Readers on the source use
+`segments` (one-sided transports) or `reading` (transports that send from the host). The target fills the
+image through `segments` or `writing` and checks it with `digest`. `readable` and `writable` do the same in a
+single step.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from rfork.image.pinned_staging import STEP_BYTES, CudaCopier, DeviceCopier, Pin
 from rfork.image.storages import StorageTable
 
 MAX_DIGEST_THREADS = 8
-"""Past this many cores the memory bus is the limit of a manifest, not the hash."""
-CHUNKS_IN_FLIGHT = 4
-"""On a GPU, that many threads at least: while one waits for its chunk, others have given it theirs."""
+"""With more threads, memory bandwidth limits a manifest, not hashing."""
+MIN_CUDA_DIGEST_THREADS = 4
+"""Minimum number of digest threads on a GPU: while one waits for its chunk, others submit theirs."""
 
 
 class Segment(NamedTuple):
-    """A run of image bytes that is one run of memory: image offset, memory address, length in bytes."""
+    """Contiguous image bytes in contiguous memory: image offset, memory address, length in bytes."""
 
     begin: int
     address: int
@@ -43,26 +43,26 @@ _Part = TypeVar("_Part", memoryview, torch.Tensor)
 
 
 class Image:
-    """The bytes of one rank's weights as one line of bytes. Immutable and thread-safe; the bytes are not.
+    """The bytes of one rank's weights as one byte range. Immutable and thread-safe, except for the bytes themselves.
 
-    `regions` are the image's storages in image order: uint8 tensors, 1-D, contiguous, that together
-    have `layout.image_bytes` bytes. The image holds them, so addresses stay valid while it lives.
+    `regions` are the image's storages in image order: uint8 tensors, 1-D, contiguous, with
+    `layout.image_bytes` bytes in total. The image references them, so addresses stay valid while it exists.
 
-    CUDA: bytes are copied and digested on streams of the image's own, which do not wait for kernels under
-    way. The constructor waits for them once; whoever changes weights in place later synchronises first.
-    A method that copies or digests returns once that is done, so what comes next may use any stream.
+    CUDA: bytes are copied and digested on the image's own streams, which do not wait for running kernels. The
+    constructor waits for running kernels once; a caller that later changes weights in place must synchronise
+    first. Methods that copy or digest return after completion, so the caller may continue on any stream.
 
-    `copies`: None for those of the devices that the bytes lie on.
+    `copier` defaults to a copier for the devices of the bytes.
     """
 
-    def __init__(self, layout: Layout, regions: Sequence[torch.Tensor], copies: DeviceCopier | None = None) -> None:
+    def __init__(self, layout: Layout, regions: Sequence[torch.Tensor], copier: DeviceCopier | None = None) -> None:
         self.layout = layout
-        # Keeps the storages, and so the addresses, alive.
+        # Keeps the storages, and therefore the addresses, alive.
         self._regions = regions if isinstance(regions, StorageTable) else StorageTable.of(regions)
         self._runs = self._regions.coalesced()
         *self._begins, total_bytes = accumulate(self._runs.lengths, initial=0)
         if total_bytes != layout.image_bytes:
-            raise ValueError(f"the regions hold {total_bytes} bytes, the layout {layout.image_bytes}")
+            raise ValueError(f"the regions have {total_bytes} bytes, the layout {layout.image_bytes}")
         self._streams = {
             device: torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             for device in self.devices
@@ -70,12 +70,12 @@ class Image:
         }
         for device in self._streams:
             torch.cuda.synchronize(device)
-        if copies is None and self._streams:
-            copies = CudaCopier(self._streams)
-        self._staging = None if copies is None else PinnedStaging(copies)
+        if copier is None and self._streams:
+            copier = CudaCopier(self._streams)
+        self._staging = None if copier is None else PinnedStaging(copier)
         self._released = False
-        # Made once, as making one costs more than hashing a small tensor, and when they are wanted, as
-        # making all at once costs more than all else here.
+        # Created once, because creating one costs more than hashing a small tensor, and lazily, because
+        # creating all of them would dominate the cost of the constructor.
         self._views: list[memoryview | None] = [None] * len(self._runs)
         self._memories: list[torch.Tensor | None] = [None] * len(self._runs)
 
@@ -86,30 +86,30 @@ class Image:
 
     @property
     def runs(self) -> StorageTable:
-        """The image's memory in as few runs as can be seen as one tensor or view each, in image order."""
+        """The image's memory in the fewest runs that each fit in one tensor or view, in image order."""
         return self._runs
 
     @property
     def device(self) -> torch.device:
-        """Where most of the bytes lie; a module may keep others elsewhere."""
+        """The device of most of the bytes; a module may keep others elsewhere."""
         return self._regions.device
 
     @property
     def devices(self) -> frozenset[torch.device]:
-        """Where any of the bytes lie."""
+        """All devices of the bytes."""
         return self._regions.devices
 
     def shares_memory_with(self, other: Image) -> bool:
-        """Whether the other image is these very bytes: one layout, over the same addresses."""
+        """Return True if the other image has the same layout over the same addresses."""
         image_bytes = self.layout.image_bytes
         return self.layout.layout_id == other.layout.layout_id and (
             self.segments(0, image_bytes) == other.segments(0, image_bytes)
         )
 
     def segments(self, begin: int, end: int) -> list[Segment]:
-        """The memory of image range `[begin, end)` in image order; runs that touch in both are one.
+        """Return the memory of image range `[begin, end)` in image order, adjacent runs merged.
 
-        Costs O(log n + answer). Raises ValueError for a range outside the image.
+        Costs O(log n + result). Raises ValueError for a range outside the image.
         """
         first, stop = self._segments_covering(begin, end)
         columns = self._begins, self._runs.addresses, self._runs.lengths
@@ -121,16 +121,16 @@ class Image:
         return found
 
     def tensor_slices(self, begin: int, end: int) -> list[torch.Tensor]:
-        """The memory of image range `[begin, end)` as uint8 tensors, 1-D, where it lies, in image order."""
+        """Return the memory of image range `[begin, end)` as uint8 tensors, 1-D, on their devices, in image order."""
         return self._slice(self._memories, self._runs.memory, begin, end)
 
     @contextmanager
     def reading(self, begin: int, end: int, step: int = STEP_BYTES) -> Iterator[Iterator[Sequence[memoryview]]]:
-        """The bytes of `[begin, end)` step by step, each as host views in image order, for the `with` block.
+        """Yield the bytes of `[begin, end)` step by step as host views in image order, for the `with` block.
 
-        CPU tensors: one step, their own memory. CUDA tensors: steps of `step` bytes, copied into pinned
-        memory; a step's views are valid until the next is asked for, which is copied meanwhile. No byte
-        out of the range is read, and none after the block.
+        CPU tensors: one step over their own memory. CUDA tensors: steps of `step` bytes, copied to pinned
+        memory. The views of a step are valid until the next is requested; the next is copied in the meantime.
+        No byte outside the range is read, and none after the block.
         """
         if self._staging is None:
             yield iter([self._host_views(begin, end)])
@@ -140,12 +140,12 @@ class Image:
 
     @contextmanager
     def writing(self, begin: int, end: int, step: int = STEP_BYTES) -> Iterator[Iterator[Sequence[memoryview]]]:
-        """Host views of `[begin, end)` in image order, step by step, to be filled within the `with` block.
+        """Yield host views of `[begin, end)` step by step in image order, to be filled within the `with` block.
 
-        CPU tensors: one step, their own memory. CUDA tensors: steps of `step` bytes of pinned memory, of
-        undefined content. To ask for the next step is to say that this one is filled: it is copied
-        into the tensors while the next is filled, and all are there once no step is left. One that was
-        not filled when the block ends is not copied.
+        CPU tensors: one step over their own memory. CUDA tensors: steps of `step` bytes of uninitialised
+        pinned memory. Requesting the next step marks the current one as filled: it is copied to the tensors
+        while the next is filled. All copies are complete when no step is left. A step that was not filled
+        when the block ends is not copied.
         """
         if self._staging is None:
             yield iter([self._host_views(begin, end)])
@@ -155,25 +155,25 @@ class Image:
 
     @contextmanager
     def readable(self, begin: int, end: int) -> Iterator[Sequence[memoryview]]:
-        """All of `[begin, end)` as `reading` gives it in one step, to read inside the `with` block only."""
+        """Yield all of `[begin, end)` like `reading`, in one step, readable only inside the `with` block."""
         with self.reading(begin, end, max(1, end - begin)) as steps:
             yield next(steps)
 
     @contextmanager
     def writable(self, begin: int, end: int) -> Iterator[Sequence[memoryview]]:
-        """All of `[begin, end)` as `writing` gives it in one step, to fill inside the `with` block only.
+        """Yield all of `[begin, end)` like `writing`, in one step, to be filled inside the `with` block.
 
-        CUDA tensors: copied when the block ends without an exception, else they stay as they were.
+        CUDA tensors: copied when the block ends without an exception, unchanged otherwise.
         """
         with self.writing(begin, end, max(1, end - begin)) as steps:
             yield next(steps)
             next(steps, None)
 
     def digest(self, chunk: int) -> bytes:
-        """The 16-byte digest of chunk `chunk`, computed where its bytes lie: on CUDA on a stream of its own.
+        """Return the 16-byte digest of chunk `chunk`, computed on its device: on CUDA on its own stream.
 
-        In a chunk whose bytes lie on several devices, all are brought to the device of the first
-        that is not the CPU: never from a GPU to the host.
+        If the bytes of a chunk are on several devices, they are copied to the first one that is not the CPU,
+        so never from a GPU to the host.
         """
         begin, end = self.layout.chunks[chunk]
         if not self._streams:
@@ -187,14 +187,14 @@ class Image:
             return digest_tensors([memory.to(device) for memory in memories])
 
     def manifest(self, progress: Callable[[int], None] | None = None, threads: int | None = None) -> Manifest:
-        """The digests of all chunks, on `threads` threads.
+        """Digest all chunks on `threads` threads.
 
-        Default: as many as torch uses, but at most 8, and at least 4 for CUDA tensors.
-        `progress` is called on the calling thread, after each chunk, with that chunk's bytes.
+        Default: torch's number of threads, at most 8, and at least 4 for CUDA tensors. `progress` is called
+        on the calling thread after each chunk, with that chunk's size in bytes.
         """
         chunks = self.layout.chunks
-        fewest = CHUNKS_IN_FLIGHT if self._streams else 1
-        threads = threads or max(fewest, min(torch.get_num_threads(), MAX_DIGEST_THREADS))
+        min_threads = MIN_CUDA_DIGEST_THREADS if self._streams else 1
+        threads = threads or max(min_threads, min(torch.get_num_threads(), MAX_DIGEST_THREADS))
         digests: list[bytes] = []
         with ThreadPoolExecutor(threads, thread_name_prefix="rfork-digest") as pool:
             for (begin, end), digest in zip(chunks, pool.map(self.digest, range(len(chunks))), strict=True):
@@ -204,21 +204,21 @@ class Image:
         return Manifest(self.layout, tuple(digests))
 
     def release(self, keep: Collection[int] = ()) -> None:
-        """Give the memory back to its allocators, whoever still holds tensors in it: they are empty then.
+        """Return the memory to its allocators even if tensors still refer to it; they become empty.
 
-        `keep` are the addresses of storages that are left as they are. For who is about to build another
-        model in the place of this one: nobody may read or write the image any more, and who tries gets
-        SourceWeightsChanged. Memory that its allocator does not take back so is freed with its tensors.
+        `keep` are addresses of storages that are left unchanged. Used before another model is built in place
+        of this one: from then on, reads and writes of the image raise SourceWeightsChanged. Memory that its
+        allocator cannot release this way is freed with its tensors.
         """
         self._released = True
         for storage in self._regions.storages:
             if storage.nbytes() and storage.data_ptr() not in keep:
-                # Not every storage can be resized: memory that somebody else lent cannot.
+                # Borrowed memory cannot be resized.
                 with suppress(RuntimeError):
                     storage.resize_(0)
 
     def rebind(self, other: Image) -> None:
-        """After `release`: the memory of another image of this layout is this one's from now on."""
+        """Use the memory of another image with the same layout. Called after `release`."""
         if other.layout.layout_id != self.layout.layout_id:
             raise ValueError(f"its layout is {other.layout.layout_id}, not {self.layout.layout_id}")
         self._regions, self._runs, self._begins = other._regions, other._runs, other._begins
@@ -226,24 +226,24 @@ class Image:
         self._views, self._memories = other._views, other._memories
         self._released = other._released
 
-    def _segments_covering(self, begin: int, shut_down: int) -> tuple[int, int]:
-        """The runs (first, stop) that hold image range `[begin, end)`."""
+    def _segments_covering(self, begin: int, end: int) -> tuple[int, int]:
+        """Return the runs (first, stop) that contain image range `[begin, end)`."""
         if self._released:
-            raise SourceWeightsChanged("the memory was given back: there is nothing to read or to write")
+            raise SourceWeightsChanged("image memory was already released")
         size = self.layout.image_bytes
-        if not 0 <= begin <= shut_down <= size:
-            raise ValueError(f"[{begin}, {shut_down}) is not within the image's {size} bytes")
-        if begin == shut_down:
+        if not 0 <= begin <= end <= size:
+            raise ValueError(f"[{begin}, {end}) is not within the image's {size} bytes")
+        if begin == end:
             return 0, 0
-        return bisect_right(self._begins, begin) - 1, bisect_left(self._begins, shut_down)
+        return bisect_right(self._begins, begin) - 1, bisect_left(self._begins, end)
 
-    def _slice(self, made: list[_Part | None], make: Callable[[int], _Part], begin: int, end: int) -> list[_Part]:
-        """Of one part a run, those of `[begin, end)`, the first and last cut to it; `made` keeps them."""
+    def _slice(self, cache: list[_Part | None], create: Callable[[int], _Part], begin: int, end: int) -> list[_Part]:
+        """Return the parts (one per run) of `[begin, end)`, the first and last cut to it; `cache` caches them."""
         first, stop = self._segments_covering(begin, end)
         found: list[_Part] = []
-        for index, part in enumerate(made[first:stop], first):
+        for index, part in enumerate(cache[first:stop], first):
             if part is None:
-                part = made[index] = make(index)
+                part = cache[index] = create(index)
             found.append(part)
         if found:
             found[-1] = found[-1][: end - self._begins[stop - 1]]
@@ -251,11 +251,11 @@ class Image:
         return found
 
     def _host_views(self, begin: int, end: int) -> Sequence[memoryview]:
-        # Views of our own views: the caller may release what it is given.
+        # Views of the cached views, because the caller may release them.
         return [view[:] for view in self._slice(self._views, self._runs.view, begin, end)]
 
     def _steps(self, begin: int, end: int, step: int) -> Iterator[list[torch.Tensor]]:
-        self._segments_covering(begin, end)  # a range that the image does not have is refused before the first step
+        self._segments_covering(begin, end)  # reject a range outside the image before the first step
         lows = range(begin, max(end, begin + 1), step)  # an empty range is one empty step
         return (self.tensor_slices(low, min(low + step, end)) for low in lows)
 

@@ -1,8 +1,8 @@
-"""Finds the state of a module: each tensor it serves with, under every name it has, and its plain values.
+"""Finds the state of a module: each tensor it serves with, under all of its names, and its plain values.
 
-Follows everything that is reachable from the module's attributes: containers, objects of any class, what
-hangs on tensors, closures. State that cannot be carried is found too, with the reason, so that nothing is
-left out without a word.
+Follows everything reachable from the module's attributes: containers, objects of any class, attributes of
+tensors, closures. State that cannot be captured is reported with the reason, so that nothing is silently left
+out.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from rfork.image.object_types import (
     PLAIN_VALUES,
     SCALARS,
     ObjectType,
+    extension_state_reason,
     function_state,
+    hidden_state_reason,
     is_ignored,
     is_plain,
     is_scalar,
@@ -37,30 +39,28 @@ from rfork.image.object_types import (
     registered_modules,
     script_state,
     tensor_of,
-    why_hidden,
-    why_out_of_sight,
 )
 from rfork.image.wrappers import inner_tensors
 
 OWN_ATTRIBUTES = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
-"""What nn.Module itself keeps on every module: registries, hooks and compiled code."""
+"""Attributes that nn.Module itself keeps on every module: registries, hooks and compiled code."""
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-"""Registries of what computes with a module's inputs and outputs."""
+"""Registries of hooks that compute with a module's inputs and outputs."""
 BASE_TENSOR_TYPES = frozenset({torch.Tensor, nn.Parameter})
 _CONTAINERS = (list, tuple, deque, dict, set, frozenset, np.ndarray)
 MAX_DEPTH = 100
-"""Containers and objects inside one another."""
+"""Maximum nesting of containers and objects."""
 MAX_OBJECTS = 1_000_000
-"""Containers and objects of one module: more are a data set, not a model."""
+"""Maximum containers and objects of one module: more are a data set, not a model."""
 MAX_SEQUENCE = 64
-"""Plain values in one list or tuple that are compared: more are data."""
+"""Maximum plain values of one list or tuple that are compared: longer ones are data."""
 
 Excluded = Callable[[str], object]
-"""True for the names that the caller leaves out."""
+"""True for names that the caller excludes."""
 
 
 class ModuleTensors:
-    """Tensors by dotted name, the reason for each name that is refused, and the plain values."""
+    """Tensors by dotted name, the reason for each rejected name, and the plain values."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
@@ -71,7 +71,7 @@ class ModuleTensors:
 def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return every plain tensor reachable from `module` by dotted name.
 
-    As `state_of_module`. Raises UnsupportedTensor for state that has no name or is in no tensor.
+    Like `state_of_module`. Raises UnsupportedTensor for state that has no name or is outside tensors.
     """
     state = state_of_module(module)
     for name, reason in state.refused.items():
@@ -80,26 +80,26 @@ def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def state_of_module(module: nn.Module, excluded: Excluded | None = None) -> ModuleTensors:
-    """Return everything that `module` computes with; what is `excluded` by name, too.
+    """Return everything that `module` computes with, including names that are `excluded`.
 
-    Tensors are parameters and buffers (persistent or not), and what is reachable from attributes: of
-    modules, of objects of any class (slots and class attributes too), of other tensors, in containers and in
+    Tensors are parameters and buffers (persistent or not), and tensors reachable from attributes: of modules,
+    of objects of any class (including slots and class attributes), of other tensors, in containers and in
     closures. A tensor subclass that wraps others is replaced by its inner tensors, as ``weight.inner``; a
     numpy array by a tensor of its memory. A module registered at two paths has both names. Modules that are
-    only referred to (from lists or back to a parent) and other objects are walked once, and not at all when
-    they are registered in the tree as well. An object at several paths has the name of the first one that is
-    not excluded. Gradients are left out.
+    only referenced (from lists or back to a parent) and other objects are visited once; a module that is also
+    registered in the tree is visited only there. An object at several paths is named after the first path
+    that is not excluded. Gradients are ignored.
     """
     walk = _TensorWalker(module, excluded)
-    walk.modules("", module)
-    walk.postponed()
+    walk.walk_module("", module)
+    walk.walk_postponed()
     return walk.state
 
 
 class _TensorWalker:
-    """One traversal. Containers on the current path are not entered again, objects never: so cycles end.
+    """One traversal. Objects are entered once, and containers on the current path are not entered again, so cycles end.
 
-    Tensors are kept as they are found, and plain ones take no further step: a model has tens of thousands.
+    Tensors are stored as found, and plain tensors need no further step: a model has tens of thousands.
     """
 
     def __init__(self, root: nn.Module, excluded: Excluded | None) -> None:
@@ -108,18 +108,22 @@ class _TensorWalker:
         self._postponed: list[tuple[str, object, bool]] = []
         self._registered_modules = registered_modules(root)
         self._seen: dict[int, object] = {}
-        """Objects and referred modules that were entered; kept, as an id is only unique while they live."""
+        """Visited objects and referenced modules; kept alive, because ids are unique only while objects
+        exist.
+        """
         self._path: set[int] = set()
         self._classes: dict[type, ObjectType] = {}
         self._ordinary: set[type] = set()
-        """Classes of objects that are no tensors, modules, containers, code or plain values."""
+        """Classes of objects other than tensors, modules, containers, code and plain values."""
         self._visited = 0
         self._depth = 0
         self._compare = MARKED not in vars(root)
-        """An engine's model carries its numbers, and servers differ in limits: only flags are compared."""
+        """For an engine's model only flags are compared: its floats are part of the image, and limits differ
+        between servers.
+        """
 
-    def modules(self, name: str, module: nn.Module) -> None:
-        """Collect the state of a registered module and of those registered below it."""
+    def walk_module(self, name: str, module: nn.Module) -> None:
+        """Collect the state of a registered module and of its registered descendants."""
         if id(module) in self._path:
             return
         self._path.add(id(module))
@@ -143,7 +147,7 @@ class _TensorWalker:
                             self.state.attributes.add(name, key, value)
                     elif value is not None:
                         self._attribute(name, key, value, compare=self._compare and type_info.compares(key))
-            if type_info.slots or type_info.shared:
+            if type_info.slots or type_info.class_attributes:
                 self._class_attributes(name, module, type_info, attributes, compare=self._compare)
             for key in HOOKS:
                 if hooks := attributes.get(key):
@@ -151,21 +155,21 @@ class _TensorWalker:
                         self._value(f"{prefix}{key}.{index}", hook, compare=False)
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             self.state.refused[f"{prefix}_extra_state"] = (
-                f"{type(module).__name__}.get_extra_state keeps state that is in no tensor"
+                f"{type(module).__name__}.get_extra_state keeps state outside tensors"
             )
         for key, child in module._modules.items():
             if child is not None:
-                self.modules(prefix + key, child)
+                self.walk_module(prefix + key, child)
         self._path.discard(id(module))
 
-    def postponed(self) -> None:
-        """Collect what is only reachable under excluded names."""
+    def walk_postponed(self) -> None:
+        """Collect what is reachable only under excluded names."""
         self._excluded = None
         for name, value, compare in self._postponed:
             self._value(name, value, compare=compare)
 
     def _script(self, name: str, module: torch.jit.ScriptModule) -> None:
-        """Look for what is neither parameter nor buffer; a script's other state is in its code."""
+        """Check a script module for state other than parameters and buffers, which is in its code."""
         if id(module) in self._seen or not hasattr(module, "_c"):
             return
         self._seen.update((id(each), each) for each in module.modules())
@@ -173,7 +177,7 @@ class _TensorWalker:
             self.state.refused[name or "(all)"] = reason
 
     def _attribute(self, holder: str, key: str, value: object, *, compare: bool) -> None:
-        """One attribute of a module, an object or a tensor."""
+        """Collect one attribute of a module, an object or a tensor."""
         if type(value) in SCALARS or (type(value) not in self._ordinary and is_scalar(value)):
             if compare:
                 self.state.attributes.add(holder, key, value)
@@ -189,12 +193,12 @@ class _TensorWalker:
             except AttributeError:  # not set
                 continue
             self._attribute(holder, key, member, compare=compare)
-        for key, member in type_info.shared:
+        for key, member in type_info.class_attributes:
             if key not in own:
                 self._value(_join(holder, key), member, compare=False)
 
     def _value(self, name: str, value: object, *, compare: bool) -> None:
-        """The state in what hangs on a module or a tensor: anything at all."""
+        """Collect the state of an attribute value of any type."""
         ordinary = type(value) in self._ordinary
         if not ordinary and isinstance(value, torch.Tensor):
             self._tensor(name, value)
@@ -203,7 +207,7 @@ class _TensorWalker:
         elif not ordinary and isinstance(value, nn.Module):
             if id(value) not in self._registered_modules and id(value) not in self._seen:
                 self._seen[id(value)] = value
-                self.modules(name, value)
+                self.walk_module(name, value)
         elif (ordinary or not isinstance(value, type | ModuleType)) and self._enter(name, value):
             self._depth += 1
             self._contents(name, value, compare)
@@ -211,7 +215,7 @@ class _TensorWalker:
             self._path.discard(id(value))
 
     def _enter(self, name: str, value: object) -> bool:
-        """Whether an object is to be walked now; the bounds of the walk."""
+        """Return True if an object should be visited now. Enforces the limits of the traversal."""
         if id(value) in self._path:
             return False
         self._visited += 1
@@ -264,7 +268,7 @@ class _TensorWalker:
             self._attribute(name, str(index), item, compare=compare)
 
     def _scalars(self, name: str, values: Iterable[object]) -> None:
-        """Several plain values that are one attribute."""
+        """Add several plain values as one attribute."""
         holder, _, key = name.rpartition(".")
         self.state.attributes.add(holder, key, (*values,))
 
@@ -280,12 +284,12 @@ class _TensorWalker:
                 self._without_names(name, (key, value))
 
     def _without_names(self, name: str, items: Iterable[object]) -> None:
-        """Refuse tensors that have no stable name; what they are found in is walked as anything else."""
+        """Reject tensors without a stable name. The objects that contain them are visited like any other."""
         probe = copy(self)
         probe.state, probe._seen = ModuleTensors(), dict(self._seen)
         probe._sequence(name, list(items), compare=False)
         if probe.state.tensors or probe.state.refused:
-            self.state.refused[name] = "it holds tensors in a set or under dict keys without a stable name"
+            self.state.refused[name] = "it contains tensors in a set or under dict keys without a stable name"
 
     def _array(self, name: str, array: np.ndarray) -> None:
         if array.dtype.hasobject:
@@ -294,10 +298,10 @@ class _TensorWalker:
         try:
             self._add(name, tensor_of(array))
         except (TypeError, ValueError) as error:
-            self.state.refused[name] = f"it is a numpy array that is no tensor: {error}"
+            self.state.refused[name] = f"it is a numpy array that cannot become a tensor: {error}"
 
     def _object(self, name: str, value: object, compare: bool) -> None:
-        """An object of any class: its attributes, slots and class attributes; once, under its first name."""
+        """Collect the attributes, slots and class attributes of an object, once, under its first name."""
         cls = type(value)
         if id(value) in self._seen or cls in _CONTAINERS:
             return
@@ -311,18 +315,18 @@ class _TensorWalker:
         if not type_info.followed:
             return
         if not (attributes or type_info.slots or isinstance(value, _CONTAINERS)):
-            reason = why_hidden(value) or (why_out_of_sight(value) if self._compare else None)
+            reason = hidden_state_reason(value) or (extension_state_reason(value) if self._compare else None)
             if reason is not None:
                 self.state.refused[name] = reason
         compare = compare and type_info.compared
         for key in sorted(attributes):
             self._attribute(name, key, attributes[key], compare=compare)
-        if type_info.slots or type_info.shared:
+        if type_info.slots or type_info.class_attributes:
             self._class_attributes(name, value, type_info, attributes, compare=compare)
 
     def _tensor(self, name: str, tensor: torch.Tensor) -> None:
-        hung = vars(tensor)
-        if not hung and type(tensor) in BASE_TENSOR_TYPES:
+        tensor_attributes = vars(tensor)
+        if not tensor_attributes and type(tensor) in BASE_TENSOR_TYPES:
             self._add(name, tensor)
             return
         if id(tensor) in self._path:
@@ -334,7 +338,7 @@ class _TensorWalker:
                 self._tensor(_join(name, key), value)
         else:
             self._add(name, tensor)
-        for key, value in hung.items():
+        for key, value in tensor_attributes.items():
             self._attribute(name, key, value, compare=self._compare)
         self._path.discard(id(tensor))
 

@@ -1,7 +1,8 @@
-"""Classes of the objects that hang on modules: which ones are followed, and where their state is.
+"""Classes of the objects attached to modules: which ones are followed, and where their state is.
 
-Weights hang on modules in objects of any class. What cannot hold weights is not followed: it leads to the
-rest of the process (loggers, process groups, configurations of servers, compiled code).
+Weights may be attached to modules in objects of any class. Objects that cannot contain weights are not
+followed, because they lead to the rest of the process (loggers, process groups, server configurations,
+compiled code).
 """
 
 from __future__ import annotations
@@ -39,55 +40,55 @@ IGNORED_PACKAGES = (
     ),
     *("sglang.srt.configs", "sglang.srt.managers", "sglang.srt.mem_cache", "sglang.srt.server_args"),
 )
-"""Packages and modules whose objects hold no weights, or lead away from the module."""
+"""Packages and modules whose objects contain no weights or lead away from the model."""
 IGNORED_COMPONENTS = frozenset({"distributed"})
-"""Parts of module names with the same meaning: process groups and communicators of any package."""
+"""Components of module names with the same effect: process groups and communicators of any package."""
 CONFIGURATIONS = frozenset({"PretrainedConfig", "PreTrainedConfig", "GenerationConfig"})
-"""Classes of transformers whose objects describe a model, with the paths and options of their process."""
+"""Classes of transformers whose objects describe a model and contain paths and options of the process."""
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 MAX_REFERENTS = 10_000
-"""Objects that an object without attributes is searched for."""
+"""Maximum number of objects searched below an object without attributes."""
 MAX_CLASS_DEPTH = 8
-"""Containers in one another that a class attribute is searched for; the walk has bounds of its own."""
+"""Maximum nesting of containers searched in a class attribute; the traversal has its own limits."""
 HEAP_TYPE = 1 << 9
-"""Flag of types that Python code, or an extension by its rules, has created."""
+"""Flag of types created by Python code or by extensions through the type API."""
 
 
 SCALARS = frozenset({bool, int, float, complex, str, bytes, torch.dtype})
-"""Types of values that are compared, not carried."""
+"""Types of values that are compared instead of transferred."""
 PLAIN_VALUES = SCALARS | {type(None), torch.device}
-"""Types of most of what modules keep beside tensors."""
+"""Types of most attributes of modules other than tensors."""
 
 
 class ObjectType(NamedTuple):
-    """What the objects of one class have in common."""
+    """Shared properties of the objects of one class."""
 
     followed: bool
-    """Attributes, slots and class attributes lead to state of the module's."""
+    """Attributes, slots and class attributes may lead to state of the model."""
     compared: bool
-    """Plain values in attributes are part of what the module computes."""
+    """Plain attribute values affect what the module computes."""
     slots: tuple[tuple[str, MemberDescriptorType], ...]
-    shared: tuple[tuple[str, object], ...]
-    """Class attributes that may hold tensors."""
-    keeps_notes: bool
-    """Private attributes are notes on how the object was made: those of transformers' models."""
-    has_computed_attributes: frozenset[str]
-    """Cached properties: they follow from the rest, and are there only once something has read them."""
+    class_attributes: tuple[tuple[str, object], ...]
+    """Class attributes that may contain tensors."""
+    ignores_private: bool
+    """Private attributes only describe how the object was created, as in transformers' models."""
+    computed_attributes: frozenset[str]
+    """Cached properties: they are derived from other state and exist only after first use."""
 
     def compares(self, key: str) -> bool:
-        """Return whether an attribute of a module may be compared, by its class."""
-        return key not in self.has_computed_attributes and not (self.keeps_notes and key.startswith("_"))
+        """Return whether an attribute of this name is compared for modules of this class."""
+        return key not in self.computed_attributes and not (self.ignores_private and key.startswith("_"))
 
 
 def object_type(cls: type, root: type = object) -> ObjectType:
-    """Look at a class and those it derives from, up to `root`, whose own attributes are known."""
+    """Inspect a class and its bases up to `root`, whose own attributes are known."""
     bases = cls.__mro__
     own = bases[: bases.index(root)] if root in bases else bases
     configuration = any(base.__name__ in CONFIGURATIONS for base in own)
     followed = root is not object or not (configuration or is_ignored(module_of(cls)))
     slots: dict[str, MemberDescriptorType] = {}
-    shared: dict[str, object] = {}
-    has_computed_attributes = set()
+    class_attributes: dict[str, object] = {}
+    computed_attributes = set()
     for base in reversed(own) if followed else ():
         if not base.__flags__ & HEAP_TYPE:
             continue
@@ -97,28 +98,28 @@ def object_type(cls: type, root: type = object) -> ObjectType:
             if type(value) is MemberDescriptorType:
                 slots[key] = value
             elif isinstance(value, cached_property):
-                has_computed_attributes.add(key)
+                computed_attributes.add(key)
             elif _may_hold_tensors(value):
-                shared[key] = value
+                class_attributes[key] = value
     compared = not cls.__name__.endswith("Config")
     return ObjectType(
         followed,
         compared,
         tuple(sorted(slots.items(), key=itemgetter(0))),
-        tuple(sorted(shared.items(), key=itemgetter(0))),
+        tuple(sorted(class_attributes.items(), key=itemgetter(0))),
         any(base.__name__ == "PreTrainedModel" for base in own),
-        frozenset(has_computed_attributes),
+        frozenset(computed_attributes),
     )
 
 
 def module_of(value: object) -> str:
-    """Return the dotted name of the module that a class or function was defined in."""
+    """Return the dotted name of the module that defines a class or function."""
     found = getattr(value, "__module__", None)
     return found if isinstance(found, str) else ""
 
 
 def is_ignored(module: str) -> bool:
-    """Return whether objects that this module defines are not followed."""
+    """Return whether objects defined by this module are not followed."""
     parts = module.split(".")
     if not IGNORED_COMPONENTS.isdisjoint(parts):
         return True
@@ -126,7 +127,7 @@ def is_ignored(module: str) -> bool:
 
 
 def _may_hold_tensors(value: object, depth: int = 0) -> bool:
-    """Of a class attribute: containers of plain values, code and descriptors do not."""
+    """Return whether a class attribute may contain tensors: containers of plain values, code and descriptors do not."""
     if depth > MAX_CLASS_DEPTH:
         return True
     if isinstance(value, torch.Tensor | np.ndarray | nn.Module):
@@ -146,7 +147,7 @@ def _may_hold_tensors(value: object, depth: int = 0) -> bool:
 
 
 def registered_modules(root: nn.Module) -> set[int]:
-    """Return each module registered in the tree, as `nn.Module.modules` does, for a fraction of its time."""
+    """Return the ids of all modules registered in the tree. Much faster than `nn.Module.modules`."""
     found, left = {id(root)}, [root]
     while left:
         for child in left.pop()._modules.values():
@@ -157,7 +158,7 @@ def registered_modules(root: nn.Module) -> set[int]:
 
 
 def own_attributes(value: object) -> dict[str, object]:
-    """Return what is in an object's dict, whatever its class makes of it."""
+    """Return the content of an object's dict, bypassing its class's attribute access."""
     try:
         attributes = object.__getattribute__(value, "__dict__")
     except AttributeError:
@@ -166,7 +167,7 @@ def own_attributes(value: object) -> dict[str, object]:
 
 
 def function_state(function: FunctionType) -> Iterator[tuple[str, object]]:
-    """Yield what a function computes with beside its arguments: its closure and its defaults."""
+    """Yield what a function computes with besides its arguments: its closure and its defaults."""
     cells: tuple[CellType, ...] = function.__closure__ or ()
     for key, cell in zip(function.__code__.co_freevars, cells, strict=True):
         try:
@@ -178,41 +179,41 @@ def function_state(function: FunctionType) -> Iterator[tuple[str, object]]:
 
 
 def is_scalar(value: object) -> bool:
-    """Return whether a value is a number, text, flag or enum, of a class of its own as well."""
+    """Return whether a value is a number, text, flag or enum, including subclasses."""
     return isinstance(value, int | float | complex | str | bytes | torch.dtype | Enum | np.generic)
 
 
 def is_plain(value: object) -> bool:
-    """Return whether a value can hold no tensor."""
+    """Return whether a value cannot contain a tensor."""
     if type(value) is tuple:
         return all(map(is_plain, value))
     return type(value) in PLAIN_VALUES or isinstance(value, Enum | type | FunctionType)
 
 
 def tensor_of(array: np.ndarray) -> torch.Tensor:
-    """Return a tensor of an array's memory. Raises TypeError or ValueError where there is none."""
+    """Return a tensor of an array's memory. Raises TypeError or ValueError if that is not possible."""
     if not array.flags.writeable:
         raise ValueError("it is read-only")
     return torch.from_numpy(array)
 
 
-def why_hidden(value: object) -> str | None:
-    """Return why the state of an object without attributes cannot be carried, or None where it has none."""
+def hidden_state_reason(value: object) -> str | None:
+    """Return why the state of an object without attributes cannot be captured, or None if it has no state."""
     value_class = type(value)
     name = f"{module_of(value_class)}.{value_class.__qualname__}".removeprefix("builtins.")
     if isinstance(value, torch.ScriptObject):
-        return f"it is a {_script_name(value)}, which packs tensors out of sight"
+        return f"it is a {_script_name(value)}, which packs tensors in an opaque object"
     if not isinstance(value, FunctionType) and _refers_to_tensors(value):
-        return f"it is a {name} of tensors, which have no names in it"
+        return f"it is a {name} of tensors without names"
     if _writable_bytes(value):
-        return f"it is a {name}, whose bytes are no tensor's"
+        return f"it is a {name}, whose bytes belong to no tensor"
     return None
 
 
 def _refers_to_tensors(value: object) -> bool:
-    """Return whether an object holds tensors, itself or in containers that only it can reach."""
+    """Return whether an object refers to tensors, directly or in containers that only it can reach."""
     found: list[object] = gc.get_referents(value)
-    for each in found:  # grows meanwhile
+    for each in found:  # grows during iteration
         if isinstance(each, torch.Tensor | np.ndarray):
             return True
         if type(each) in _CONTAINERS and len(found) < MAX_REFERENTS:
@@ -220,8 +221,8 @@ def _refers_to_tensors(value: object) -> bool:
     return False
 
 
-def why_out_of_sight(value: object) -> str | None:
-    """Return why the state of an object may be in memory of an extension module, or None where it is not."""
+def extension_state_reason(value: object) -> str | None:
+    """Return why the state of an object may be in memory of an extension module, or None if it is not."""
     value_class = type(value)
     known = {"torch", "numpy", *sys.stdlib_module_names}
     module = module_of(value_class)
@@ -231,7 +232,7 @@ def why_out_of_sight(value: object) -> str | None:
 
 
 def _is_python_class(value_class: type) -> bool:
-    """Return whether Python code defined the class: then all of its state is in attributes."""
+    """Return whether Python code defined the class, so that all of its state is in attributes."""
     return any("__slots__" in vars(base) or "__dict__" in vars(base) for base in value_class.__mro__)
 
 
@@ -251,7 +252,7 @@ def _writable_bytes(value: object) -> bool:
 
 
 def script_state(script: Any) -> str | None:
-    """Return why a script module or function holds tensors that are no parameters or buffers, or None."""
+    """Return why a script module or function has tensors besides parameters and buffers, or None."""
     known: set[str] = set()
     graphs = [script]
     if isinstance(script, nn.Module):
@@ -259,7 +260,7 @@ def script_state(script: Any) -> str | None:
         code: Any = script._c
         graphs = [code._get_method(name) for name in code._method_names()]
     for each in graphs:
-        graph = each.inlined_graph  # kept: its nodes do not keep it
+        graph = each.inlined_graph  # keep a reference: the nodes do not keep the graph alive
         for node in graph.findAllNodes("prim::Constant"):
             if node.hasAttribute("value") and node.kindOf("value") in ("t", "ts"):
                 return "it is a frozen or traced script, which keeps tensors as constants of its code"

@@ -1,8 +1,8 @@
-"""Page-locked memory between a device and transports that send and receive on the host: two slices at once.
+"""Double-buffered pinned memory between a device and transports that send and receive on the host.
 
-A range is walked in steps. While the host sends one step, the next comes from the device; while the host
-receives one, the one before goes to it. Two buffers do for that; they are used again by the next walk.
-Whatever ends a walk, it waits for its copies first: none reads or writes the image's memory after it.
+A range is processed in steps. While the host sends one step, the next is copied from the device; while the
+host receives one, the previous one is copied to it. Two buffers suffice and are reused by the next pass.
+However a pass ends, it first waits for its copies: none reads or writes the image's memory afterwards.
 """
 
 from __future__ import annotations
@@ -17,65 +17,69 @@ import torch
 from rfork.image.host_memory import host_view
 
 STEP_BYTES = 2 << 20
-"""Bytes of a step. The first of a walk has nothing to hide behind: 80 us at PCIe 4's 25 GB/s."""
+"""Size of a step in bytes. The first copy of a pass overlaps with nothing: 80 us at PCIe 4's 25 GB/s."""
 MAX_FREE_BUFFERS = 16
-"""Buffers that wait for the next walk: 32 MiB an image, enough for eight walks at once."""
+"""Maximum number of cached buffers: 32 MiB per image, enough for eight concurrent passes."""
 
 
 class PendingCopy(Protocol):
-    """Copies under way."""
+    """Copies in progress."""
 
     def wait(self) -> None:
-        """Return once they are done; safe to call again."""
+        """Return when the copies are complete. May be called again."""
         ...
 
 
 class DeviceCopier(Protocol):
-    """What a device's copy engines do: the seam to CUDA. Thread-safe."""
+    """Interface to a device's copy engines, such as CUDA's. Thread-safe."""
 
     def needs_staging(self, memory: torch.Tensor) -> bool:
-        """Whether the host reaches this memory only by copies."""
+        """Return True if the host can reach this memory only by copies."""
         ...
 
     def pinned(self, nbytes: int) -> torch.Tensor:
-        """Host memory (uint8, 1-D) that `device_to_host` and `host_to_device` copy from and to at full speed."""
+        """Return host memory (uint8, 1-D) for fast `device_to_host` and `host_to_device` copies."""
         ...
 
     def device_to_host(self, host: Sequence[torch.Tensor], memory: Sequence[torch.Tensor]) -> PendingCopy:
-        """Begin to copy each device tensor into the host tensor of its place; raises with none under way."""
+        """Start copying each device tensor to the host tensor at its position. If it raises, no copy is in progress."""
         ...
 
     def host_to_device(self, memory: Sequence[torch.Tensor], host: Sequence[torch.Tensor]) -> PendingCopy:
-        """Begin to copy each host tensor into the device tensor of its place; raises with none under way."""
+        """Start copying each host tensor to the device tensor at its position. If it raises, no copy is in progress."""
         ...
 
 
 class _Step(NamedTuple):
     buffer: torch.Tensor
     views: list[memoryview]
-    memory: list[torch.Tensor]  # what lies on a device,
-    host: list[torch.Tensor]  # and where the buffer holds it
+    memory: list[torch.Tensor]  # tensors on a device,
+    host: list[torch.Tensor]  # and their slices of the buffer
 
 
 class PinnedStaging:
-    """The buffers of one image. Thread-safe; each walk is for one thread.
+    """The buffers of one image. Thread-safe, but each pass belongs to one thread.
 
-    A step is given as the tensors (uint8, 1-D) of its bytes in order, those that the host reaches among them.
+    A step is passed as the tensors (uint8, 1-D) of its bytes in order, including tensors that the host can
+    reach.
     """
 
-    def __init__(self, copies: DeviceCopier) -> None:
-        self._copies = copies
+    def __init__(self, copier: DeviceCopier) -> None:
+        self._copier = copier
         self._lock = threading.Lock()
         self._spare: list[torch.Tensor] = []
 
     def reading(self, steps: Iterable[Sequence[torch.Tensor]]) -> Generator[Sequence[memoryview], None, None]:
-        """The bytes of each step as host views, valid until the next is asked for. Close it when done."""
-        pending: list[tuple[_Step, PendingCopy]] = []  # at most two: what is read, and what is fetched meanwhile
+        """Yield the bytes of each step as host views, valid until the next step is requested.
+
+        Close the generator when done.
+        """
+        pending: list[tuple[_Step, PendingCopy]] = []  # at most two: one being read, one being copied
         try:
             for parts in steps:
                 step = self._step(parts)
                 try:
-                    fetching = self._copies.device_to_host(step.host, step.memory)
+                    fetching = self._copier.device_to_host(step.host, step.memory)
                 except BaseException:
                     self._release(step)
                     raise
@@ -89,18 +93,18 @@ class PinnedStaging:
             self._end(pending)
 
     def writing(self, steps: Iterable[Sequence[torch.Tensor]]) -> Generator[Sequence[memoryview], None, None]:
-        """Host views of each step, of undefined content, to be filled before the next is asked for.
+        """Yield uninitialised host views of each step, to be filled before the next step is requested.
 
-        What was filled is in the tensors once there is no next. A step that was not filled when the walk is
+        All filled steps are in the tensors when the generator ends. A step that was not filled when it is
         closed is not written.
         """
-        pending: list[tuple[_Step, PendingCopy]] = []  # at most one: what goes to the device meanwhile
+        pending: list[tuple[_Step, PendingCopy]] = []  # at most one: the step being copied to the device
         step: _Step | None = None
         try:
             for parts in steps:
                 step = self._step(parts)
                 yield step.views
-                host_to_device = self._copies.host_to_device(step.memory, step.host)
+                host_to_device = self._copier.host_to_device(step.memory, step.host)
                 pending.append((step, host_to_device))
                 step = None
                 if len(pending) == 2:
@@ -114,7 +118,7 @@ class PinnedStaging:
             self._end(pending)
 
     def _step(self, parts: Sequence[torch.Tensor]) -> _Step:
-        staged = [self._copies.needs_staging(part) for part in parts]
+        staged = [self._copier.needs_staging(part) for part in parts]
         buffer = self._acquire(sum(part.numel() for part, there in zip(parts, staged, strict=True) if there))
         memory: list[torch.Tensor] = []
         host: list[torch.Tensor] = []
@@ -135,14 +139,14 @@ class PinnedStaging:
         return _Step(buffer, views, memory, host)
 
     def _first(self, pending: list[tuple[_Step, PendingCopy]]) -> _Step:
-        """The first of them, once it is copied. Where that fails, none is under way any more, nor held."""
+        """Wait for the first pending copy and return its step. On failure, wait for and drop all pending copies."""
         step, copying = pending[0]
         try:
             copying.wait()
         except BaseException:
             others = [other.wait for _, other in pending[1:]]
             pending.clear()
-            with suppress(Exception):  # the first failure is the one to tell
+            with suppress(Exception):  # report the first failure
                 wait_all(others)
             raise
         return step
@@ -159,7 +163,7 @@ class PinnedStaging:
             with self._lock:
                 if self._spare:
                     return self._spare.pop()
-        return self._copies.pinned(max(nbytes, STEP_BYTES))
+        return self._copier.pinned(max(nbytes, STEP_BYTES))
 
     def _release(self, step: _Step) -> None:
         with self._lock:
@@ -168,7 +172,7 @@ class PinnedStaging:
 
 
 class CudaCopier:
-    """`DeviceCopier` of CUDA, each way on a stream of its own: neither waits for the other, nor for kernels."""
+    """`DeviceCopier` for CUDA, with one stream per direction: neither waits for the other or for kernels."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         streams = [
@@ -200,7 +204,7 @@ class _EventWait:
         self._events: list[torch.cuda.Event] = []
 
     def record(self, stream: torch.cuda.Stream) -> None:
-        # One that sleeps, instead of keeping a core busy that sockets could use.
+        # A blocking event: the thread sleeps instead of occupying a core that sockets could use.
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(stream)
         self._events.append(event)
@@ -215,7 +219,7 @@ def _begin(
     source: Sequence[torch.Tensor],
     memory: Sequence[torch.Tensor],
 ) -> _EventWait:
-    """Copy on the stream of each place's device; `memory` is the one of the two that lies there."""
+    """Start copies on the streams of the devices; `memory` is the device side of the copies."""
     by_device: dict[torch.device, list[int]] = {}
     for index, tensor in enumerate(memory):
         by_device.setdefault(tensor.device, []).append(index)
@@ -225,7 +229,7 @@ def _begin(
         for device, chosen in by_device.items():
             begun.append(streams[device])
             with torch.cuda.stream(streams[device]):
-                # One call for all of a step: many small tensors cost many copies, but few steps here.
+                # One call per step: a copy per small tensor would be slow.
                 torch._foreach_copy_(
                     [into[index] for index in chosen],
                     [source[index] for index in chosen],
@@ -239,7 +243,7 @@ def _begin(
 
 
 def wait_all(waits: Iterable[Callable[[], None]]) -> None:
-    """Wait for each, whatever another one raises; then raise what the first of them did that failed."""
+    """Wait for all, even if some raise; then raise the first exception."""
     failed: BaseException | None = None
     for wait in waits:
         try:

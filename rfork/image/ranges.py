@@ -1,4 +1,4 @@
-"""Sets of integers as sorted half-open ranges: which chunks, which bytes."""
+"""Sets of integers (chunks, bytes) as sorted half-open ranges."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Range = tuple[int, int]
 def normalise(ranges: Iterable[Range]) -> tuple[Range, ...]:
     """Sort, drop empty ranges, and merge those that touch or overlap."""
     pairs = ranges if isinstance(ranges, tuple) else tuple(ranges)
-    # Nearly all are normal already, and this is called for every source that a plan looks at.
+    # Nearly all inputs are normalised already, and plans call this for every source.
     last = -1
     for begin, end in pairs:
         if not last < begin < end:
@@ -28,23 +28,23 @@ def normalise(ranges: Iterable[Range]) -> tuple[Range, ...]:
 
 
 def from_indices(indices: Iterable[int]) -> tuple[Range, ...]:
-    """The ranges that cover exactly these integers."""
+    """Return the ranges that cover exactly these integers."""
     return normalise((index, index + 1) for index in indices)
 
 
 def indices(ranges: Iterable[Range]) -> Iterator[int]:
-    """Every integer in the ranges, in the order of the ranges."""
+    """Yield every integer in the ranges, in their order."""
     for begin, end in ranges:
         yield from range(begin, end)
 
 
 def count(ranges: Iterable[Range]) -> int:
-    """How many integers the (disjoint) ranges hold."""
+    """Return the number of integers in the (disjoint) ranges."""
     return sum(end - begin for begin, end in ranges)
 
 
 def subtract(ranges: Iterable[Range], removed: Iterable[Range]) -> tuple[Range, ...]:
-    """What is in `ranges` but not in `removed`."""
+    """Return the integers in `ranges` that are not in `removed`."""
     holes = normalise(removed)
     left: list[Range] = []
     first = 0
@@ -64,7 +64,7 @@ def subtract(ranges: Iterable[Range], removed: Iterable[Range]) -> tuple[Range, 
 
 
 def intersect(left: Iterable[Range], right: Iterable[Range]) -> tuple[Range, ...]:
-    """What is in both."""
+    """Return the integers in both."""
     ours, theirs = normalise(left), normalise(right)
     found: list[Range] = []
     one = other = 0

@@ -1,9 +1,9 @@
-"""Which areas of memory hold an image: what is registered where a network card is to reach it.
+"""Memory regions of an image that are registered with network cards.
 
-To register memory takes time for each area more than for each byte, so there should be few of them. A
-network card's area has to lie inside one CUDA allocation, and torch's allocator puts many tensors into one:
-a *segment*. So on a device there is one area for each segment, from the first image byte in it to the
-last. What lies between two tensors of a segment is then registered too.
+Registration time depends more on the number of regions than on their size, so there should be few. A network
+card's region must lie inside one CUDA allocation, and torch's allocator puts many tensors into one: a
+*segment*. So a device has one region per segment, from the first image byte in it to the last. Memory between
+two tensors of a segment is registered too.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from rfork.image.memory import Image
 from rfork.image.storages import CPU
 
 Region = tuple[int, int]
-"""Address, and length in bytes."""
+"""Address and length in bytes."""
 
 
 class ContiguousRun(NamedTuple):
-    """Image bytes that are one run of memory: `storage` is the first address of the storage they lie in."""
+    """Image bytes that are contiguous in memory; `storage` is the first address of their storage."""
 
     address: int
     length: int
@@ -33,7 +33,7 @@ class ContiguousRun(NamedTuple):
 
 
 class AllocatorSegment(NamedTuple):
-    """What torch's CUDA allocator got from CUDA at once, or (`expandable`) mapped in one line."""
+    """Memory that torch's CUDA allocator obtained in one call, or (`expandable`) mapped in one address range."""
 
     address: int
     length: int
@@ -41,20 +41,21 @@ class AllocatorSegment(NamedTuple):
 
 
 def merge_regions(runs: Iterable[ContiguousRun], segments: Sequence[AllocatorSegment]) -> list[Region]:
-    """The areas that hold `runs`: sorted, and apart from one another.
+    """Return the disjoint regions that contain `runs`, sorted.
 
-    Of host memory, runs less than a page (4096 bytes) apart are one area: all bytes between them lie on the
-    two pages that hold their ends, so the whole area is mapped. On a device, all runs of one segment of the
-    allocator are; where it does not know the memory (an engine's own arena or pool), those of one storage
-    that are less than a page apart, as two storages may be two allocations however near they lie.
+    In host memory, runs less than a page (4096 bytes) apart form one region: the bytes between them lie on
+    the pages of their ends, so the complete region is mapped. On a device, all runs of one allocator segment
+    form one region. If the allocator does not know the memory (an engine's own arena or pool), runs of one
+    storage less than a page apart form one, because two storages may be two allocations however close they
+    are.
 
-    So a device's area is inside one CUDA allocation, but in two cases: an expandable segment is one range
-    of addresses over many pieces of memory, and an unknown storage may be. Libraries differ in whether they
-    register such a range; what they say of it is the caller's to tell.
+    So a device's region lies inside one CUDA allocation, with two exceptions: an expandable segment is one
+    address range over several pieces of memory, and an unknown storage may be. Libraries differ in whether
+    they can register such a range; the caller must handle their errors.
     """
     ordered = sorted(segments)
     begins = [segment.address for segment in ordered]
-    found: list[tuple[int, int, tuple[str, int]]] = []  # begin, end, and the memory that it is in
+    found: list[tuple[int, int, tuple[str, int]]] = []  # begin, end, and the memory that contains it
     for run in sorted(runs):
         if not run.length:
             continue
@@ -70,7 +71,7 @@ def merge_regions(runs: Iterable[ContiguousRun], segments: Sequence[AllocatorSeg
 def _containing_allocation(
     run: ContiguousRun, end: int, segments: Sequence[AllocatorSegment], begins: Sequence[int]
 ) -> tuple[tuple[str, int], int]:
-    """What a run lies in, and how far from it another one in the same may be to be in one area with it."""
+    """Return the memory that contains a run, and the maximum gap between two runs in it that form one region."""
     if run.on_host:
         return ("host", 0), mmap.PAGESIZE
     index = bisect_right(begins, run.address) - 1
@@ -80,7 +81,7 @@ def _containing_allocation(
 
 
 def merge_host_regions(addresses: Sequence[int], lengths: Sequence[int]) -> list[Region]:
-    """As `merge_regions`, of runs that all lie in host memory: there may be tens of thousands of them."""
+    """Like `merge_regions`, for runs in host memory only: there may be tens of thousands of them."""
     begins: list[int] = []
     ends: list[int] = []
     reached = -mmap.PAGESIZE
@@ -98,27 +99,27 @@ def merge_host_regions(addresses: Sequence[int], lengths: Sequence[int]) -> list
 
 
 def regions_to_register(image: Image) -> list[Region]:
-    """The areas that hold `image`, as its process's allocators have it now; see `merge_regions`."""
+    """Return the current regions of `image` in this process's allocators; see `merge_regions`."""
     if image.devices <= {CPU}:
         return merge_host_regions(image.runs.addresses, image.runs.lengths)
     return merge_regions(contiguous_runs(image), allocator_segments() if _on_cuda(image) else ())
 
 
 def uses_expandable_segments(image: Image) -> bool:
-    """Whether torch put any of it into segments that grow (its option ``expandable_segments``)."""
+    """Return True if torch put any of the image into growing segments (its option ``expandable_segments``)."""
     if not _on_cuda(image):
         return False
-    growing = [segment for segment in allocator_segments() if segment.expandable]
+    expandable_segments = [segment for segment in allocator_segments() if segment.expandable]
     return any(
         segment.address <= run.address < segment.address + segment.length
         for run in contiguous_runs(image)
         if not run.on_host
-        for segment in growing
+        for segment in expandable_segments
     )
 
 
 def contiguous_runs(image: Image) -> list[ContiguousRun]:
-    """The runs of memory of an image, in image order."""
+    """Return the runs of memory of an image, in image order."""
     runs = image.runs
     devices = map(attrgetter("device.type"), runs.storages)
     return [
@@ -128,10 +129,10 @@ def contiguous_runs(image: Image) -> list[ContiguousRun]:
 
 
 def allocator_segments() -> list[AllocatorSegment]:
-    """The segments of torch's CUDA allocator, of all devices and pools; none where another took its place."""
+    """Return the segments of torch's CUDA allocator on all devices and pools; none if it was replaced."""
     try:
         snapshot = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-    except RuntimeError:  # an allocator that was plugged in keeps no such books
+    except RuntimeError:  # a pluggable allocator has no snapshot
         return []
     return [
         AllocatorSegment(int(segment["address"]), int(segment["total_size"]), bool(segment.get("is_expandable", False)))

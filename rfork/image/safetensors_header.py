@@ -1,12 +1,12 @@
-"""The header of a safetensors file whose data section is an image.
+"""Header of a safetensors file whose data section is an image.
 
-With it in front, the bytes of an image are a file that every safetensors tool reads, and chunk
-`[a, b)` is file range `[header + a, header + b)`. Format: https://github.com/huggingface/safetensors.
+With it in front, the bytes of an image are a file that every safetensors tool reads, and chunk `[a, b)` is
+file range `[header + a, header + b)`. Format: https://github.com/huggingface/safetensors.
 
-What safetensors cannot say (strides, aliases, small and packed types) is kept in ``__metadata__``:
+What safetensors cannot express (strides, aliases, small and packed types) is kept in ``__metadata__``:
 ``rfork.layout`` is the layout's size and tensors as JSON, ``rfork.attributes`` its attributes,
-``rfork.weights_id`` the weights_id, and each exact alias
-has an entry ``alias: kept name``, as `safetensors.torch.save_model` writes it.
+``rfork.weights_id`` the weights_id, and each exact alias has an entry ``alias: kept name``, as
+`safetensors.torch.save_model` writes it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from rfork.image.strides import byte_extent, contiguous_stride
 from rfork.image.tensor_specs import TensorSpec
 
 ALIGNMENT = 4096
-"""The data section starts at a multiple of this, by spaces after the JSON: a page, so that it can be
-mapped with its tensors aligned, and read and written with O_DIRECT, one chunk a page-aligned range."""
+"""The data section starts at a multiple of this, padded with spaces after the JSON. As it is a page, the file
+can be mapped with aligned tensors, and read and written with O_DIRECT in page-aligned chunks.
+"""
 
 MAX_HEADER_BYTES = 100_000_000
-"""safetensors readers refuse longer ones."""
+"""safetensors readers reject longer headers."""
 
 MAX_NAMED_TENSORS = 100_000
-"""Tensors that a live image's header names one by one: 0.3 s of work and 25 MB, each time it is exported."""
+"""Maximum number of tensors listed in a live image's header: 0.3 s of work and 25 MB per export."""
 
 LAYOUT_KEY, ATTRIBUTES_KEY, WEIGHTS_KEY = "rfork.layout", "rfork.attributes", "rfork.weights_id"
 
@@ -51,12 +52,12 @@ _header_json: TypeAdapter[dict[str, JsonValue]] = TypeAdapter(dict[str, JsonValu
 
 
 def header(layout: Layout, weights_id: str | None = None) -> bytes:
-    """The 8-byte length and the JSON header; its own length is a multiple of 4096.
+    """Return the 8-byte length and the JSON header; their total length is a multiple of 4096.
 
-    A region that one contiguous tensor of a safetensors type covers is an entry with that tensor's
-    name, type and shape; any other region is plain bytes (U8) under the name of its first tensor.
+    A region covered by one contiguous tensor of a safetensors type becomes an entry with that tensor's name,
+    type and shape. Any other region is plain bytes (U8) under the name of its first tensor.
 
-    Raises StorageError when the header would be longer than safetensors allows.
+    Raises StorageError if the header would be longer than safetensors allows.
     """
     metadata = {
         "format": "pt",
@@ -82,10 +83,10 @@ def header(layout: Layout, weights_id: str | None = None) -> bytes:
 
 
 def live_header(layout: Layout) -> bytes:
-    """The header of an image that is served from memory: `header`, if it can name each tensor.
+    """Return the header of an image served from memory: `header`, if it can list every tensor.
 
-    With more than `MAX_NAMED_TENSORS` tensors the data section is one entry of plain bytes, named ``image``, and
-    the layout is left out: whoever forks has it from the peer service.
+    With more than `MAX_NAMED_TENSORS` tensors the data section is one entry of plain bytes named ``image``
+    without the layout, which targets get from the peer service.
     """
     if len(layout.tensors) <= MAX_NAMED_TENSORS:
         return header(layout)
@@ -95,19 +96,19 @@ def live_header(layout: Layout) -> bytes:
 
 
 def _padded(metadata: Mapping[str, str], entries: Sequence[str]) -> bytes:
-    """Length and JSON, with spaces behind."""
+    """Return length and JSON, padded with spaces."""
     metadata_json = f'"__metadata__":{json.dumps(metadata, separators=(",", ":"))}'
     text = f"{{{','.join((metadata_json, *entries))}}}".encode()
     padded = -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT - 8
     if padded > MAX_HEADER_BYTES:
-        raise StorageError(f"a safetensors header of {padded} bytes; readers take {MAX_HEADER_BYTES} at most")
+        raise StorageError(f"a safetensors header of {padded} bytes; readers accept at most {MAX_HEADER_BYTES}")
     return struct.pack("<Q", padded) + text.ljust(padded)
 
 
 def header_length(prefix: bytes) -> int:
-    """The length of the whole header (where the data section starts), from a file's first 8 bytes.
+    """Return the length of the complete header (the start of the data section) from a file's first 8 bytes.
 
-    Raises StorageCorrupt when they are not the start of a safetensors file.
+    Raises StorageCorrupt if they are not the start of a safetensors file.
     """
     if len(prefix) < 8:
         raise StorageCorrupt(f"not a safetensors file: it has {len(prefix)} bytes")
@@ -118,8 +119,7 @@ def header_length(prefix: bytes) -> int:
 
 
 def layout_of(header: bytes) -> Layout:
-    """The layout that `header` was made of. Raises CheckpointError when it holds none, StorageCorrupt when
-    it is cut short."""
+    """Return the layout in a header. Raises CheckpointError if it has none, StorageCorrupt if it is truncated."""
     metadata = _metadata(header)
     text = metadata.get(LAYOUT_KEY)
     if not isinstance(text, str):
@@ -128,12 +128,12 @@ def layout_of(header: bytes) -> Layout:
         image_bytes, specs = _layout_json.validate_json(text, strict=False)
         attributes = _attributes_json.validate_json(str(metadata.get(ATTRIBUTES_KEY, "[]")))
     except ValidationError as error:
-        raise StorageCorrupt(f"the snapshot's layout cannot be read: {error.errors()[0]['msg']}") from None
+        raise StorageCorrupt(f"invalid layout of the snapshot: {error.errors()[0]['msg']}") from None
     return Layout((TensorSpec(*spec) for spec in specs), image_bytes, attributes)
 
 
 def weights_id_of(header: bytes) -> str | None:
-    """The weights_id that the header names, if it names one."""
+    """Return the weights_id in the header, if it has one."""
     value = _metadata(header).get(WEIGHTS_KEY)
     return value if isinstance(value, str) else None
 
@@ -141,23 +141,23 @@ def weights_id_of(header: bytes) -> str | None:
 def _metadata(header: bytes) -> dict[str, JsonValue]:
     length = header_length(header)
     if len(header) < length:
-        raise StorageCorrupt(f"the safetensors header is cut short: {len(header)} of {length} bytes")
+        raise StorageCorrupt(f"truncated safetensors header: {len(header)} of {length} bytes")
     try:
         entries = _header_json.validate_json(header[8:length])
     except ValidationError as error:
-        raise StorageCorrupt(f"the safetensors header cannot be read: {error.errors()[0]['msg']}") from None
+        raise StorageCorrupt(f"invalid safetensors header: {error.errors()[0]['msg']}") from None
     metadata = entries.get("__metadata__")
     return metadata if isinstance(metadata, dict) else {}
 
 
 class _SpecSizeCache:
-    """What follows from a spec's type, shape and stride, worked out once for each that there is."""
+    """Properties derived from a spec's type, shape and stride, computed once per combination."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, tuple[int, ...], tuple[int, ...]], tuple[int, bool]] = {}
 
     def of(self, spec: TensorSpec) -> tuple[int, bool]:
-        """The bytes it spans, and whether it is contiguous and of a safetensors type."""
+        """Return the bytes it spans, and whether it is contiguous and of a safetensors type."""
         key = spec.dtype, spec.shape, spec.stride
         found = self._known.get(key)
         if found is None:
@@ -168,7 +168,7 @@ class _SpecSizeCache:
 
 
 def _regions(layout: Layout, spec_cache: _SpecSizeCache) -> Iterator[tuple[int, int, Sequence[TensorSpec]]]:
-    """Begin, end and specs (first name first) of each set of specs that overlap; each empty one alone."""
+    """Yield begin, end and specs (first name first) of each set of overlapping specs; empty specs are separate."""
     group: list[TensorSpec] = []
     begin = end = 0
     for spec in layout.tensors:

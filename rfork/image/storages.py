@@ -1,4 +1,4 @@
-"""The storages of an image, in columns, as there may be a million of them; as tensors when one is wanted."""
+"""Storages of an image in column lists, as there may be a million of them. Tensors are created on demand."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ CPU = torch.device("cpu")
 
 
 class StorageTable(Sequence[torch.Tensor]):
-    """Runs of memory in image order, as uint8 tensors, 1-D, that are made when they are asked for.
+    """Runs of memory in image order, as uint8 tensors, 1-D, created on access.
 
-    Holds the storages, and so the memory, whatever becomes of the tensors that it was made of. As tensors,
-    tens of thousands of regions would take longer to make than all else about an image.
+    Keeps the storages, and so the memory, alive, whatever happens to the original tensors. Creating tens of
+    thousands of regions as tensors would take longer than everything else about an image.
     """
 
     def __init__(
         self, storages: Sequence[torch.UntypedStorage], addresses: Sequence[int], lengths: Sequence[int]
     ) -> None:
-        """The first byte's address and the bytes of each region, and the storage it lies in."""
+        """Address and size in bytes of each region, and its storage."""
         self.storages = storages
         self.addresses = addresses
         self.lengths = lengths
 
     @classmethod
     def of(cls, tensors: Iterable[torch.Tensor]) -> StorageTable:
-        """The regions that uint8 tensors, 1-D and contiguous, are."""
+        """Return a table of these tensors (uint8, 1-D, contiguous)."""
         kept = list(tensors)
         return cls(
             [tensor.untyped_storage() for tensor in kept],
@@ -42,12 +42,12 @@ class StorageTable(Sequence[torch.Tensor]):
 
     @cached_property
     def devices(self) -> frozenset[torch.device]:
-        """Where they lie."""
+        """The devices of the storages."""
         return frozenset(map(attrgetter("device"), self.storages))
 
     @cached_property
     def device(self) -> torch.device:
-        """Where most of the bytes lie: on the CPU, if there are none."""
+        """The device of most of the bytes; the CPU if there are none."""
         if self.devices <= {CPU}:
             return CPU
         share: Counter[torch.device] = Counter()
@@ -76,10 +76,11 @@ class StorageTable(Sequence[torch.Tensor]):
         return map(self.__getitem__, range(len(self)))
 
     def coalesced(self) -> StorageTable:
-        """The same memory, less empty regions; neighbours that also touch in memory are one.
+        """Return the same memory without empty regions, with neighbours merged that are also adjacent in memory.
 
-        On the CPU any two may be joined; on other devices those of one storage (one allocation), as only
-        those can be seen as one tensor. Keeps alive only the first storage of what it joins.
+        On the CPU any two neighbours may be merged. On other devices only those of one storage (one
+        allocation), because only those fit in one tensor. Keeps alive only the first storage of merged
+        regions.
         """
         on_host = self.devices <= {CPU}
         storages: list[torch.UntypedStorage] = []
@@ -99,14 +100,14 @@ class StorageTable(Sequence[torch.Tensor]):
         return StorageTable(storages, addresses, lengths)
 
     def memory(self, index: int) -> torch.Tensor:
-        """A region, joined or not, as one tensor; one joined of several storages does not keep them alive."""
+        """Return a region as one tensor. A region merged from several storages does not keep them alive."""
         storage, end = self.storages[index], self.addresses[index] + self.lengths[index]
         if end <= storage.data_ptr() + storage.nbytes():
             return self[index]
         return torch.frombuffer(self.view(index), dtype=torch.uint8)
 
     def view(self, index: int) -> memoryview:
-        """The bytes of a region of the CPU."""
+        """Return the bytes of a CPU region."""
         return host_view(self.addresses[index], self.lengths[index])
 
 

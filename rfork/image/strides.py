@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 
 def byte_extent(shape: Sequence[int], stride: Sequence[int], itemsize: int) -> int:
-    """The bytes from a tensor's first element through its last; 0 when it has none."""
+    """Return the bytes from a tensor's first element to the end of its last; 0 if it has none."""
     if 0 in shape:
         return 0
     return (sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1) * itemsize
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """The row-major strides of `shape`."""
+    """Return the row-major strides of `shape`."""
     stride: list[int] = []
     step = 1
     for size in reversed(shape):

@@ -1,4 +1,4 @@
-"""The specs of an image's tensors: in columns, as there may be a million of them."""
+"""Specs of an image's tensors in column lists, as there may be a million of them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from operator import itemgetter
 from typing import NamedTuple, Self, overload
 
 SpecType = tuple[str, tuple[int, ...], tuple[int, ...]]
-"""dtype, shape and stride: most of the tensors of a model are of few kinds."""
+"""dtype, shape and stride. Most tensors of a model share a few of these."""
 
 
 class TensorSpec(NamedTuple):
     """One named tensor of an image.
 
-    `dtype` is torch's name without the ``torch.`` prefix; `shape` and `stride` count elements;
-    `offset` is the image offset, in bytes, of the element at index (0, …, 0). Specs whose bytes
-    overlap are aliases of one storage (tied weights, views).
+    `dtype` is torch's name without the ``torch.`` prefix; `shape` and `stride` count elements; `offset` is
+    the image offset, in bytes, of the element at index (0, …, 0). Specs whose bytes overlap are aliases of
+    one storage (tied weights, views).
     """
 
     name: str
@@ -27,15 +27,16 @@ class TensorSpec(NamedTuple):
     offset: int
 
     def describe(self) -> str:
-        """What a person needs to tell two specs apart, on one line."""
+        """Return a one-line description for people."""
         return f"{self.dtype}{list(self.shape)} stride {list(self.stride)} at byte {self.offset}"
 
 
 class TensorSpecTable(Sequence[TensorSpec]):
-    """A sequence of specs that is made as it is walked.
+    """Sequence of specs, created on iteration.
 
-    It takes 150 bytes a spec and, beside the kinds, holds nothing that the garbage collector looks at: as
-    objects, a million specs take twice that, and seconds of every process that keeps them.
+    It takes 150 bytes per spec and, except for the spec types, contains nothing that the garbage collector
+    traverses. As objects, a million specs would take twice that, and seconds of garbage collection in every
+    process.
     """
 
     def __init__(self, specs: Iterable[TensorSpec] = ()) -> None:
@@ -47,7 +48,7 @@ class TensorSpecTable(Sequence[TensorSpec]):
 
     @classmethod
     def of_columns(cls, names: list[str], spec_types: Sequence[SpecType], offsets: list[int]) -> Self:
-        """Specs by their columns, all of one length; the lists are kept as they are."""
+        """Return a table of these columns of equal length. The lists are not copied."""
         specs = cls()
         specs._names = names
         specs._spec_types = [specs._known.setdefault(spec_type, spec_type) for spec_type in spec_types]
@@ -55,7 +56,7 @@ class TensorSpecTable(Sequence[TensorSpec]):
         return specs
 
     def extend(self, specs: Iterable[TensorSpec]) -> None:
-        """Add these at the end; only while the sequence is made."""
+        """Append specs. Only allowed while the table is being built."""
         for name, dtype, shape, stride, offset in specs:
             spec_type = dtype, shape, stride
             self._names.append(name)
@@ -97,9 +98,9 @@ class TensorSpecTable(Sequence[TensorSpec]):
         return self._names, self._spec_types, self._offsets
 
     def differences(self, other: TensorSpecTable) -> Iterator[tuple[TensorSpec | None, TensorSpec | None]]:
-        """The specs of one name that differ, own ones first; None for the one that is missing."""
+        """Yield pairs of specs with equal names that differ, own ones first; None for a missing spec."""
         ours, theirs = self._names, other._names
-        if ours == theirs:  # the usual case, and no index of all names
+        if ours == theirs:  # the common case, without an index of names
             pairs: Iterable[tuple[int, int | None]] = ((position, position) for position in range(len(self)))
         else:
             positions = {name: position for position, name in enumerate(theirs)}
@@ -114,9 +115,9 @@ class TensorSpecTable(Sequence[TensorSpec]):
             yield from ((None, other[position]) for position, name in enumerate(theirs) if name not in known)
 
     def json_lines(self, comma: str) -> Iterator[str]:
-        """Each spec as a JSON array: name, dtype, shape, stride, offset; `comma` is between any two.
+        """Yield each spec as a JSON array (name, dtype, shape, stride, offset) with the separator `comma`.
 
-        As `json.dumps` writes it, several times as fast.
+        The output is that of `json.dumps`, several times as fast.
         """
         texts = {id(spec_type): json.dumps(spec_type, separators=(comma, ":"))[1:-1] for spec_type in self._known}
         for name, spec_type, offset in zip(self._names, self._spec_types, self._offsets, strict=True):

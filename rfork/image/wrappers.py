@@ -1,4 +1,4 @@
-"""Tensor subclasses that wrap other tensors: only what they wrap has bytes."""
+"""Tensor subclasses that wrap other tensors, which contain the bytes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TraceableWrapperSubclass, is_traceable_
 
 
 def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the tensors that hold a tensor's bytes: itself, or what a subclass wraps (a DTensor's shard)."""
+    """Yield the tensors that contain a tensor's bytes: itself, or the tensors it wraps (a DTensor's shard)."""
     wraps: bool = is_traceable_wrapper_subclass(tensor)
     if not wraps:
         yield tensor
@@ -20,9 +20,9 @@ def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def inner_tensors(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what a wrapper wraps, by the names it has there: the wrapper has no bytes of its own."""
+    """Yield the inner tensors of a wrapper with their attribute names. The wrapper itself has no bytes."""
     names, _ = cast(TraceableWrapperSubclass, tensor).__tensor_flatten__()
     for name in names:
         value = getattr(tensor, name)
-        if isinstance(value, torch.Tensor):  # a DTensor names its device mesh as well
+        if isinstance(value, torch.Tensor):  # a DTensor also lists its device mesh
             yield name, value

@@ -1,6 +1,6 @@
-"""Detects target memory that cannot be written: a tensor over a file that is mapped read-only.
+"""Detects target memory that cannot be written, such as a tensor over a read-only mapped file.
 
-A write there would end the process (SIGSEGV), or fail as if the source had sent something wrong.
+A write there would end the process (SIGSEGV), or look like corrupt data from the source.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ MAPS = Path("/proc/self/maps")
 
 
 def check_writable(image: Image) -> None:
-    """Raise TargetError, naming a tensor, where memory of the image on the host is mapped read-only.
+    """Raise TargetError with the tensor's name if host memory of the image is mapped read-only.
 
-    Checks nothing where the system has no list of mappings.
+    Does nothing on systems without a list of mappings.
     """
     runs = image.runs
     host = [
@@ -27,30 +27,30 @@ def check_writable(image: Image) -> None:
         for storage, address, length in zip(runs.storages, runs.addresses, runs.lengths, strict=True)
         if storage.device.type == "cpu"
     ]
-    wrong = first_overlap(ranges.normalise(host), read_only_mappings())
-    if wrong is None:
+    read_only_address = first_overlap(ranges.normalise(host), read_only_mappings())
+    if read_only_address is None:
         return
     segment = next(
         segment
         for segment in image.segments(0, image.layout.image_bytes)
-        if segment.address <= wrong < segment.address + segment.length
+        if segment.address <= read_only_address < segment.address + segment.length
     )
-    offset = segment.begin + wrong - segment.address
+    offset = segment.begin + read_only_address - segment.address
     specs = image.layout.tensors
     name = specs[bisect_right([spec.offset for spec in specs], offset) - 1].name
     raise_read_only(name)
 
 
 def raise_read_only(name: str) -> None:
-    """Raise the TargetError of a tensor in read-only memory."""
+    """Raise the TargetError for a tensor in read-only memory."""
     raise TargetError(
-        f"tensor {name!r} lies in read-only memory, so it cannot be filled",
-        hint="clone it, map its file copy-on-write (mmap_mode='c', ACCESS_COPY), or name it in exclude=",
+        f"tensor {name!r} is in read-only memory and cannot be filled",
+        hint="clone it, map its file copy-on-write (mmap_mode='c', ACCESS_COPY), or add it to exclude=",
     )
 
 
 def read_only_mappings() -> tuple[ranges.Range, ...]:
-    """The address ranges that this process may not write to; none where the system lists no mappings."""
+    """Return the address ranges that this process may not write; none if the system lists no mappings."""
     try:
         text = MAPS.read_text()
     except OSError:
@@ -65,7 +65,7 @@ def read_only_mappings() -> tuple[ranges.Range, ...]:
 
 
 def first_overlap(extents: Iterable[ranges.Range], merged: tuple[ranges.Range, ...]) -> int | None:
-    """The first address of the extents that lies within one of the merged ranges."""
+    """Return the first address of the extents that lies within one of the merged ranges."""
     ends = [end for _, end in merged]
     for begin, end in extents:
         index = bisect_right(ends, begin)

@@ -1,11 +1,10 @@
 """XXH3-128 (seed 0) of many leaves at once, in plain int64 tensor operations on the tensors' device.
 
-The algorithm is that of inputs longer than 240 bytes in https://github.com/Cyan4973/xxHash
-(``XXH3_hashLong_128b``, doc/xxhash_spec.md). Eight 64-bit accumulators take in stripes of 64 bytes;
-after each block of 16 stripes they are scrambled. What a block adds does not depend on the
-accumulators, so all blocks of all leaves are summed side by side, and only the scramble runs block
-after block, for all leaves together. int64 wraps as uint64 does; a logical right shift is an
-arithmetic one under a mask.
+The algorithm is that for inputs longer than 240 bytes in https://github.com/Cyan4973/xxHash
+(``XXH3_hashLong_128b``, doc/xxhash_spec.md). Eight 64-bit accumulators consume stripes of 64 bytes; after
+each block of 16 stripes they are scrambled. The sum of a block does not depend on the accumulators, so all
+blocks of all leaves are summed in parallel, and only the scramble runs block by block, for all leaves
+together. int64 wraps like uint64; a logical right shift is an arithmetic one with a mask.
 """
 
 from __future__ import annotations
@@ -32,22 +31,22 @@ PRIME64_1, PRIME64_2, PRIME64_3 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x1656
 PRIME64_4, PRIME64_5 = 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5
 AVALANCHE = 0x165667919E3779F9
 START = (PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3, PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1)
-"""What the accumulators begin with."""
+"""Initial values of the accumulators."""
 LAST_OFFSET, LOW_OFFSET, HIGH_OFFSET = len(SECRET) - 64 - 7, 11, len(SECRET) - 64 - 11
-"""Where in the secret the keys of the last 64 bytes and those of both merges begin."""
+"""Offsets in the secret of the keys for the last 64 bytes and for both merges."""
 
 STRIPE_WORDS, BLOCK_STRIPES, BLOCK_BYTES = 8, 16, 1024
 LOW32 = 0xFFFFFFFF
 MAX_SHORT_INPUT = 240
 SLAB_BYTES = 64 << 20
-"""Bytes taken in at once: bounds the temporaries to about twice this."""
+"""Bytes processed at once, which limits temporary memory to about twice this."""
 
 
 def leaf_hashes(pieces: Sequence[torch.Tensor], leaf_bytes: int) -> bytes:
-    """The canonical XXH3-128 of each leaf of the pieces' bytes (uint8, 1-D, one device), in order, joined.
+    """Return the joined canonical XXH3-128 of each leaf of the pieces (uint8, 1-D, one device), in order.
 
-    `leaf_bytes` is a multiple of 1024. A last leaf of at most 240 bytes, for which XXH3 has other
-    formulas, is hashed on the host.
+    `leaf_bytes` is a multiple of 1024. A last leaf of at most 240 bytes, for which XXH3 has other formulas,
+    is hashed on the host.
     """
     length = sum(piece.numel() for piece in pieces)
     aligned_length = length // leaf_bytes * leaf_bytes
@@ -70,7 +69,7 @@ def leaf_hashes(pieces: Sequence[torch.Tensor], leaf_bytes: int) -> bytes:
 
 
 def aligned_leaves(pieces: Sequence[torch.Tensor], bounds: Sequence[int]) -> Iterator[torch.Tensor]:
-    """The bytes between each two bounds as one tensor at an 8-byte boundary; copied where they are not."""
+    """Return the bytes between consecutive bounds as tensors aligned to 8 bytes, copied if necessary."""
     begin = 0
     remaining = iter(pieces)
     piece = next(remaining)
@@ -89,7 +88,7 @@ def aligned_leaves(pieces: Sequence[torch.Tensor], bounds: Sequence[int]) -> Ite
 
 
 class _Accumulators:
-    """What the blocks of equally long leaves add to their accumulators."""
+    """Sums that the blocks of equally long leaves add to their accumulators."""
 
     def __init__(self, blocks: torch.Tensor, tail: torch.Tensor) -> None:
         self.blocks = blocks  # [full blocks, leaves, 8]
@@ -103,10 +102,10 @@ class _Accumulators:
 
 
 def _sums(leaves: torch.Tensor) -> _Accumulators:
-    """The sums of leaves [leaves, bytes]; more than one leaf only where bytes is a multiple of 8."""
+    """Return the sums of leaves [leaves, bytes]. Several leaves require that bytes is a multiple of 8."""
     count, length = leaves.shape
     words = leaves.reshape(-1)[: count * (length // 8 * 8)].view(torch.int64).view(count, -1)
-    # Of a last leaf, these 64 bytes may lie at no 8-byte boundary.
+    # In a last leaf, these 64 bytes may not be aligned to 8 bytes.
     last = leaves[:, length - 64 :].clone(memory_format=torch.contiguous_format).view(torch.int64)
     blocks = (length - 1) // BLOCK_BYTES
     stripes = (length - 1) % BLOCK_BYTES // 64
@@ -121,7 +120,7 @@ def _sums(leaves: torch.Tensor) -> _Accumulators:
 
 
 def _accumulate(words: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """What stripes add to the accumulators: words [..., stripes, 8], keys [stripes, 8] -> [..., 8]."""
+    """Return what stripes add to the accumulators: words [..., stripes, 8], keys [stripes, 8] -> [..., 8]."""
     low = words ^ keys
     high = (low >> 32).bitwise_and_(LOW32)
     products = low.bitwise_and_(LOW32).mul_(high)
@@ -133,7 +132,7 @@ def _accumulate(words: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 
 
 def _finish(sums: _Accumulators, length: int) -> bytes:
-    """The hashes of leaves of `length` bytes from their sums."""
+    """Return the hashes of leaves of `length` bytes from their sums."""
     device = sums.tail.device
     accumulators = torch.tensor([to_int64(value) for value in START], device=device).repeat(len(sums.tail), 1)
     keys = _keys(len(SECRET) - 64, 1, device)[0]
@@ -149,7 +148,7 @@ def _finish(sums: _Accumulators, length: int) -> bytes:
 
 
 def canonical(hashes: torch.Tensor) -> bytes:
-    """Hashes [leaves, (high, low)] (int64, CPU) as their canonical big-endian bytes, joined."""
+    """Return hashes [leaves, (high, low)] (int64, CPU) as joined canonical big-endian bytes."""
     words = array("q")
     words.frombytes(host_view(hashes.data_ptr(), hashes.numel() * words.itemsize))
     if sys.byteorder == "little":
@@ -167,7 +166,7 @@ def _merge(accumulators: torch.Tensor, offset: int, start: int) -> torch.Tensor:
 
 
 def _multiply_and_fold(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """The upper half of the 128-bit product xor its lower half, by 32-bit limbs."""
+    """Return the upper half of the 128-bit product xor its lower half, by 32-bit limbs."""
     left_low, left_high = left & LOW32, _shift_right(left, 32)
     right_low, right_high = right & LOW32, _shift_right(right, 32)
     bottom, inner = left_low * right_low, left_high * right_low
@@ -181,12 +180,12 @@ def _shift_right(values: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _keys(offset: int, stripes: int, device: torch.device) -> torch.Tensor:
-    """The secret's words for `stripes` stripes from byte `offset`: [stripes, 8]; each starts 8 bytes on."""
+    """Return the secret's words for `stripes` stripes from byte `offset`: [stripes, 8]; each starts 8 bytes later."""
     rows = [struct.unpack_from("<8q", SECRET, offset + 8 * stripe) for stripe in range(stripes)]
     return torch.tensor(rows, dtype=torch.int64, device=device)
 
 
 def to_int64(value: int) -> int:
-    """The int64 with the bits of `value` modulo 2^64."""
+    """Return the int64 with the bits of `value` modulo 2^64."""
     value &= (1 << 64) - 1
     return value - (1 << 64) if value >> 63 else value

@@ -1,18 +1,18 @@
 """XXH3-128 of many leaves at once in one Triton kernel that reads each byte once. Needs `triton`.
 
-One program, of a single warp, hashes one leaf, a block of 1 KiB a step: 32 threads take twice 16 bytes
-each, multiply under their keys, and sum over the 16 stripes by shuffles, so that warps never wait for one
-another. Only the scramble is sequential.
+One program, of a single warp, hashes one leaf, a block of 1 KiB per step: each of 32 threads loads twice 16
+bytes, multiplies them with their keys, and sums over the 16 stripes by shuffles, so warps never wait for each
+other. Only the scramble is sequential.
 
-**Bytes in flight** rule the speed, as a warp alone waits 0.6 to 0.9 us for memory. Little's law asks for
-bandwidth x latency: 1.2 MB on an A100 (11 KB an SM), 2 to 3 MB on an H100 or H200 (15 to 25 KB), 6 MB on a
-B200 (45 KB). The loop is pipelined over `STAGES` = 8 blocks, with asynchronous copies into 7 KiB of shared
-memory a program; a chunk of 128 MiB has 1024 leaves, 7 an SM: about 50 KB. Some 90 instructions a KiB,
-64 registers and 8 KiB of shared memory let 20 to 28 programs share an SM, and leave the bandwidth of
-memory the limit: an SM that starts 4 instructions a cycle takes in about 45 bytes in each.
+**Bytes in flight** limit the speed, as a single warp waits 0.6 to 0.9 us for memory. By Little's law the
+kernel needs bandwidth x latency: 1.2 MB on an A100 (11 KB per SM), 2 to 3 MB on an H100 or H200 (15 to 25
+KB), 6 MB on a B200 (45 KB). The loop is pipelined over `STAGES` = 8 blocks, with asynchronous copies into 7
+KiB of shared memory per program; a chunk of 128 MiB has 1024 leaves, 7 per SM: about 50 KB. With some 90
+instructions per KiB, 64 registers and 8 KiB of shared memory, 20 to 28 programs share an SM, and memory
+bandwidth stays the limit: an SM that issues 4 instructions per cycle consumes about 45 bytes in each.
 
-Leaves are found by a table of addresses, so a chunk of many tensors is one launch. Those that span tensors,
-or lie at no multiple of 4, are joined first, at most `MAX_LAUNCH_BYTES` at once.
+Leaves are addressed by a table, so a chunk of many tensors is one launch. Leaves that span tensors, or whose
+address is not a multiple of 4, are joined first, at most `MAX_LAUNCH_BYTES` at a time.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from rfork.image.xxh3_torch import (
 STAGES = 8
 MAX_LAUNCH_BYTES = 64 << 20
 ALIGNMENT, WIDE_ALIGNMENT = 4, 16
-"""What a leaf's address is a multiple of, at least, and where the widest loads are used."""
+"""Minimum alignment of a leaf's address, and the alignment at which the widest loads are used."""
 TAIL_STRIPE_BYTES = 64
 
 Run = tuple[int, int]
-"""An address, and how many leaves lie there one behind the other."""
+"""Address and number of consecutive leaves."""
 
-# The head of the kernel's table, as int64 words: the secret, the keys of the last stripe, those of the two
-# merges, and what the accumulators begin with.
+# Head of the kernel's table, as int64 words: the secret, the keys of the last stripe, those of the two
+# merges, and the initial accumulators.
 HEAD = torch.tensor(
     [
         *struct.unpack("<24q", SECRET),
@@ -63,7 +63,7 @@ HEAD = torch.tensor(
 
 
 def leaf_hashes(pieces: Sequence[torch.Tensor], leaf_bytes: int) -> bytes:
-    """As `rfork.image.xxh3_torch.leaf_hashes`, on the current stream; waits for its own work alone."""
+    """Like `rfork.image.xxh3_torch.leaf_hashes`, on the current stream. Waits only for its own work."""
     length = sum(piece.numel() for piece in pieces)
     count, rest = divmod(length, leaf_bytes)
     with torch.cuda.device_of(pieces[0]):  # type: ignore[no-untyped-call]
@@ -77,7 +77,7 @@ def leaf_hashes(pieces: Sequence[torch.Tensor], leaf_bytes: int) -> bytes:
         if rest:
             (last,) = aligned_leaves(pieces, [length - rest, length])
             if rest > MAX_SHORT_INPUT:
-                # Its last 64 bytes may be at an odd address: once more behind it, they are not.
+                # The last 64 bytes may be at an odd address, so an aligned copy of them is appended.
                 padding_start = -(-rest // WIDE_ALIGNMENT) * WIDE_ALIGNMENT
                 padded = last.new_empty(padding_start + TAIL_STRIPE_BYTES)
                 padded[:rest] = last
@@ -89,15 +89,15 @@ def leaf_hashes(pieces: Sequence[torch.Tensor], leaf_bytes: int) -> bytes:
 
 
 def _groups(pieces: Sequence[torch.Tensor], total_bytes: int, leaf_bytes: int) -> Iterator[list[Run]]:
-    """The leaves of the first `total_bytes` bytes, in order, as runs to hash in one launch each time.
+    """Yield the leaves of the first `total_bytes` bytes, in order, as runs for one launch each.
 
-    What was joined for them is kept until the next is asked for; what is joined then may lie in the same
-    memory, as the stream takes it in later.
+    Joined tensors are kept until the next group is requested. Tensors joined later may reuse their memory,
+    because the stream processes them later.
     """
     max_bytes = max(MAX_LAUNCH_BYTES // leaf_bytes, 1) * leaf_bytes
     runs: list[Run] = []
     joined: list[torch.Tensor] = []
-    parts: list[torch.Tensor] = []  # of a run that is to be joined
+    parts: list[torch.Tensor] = []  # of a run to be joined
     remaining = max_bytes
 
     def join() -> None:
@@ -127,7 +127,7 @@ def _groups(pieces: Sequence[torch.Tensor], total_bytes: int, leaf_bytes: int) -
 
 
 def _parts(pieces: Sequence[torch.Tensor], total_bytes: int, leaf_bytes: int) -> Iterator[tuple[torch.Tensor, bool]]:
-    """The first `total_bytes` bytes in order; of each part, whether it is leaves that the kernel can read there."""
+    """Yield the first `total_bytes` bytes in order, each part with whether the kernel can read it in place."""
     begin = 0
     for piece in pieces:
         kept = piece[: total_bytes - begin]
@@ -143,7 +143,7 @@ def _parts(pieces: Sequence[torch.Tensor], total_bytes: int, leaf_bytes: int) ->
 
 
 def _launch(runs: Sequence[Run], hashes: torch.Tensor, length: int, last: int) -> None:
-    """Hash the leaves of `length` bytes of these runs; their last stripe begins at their byte `last`."""
+    """Hash the leaves of `length` bytes of these runs; their last stripe starts at byte `last`."""
     starts = to_int64(length * PRIME64_1), to_int64(~(length * PRIME64_2))
     leaf_addresses = [torch.arange(address, address + leaves * length, length) for address, leaves in runs]
     table = torch.cat((HEAD, torch.tensor(starts), *leaf_addresses))
@@ -166,7 +166,8 @@ def _to_host(hashes: torch.Tensor) -> torch.Tensor:
         return hashes
     host = torch.empty(hashes.shape, dtype=hashes.dtype, pin_memory=True)
     host.copy_(hashes, non_blocking=True)
-    # An event, and not the stream, where others may have queued more by now; one that lets the thread sleep.
+    # An event instead of the stream, which may have more work queued by now; blocking, so that the thread
+    # sleeps.
     event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record()
     event.synchronize()
@@ -177,16 +178,15 @@ def _to_host(hashes: torch.Tensor) -> torch.Tensor:
 def _hash_leaves(  # type: ignore[no-untyped-def]
     table, hashes, blocks, stripes, last, WIDE: tl.constexpr, STAGES: tl.constexpr
 ):
-    """One leaf: `blocks` blocks of 16 stripes, then `stripes` stripes, then the 64 bytes at byte `last`.
+    """Hash one leaf: `blocks` blocks of 16 stripes, then `stripes` stripes, then the 64 bytes at byte `last`.
 
-    table: int64 [24 + 8 + 8 + 8 + 8 + 2 + leaves], see `HEAD`. hashes: int64 [leaves, (high, low)].
-    Accumulators are two tensors, of the even and of the odd lanes, as each lane's word is added to its
-    neighbour.
+    table: int64 [24 + 8 + 8 + 8 + 8 + 2 + leaves], see `HEAD`. hashes: int64 [leaves, (high, low)]. The
+    accumulators are two tensors, of even and odd lanes, because each lane's word is added to its neighbour.
     """
     leaf = tl.program_id(0)
     table = table.to(tl.pointer_type(tl.uint64))
     address = tl.load(table + 58 + leaf)
-    words = address.to(tl.pointer_type(tl.uint32))  # in halves, so that 4 bytes are alignment enough
+    words = address.to(tl.pointer_type(tl.uint32))  # as 32-bit halves, so that an alignment of 4 bytes suffices
     if WIDE:
         words = tl.multiple_of(words, 16)
     rows = tl.arange(0, 16)[:, None]
@@ -205,7 +205,7 @@ def _hash_leaves(  # type: ignore[no-untyped-def]
         even = (even ^ (even >> 47) ^ even_scramble) * 0x9E3779B1
         odd = (odd ^ (odd >> 47) ^ odd_scramble) * 0x9E3779B1
 
-    # A stripe of zeros under keys of zero adds nothing.
+    # A stripe of zeros with zero keys adds nothing.
     halves = tl.load(words + blocks * 256 + rows * 16 + columns, rows < stripes, 0)
     even_keys = tl.where(rows < stripes, even_keys, 0)
     odd_keys = tl.where(rows < stripes, odd_keys, 0)
@@ -223,7 +223,7 @@ def _hash_leaves(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _accumulate(even, odd, halves, even_keys, odd_keys, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Add stripes: halves [ROWS, 16] of 32 bits, keys [ROWS, 4] -> accumulators [4] of each kind."""
+    """Add stripes: halves [ROWS, 16] of 32 bits, keys [ROWS, 4] -> accumulators [4], even and odd."""
     lower, upper = tl.split(tl.reshape(halves, (ROWS, 8, 2)))
     left, right = tl.split(tl.reshape(lower.to(tl.uint64) | (upper.to(tl.uint64) << 32), (ROWS, 4, 2)))
     one, other = left ^ even_keys, right ^ odd_keys
@@ -234,7 +234,7 @@ def _accumulate(even, odd, halves, even_keys, odd_keys, ROWS: tl.constexpr):  # 
 
 @triton.jit
 def _merge(even, odd, keys):  # type: ignore[no-untyped-def]
-    """The sum of each pair's 128-bit product, its upper half xor its lower."""
+    """Return the sum over pairs of the 128-bit product's upper half xor its lower half."""
     left, right = even ^ tl.load(keys), odd ^ tl.load(keys + 1)
     return tl.sum(tl.umulhi(left, right) ^ (left * right), 0)
 

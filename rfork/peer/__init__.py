@@ -1,1 +1,1 @@
-"""gRPC between instances: manifests, chunk progress, channels. The bytes travel over a transport."""
+"""gRPC between instances: manifests, chunk progress and channels. The image bytes travel over a transport."""

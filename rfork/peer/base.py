@@ -1,6 +1,6 @@
-"""The peer seam: what a target asks of one source before and while it reads. Runs on the target.
+"""Interface of a source's peer service, as a target calls it. Runs on the target.
 
-`rfork.peer.client` speaks gRPC; `rfork.testing.peers` calls a seed in the same process, for tests.
+`rfork.peer.client` implements it over gRPC, `rfork.testing.peers` within one process for tests.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from rfork.transport.base import ControlStream, Endpoint, TokenSource
 
 @dataclass(frozen=True, slots=True)
 class StorageActivity:
-    """Storage that the source, or (`relayed`) whom it waits for, reads: seconds since it gave something."""
+    """Read of storage by the source, or (`relayed`) by a source upstream: seconds since it last made
+    progress.
+    """
 
     idle_s: float
     relayed: bool = False
@@ -25,13 +27,14 @@ class StorageActivity:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What a source said: the chunks that became readable; none in a keep-alive.
+    """One progress message from a source: the chunks that became readable; none in a keep-alive.
 
-    A source that knows its manifest says its `weights_id`. One that does not (someone it reads from
-    still reads storage) says with each chunk its digest (16 bytes; in the order of `chunks`), and in
-    `provisional_id` what these belong to: chunks of two drafts are not to be mixed. The part of `provisional_id` before
-    the ``-`` is the origin of the files. `storage_activity`: it, or whom it waits for, reads from storage now.
-    `rate`: bytes a second that this target is asked to take at most, from now on (see `Reader.hold_to`).
+    A source with a manifest sends its `weights_id`. One without (it, or a source upstream, still reads
+    storage) sends the digest of each chunk (16 bytes; in the order of `chunks`) and a `provisional_id`:
+    chunks with different provisional ids must not be mixed. The part of `provisional_id` before the ``-``
+    identifies the files. `storage_activity` is set while the source, or one upstream, reads from storage.
+    `rate` is the rate in bytes per second to which this target must limit itself from now on (see
+    `Reader.set_rate_limit`).
     """
 
     chunks: tuple[Range, ...]
@@ -44,44 +47,44 @@ class Progress:
 
 
 class Peer(Protocol):
-    """One source's peer service; thread-safe. `deadline`s are `time.monotonic()` values.
+    """Peer service of one source. Thread-safe. `deadline`s are `time.monotonic()` values.
 
     Every method raises SourceUnavailable, SourceTimeout, SourceBusy, SourceWeightsChanged, SourceCorrupt,
     LayoutMismatch or LeaseRejected.
     """
 
-    def manifest(self, own: Layout, deadline: float) -> Manifest:
-        """The source's manifest, for an image of the target's `own` layout."""
+    def manifest(self, layout: Layout, deadline: float) -> Manifest:
+        """Return the source's manifest for an image with the target's layout `layout`."""
         ...
 
     def full_manifest(self, deadline: float) -> Manifest:
-        """The source's manifest with all its tensors, whatever their layout."""
+        """Return the source's manifest with all its tensors, for any layout."""
         ...
 
     def open(self, layout_id: str, transports: tuple[str, ...], deadline: float) -> tuple[str, Endpoint]:
-        """Take a reader's place; returns the channel's id and how to read."""
+        """Acquire a reader slot; return the channel's id and the endpoint."""
         ...
 
     def close_channel(self, channel_id: str, deadline: float) -> None:
-        """Give a channel back that nothing is read by."""
+        """Release a channel that is not used any more."""
         ...
 
     def open_control_stream(self, channel_id: str) -> ControlStream:
-        """A line to what gives this channel its bytes; what is wrong with it is found out by `receive`."""
+        """Open a control stream to the channel's exporter; errors are raised by `receive`."""
         ...
 
     def watch(self, channel_id: str, keep_alive_s: float) -> Iterator[Progress]:
-        """What the source can give, as it says it; ends when the channel is closed on either side."""
+        """Yield progress messages until either side closes the channel."""
         ...
 
     def renew(self, deadline: float) -> None:
-        """Show the source the newest token, so that it keeps the reader's place."""
+        """Send the newest token to the source, so that it keeps the reader slot."""
         ...
 
     def close(self) -> None:
-        """Drop the connection; the source gives the place to others. Ends a `watch` under way."""
+        """Close the connection; the source releases the slot. Ends a running `watch`."""
         ...
 
 
 Dial = Callable[[str, TokenSource], Peer]
-"""Reaches the peer service at an address (host:port), showing tokens from the token source."""
+"""Connect to the peer service at an address (host:port), with tokens from the token source."""

@@ -1,9 +1,9 @@
-"""Who may call the peer service, and how much of it: decided before a byte of the request is read.
+"""Access control and limits for gRPC calls, applied before a request is read. Runs on the source.
 
-gRPC alone counts a call from its headers on and waits without end for the request, and for a caller to
-take the answer: some hundred calls that never go on would be all that it serves. So a call shows its
-lease first, has a few seconds for its request, loses its place when it takes no answer, and counts
-against the fork that makes it. Runs on the source.
+gRPC counts a call from its headers on, and waits without limit for its request and for the client to read the
+response: a few hundred stalled calls would block the service. So a call presents its lease first, has a few
+seconds to send its request, is cancelled if the client does not read the response, and counts against the
+limit of its fork.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ from google.protobuf.message import DecodeError, Message
 from rfork.errors import RforkError, SourceBusy
 from rfork.peer import codec
 
-REQUEST_S = 5.0
-"""A request is one small message, sent along with its headers."""
+REQUEST_TIMEOUT_S = 5.0
+"""A request is one small message, sent together with its headers."""
 RECEIVE_TIMEOUT_S = 10.0
-"""A caller that does not take a message of the answer for so long is cut off."""
+"""A client that does not read a response message for this long is disconnected."""
 CLOSE_TIMEOUT_S = 1.0
 MAX_CALLS_PER_FORK = 4
-"""Calls of one fork at once to one method: it makes one, and the next before the last has quite ended."""
+"""Limit of concurrent calls per fork and method: a fork makes one, and may start the next before the last has
+ended.
+"""
 
 RequestMessage = TypeVar("RequestMessage", bound=Message)
 ResponseMessage = TypeVar("ResponseMessage", bound=Message)
@@ -35,7 +37,7 @@ Context = grpc.aio.ServicerContext[RequestMessage, ResponseMessage]
 UnaryHandler = Callable[
     [RequestMessage, Context[RequestMessage, ResponseMessage], str], AsyncGenerator[ResponseMessage, None]
 ]
-"""Answers one request; told who asks."""
+"""Handler of one request; the last argument is the fork_id."""
 StreamHandler = Callable[
     [
         RequestMessage,
@@ -45,11 +47,12 @@ StreamHandler = Callable[
     ],
     AsyncGenerator[ResponseMessage, None],
 ]
-"""Answers a first request and those that follow it; told who asks."""
+"""Handler of a first request and the following ones; the last argument is the fork_id."""
 
 
 class CallGuard:
-    """Makes gRPC handlers of answers. `check` gives a token's fork_id, or raises what the caller is told.
+    """Wraps handlers as gRPC handlers. `check` returns the fork_id of a token, or raises the error for the
+    client.
 
     Used on one event loop only.
     """
@@ -65,10 +68,10 @@ class CallGuard:
         max_calls: int = MAX_CALLS_PER_FORK,
         leased: bool = True,
     ) -> grpc.RpcMethodHandler[RequestMessage, ResponseMessage]:
-        """The handler of a method, whether it answers with one message or many: on the wire these are alike.
+        """Return the gRPC handler of a unary or response-streaming method; they are identical on the wire.
 
-        `max_calls` of them are answered at once for one fork. `leased` False: anybody may call it, as often as
-        they like, and `handle` is told the empty fork_id.
+        `max_calls` limits the concurrent calls per fork. `leased` False: no lease and no limit; `handle` then
+        gets an empty fork_id.
         """
 
         def handle_first(
@@ -89,7 +92,7 @@ class CallGuard:
         max_calls: int,
         leased: bool = True,
     ) -> grpc.RpcMethodHandler[RequestMessage, ResponseMessage]:
-        """The handler of a method whose requests are many; see `handler`."""
+        """Return the gRPC handler of a request-streaming method; see `handler`."""
         calls: Counter[str] = Counter()
 
         async def serve(
@@ -98,7 +101,7 @@ class CallGuard:
             try:
                 fork_id = self._check(token_of(context)) if leased else ""
                 with _limit_calls(calls, fork_id, max_calls) if leased else nullcontext():
-                    first_message = await _first(requests, context)
+                    first_message = await _first_message(requests, context)
                     async with aclosing(handle(first_message, requests, context, fork_id)) as messages:
                         async for message in messages:
                             await _respond(message, context)
@@ -115,7 +118,7 @@ class CallGuard:
 @contextmanager
 def _limit_calls(calls: Counter[str], fork_id: str, max_calls: int) -> Iterator[None]:
     if calls[fork_id] >= max_calls:
-        raise SourceBusy(f"fork {fork_id} makes {max_calls} such calls already")
+        raise SourceBusy(f"fork {fork_id} already has {max_calls} concurrent calls of this method")
     calls[fork_id] += 1
     try:
         yield
@@ -125,16 +128,16 @@ def _limit_calls(calls: Counter[str], fork_id: str, max_calls: int) -> Iterator[
             del calls[fork_id]
 
 
-async def _first(
+async def _first_message(
     requests: AsyncIterator[RequestMessage], context: Context[RequestMessage, ResponseMessage]
 ) -> RequestMessage:
     try:
-        async with asyncio.timeout(REQUEST_S):
+        async with asyncio.timeout(REQUEST_TIMEOUT_S):
             return await anext(requests)
     except TimeoutError:
-        await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the request did not come")
+        await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the request did not arrive in time")
     except (StopAsyncIteration, DecodeError):
-        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the request cannot be read")
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the request is invalid")
 
 
 async def _respond(message: ResponseMessage, context: Context[RequestMessage, ResponseMessage]) -> None:
@@ -142,25 +145,25 @@ async def _respond(message: ResponseMessage, context: Context[RequestMessage, Re
         async with asyncio.timeout(RECEIVE_TIMEOUT_S):
             await context.write(message)
     except TimeoutError:
-        # The end of the call waits behind the message that is not taken; it is broken off with us.
+        # The status of the call would wait for the unread message, so cancel the call.
         with suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the answer is not taken")
+                await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the response was not read in time")
         raise asyncio.CancelledError from None
 
 
 def token_of(context: Context[RequestMessage, ResponseMessage]) -> str:
-    """The lease token that a call shows; empty when it shows none."""
+    """Return the lease token of a call; empty if there is none."""
     return metadata_value(context, "authorization").removeprefix("Bearer ")
 
 
 def metadata_value(context: Context[RequestMessage, ResponseMessage], name: str) -> str:
-    """What a call's metadata has under a name; empty when it has nothing."""
+    """Return a value of a call's metadata; empty if there is none."""
     metadata = {str(key): value for key, value in context.invocation_metadata() or ()}
     value = metadata.get(name, "")
     return value if isinstance(value, str) else value.decode("ascii", "replace")
 
 
 async def abort(context: Context[RequestMessage, ResponseMessage], error: RforkError) -> NoReturn:
-    """End a call with the status that stands for `error`."""
+    """End a call with the status for `error`."""
     await context.abort(codec.STATUS_OF.get(type(error), grpc.StatusCode.INTERNAL), str(error))

@@ -1,4 +1,4 @@
-"""Calls to the peer service of one source. Runs on the target."""
+"""gRPC client of one source's peer service. Runs on the target."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ Response = TypeVar("Response")
 
 
 class PeerClient:
-    """One source's peer service over gRPC; see `rfork.peer.base.Peer`. Thread-safe."""
+    """Peer service of one source over gRPC; see `rfork.peer.base.Peer`. Thread-safe."""
 
     def __init__(self, address: str, token: TokenSource, tls: TlsSettings) -> None:
         self.address = address
         self._token = token
-        self._reached = False
+        self._has_connected = False
         options = [
             ("grpc.max_receive_message_length", -1),
-            # Each source's channel is its own connection: closing one must not touch another fork.
+            # A separate connection per source: closing it must not affect other forks.
             ("grpc.use_local_subchannel_pool", 1),
             ("grpc.enable_retries", 0),
-            ("grpc.enable_http_proxy", 0),  # settings alone read the environment; proxies do not apply
-            # By this name gRPC bounds one attempt to connect, which else takes up to 20 s.
+            ("grpc.enable_http_proxy", 0),  # only rfork's settings read the environment; proxies do not apply
+            # This option also limits one connection attempt, which otherwise takes up to 20 s.
             ("grpc.min_reconnect_backoff_ms", round(CONNECT_S * 1000)),
         ]
         credentials = channel_credentials(tls)
@@ -47,19 +47,19 @@ class PeerClient:
             self._channel = grpc.secure_channel(address, credentials, options)
         self._stub = peer_pb2_grpc.PeerStub(self._channel)
 
-    def manifest(self, own: Layout, deadline: float) -> Manifest:
+    def manifest(self, layout: Layout, deadline: float) -> Manifest:
         """See `Peer.manifest`."""
-        return self._manifest(own, include_tensors=False, deadline=deadline)
+        return self._manifest(layout, include_tensors=False, deadline=deadline)
 
     def full_manifest(self, deadline: float) -> Manifest:
         """See `Peer.full_manifest`."""
         return self._manifest(None, include_tensors=True, deadline=deadline)
 
-    def _manifest(self, own: Layout | None, *, include_tensors: bool, deadline: float) -> Manifest:
+    def _manifest(self, layout: Layout | None, *, include_tensors: bool, deadline: float) -> Manifest:
         request = peer_pb2.GetManifestRequest(include_tensors=include_tensors)
         return self._call(
             lambda: codec.manifest_from(
-                self._stub.GetManifest(request, timeout=_remaining(deadline), metadata=self._metadata()), own
+                self._stub.GetManifest(request, timeout=_remaining(deadline), metadata=self._metadata()), layout
             )
         )
 
@@ -75,32 +75,36 @@ class PeerClient:
         """See `Peer.open_control_stream`."""
 
         def on_wake() -> None:
-            # One that is closed here ends by itself, once all that was sent is carried.
-            if line.is_broken:
+            # After a local close the call ends by itself, once all messages have been sent.
+            if stream.is_broken:
                 call.cancel()  # type: ignore[no-untyped-call]
 
-        line = StreamEnd(on_wake)
+        stream = StreamEnd(on_wake)
         try:
-            call = self._stub.ControlStream(_outgoing_messages(channel_id, line), metadata=self._metadata())
-        except ValueError as error:  # `close` came first
-            raise codec.error_of(error, self.address) from None
+            call = self._stub.ControlStream(_outgoing_messages(channel_id, stream), metadata=self._metadata())
+        except ValueError as error:  # `close` was called first
+            raise codec.error_from_call(error, self.address) from None
         try:
-            threading.Thread(target=self._receive_loop, args=(call, line), name="rfork-line", daemon=True).start()
+            threading.Thread(target=self._receive_loop, args=(call, stream), name="rfork-control", daemon=True).start()
         except RuntimeError as error:
-            line.end(TargetError(f"no thread for a line: {error}"))
-            raise TargetError(f"no thread for a line to {self.address}: {error}") from None
-        return line
+            stream.end(TargetError(f"cannot start a thread for a control stream: {error}"))
+            raise TargetError(f"cannot start a thread for a control stream to {self.address}: {error}") from None
+        return stream
 
-    def _receive_loop(self, call: Iterator[peer_pb2.ControlStreamResponse], line: StreamEnd) -> None:
-        """Bring what the source says to our end, until either side ends the line."""
+    def _receive_loop(self, call: Iterator[peer_pb2.ControlStreamResponse], stream: StreamEnd) -> None:
+        """Pass the source's messages to the local end until either side closes the stream."""
         try:
             for message in call:
                 if len(message.content) > MAX_MESSAGE_BYTES:
-                    line.end(SourceCorrupt(f"{self.address}: a message of {len(message.content)} bytes"))
-                line.deliver_waiting(message.content)
-            line.end(SourceUnavailable(f"{self.address}: the source closed the line"))
+                    stream.end(
+                        SourceCorrupt(
+                            f"{self.address}: a message has {len(message.content)} bytes, more than {MAX_MESSAGE_BYTES}"
+                        )
+                    )
+                stream.push_blocking(message.content)
+            stream.end(SourceUnavailable(f"{self.address}: the source closed the control stream"))
         except (grpc.RpcError, ValueError) as error:
-            line.end(codec.error_of(error, self.address))
+            stream.end(codec.error_from_call(error, self.address))
 
     def watch(self, channel_id: str, keep_alive_s: float) -> Iterator[Progress]:
         """See `Peer.watch`."""
@@ -108,12 +112,12 @@ class PeerClient:
         try:
             for message in self._stub.WatchProgress(request, metadata=self._metadata()):
                 yield codec.progress_of(message)
-        except (grpc.RpcError, ValueError) as error:  # ValueError: `close` came first
-            raise codec.error_of(error, self.address) from None
+        except (grpc.RpcError, ValueError) as error:  # ValueError: `close` was called first
+            raise codec.error_from_call(error, self.address) from None
 
     def renew(self, deadline: float) -> None:
         """See `Peer.renew`."""
-        # The source reads the lease off any call; this one closes no channel.
+        # The source reads the lease from any call; this one closes no channel.
         self.close_channel("", deadline)
 
     def close_channel(self, channel_id: str, deadline: float) -> None:
@@ -129,23 +133,23 @@ class PeerClient:
         return (("authorization", f"Bearer {self._token()}"), *inject().items())
 
     def _call(self, call: Callable[[], Response]) -> Response:
-        began = time.monotonic()
+        started_at = time.monotonic()
         try:
             response = call()
         except (grpc.RpcError, ValueError) as error:
-            seconds = time.monotonic() - began
-            # A connection that is refused fails at once: one that takes all its time gets no answer.
-            if not self._reached and _is_unavailable(error) and seconds >= CONNECT_S * 0.9:
+            seconds = time.monotonic() - started_at
+            # A refused connection fails immediately; an attempt that uses its full timeout got no reply.
+            if not self._has_connected and _is_unavailable(error) and seconds >= CONNECT_S * 0.9:
                 raise SourceUnreachable(f"no connection to {self.address} within {seconds:.1f} s") from None
-            raise codec.error_of(error, self.address) from None
-        self._reached = True
+            raise codec.error_from_call(error, self.address) from None
+        self._has_connected = True
         return response
 
 
-def _outgoing_messages(channel_id: str, line: StreamEnd) -> Iterator[peer_pb2.ControlStreamRequest]:
-    """What this side says on a line; iterated on a thread of gRPC's."""
+def _outgoing_messages(channel_id: str, stream: StreamEnd) -> Iterator[peer_pb2.ControlStreamRequest]:
+    """Yield this side's messages; iterated on a gRPC thread."""
     yield peer_pb2.ControlStreamRequest(channel_id=channel_id)
-    while (message := line.outgoing_waiting()) is not None:
+    while (message := stream.pop_blocking()) is not None:
         yield peer_pb2.ControlStreamRequest(content=message)
 
 
@@ -158,10 +162,10 @@ def _remaining(deadline: float) -> float:
 
 
 def channel_credentials(tls: TlsSettings) -> grpc.ChannelCredentials | None:
-    """Credentials for a gRPC client; None where TLS is off. Raises SettingsError for files of no use."""
+    """Return credentials for a gRPC client; None without TLS. Raises SettingsError for invalid files."""
     if not tls.enabled:
         return None
-    client_context(tls)  # names a file that cannot be used; gRPC would only fail to connect
+    client_context(tls)  # names an invalid file; gRPC would only fail to connect
     authorities = tls.ca.read_bytes() if tls.ca is not None else None
     key = tls.key.read_bytes() if tls.key is not None else None
     certificate = tls.certificate.read_bytes() if tls.certificate is not None else None

@@ -1,4 +1,4 @@
-"""Between rfork's values and the messages and status codes of ``peer.proto``."""
+"""Conversions between rfork's values and the messages and status codes of ``peer.proto``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from rfork.peer.v1 import peer_pb2
 from rfork.transport.base import Endpoint
 
 TENSORS_PER_PART = 2000
-"""Tensor specs in one message: about 200 kB, well under gRPC's default limit of 4 MiB."""
+"""Tensor specs per message: about 200 kB, well below gRPC's default limit of 4 MiB."""
 DIGEST_BYTES = 16
 
 UNUSABLE = (
@@ -52,14 +52,14 @@ STATUS_OF: dict[type[RforkError], grpc.StatusCode] = {
 }
 _ERROR_OF: dict[grpc.StatusCode, type[RforkError]] = {
     **{status: error for error, status in STATUS_OF.items()},
-    grpc.StatusCode.FAILED_PRECONDITION: TransportUnavailable,  # its kinds are not told apart; nobody is blamed
+    grpc.StatusCode.FAILED_PRECONDITION: TransportUnavailable,  # subclasses are not distinguished; no side is blamed
     grpc.StatusCode.NOT_FOUND: SourceWeightsChanged,
     grpc.StatusCode.DEADLINE_EXCEEDED: SourceTimeout,
 }
 
 
-def error_of(error: Exception, address: str) -> RforkError:
-    """What a failed call to the peer at `address` means to the target. Runs on the target."""
+def error_from_call(error: Exception, address: str) -> RforkError:
+    """Return the error for a failed call to the peer at `address`. Runs on the target."""
     if not isinstance(error, grpc.Call):
         return SourceUnavailable(f"{address}: {error}")
     code = error.code()
@@ -69,7 +69,7 @@ def error_of(error: Exception, address: str) -> RforkError:
 def manifest_parts(
     manifest: Manifest, generation: int, *, include_tensors: bool
 ) -> Iterator[peer_pb2.GetManifestResponse]:
-    """The manifest as messages, each small: summary, then tensors if asked for, then digests."""
+    """Yield the manifest in small messages: summary, then tensors if requested, then digests."""
     layout = manifest.layout
     yield peer_pb2.GetManifestResponse(
         summary=peer_pb2.GetManifestResponse.Summary(
@@ -92,7 +92,7 @@ def manifest_parts(
 
 def _tensors_part(specs: Sequence[TensorSpec]) -> peer_pb2.GetManifestResponse:
     part = peer_pb2.GetManifestResponse()
-    # Most specs are of few kinds: to copy one costs a fifth of writing it field by field.
+    # Most specs share a few types: copying a message takes a fifth of the time of setting its fields.
     spec_types: dict[SpecType, peer_pb2.GetManifestResponse.Tensor] = {}
     for name, dtype, shape, stride, offset in specs:
         spec_type = dtype, shape, stride
@@ -104,11 +104,10 @@ def _tensors_part(specs: Sequence[TensorSpec]) -> peer_pb2.GetManifestResponse:
     return part
 
 
-def manifest_from(parts: Iterable[peer_pb2.GetManifestResponse], own: Layout | None) -> Manifest:
-    """Put a streamed manifest together; `own` stands in for the tensors when they were not asked for.
+def manifest_from(parts: Iterable[peer_pb2.GetManifestResponse], local_layout: Layout | None) -> Manifest:
+    """Assemble a streamed manifest; `local_layout` replaces the tensors if they were not requested.
 
-    Raises LayoutMismatch (the manifest is of another layout than `own`) or SourceCorrupt (parts
-    that do not fit together).
+    Raises LayoutMismatch (the layout differs from `local_layout`) or SourceCorrupt (inconsistent parts).
     """
     summary: peer_pb2.GetManifestResponse.Summary | None = None
     tensors = TensorSpecTable()
@@ -124,23 +123,25 @@ def manifest_from(parts: Iterable[peer_pb2.GetManifestResponse], own: Layout | N
         attributes += part.attributes
         digests += part.digests
     if summary is None:
-        raise SourceCorrupt("the manifest came without its summary")
-    layout = Layout(tensors, summary.image_bytes, attributes) if tensors or own is None else own
+        raise SourceCorrupt("the manifest has no summary")
+    layout = Layout(tensors, summary.image_bytes, attributes) if tensors or local_layout is None else local_layout
     if layout.layout_id != summary.layout_id:
-        if layout is own:
-            raise LayoutMismatch(f"the source's layout is {summary.layout_id}, here it is {own.layout_id}")
+        if layout is local_layout:
+            raise LayoutMismatch(
+                f"the source's layout is {summary.layout_id}, this instance's is {local_layout.layout_id}"
+            )
         raise SourceCorrupt("the manifest's tensors do not hash to its layout_id")
-    pieces = tuple(bytes(digests[at : at + DIGEST_BYTES]) for at in range(0, len(digests), DIGEST_BYTES))
-    if len(pieces) != len(layout.chunks) or len(digests) % DIGEST_BYTES:
+    digest_list = tuple(bytes(digests[at : at + DIGEST_BYTES]) for at in range(0, len(digests), DIGEST_BYTES))
+    if len(digest_list) != len(layout.chunks) or len(digests) % DIGEST_BYTES:
         raise SourceCorrupt(f"the manifest has {len(digests)} digest bytes for {len(layout.chunks)} chunks")
-    manifest = Manifest(layout, pieces)
+    manifest = Manifest(layout, digest_list)
     if manifest.weights_id != summary.weights_id:
         raise SourceCorrupt("the manifest's digests do not hash to its weights_id")
     return manifest
 
 
 def endpoint_message(channel_id: str, endpoint: Endpoint, generation: int) -> peer_pb2.OpenChannelResponse:
-    """The answer to OpenChannel."""
+    """Return the response to OpenChannel."""
     return peer_pb2.OpenChannelResponse(
         channel_id=channel_id,
         transport=endpoint.transport,
@@ -153,7 +154,7 @@ def endpoint_message(channel_id: str, endpoint: Endpoint, generation: int) -> pe
 
 
 def endpoint_of(message: peer_pb2.OpenChannelResponse) -> Endpoint:
-    """The endpoint in the answer to OpenChannel; raises SourceCorrupt on lists that do not fit."""
+    """Return the endpoint in the response to OpenChannel. Raises SourceCorrupt for inconsistent lists."""
     lists = (message.segment_begin, message.segment_address, message.segment_length)
     if len({len(numbers) for numbers in lists}) != 1:
         raise SourceCorrupt("the channel's segment lists differ in length")
@@ -162,8 +163,8 @@ def endpoint_of(message: peer_pb2.OpenChannelResponse) -> Endpoint:
 
 
 def progress_message(progress: Progress, generation: int) -> peer_pb2.WatchProgressResponse:
-    """One message of the progress stream."""
-    reading = progress.storage_activity
+    """Return a message of the progress stream."""
+    activity = progress.storage_activity
     return peer_pb2.WatchProgressResponse(
         chunks=[peer_pb2.WatchProgressResponse.Range(begin=begin, end=end) for begin, end in progress.chunks],
         generation=generation,
@@ -171,20 +172,20 @@ def progress_message(progress: Progress, generation: int) -> peer_pb2.WatchProgr
         digests=b"".join(progress.digests),
         provisional_id=progress.provisional_id or "",
         weights_id=progress.weights_id or "",
-        storage_idle_ms=round(reading.idle_s * 1000) if reading is not None else None,
-        storage_relayed=reading is not None and reading.relayed,
+        storage_idle_ms=round(activity.idle_s * 1000) if activity is not None else None,
+        storage_relayed=activity is not None and activity.relayed,
         rate=progress.rate,
     )
 
 
 def progress_of(message: peer_pb2.WatchProgressResponse) -> Progress:
-    """One message of the progress stream; raises SourceCorrupt where digests and chunks do not fit."""
+    """Parse a message of the progress stream. Raises SourceCorrupt if digests and chunks do not match."""
     chunks = tuple((part.begin, part.end) for part in message.chunks)
-    # The count first: a range may be made of any two numbers, and is not to be listed.
+    # Compare the counts first: a malicious range may be too large to enumerate.
     if message.digests and len(message.digests) != DIGEST_BYTES * ranges.count(chunks):
         raise SourceCorrupt(f"{len(message.digests)} digest bytes for {ranges.count(chunks)} chunks")
     digests = tuple(message.digests[at : at + DIGEST_BYTES] for at in range(0, len(message.digests), DIGEST_BYTES))
-    reading = (
+    activity = (
         StorageActivity(message.storage_idle_ms / 1000, message.storage_relayed)
         if message.HasField("storage_idle_ms")
         else None
@@ -195,7 +196,7 @@ def progress_of(message: peer_pb2.WatchProgressResponse) -> Progress:
         digests,
         message.provisional_id or None,
         message.weights_id or None,
-        reading,
-        # A rate of nothing would stop this reader for good: no source can mean that.
+        activity,
+        # A rate of zero would stop this reader for ever, which no source intends.
         max(1, message.rate) if message.HasField("rate") else None,
     )

@@ -1,8 +1,9 @@
-"""Lines: what a reader and its source's exporter say to one another while bytes move.
+"""Control streams: messages between a reader and its source's exporter during a transfer.
 
-`StreamEnd` is one end of a line, whatever carries it: `StreamServicer` gives the source's over gRPC, with a thread
-for each line that runs `PeerBackend.converse`, and `rfork.peer.client` the target's. What the other side
-says is bounded at both: who is not heard out has to wait, who does not listen is cut off.
+`StreamEnd` is one end, independent of how messages are carried. `StreamServicer` implements the source's end
+over gRPC, with one thread per stream that runs `StreamBackend.control_stream`; `rfork.peer.client` implements
+the target's. Both sides bound the other side's messages: a sender waits while the receiver is busy, and a
+stream whose messages are not read is closed.
 """
 
 from __future__ import annotations
@@ -27,27 +28,27 @@ from rfork.transport.base import ControlStream
 
 MAX_MESSAGE_BYTES = 64 << 10
 MAX_QUEUED = 256
-"""Messages that wait on one end, in either direction."""
+"""Maximum queued messages of one end, per direction."""
 MAX_QUEUED_BYTES = 1 << 20
-"""And their bytes."""
+"""Maximum bytes of queued messages."""
 MAX_CONTROL_STREAMS = 4
-"""Of one fork at once: it needs one, and the next before the last has quite ended."""
+"""Limit per fork: a fork needs one, and may open the next before the last has ended."""
 MAX_THREADS = 128
-"""Of all forks, those included that are over but whose thread has not ended yet."""
+"""Limit over all forks, including closed streams whose thread has not ended."""
 POLL_INTERVAL_S = 0.5
 
 log = logger(__name__)
 
 
 class StreamEnd:
-    """One end of a line; see `rfork.transport.base.ControlStream`. Thread-safe.
+    """One end of a control stream; see `rfork.transport.base.ControlStream`. Thread-safe.
 
-    Whoever carries the line takes what was sent by `pop`, brings what came by `push`, and says by
-    `end` that there will be no more. `stirred` is called, on any thread, when there is something to do.
+    The carrier takes outgoing messages with `pop`, adds incoming ones with `push`, and calls `end` when the
+    stream is over. `on_wake` is called, on any thread, when there is work for the carrier.
     """
 
-    def __init__(self, stirred: Callable[[], None] = lambda: None) -> None:
-        self._on_wake = stirred
+    def __init__(self, on_wake: Callable[[], None] = lambda: None) -> None:
+        self._on_wake = on_wake
         self._changed = threading.Condition()
         self._outgoing: deque[bytes] = deque()
         self._incoming: deque[bytes] = deque()
@@ -55,42 +56,46 @@ class StreamEnd:
         self._closed = False
 
     def send(self, message: bytes) -> None:
-        """See `Line.send`. More than `MAX_QUEUED`, or `MAX_QUEUED_BYTES`, that are not taken end the line."""
+        """See `ControlStream.send`. More than `MAX_QUEUED` messages or `MAX_QUEUED_BYTES` unsent bytes close
+        the stream.
+        """
         if len(message) > MAX_MESSAGE_BYTES:
-            raise ValueError(f"a message of a line has at most {MAX_MESSAGE_BYTES} bytes, not {len(message)}")
+            raise ValueError(f"a control message is limited to {MAX_MESSAGE_BYTES} bytes, got {len(message)}")
         with self._changed:
-            self._raise_ended()
-            if not _fits(self._outgoing, message):
-                self._error = SourceUnavailable(f"the other side has not taken the last {len(self._outgoing)} messages")
+            self._check_open()
+            if not _has_space(self._outgoing, message):
+                self._error = SourceUnavailable(f"the other side did not read the last {len(self._outgoing)} messages")
             else:
                 self._outgoing.append(message)
             self._changed.notify_all()
         self._on_wake()
         with self._changed:
-            self._raise_ended()
+            self._check_open()
 
     def receive(self, deadline: float) -> bytes:
-        """See `Line.receive`. What came before the other side ended the line is still given."""
+        """See `ControlStream.receive`. Messages that arrived before the other side closed the stream are
+        still returned.
+        """
         with self._changed:
             while not self._incoming or self._closed:
-                self._raise_ended()
+                self._check_open()
                 if not self._changed.wait(max(0.0, deadline - time.monotonic())):
                     if self._incoming or self._error is not None:
                         continue
-                    raise SourceTimeout("the other side of the line said nothing until the deadline")
+                    raise SourceTimeout("the other side sent no control message before the deadline")
             message = self._incoming.popleft()
             self._changed.notify_all()
         self._on_wake()
         return message
 
     def close(self) -> None:
-        """See `Line.close`."""
+        """See `ControlStream.close`."""
         with self._changed:
             self._closed = True
-        self.end(SourceUnavailable("the line was closed"))
+        self.end(SourceUnavailable("the control stream was closed"))
 
     def end(self, error: RforkError) -> None:
-        """There is no more to come, and why; the first reason stands."""
+        """End the stream with `error`; the first error wins."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
@@ -98,72 +103,72 @@ class StreamEnd:
 
     @property
     def ended(self) -> bool:
-        """Whether either side, or what carries it, has ended it."""
+        """True if either side or the carrier has ended the stream."""
         with self._changed:
             return self._error is not None
 
     @property
     def is_broken(self) -> bool:
-        """Whether it ended otherwise than by `close`: nobody waits for what was sent any more."""
+        """True if the stream ended other than by `close`: queued messages are then dropped."""
         with self._changed:
             return self._error is not None and not self._closed
 
     def push(self, message: bytes) -> bool:
-        """Bring what the other side sent; False while there is no room. An ended line drops it."""
+        """Queue a message from the other side; return False if the queue is full. An ended stream drops it."""
         with self._changed:
             if self._error is None:
-                if not _fits(self._incoming, message):
+                if not _has_space(self._incoming, message):
                     return False
                 self._incoming.append(message)
                 self._changed.notify_all()
             return True
 
-    def deliver_waiting(self, message: bytes) -> None:
-        """`push` on a thread that may wait for room."""
+    def push_blocking(self, message: bytes) -> None:
+        """Blocking `push`: wait while the queue is full."""
         while not self.push(message):
             with self._changed:
                 self._changed.wait_for(
-                    lambda: self._error is not None or _fits(self._incoming, message), POLL_INTERVAL_S
+                    lambda: self._error is not None or _has_space(self._incoming, message), POLL_INTERVAL_S
                 )
 
     def pop(self) -> bytes | None:
-        """The next message to carry; None: none now."""
+        """Return the next outgoing message; None if there is none."""
         with self._changed:
             return self._outgoing.popleft() if self._outgoing else None
 
-    def outgoing_waiting(self) -> bytes | None:
-        """The next message to carry, waited for; None: the line has ended, and all that was sent is taken."""
+    def pop_blocking(self) -> bytes | None:
+        """Wait for the next outgoing message; None if the stream has ended and the queue is empty."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._outgoing) or self._error is not None)
             return self._outgoing.popleft() if self._outgoing else None
 
-    def _raise_ended(self) -> None:
+    def _check_open(self) -> None:
         if self._error is not None:
-            # A new one each time: two threads may raise it at once.
+            # A new exception each time: two threads may raise it concurrently.
             raise type(self._error)(str(self._error), hint=self._error.hint)
 
 
-def _fits(waiting: deque[bytes], message: bytes) -> bool:
+def _has_space(waiting: deque[bytes], message: bytes) -> bool:
     return len(waiting) < MAX_QUEUED and sum(map(len, waiting)) + len(message) <= MAX_QUEUED_BYTES
 
 
 class StreamBackend(Protocol):
-    """What lines need of the seed they lead to; see `rfork.peer.servicer.PeerBackend`."""
+    """Methods of a seed that control streams need; see `rfork.peer.servicer.PeerBackend`."""
 
     def has_channel(self, channel_id: str, fork_id: str) -> bool:
-        """Whether this fork holds an open channel of this id."""
+        """Return True if this fork has an open channel with this id."""
         ...
 
-    def control_stream(self, channel_id: str, line: ControlStream) -> None:
-        """Talk until the line ends; blocks."""
+    def control_stream(self, channel_id: str, stream: ControlStream) -> None:
+        """Serve the stream until it ends; blocks."""
         ...
 
 
 class StreamServicer:
-    """The source's ends of all lines. Its methods run on the service's event loop, `converse` on threads."""
+    """The source's ends of all control streams. Runs on the service's event loop, with one thread per stream."""
 
-    def __init__(self, host: StreamBackend) -> None:
-        self._host = host
+    def __init__(self, backend: StreamBackend) -> None:
+        self._backend = backend
         self._threads: Counter[str] = Counter()
         self._lock = threading.Lock()
 
@@ -176,45 +181,45 @@ class StreamServicer:
         changed: asyncio.Event,
         wake: Callable[[], None],
     ) -> AsyncGenerator[peer_pb2.ControlStreamResponse, None]:
-        """What the host's exporter says on one line, until either side ends it or the channel is no more.
+        """Yield the exporter's messages until either side ends the stream or the channel is closed.
 
-        `wake` sets `changed` from any thread. Raises SourceBusy where too many threads talk already.
+        `wake` sets `changed` from any thread. Raises SourceBusy if there are too many streams.
         """
-        line = StreamEnd(wake)
-        self._start(channel_id, fork_id, line)
-        hearing = asyncio.ensure_future(_receive_loop(requests, line, changed))
+        stream = StreamEnd(wake)
+        self._start(channel_id, fork_id, stream)
+        receive_task = asyncio.ensure_future(_receive_loop(requests, stream, changed))
         try:
-            while self._host.has_channel(channel_id, fork_id):
+            while self._backend.has_channel(channel_id, fork_id):
                 changed.clear()
-                ended = line.ended
-                while (message := line.pop()) is not None:
+                ended = stream.ended
+                while (message := stream.pop()) is not None:
                     yield peer_pb2.ControlStreamResponse(content=message)
-                if ended:  # asked before: all that was sent until then is carried
+                if ended:  # checked before the loop, so all messages sent until then are carried
                     break
                 with suppress(TimeoutError):
                     async with asyncio.timeout(POLL_INTERVAL_S):
                         await changed.wait()
         finally:
-            hearing.cancel()
-            line.end(SourceUnavailable("the reader's channel or its line is closed"))
+            receive_task.cancel()
+            stream.end(SourceUnavailable("the reader's channel or its control stream is closed"))
 
-    def _start(self, channel_id: str, fork_id: str, line: StreamEnd) -> None:
+    def _start(self, channel_id: str, fork_id: str, stream: StreamEnd) -> None:
         with self._lock:
             if self._threads[fork_id] >= MAX_CONTROL_STREAMS or self._threads.total() >= MAX_THREADS:
-                raise SourceBusy(f"there are {self._threads.total()} lines to this source already")
+                raise SourceBusy(f"too many control streams to this source ({self._threads.total()})")
             self._threads[fork_id] += 1
         thread = threading.Thread(
-            target=self._run_handler, args=(channel_id, fork_id, line), name="rfork-line", daemon=True
+            target=self._run_handler, args=(channel_id, fork_id, stream), name="rfork-control", daemon=True
         )
         try:
             thread.start()
-        except RuntimeError as error:  # no thread to be had
+        except RuntimeError as error:  # the thread could not be started
             self._remove(fork_id)
-            raise SourceBusy(f"no thread is left for a line: {error}") from None
+            raise SourceBusy(f"cannot start a thread for a control stream: {error}") from None
 
-    def _run_handler(self, channel_id: str, fork_id: str, line: StreamEnd) -> None:
+    def _run_handler(self, channel_id: str, fork_id: str, stream: StreamEnd) -> None:
         try:
-            converse(self._host, channel_id, line)
+            serve_control_stream(self._backend, channel_id, stream)
         finally:
             self._remove(fork_id)
 
@@ -225,30 +230,30 @@ class StreamServicer:
                 del self._threads[fork_id]
 
 
-def converse(host: StreamBackend, channel_id: str, line: ControlStream) -> None:
-    """Run the source's end until it is over. Never raises: a bug in one line is that reader's alone."""
+def serve_control_stream(backend: StreamBackend, channel_id: str, stream: ControlStream) -> None:
+    """Serve the source's end until the stream is over. Never raises: an error affects only this reader."""
     try:
-        host.control_stream(channel_id, line)
+        backend.control_stream(channel_id, stream)
     except RforkError as error:
-        log.debug("a line ended", channel=channel_id, because=str(error))
+        log.debug("control stream ended", channel=channel_id, reason=str(error))
     except Exception:
-        log.exception("a line broke", channel=channel_id)
+        log.exception("control stream failed", channel=channel_id)
     finally:
-        line.close()
+        stream.close()
 
 
 async def _receive_loop(
-    requests: AsyncIterator[peer_pb2.ControlStreamRequest], line: StreamEnd, changed: asyncio.Event
+    requests: AsyncIterator[peer_pb2.ControlStreamRequest], stream: StreamEnd, changed: asyncio.Event
 ) -> None:
-    """Bring what the reader says, as fast as it is heard out: gRPC holds the reader back meanwhile."""
+    """Queue the reader's messages; while the queue is full, gRPC's flow control stops the reader."""
     try:
         async for request in requests:
             if len(request.content) > MAX_MESSAGE_BYTES:
                 break
-            while not line.push(request.content):
+            while not stream.push(request.content):
                 await asyncio.sleep(0.01)
     except (DecodeError, grpc.RpcError, grpc.aio.UsageError) as error:
-        log.debug("a line's reader cannot be understood", because=str(error))
+        log.debug("invalid message on a control stream", reason=str(error))
     finally:
-        line.end(SourceUnavailable("the reader closed the line"))
+        stream.end(SourceUnavailable("the reader closed the control stream"))
         changed.set()

@@ -1,1 +1,1 @@
-"""Between an instance and the planner: the REST client, the heartbeat, the lease tokens."""
+"""Client side of the planner: REST client, heartbeat and lease tokens."""

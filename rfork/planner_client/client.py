@@ -1,8 +1,8 @@
-"""A typed client of the planner's REST interface, for instances and for the command line.
+"""Typed client of the planner's REST interface, for instances and for the command line.
 
-Runs inside an inference instance, beside the engine: synchronous, thread-safe, one connection pool.
-Every call is idempotent at the planner, so a call whose pooled connection turns out dead (a planner
-that restarted) is sent once more on a fresh one.
+Runs in inference processes: synchronous, thread-safe, one connection pool. All calls are idempotent at the
+planner, so a request that fails on a stale pooled connection (after a planner restart) is repeated once on a
+new one.
 """
 
 from __future__ import annotations
@@ -53,20 +53,19 @@ MODELS: Final = TypeAdapter(list[ModelInfo])
 PREVIEWS: Final = TypeAdapter(PreviewPage)
 
 PAGE: Final = 1000
-"""Items that one call of `instances` or `forks` asks for at a time."""
+"""Page size of `instances` and `forks`."""
 
 Page = TypeVar("Page", InstancePage, ForkPage)
 
 
 class PlannerClient:
-    """Speaks to one planner.
+    """Client of one planner.
 
-    Every method raises PlannerUnreachable when the planner does not answer within `timeout_s`, and
-    PlannerRejected when it answers with a problem document or with something that is not an answer. `report`
-    and `request_plan` wait once, within `timeout_s`, where the planner says that it is busy for so long. A `deadline`
-    (`time.monotonic()` value) bounds a call further; both hold however slowly, and whatever, the other side
-    sends. An answer of more than 32 MiB is refused.
-    The constructor raises SettingsError for a URL or files that cannot be used; it connects to nothing.
+    Every method raises PlannerUnreachable if the planner does not respond within `timeout_s`, and
+    PlannerRejected for problem documents and unexpected responses. If the planner is busy, `report` and
+    `request_plan` retry once, within `timeout_s`. A `deadline` (`time.monotonic()` value) limits a call
+    further. Both limits hold even for slow or endless responses. Responses of more than 32 MiB are rejected.
+    The constructor raises SettingsError for an unusable URL or unusable files; it does not connect.
     """
 
     def __init__(
@@ -79,9 +78,9 @@ class PlannerClient:
         timeout_s: float = 5.0,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        """`owner`: secret that proves which records are the caller's own; none: this process's.
+        """`owner`: secret that proves ownership of records; None: that of this process.
 
-        `transport` replaces the sockets, for tests.
+        `transport` replaces the network, for tests.
         """
         self._rest = RestClient(
             url,
@@ -96,7 +95,7 @@ class PlannerClient:
 
     @classmethod
     def of(cls, settings: InstanceSettings) -> Self:
-        """A client of the planner that the settings name. Raises SettingsError where they name none."""
+        """Return a client of the planner in the settings. Raises SettingsError if there is none."""
         if settings.planner is None:
             raise SettingsError("no planner is set", hint="pass --planner URL or set RFORK_PLANNER")
         token: str | TokenFile | None = None
@@ -116,23 +115,24 @@ class PlannerClient:
         return self._rest.parsed(ACK, "PUT", _instance(report.instance_id), report, patient=True)
 
     def drain(self, instance_id: str, *, force: bool = False) -> InstanceInfo:
-        """Give the instance no new readers from now on.
+        """Assign no new readers to the instance from now on.
 
-        PlannerRejected with problem `last-seed` where it is the last that holds its weights, unless forced.
+        Raises PlannerRejected with problem `last-seed` if it is the last instance with its weights, unless
+        forced.
         """
         query = {"force": "true"} if force else None
         return self._rest.parsed(INSTANCE, "POST", f"{_instance(instance_id)}/drain", query=query)
 
     def can_exit(self, instance_id: str) -> ExitCheck:
-        """Whether the instance may end now; one that the planner does not know may."""
+        """Return whether the instance may exit now; an unknown instance may."""
         return self._rest.parsed(EXIT, "GET", f"{_instance(instance_id)}/exit")
 
     def remove(self, instance_id: str, *, deadline: float | None = None) -> None:
-        """Forget the instance; one that is not known is no error."""
+        """Remove the instance; an unknown instance is not an error."""
         self._rest.call("DELETE", _instance(instance_id), deadline=deadline)
 
     def instance(self, instance_id: str) -> InstanceInfo:
-        """One instance; PlannerRejected with problem `unknown-instance` where there is none."""
+        """Return an instance. Raises PlannerRejected with problem `unknown-instance` if there is none."""
         return self._rest.parsed(INSTANCE, "GET", _instance(instance_id))
 
     def instances(
@@ -143,10 +143,9 @@ class PlannerClient:
         host: str | None = None,
         replica: str | None = None,
     ) -> list[InstanceInfo]:
-        """The instances the planner knows, in the order of their ids, fetched page after page.
+        """Return all instances, sorted by id, fetched page by page.
 
-        `replica`: the ranks of one server, which costs the planner nothing for the others. One that does not
-        know that filter lists them all.
+        `replica`: only the ranks of one replica. An older planner ignores this filter and returns all instances.
         """
         pages = self._pages(
             lambda after: self.instance_page(
@@ -165,7 +164,7 @@ class PlannerClient:
         after: str | None = None,
         limit: int | None = None,
     ) -> InstancePage:
-        """Some of the instances: at most `limit`, from behind the cursor `after` on."""
+        """Return a page of at most `limit` instances after the cursor `after`."""
         query = {
             "model": model, "state": state, "host": host, "replica": replica, "after": after, "limit": limit,
         }  # fmt: skip
@@ -174,28 +173,29 @@ class PlannerClient:
     # -- forks ------------------------------------------------------------------------------------
 
     def request_plan(self, request: ForkRequest, *, deadline: float | None = None) -> Plan:
-        """Ask for a plan, or for a new one under the same fork_id."""
+        """Request a plan, or a replan with the same fork_id."""
         return self._rest.parsed(PLAN, "POST", "/v1/forks", request, patient=True, deadline=deadline)
 
     def progress(self, fork_id: str, progress: ForkProgress) -> ProgressAck:
-        """Report progress and get the leases of the current routes renewed.
+        """Report progress and renew the leases of the current routes.
 
-        PlannerRejected with problem `unknown-fork` means that the planner restarted: `request_plan` again.
+        PlannerRejected with problem `unknown-fork` means that the planner restarted: call `request_plan`
+        again.
         """
         return self._rest.parsed(PROGRESS_ACK, "POST", f"{_fork(fork_id)}/progress", progress)
 
     def finish(self, fork_id: str, finish: ForkResult, *, deadline: float | None = None) -> None:
-        """Report how a fork ended; its leases are released."""
+        """Report the result of a fork; its leases are released."""
         self._rest.call("POST", f"{_fork(fork_id)}/finish", finish, deadline=deadline)
 
     def fork(self, fork_id: str) -> ForkInfo:
-        """One fork; PlannerRejected with problem `unknown-fork` where there is none."""
+        """Return a fork. Raises PlannerRejected with problem `unknown-fork` if there is none."""
         return self._rest.parsed(FORK, "GET", _fork(fork_id))
 
     def forks(
         self, *, model: str | None = None, state: ForkState | None = None, host: str | None = None
     ) -> list[ForkInfo]:
-        """The forks under way and the last finished ones, in the order of their ids, page after page."""
+        """Return the running and the latest finished forks, sorted by id, fetched page by page."""
         pages = self._pages(lambda after: self.fork_page(model=model, state=state, host=host, after=after, limit=PAGE))
         return [item for page in pages for item in page.items]
 
@@ -208,37 +208,37 @@ class PlannerClient:
         after: str | None = None,
         limit: int | None = None,
     ) -> ForkPage:
-        """Some of the forks: at most `limit`, from behind the cursor `after` on."""
+        """Return a page of at most `limit` forks after the cursor `after`."""
         query = {"model": model, "state": state, "host": host, "after": after, "limit": limit}
         return self._rest.parsed(FORK_PAGE, "GET", "/v1/forks", query=query)
 
     def events(
         self, *, model: str | None = None, fork_id: str | None = None, silence_s: float = IDLE_TIMEOUT_S
     ) -> PlannerEventStream:
-        """Follow forks: iterate it, and close it (or use it in a `with` block) when done.
+        """Return a stream of fork events, to iterate and close (or to use in a `with` block).
 
-        `silence_s` without a word, the planner's keep-alive included, is a broken connection.
+        The connection counts as broken after `silence_s` without data; the planner sends keep-alives.
         """
         response = self._rest.stream("/v1/events", {"model": model, "fork_id": fork_id}, silence_s)
         stream = PlannerEventStream(self._rest, response, silence_s)
         self._streams.add(stream)
         return stream
 
-    # -- the rest ---------------------------------------------------------------------------------
+    # -- fleet ------------------------------------------------------------------------------------
 
     def models(self) -> list[ModelInfo]:
-        """What the fleet holds, one row for each model, rank, layout and weights."""
+        """Return a row for each model, rank, layout and weights in the fleet."""
         return self._rest.parsed(MODELS, "GET", "/v1/models")
 
     def preview(self, request: PreviewRequest) -> PreviewPage:
-        """What would happen if replicas came now; nothing comes of it.
+        """Predict the plan of new replicas, without any effect.
 
-        PlannerRejected with problem `unknown-model` where no instance of it is known.
+        Raises PlannerRejected with problem `unknown-model` if no instance of the model is known.
         """
         return self._rest.parsed(PREVIEWS, "POST", "/v1/previews", request)
 
     def ready(self) -> bool:
-        """Whether the planner is ready to answer; raises PlannerUnreachable where nothing answers."""
+        """Return whether the planner is ready. Raises PlannerUnreachable if it does not respond."""
         try:
             self._rest.call("GET", "/readyz")
         except PlannerRejected as error:
@@ -248,7 +248,7 @@ class PlannerClient:
         return True
 
     def close(self) -> None:
-        """Close the pooled connections and end the streams; the client cannot be used again."""
+        """Close all connections and streams; the client cannot be used afterwards."""
         for stream in list(self._streams):
             stream.close()
         self._rest.close()
@@ -265,10 +265,10 @@ class PlannerClient:
         pages = [fetch(None)]
         while (following := pages[-1].next) is not None:
             pages.append(fetch(following))
-            # Cursors only grow: a planner that goes round in circles must not hold the caller.
+            # Cursors must increase, or a faulty planner could make this loop endless.
             ahead = pages[-1].next
             if ahead is not None and ahead <= following:
-                raise self._rest.unexpected_response_error("GET", "a list", httpx.codes.OK, "its pages go in circles")
+                raise self._rest.unexpected_response_error("GET", "a list", httpx.codes.OK, "its pages repeat")
         return pages
 
 

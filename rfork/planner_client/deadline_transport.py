@@ -1,7 +1,7 @@
 """HTTP transport whose requests end by an absolute deadline, whatever the server sends.
 
-httpx bounds each wait for bytes, not their sum: a server that sends one byte of the answer's head every few
-seconds would hold its caller for ever. Here each wait is bounded by what is left until the deadline.
+httpx limits each wait for data, but not their sum: a server that sends one byte of the response every few
+seconds would block the caller forever. Here each wait is limited to the time left until the deadline.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import httpcore
 import httpx
 
 DEADLINE: Final = "rfork.deadline"
-"""Request extension: `time.monotonic()` value by which the answer must be complete; without it, no bound."""
+"""Request extension: `time.monotonic()` value by which the response must be complete; without it, no limit."""
 PIECE_BYTES: Final = 16 << 10
 
 TlsContext = Callable[[], ssl.SSLContext]
@@ -29,7 +29,7 @@ TlsContext = Callable[[], ssl.SSLContext]
 
 
 class DeadlineTransport(httpx.BaseTransport):
-    """Connection pool that honours the `DEADLINE` extension of a request. Thread-safe."""
+    """Connection pool that honours the `DEADLINE` extension of requests. Thread-safe."""
 
     def __init__(self, tls_context: TlsContext) -> None:
         self._backend = _Backend(tls_context)
@@ -42,9 +42,9 @@ class DeadlineTransport(httpx.BaseTransport):
         )
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
-        """Send the request and return its answer, whose body is read by the same deadline."""
+        """Send the request and return its response, whose body is read before the same deadline."""
         if not isinstance(request.stream, httpx.SyncByteStream):
-            raise TypeError("the request's body cannot be sent synchronously")
+            raise TypeError("the request body cannot be sent synchronously")
         url = request.url
         sent = httpcore.Request(
             method=request.method,
@@ -56,7 +56,7 @@ class DeadlineTransport(httpx.BaseTransport):
         with _httpx_errors(), self._backend.until(request.extensions.get(DEADLINE)):
             response = self._pool.handle_request(sent)
         if not isinstance(response.stream, Iterable):
-            raise TypeError("the answer's body cannot be read synchronously")
+            raise TypeError("the response body cannot be read synchronously")
         return httpx.Response(
             status_code=response.status,
             headers=response.headers,
@@ -65,17 +65,17 @@ class DeadlineTransport(httpx.BaseTransport):
         )
 
     def interrupt(self) -> None:
-        """End all requests in progress with an error, on whatever thread they wait."""
+        """Abort all requests in progress with an error, on whatever thread they wait."""
         self._backend.interrupt()
 
     def close(self) -> None:
-        """Interrupt all requests and close all connections."""
+        """Abort all requests and close all connections."""
         self.interrupt()
         self._pool.close()
 
 
 class _Body(httpx.SyncByteStream):
-    """Body of an answer. The deadline is that of the request at the time of each read."""
+    """Body of a response. Each read uses the current deadline of the request."""
 
     def __init__(self, stream: Iterable[bytes], request: httpx.Request, backend: _Backend) -> None:
         self._stream = stream
@@ -99,7 +99,7 @@ class _Body(httpx.SyncByteStream):
 
 
 class _Backend(httpcore.NetworkBackend):
-    """Opens connections and applies the deadline of the request that the calling thread sends."""
+    """Opens connections and applies the deadline of the calling thread's request."""
 
     def __init__(self, tls_context: TlsContext) -> None:
         self._tls_context = tls_context
@@ -118,7 +118,7 @@ class _Backend(httpcore.NetworkBackend):
             self._local.deadline = None
 
     def left(self, timeout: float | None) -> float | None:
-        """Return the seconds that one wait may take; zero or less once the deadline has passed."""
+        """Return the time that one wait may take; zero or less after the deadline."""
         deadline: float | None = getattr(self._local, "deadline", None)
         if deadline is None:
             return timeout
@@ -133,7 +133,7 @@ class _Backend(httpcore.NetworkBackend):
         local_address: str | None = None,
         socket_options: Iterable[Any] | None = None,
     ) -> httpcore.NetworkStream:
-        """Connect to the first address of the host that accepts; together they take `timeout` at most."""
+        """Connect to the first address of the host that accepts, within `timeout` for all attempts."""
         allowed = self.left(timeout)
         deadline = None if allowed is None else time.monotonic() + allowed
         addresses = _addresses(host, port, allowed)
@@ -150,7 +150,7 @@ class _Backend(httpcore.NetworkBackend):
         raise httpcore.ConnectError(f"{host} has no address")
 
     def interrupt(self) -> None:
-        """Shut all connections down; a thread that waits for one of them wakes with an error."""
+        """Shut down all connections; a thread that waits for one of them wakes with an error."""
         with self._lock:
             streams = list(self._streams)
         for stream in streams:
@@ -159,7 +159,7 @@ class _Backend(httpcore.NetworkBackend):
     def start_tls(
         self, stream: httpcore.NetworkStream, server_hostname: str | None, timeout: float | None
     ) -> httpcore.NetworkStream:
-        """Return the stream under TLS, with the context that is current now."""
+        """Return the stream under TLS, with the current context."""
         left = self.left(timeout)
         if left is not None and left <= 0:
             stream.close()
@@ -183,14 +183,14 @@ class _Stream(httpcore.NetworkStream):
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
         left = self._backend.left(timeout)
         if left is not None and left <= 0:
-            raise httpcore.ReadTimeout("the answer came too slowly")
+            raise httpcore.ReadTimeout("the response was too slow")
         return self._stream.read(max_bytes, left)
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
         for begin in range(0, len(buffer), PIECE_BYTES):
             left = self._backend.left(timeout)
             if left is not None and left <= 0:
-                raise httpcore.WriteTimeout("the request was read too slowly")
+                raise httpcore.WriteTimeout("the server read the request too slowly")
             self._stream.write(buffer[begin : begin + PIECE_BYTES], left)
 
     def close(self) -> None:
@@ -207,7 +207,7 @@ class _Stream(httpcore.NetworkStream):
     def interrupt(self) -> None:
         connection = self.get_extra_info("socket")
         with contextlib.suppress(OSError):
-            # The plain method: that of an SSL socket would drop its state, which another thread may be using.
+            # The base method: that of an SSL socket drops its state, which another thread may be using.
             socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
@@ -225,7 +225,7 @@ def _addresses(host: str, port: int, timeout: float | None) -> list[str]:
         except OSError as error:
             results.put(error)
 
-    # The resolver takes no timeout: a name server that does not answer costs this thread, not the caller.
+    # The resolver has no timeout: a name server that does not respond blocks this thread, not the caller.
     threading.Thread(target=resolve, name="rfork-resolve", daemon=True).start()
     try:
         addresses = results.get(timeout=max(0.0, timeout))
@@ -248,7 +248,7 @@ def untrusting_context() -> ssl.SSLContext:
 
 @contextlib.contextmanager
 def _httpx_errors() -> Iterator[None]:
-    """Raise errors of httpcore as the errors of httpx, which have the same names."""
+    """Convert errors of httpcore to the errors of httpx with the same names."""
     try:
         yield
     except (

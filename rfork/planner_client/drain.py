@@ -1,7 +1,6 @@
-"""Having instances end only once nobody needs them: drained, and waited for, by way of the planner.
+"""Drains instances through the planner, and waits until they can exit.
 
-Runs wherever an instance, or a server of several, is about to be ended: beside it, or on an operator's
-machine.
+Runs wherever an instance or a replica is about to be stopped: on its host, or on an operator's machine.
 """
 
 from __future__ import annotations
@@ -17,23 +16,23 @@ from rfork.schema import ExitCheck
 
 POLL_INTERVAL_S = 0.5
 MAX_PLANNER_OUTAGE_S = 10.0
-"""How long a server's end waits for a planner that does not answer: one that restarts is back by then."""
+"""Maximum wait for an unreachable planner before a replica exits: longer than a restart of the planner."""
 LAST_SEED = "last-seed"
-"""The planner's problem with draining the last that holds its weights."""
+"""The planner's problem when draining the last instance with its weights."""
 FORBIDDEN = "forbidden"
-"""The problem with a token that may not do what was asked: only an operator's may force."""
+"""Problem of a token without the required role: only an operator may force."""
 NOT_OWNER = "not-owner"
-"""The problem with an instance that another server registered."""
-NOT_DRAINED = "this token may not drain it: an operator's is needed for another server's instance or a last seed"
-"""Said of an instance that ends undrained."""
+"""Problem of an instance that another owner registered."""
+NOT_DRAINED = "this token may not drain it: another server's instance or a last seed requires an operator's token"
+"""Reason of an instance that exits without being drained."""
 
 OnWait = Callable[[str], None]
-"""Told, each time it is looked at, why an instance may not end yet."""
+"""Called at each check with the reason why an instance cannot exit yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrainResult:
-    """One instance of a server, and what became of it: whether it may end now, and why (not)."""
+    """Result for one instance of a replica: whether it can exit now, and why or why not."""
 
     instance_id: str
     can_exit: bool
@@ -50,13 +49,14 @@ def drain_instance(
     on_wait: OnWait | None = None,
     stop: threading.Event | None = None,
 ) -> ExitCheck:
-    """Drain the instance and wait until it may end, over restarts of the planner.
+    """Drain the instance and wait until it can exit, even if the planner restarts.
 
-    `undrained`: of a server that ends whatever is answered. Where this caller's token may not drain it, all
-    that read from it are waited for, those too that are sent to it meanwhile. `stop` ends the wait early.
-    Raises SourceBusy where it may not end within `seed_wait_timeout_s` seconds, PlannerRejected where it is the last seed,
-    or, unless `undrained`, where the token may not drain it, and PlannerUnreachable where the planner was
-    away to the end.
+    `undrained`: for a server that exits in any case. If this token may not drain it, wait for all its readers,
+    including those assigned in the meantime. `stop` ends the wait early.
+
+    Raises SourceBusy if it cannot exit within `wait_s` seconds, PlannerRejected if it is the last seed or,
+    unless `undrained`, if the token may not drain it, and PlannerUnreachable if the planner was unreachable
+    until the end.
     """
     deadline = time.monotonic() + wait_s
     stop = stop or threading.Event()
@@ -70,26 +70,26 @@ def drain_instance(
                 except PlannerRejected as error:
                     if not undrained or error.problem not in (FORBIDDEN, LAST_SEED, NOT_OWNER):
                         raise
-                    may_force = False  # it is drained without, once another holds its weights
+                    may_force = False  # drained without force once another instance has its weights
             exit_check = client.can_exit(instance_id)
         except PlannerUnreachable as error:
             if time.monotonic() >= deadline or stop.is_set():
                 raise
-            # A planner that comes back has forgotten that it was asked.
-            drain_requested, why = False, str(error)
+            # A restarted planner has forgotten the drain request.
+            drain_requested, reason = False, str(error)
         else:
             if exit_check.can_exit:
                 return exit_check if drain_requested else _not_drained_result(exit_check)
-            why = exit_check.reason
+            reason = exit_check.reason
         left_s = deadline - time.monotonic()
         if left_s <= 0 or stop.is_set():
-            how = "drained" if drain_requested else f"not drained ({NOT_DRAINED})"
+            state = "drained" if drain_requested else f"not drained ({NOT_DRAINED})"
             raise SourceBusy(
-                f"instance {instance_id} is {how}, and may not end after {wait_s:g} s: {why}",
-                hint="wait longer (--wait), or end it all the same: its readers go on from elsewhere",
+                f"instance {instance_id} is {state} and cannot exit after {wait_s:g} s: {reason}",
+                hint="wait longer (--wait), or stop it anyway: its readers continue from other sources",
             )
         if on_wait is not None:
-            on_wait(why)
+            on_wait(reason)
         stop.wait(min(POLL_INTERVAL_S, left_s))
 
 
@@ -102,15 +102,15 @@ def drain_replica(
     on_wait: OnWait | None = None,
     stop: threading.Event | None = None,
 ) -> list[DrainResult]:
-    """Drain all instances of one server, and wait for all, over restarts of the planner.
+    """Drain all instances of a replica and wait for all of them, even if the planner restarts.
 
-    They are those whose ids begin with ``REPLICA-target-`` or ``REPLICA-draft-``.
+    The instances are those whose ids begin with ``REPLICA-main-`` or ``REPLICA-speculative-``. All are
+    drained before waiting for the first, at most `wait_s` seconds in total. `force`: even if some are the
+    last with their weights; if this token may not force that, their readers are waited for anyway. `stop`
+    ends the wait early. Returns a result for each instance; empty if the planner knows none.
 
-    At most `seed_wait_timeout_s` seconds in all; `force`: though some are the last that hold their weights. Where this
-    caller's token may not force that, their readers are waited for all the same. All are drained before one
-    is waited for. `stop` ends the wait early. Returns what became of each: none where the planner knows none.
-    Raises PlannerRejected, without `force`, where one is a last seed, and PlannerUnreachable where the planner
-    could not be asked who they are, for `MAX_PLANNER_OUTAGE_S` at most.
+    Raises PlannerRejected, without `force`, if one is a last seed, and PlannerUnreachable if the planner
+    could not list the instances for `MAX_PLANNER_OUTAGE_S`.
     """
     deadline = time.monotonic() + wait_s
     stop = stop or threading.Event()
@@ -119,7 +119,7 @@ def drain_replica(
         try:
             _drain(client, instance_id, force=force)
         except PlannerUnreachable:
-            continue  # it is asked again below
+            continue  # requested again below
         except PlannerRejected:
             if not force:
                 raise
@@ -144,7 +144,7 @@ def drain_replica(
 def _list_instances(
     client: PlannerClient, replica: str, deadline: float, on_wait: OnWait | None, stop: threading.Event
 ) -> list[str]:
-    """Who they are, asked until the planner answers; raises PlannerUnreachable at the deadline."""
+    """Return the instances of a replica. Raises PlannerUnreachable at the deadline."""
     while True:
         try:
             views = client.instances(replica=replica)
@@ -152,32 +152,32 @@ def _list_instances(
             left_s = deadline - time.monotonic()
             if left_s <= 0 or stop.is_set():
                 raise
-            why = str(error)
+            reason = str(error)
         else:
-            # A planner that does not know the filter lists the whole fleet.
+            # A planner without this filter lists the entire fleet.
             return sorted(
                 view.report.instance_id for view in views if _belongs_to_replica(view.report.instance_id, replica)
             )
         if on_wait is not None:
-            on_wait(why)
+            on_wait(reason)
         stop.wait(min(POLL_INTERVAL_S, left_s))
 
 
 def _belongs_to_replica(instance_id: str, replica: str) -> bool:
-    """Whether the instance is a rank of this server, and not of one whose name only begins alike."""
-    return instance_id.removeprefix(f"{replica}-").startswith(("target-", "draft-")) and (
+    """Return whether the instance is a rank of this replica, not of one with a longer name."""
+    return instance_id.removeprefix(f"{replica}-").startswith(("main-", "speculative-")) and (
         instance_id.startswith(f"{replica}-")
     )
 
 
 def _not_drained_result(exit_check: ExitCheck) -> ExitCheck:
-    """The answer on one that could not be drained, and has no reader just now."""
-    return exit_check.model_copy(update={"reason": f"nobody reads from it; {NOT_DRAINED}"})
+    """Return the result for an instance that could not be drained and has no reader now."""
+    return exit_check.model_copy(update={"reason": f"no readers; {NOT_DRAINED}"})
 
 
 def _drain(client: PlannerClient, instance_id: str, *, force: bool) -> None:
     try:
-        # Only an operator may force it, and mostly there is no need.
+        # Only an operator may force, and it is usually unnecessary.
         client.drain(instance_id, force=False)
     except PlannerRejected as error:
         if error.problem == "unknown-instance":
@@ -186,5 +186,7 @@ def _drain(client: PlannerClient, instance_id: str, *, force: bool) -> None:
             client.drain(instance_id, force=True)
             return
         if error.problem == LAST_SEED:
-            error.hint = "wait until another holds them, or pass --force as an operator: the next starts cold"
+            error.hint = (
+                "wait until another instance has the weights, or pass --force as an operator (the next start is cold)"
+            )
         raise

@@ -1,6 +1,6 @@
-"""The planner's stream of fork events, as one of its callers reads it.
+"""The planner's stream of fork events, for one reader.
 
-The form is that of server-sent events (the HTML standard, section 9.2), as far as the planner uses it.
+The format is that of server-sent events (HTML standard, section 9.2), as far as the planner uses it.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from rfork.schema import ForkEvent
 
 TOO_LARGE: Final = "an event of more than 4 MiB"
 IDLE_TIMEOUT_S: Final = 20.0
-"""A stream that says nothing for so long is broken: the planner sends a comment every 5 s."""
+"""A stream without data for this long is broken: the planner sends a comment every 5 s."""
 MAX_EVENT_BYTES: Final = 4 << 20
-"""Several times the largest event, which holds one fork."""
+"""Several times the largest event, which contains one fork."""
 
 
 class PlannerEventStream(Iterator[ForkEvent]):
-    """Fork events as they come, first one for each fork under way. Ends when the planner or `close` ends it.
+    """Iterator of fork events, first one for each running fork. Ends when the planner or `close` ends it.
 
-    Iterating raises PlannerUnreachable where the connection breaks. One thread iterates; any may close.
+    Iterating raises PlannerUnreachable if the connection breaks. One thread iterates; any thread may close.
     """
 
     def __init__(self, rest: RestClient, response: httpx.Response, silence_s: float = IDLE_TIMEOUT_S) -> None:
@@ -57,13 +57,13 @@ class PlannerEventStream(Iterator[ForkEvent]):
         raise StopIteration
 
     def close(self) -> None:
-        """End the stream; whoever waits for its next event finds it ended. Safe to call twice."""
+        """End the stream, also for the thread that waits for its next event. Safe to call twice."""
         self._closed = True
         stream = self._response.extensions.get("network_stream")
         connection = stream.get_extra_info("socket") if stream is not None else None
-        # Once the response is closed, its connection may carry another.
+        # After the response is closed, its connection may be reused.
         if connection is not None and not self._response.is_closed:
-            # Wakes the thread that reads, which alone may touch the response meanwhile.
+            # Wakes the reading thread, the only one that may use the response.
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
         with self._reading:
@@ -85,7 +85,7 @@ class PlannerEventStream(Iterator[ForkEvent]):
                 yield from (line.decode("utf-8", "replace").removesuffix("\r") for line in lines)
                 if len(rest) > MAX_EVENT_BYTES:
                     raise self._unusable(TOO_LARGE)
-        except httpx.StreamError:  # closed in between
+        except httpx.StreamError:  # closed by another thread
             return
         except httpx.RequestError as error:
             self._response.close()
@@ -99,7 +99,7 @@ class PlannerEventStream(Iterator[ForkEvent]):
             raise self._unusable(str(error.errors()[0]["msg"])) from None
 
     def _unusable(self, reason: str) -> PlannerRejected:
-        """Close the stream; returns the error of an event that no planner sends."""
+        """Close the stream and return the error for an invalid event."""
         self._response.close()
         path, status = self._response.request.url.path, self._response.status_code
         return self._rest.unexpected_response_error("GET", path, status, reason)

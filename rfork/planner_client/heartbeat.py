@@ -1,8 +1,8 @@
-"""The heartbeat: one daemon thread that keeps the planner told of this instance.
+"""Heartbeat: a daemon thread that reports an instance to the planner.
 
-Runs inside an inference instance. It has its own thread, so a cold start that keeps the main thread
-busy for minutes does not make the planner forget the instance. A planner that is away for a while is
-no error: the heartbeat goes on, and the first report that gets through restores everything.
+Runs in an inference instance. On a separate thread, so that a cold start that blocks the main thread for
+minutes does not make the planner drop the instance. An unreachable planner is not an error: the heartbeat
+continues, and the first successful report restores the registration.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ MIN_INTERVAL_S: Final = 0.1
 SAFETY_FACTOR: Final = 0.8
 REMIND_S: Final = 60.0
 STOP_S: Final = 1.0
-"""Time for the last calls of an instance that ends: the planner forgets a silent one by itself."""
+"""Time for the last calls of an exiting instance; otherwise the planner removes it after a timeout."""
 
 
 class Heartbeat:
-    """Sends `report()` to the planner at once, on each `send_now()`, and within every interval it asks for.
+    """Sends `report()` to the planner immediately, on each `send_now()`, and at the planner's interval.
 
-    `report` and `on_ack` are called on the heartbeat's thread. The planner sets the interval in each
-    answer; `retry_s` is the first pause after a failure, doubled up to that interval; `min_interval_s`
-    is the least time between two reports, so that many pokes become one.
+    `report` and `on_ack` are called on the heartbeat's thread. The planner sets the interval in each response.
+    `retry_s` is the first pause after a failure, doubled up to that interval; `min_interval_s` is the minimum
+    time between two reports, which merges many `send_now()` calls.
     """
 
     def __init__(
@@ -49,10 +49,10 @@ class Heartbeat:
         remind_s: float = REMIND_S,
         clock: PlannerClock | None = None,
     ) -> None:
-        """`instance_id`: of whom the planner may know before the first report, as a fork's own request.
+        """`instance_id`: instance that the planner may know before the first report, from a fork request.
 
-        `remind_s`: how often a refusal that lasts is logged. `clock` learns the planner's time from each
-        acknowledgement.
+        `remind_s`: interval at which a persistent rejection is logged. `clock` is updated with the planner's
+        time from each acknowledgement.
         """
         self._client = client
         self._report = report
@@ -62,53 +62,53 @@ class Heartbeat:
         self._interval_s = DEFAULT_INTERVAL_S
         self._wake = threading.Event()
         self._stopping = threading.Event()
-        self._send_immediately = threading.Event()  # set: no gap before the next report
+        self._send_immediately = threading.Event()  # if set, the next report is sent without delay
         self._connected = threading.Event()
         self._changed = threading.Condition()
-        self._sent = self._acked = 0  # reports, by number: the last that was made, and that got through
+        self._sent = self._acked = 0  # numbers of the last report created and the last acknowledged
         self._failures = 0
         self._remind_s = remind_s
         self._clock = clock or PlannerClock()
         self._skewed = False
-        self._refusal: tuple[str, float] | None = None  # the last that was logged, and when
+        self._refusal: tuple[str, float] | None = None  # last logged problem and its time
         self._instance_id = instance_id
         self._log = logger("rfork.heartbeat")
         self._thread = threading.Thread(target=self._run, name="rfork-heartbeat", daemon=True)
 
     @property
     def is_registered(self) -> bool:
-        """Whether the last report got through."""
+        """Whether the last report succeeded."""
         return self._connected.is_set()
 
     def start(self) -> None:
-        """Start the thread; the first report goes out at once."""
+        """Start the thread; the first report is sent immediately."""
         self._thread.start()
 
     def wait_connected(self, timeout_s: float) -> bool:
-        """Wait until a report got through; False where none did in `timeout_s`."""
+        """Wait until a report has succeeded; return False after `timeout_s`."""
         return self._connected.wait(timeout_s)
 
     def send_now(self) -> None:
-        """Something changed: report soon, not at the next interval. Never blocks."""
+        """Request a report soon, because something changed. Never blocks."""
         self._wake.set()
 
     def wait_acked(self, timeout_s: float) -> bool:
-        """Report now, and wait until the planner has answered that; False where it did not in `timeout_s`.
+        """Send a report now and wait for its acknowledgement; return False after `timeout_s`.
 
-        At once where the planner is away: the heartbeat goes on trying, and nobody waits for that.
+        Returns False immediately if the planner is unreachable; the heartbeat continues to retry.
         """
         with self._changed:
-            wanted = self._sent + 1
+            expected = self._sent + 1
             self._send_immediately.set()
             self.send_now()
-            self._changed.wait_for(lambda: self._failures or self._acked >= wanted, timeout_s)
-            return self._acked >= wanted
+            self._changed.wait_for(lambda: self._failures or self._acked >= expected, timeout_s)
+            return self._acked >= expected
 
     def stop(self, *, remove: bool, within_s: float = STOP_S) -> None:
-        """End the thread and, with `remove`, have the planner forget this instance. Safe to call twice.
+        """Stop the thread and, with `remove`, remove this instance from the planner. Safe to call twice.
 
-        Takes `within_s` seconds at most: a report in progress gets half of them, and is then left to the
-        client, which ends it when it is closed. A planner that cannot be reached is logged.
+        Takes at most `within_s` seconds: a report in progress may use half of them, and is then aborted when
+        the client is closed. An unreachable planner is logged.
         """
         deadline = time.monotonic() + within_s
         first = not self._stopping.is_set()
@@ -122,7 +122,7 @@ class Heartbeat:
         try:
             self._client.remove(self._instance_id, deadline=deadline)
         except NetworkError as error:
-            # The planner forgets a silent instance by itself.
+            # The planner removes a silent instance after a timeout.
             self._log.warning("instance not removed", instance_id=self._instance_id, reason=str(error))
 
     def _run(self) -> None:
@@ -131,16 +131,16 @@ class Heartbeat:
             try:
                 self._send()
             except Exception:
-                # The thread's outermost edge: one report that cannot be made must not end all of them.
+                # Top level of the thread: one report that cannot be created must not stop the heartbeat.
                 self._fail()
                 self._log.exception("heartbeat failed")
             if self._failures:
-                # A poke does not cut this short: a planner that is away is not to be hammered.
+                # send_now() does not shorten this pause, to protect an overloaded planner.
                 self._stopping.wait(self._backoff_s())
             else:
                 self._wake.wait(self._interval_s * SAFETY_FACTOR)
                 self._send_immediately.wait(max(0.0, self._min_interval_s - (time.monotonic() - sent_at)))
-            # Cleared before the report is made, so that a poke from here on leads to one more.
+            # Cleared before the report is created, so that a later send_now() causes another report.
             self._wake.clear()
             self._send_immediately.clear()
 
@@ -152,7 +152,7 @@ class Heartbeat:
 
     def _backoff_s(self) -> float:
         pause_s = min(self._retry_s * 2.0 ** min(self._failures - 1, 16), self._interval_s)
-        # Jitter keeps a fleet from knocking in step on a planner that comes back.
+        # Jitter keeps a fleet from retrying in step.
         return pause_s * random.uniform(0.5, 1.0)
 
     def _compare_clocks(self, ack: InstanceAck, sent_at: float) -> None:
@@ -165,14 +165,14 @@ class Heartbeat:
             self._log.warning(
                 "clock differs from the planner's",
                 ahead_s=round(skew_s, 1),
-                hint="synchronise the clocks (NTP); leases are judged by the planner's time meanwhile",
+                hint="synchronise the clocks (NTP); leases are checked against the planner's time",
             )
         elif self._skewed and not skewed:
             self._log.info("clock agrees with the planner's again")
         self._skewed = skewed
 
     def _log_refusal(self, error: PlannerRejected) -> None:
-        """Log a refusal when it begins, when its cause changes and every `remind_s` while it lasts."""
+        """Log a rejection when it begins, when its cause changes, and every `remind_s` while it lasts."""
         now = time.monotonic()
         if self._refusal is not None:
             problem, logged_at = self._refusal
@@ -180,7 +180,7 @@ class Heartbeat:
                 return
         self._refusal = error.problem, now
         self._log.warning(
-            "planner refuses this instance: no fork can find it",
+            "planner rejects this instance: forks cannot find it",
             planner=self._client.url,
             status=error.status,
             problem=error.problem,
@@ -200,19 +200,19 @@ class Heartbeat:
             self._compare_clocks(ack, sent_at)
         except RforkError as error:
             if self._stopping.is_set():
-                return  # nobody waits for this report any more
+                return  # the report is no longer needed
             if isinstance(error, PlannerRejected) and error.status not in RETRYABLE_STATUSES:
                 self._log_refusal(error)
             elif self._failures == 0:
-                self._log.warning("planner lost", planner=self._client.url, reason=str(error))
+                self._log.warning("planner unreachable, retrying", planner=self._client.url, reason=str(error))
             self._fail()
             return
         if self._failures:
-            self._log.info("planner is back", planner=self._client.url, missed=self._failures)
+            self._log.info("planner reachable again", planner=self._client.url, missed=self._failures)
         self._failures = 0
         self._refusal = None
         self._interval_s = max(ack.heartbeat_s, self._min_interval_s)
-        # The acknowledgement first: whoever waits for the connection finds the lease key in place.
+        # Call on_ack first, so that a thread waiting for the connection finds the lease keys in place.
         self._on_ack(ack)
         self._connected.set()
         with self._changed:

@@ -1,9 +1,9 @@
-"""Lease tokens: the planner signs them, the source they name checks them.
+"""Lease tokens, signed by the planner and verified by the source that they name.
 
-A token is a JWT (RFC 7519) under HMAC-SHA256 with a key that belongs to *one* source: the planner
-derives it from its own secret (the expand step of HKDF, RFC 5869, with one block) and hands it to the
-source in each heartbeat's answer. So a source can check the tokens shown to it, and a source that was
-broken into can mint none for others.
+A token is a JWT (RFC 7519) under HMAC-SHA256 with a key that belongs to *one* source: the planner derives it
+from its secret (the expand step of HKDF, RFC 5869, with one block) and sends it to the source in each
+heartbeat response. A source can therefore verify its tokens, and a compromised source cannot create tokens
+for others.
 
 `derive_key` and `sign` run in the planner, `verify` in the source.
 """
@@ -29,34 +29,34 @@ INFO: Final = b"rfork/lease/v1:"
 HEADER: Final = base64.urlsafe_b64encode(b'{"alg":"HS256","typ":"JWT"}').rstrip(b"=") + b"."
 REQUIRED: Final = ["sub", "aud", "exp", "layout", "generation"]
 MAX_LEASE_S: Final = 86_400.0
-"""Longest that a lease may still last: a key that leaked signs nothing for longer."""
+"""Maximum remaining lifetime of a lease: limits the damage of a leaked key."""
 
 MAX_TIME: Final = 2**53
-"""Seconds: what a float holds exactly; JSON spells larger numbers, infinity and NaN, too."""
+"""Largest integer that a float represents exactly; JSON also allows larger numbers, infinity and NaN."""
 
 _ENCODER: Final = json.JSONEncoder(separators=(",", ":"))
 
 
 @dataclass(frozen=True)
 class LeaseClaims:
-    """What one token grants: `fork_id` may read this image from `source_id` until `certificate_expires_at`."""
+    """The content of a token: `fork_id` may read this image from `source_id` until `expires_at`."""
 
     fork_id: str
     source_id: str
     layout_id: str
     weights_id: str | None
-    """None where the source, a relay, had not yet learnt it when the lease was given."""
+    """None if the source, a relay, did not know it yet when the lease was created."""
     generation: int
     expires_at: float
     """Unix time in seconds."""
 
 
 def derive_key(secret: bytes, instance_id: str, owner: str = "") -> str:
-    """The key of one instance, base64url: one of those that `InstanceAck.lease_keys` carries.
+    """Return the key of an instance, base64url, as sent in `InstanceAck.lease_keys`.
 
-    `owner`: of its record (`rfork.planner_client.ownership`); empty: it has none. Another owner gets another key.
+    `owner`: owner of the record (`rfork.planner_client.ownership`), or empty. Different owners get different keys.
     """
-    # An id has no zero byte, so no two pairs of id and owner are spelt alike.
+    # Ids contain no zero byte, so different pairs of id and owner have different encodings.
     info = INFO + instance_id.encode() + (b"\0" + owner.encode() if owner else b"")
     # The trailing 1 is HKDF's block counter.
     block = hmac.digest(secret, info + b"\x01", hashlib.sha256)
@@ -64,7 +64,7 @@ def derive_key(secret: bytes, instance_id: str, owner: str = "") -> str:
 
 
 def decode_key(lease_key: str) -> bytes:
-    """The bytes of one of `InstanceAck.lease_keys`. Raises LeaseRejected where it is not base64url."""
+    """Decode one of `InstanceAck.lease_keys`. Raises LeaseRejected if it is not base64url."""
     try:
         return base64.b64decode(lease_key, altchars=b"-_", validate=True)
     except (binascii.Error, ValueError) as error:
@@ -72,9 +72,9 @@ def decode_key(lease_key: str) -> bytes:
 
 
 def sign(claims: LeaseClaims, key: bytes) -> str:
-    """The token that grants `claims`, under the key of the source it names.
+    """Return a token with these claims, signed with the key of its source.
 
-    The same bytes as `jwt.encode` gives, in a third of its time: a planner signs thousands a second.
+    Returns the same bytes as `jwt.encode` in a third of the time: a planner signs thousands per second.
     """
     payload = {
         "sub": claims.fork_id,
@@ -96,13 +96,12 @@ def verify(
     leeway_s: float = 0.0,
     now: float | None = None,
 ) -> LeaseClaims:
-    """The claims of a token that one of `keys` signed for `source_id` and that is not over.
+    """Return the claims of a token for `source_id` that one of `keys` signed and that has not expired.
 
-    Several keys are given while a planner that restarted hands out a new one. `leeway_s` allows for
-    clocks that differ; `now` is Unix time in seconds, this machine's clock where it is None.
+    There are several keys while a restarted planner distributes a new one. `leeway_s` allows for clock
+    differences; `now` is Unix time in seconds, by default of this machine.
 
-    Raises LeaseRejected, saying which of these it is: malformed, forged, for another source, expired,
-    or too long.
+    Raises LeaseRejected with the reason: malformed, forged, for another source, expired, or too long.
     """
     for key in (keys,) if isinstance(keys, bytes) else tuple(keys):
         try:
@@ -110,7 +109,7 @@ def verify(
                 token,
                 key,
                 algorithms=[ALGORITHM],
-                # Audience and expiry are checked below, so that each refusal has its own words.
+                # Audience and expiry are checked below, so that each rejection has its own message.
                 options={
                     "require": REQUIRED,
                     "verify_aud": False,
@@ -124,7 +123,7 @@ def verify(
         except jwt.PyJWTError as error:
             raise LeaseRejected(f"the lease is malformed: {error}") from None
         except (ArithmeticError, RecursionError, TypeError, ValueError) as error:
-            # What the library's parsers raise of input that was made for that.
+            # The library's parsers raise various errors for malicious input.
             raise LeaseRejected(f"the lease is malformed: {type(error).__name__}") from None
         claims = _claims(payload)
         break
@@ -134,19 +133,19 @@ def verify(
         raise LeaseRejected(f"the lease is for another source: {claims.source_id}, this is {source_id}")
     late = (time.time() if now is None else now) - claims.expires_at
     if late < -MAX_LEASE_S:
-        raise LeaseRejected(f"the lease would last for longer than {MAX_LEASE_S:g} s")
+        raise LeaseRejected(f"the lease would be valid for longer than {MAX_LEASE_S:g} s")
     if late >= leeway_s:
-        raise LeaseRejected(f"the lease is expired since {late:.1f} s", hint="ask the planner for a new plan")
+        raise LeaseRejected(f"the lease expired {late:.1f} s ago", hint="request a new plan from the planner")
     return claims
 
 
 def _base64url(data: bytes) -> bytes:
-    """Without padding, as in a JWT (RFC 7515, section 2)."""
+    """Encode without padding, as in a JWT (RFC 7515, section 2)."""
     return base64.urlsafe_b64encode(data).rstrip(b"=")
 
 
 def _claims(payload: dict[str, str | float | int | None]) -> LeaseClaims:
-    """Check each claim's type: a signature says who wrote a claim, not that it is well formed."""
+    """Check the type of each claim: a signature proves the author, not the format."""
     match payload:
         case {
             "sub": str(fork_id),
@@ -157,7 +156,7 @@ def _claims(payload: dict[str, str | float | int | None]) -> LeaseClaims:
         } if isinstance(payload.get("weights"), str | None) and abs(expires_at) < MAX_TIME:
             weights_id = payload.get("weights")
         case _:
-            raise LeaseRejected("the lease is malformed: a claim has another type, or a value out of bounds")
+            raise LeaseRejected("the lease is malformed: a claim has the wrong type, or is out of range")
     return LeaseClaims(
         fork_id=fork_id,
         source_id=source_id,

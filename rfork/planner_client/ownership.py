@@ -1,11 +1,11 @@
-"""The owner secret of a server: proves to the planner that a record is changed by the server it describes.
+"""Owner secret of a replica: proves to the planner that its records are changed by the replica itself.
 
-A server draws its secret once and sends it with every call that changes something. The planner binds an
-instance's record to the first secret that it sees for it, and derives the instance's lease keys from the
-secret's digest as well as from its own key. So another caller can neither change the record nor obtain the
-keys, not even after a restart of the planner, when it may be the first to report under the instance's id.
+A replica generates its secret once and sends it with every call that changes something. The planner binds an
+instance's record to the first secret that it receives for it, and derives the instance's lease keys from the
+secret's digest as well as from its own key. Another caller can therefore neither change the record nor obtain
+the keys, not even after a restart of the planner, when it may be the first to report under the instance's id.
 
-All processes of one server share the secret, so that a preStop hook may drain what the engine registered: by
+All processes of a replica share the secret, so that a preStop hook may drain what the engine registered: by
 `RFORK_OWNER_SECRET`, or else by a file that only this user can read.
 """
 
@@ -26,23 +26,23 @@ from rfork.logs import logger
 from rfork.settings import InstanceSettings
 
 OWNER_HEADER: Final = "X-Rfork-Owner"
-"""HTTP header of the secret."""
+"""HTTP header with the secret."""
 SECRET: Final = re.compile("[!-~]{32,256}")
-"""Form of a secret: visible ASCII."""
+"""Format of a secret: visible ASCII."""
 
 _OF_THIS_PROCESS: Final = secrets.token_urlsafe(32)
 
 
 def owner_id(secret: str) -> str:
-    """The digest by which the planner knows the owner; it tells nothing of the secret."""
+    """Return the digest by which the planner identifies the owner; it does not reveal the secret."""
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
 def owner_secret(settings: InstanceSettings) -> str:
-    """The secret of the server that this process is part of.
+    """Return the secret of the replica that this process belongs to.
 
-    Where the server has no name (`InstanceSettings.replica`) no other process can know its instances: the secret is
-    this process's own. So it is where no private file can be written, which is logged.
+    If the replica has no name (`InstanceSettings.replica`), no other process can know its instances, and the
+    secret belongs to this process only. The same applies if no private file can be written, which is logged.
     """
     if settings.owner_secret is not None:
         return settings.owner_secret.get_secret_value()
@@ -52,13 +52,13 @@ def owner_secret(settings: InstanceSettings) -> str:
 
 
 def process_secret() -> str:
-    """The secret of this process alone."""
+    """Return the secret of this process."""
     return _OF_THIS_PROCESS
 
 
 @lru_cache(64)
 def _shared(replica: str) -> str:
-    """Read once: a cleaner of temporary files may remove the file while the server runs."""
+    """Read the file only once: temporary files may be deleted while the server runs."""
     try:
         return shared_secret(replica, Path(tempfile.gettempdir()))
     except OSError as error:
@@ -70,9 +70,9 @@ def _shared(replica: str) -> str:
 
 
 def shared_secret(replica: str, temporary: Path) -> str:
-    """The secret that this user's processes of one server share, by a file under `temporary`.
+    """Return the secret shared by this user's processes of one replica, stored in a file under `temporary`.
 
-    Raises OSError where the file cannot be written, or where another user could have read or written it.
+    Raises OSError if the file cannot be written, or if another user could have read or written it.
     """
     folder = temporary / f"rfork-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -83,7 +83,7 @@ def shared_secret(replica: str, temporary: Path) -> str:
         own.touch(mode=0o600, exist_ok=False)
         try:
             own.write_text(secrets.token_urlsafe(32))
-            # A link appears complete or not at all; of several processes the first one wins.
+            # Creating a link is atomic, and only the first of several processes succeeds.
             path.hardlink_to(own)
         except FileExistsError:
             pass
@@ -92,7 +92,7 @@ def shared_secret(replica: str, temporary: Path) -> str:
     _check_private(path, stat.S_ISREG)
     found = path.read_text()
     if not SECRET.fullmatch(found):
-        raise OSError(f"{path} does not hold a secret: remove it")
+        raise OSError(f"{path} does not contain a secret: remove it")
     return found
 
 

@@ -1,7 +1,7 @@
-"""The planner's clock as a source knows it, by which lease tokens are judged.
+"""Estimate of the planner's clock, used to verify lease tokens. Runs on the source.
 
-Each acknowledgement of a heartbeat carries the planner's time. In between this machine's monotonic clock
-counts, so a wall clock that is wrong, or set while forks run, refuses no lease.
+Each heartbeat acknowledgement contains the planner's time. In between, this machine's monotonic clock counts,
+so a wall clock that is wrong, or is set during a fork, does not invalidate leases.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Final
 
 MAX_SKEW_S: Final = 5.0
-"""A wall clock that differs from the planner's by more is reported."""
+"""A larger difference between the wall clock and the planner's clock is reported."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Offset:
-    """Planner's time minus monotonic time, and by how much that may be wrong."""
+    """Planner's time minus monotonic time, and the maximum error of this estimate."""
 
     seconds: float
     error_s: float
@@ -38,10 +38,11 @@ class PlannerClock:
         self._offset: _Offset | None = None
 
     def record(self, unix_s: float, sent_at: float, received_at: float) -> None:
-        """Take the planner's time out of an answer; the other two are times on the monotonic clock.
+        """Update the estimate from a response. `sent_at` and `received_at` are monotonic times.
 
-        The planner read its clock at some time between them, so the quickest answer tells most. One that
-        contradicts it counts all the same: then the planner's clock was set, or it is another planner.
+        The planner read its clock between these times, so the fastest response is the most precise. A
+        response that contradicts the estimate replaces it: the planner's clock was set, or it is another
+        planner.
         """
         fresh = _Offset(unix_s - (sent_at + received_at) / 2, max(0.0, received_at - sent_at) / 2)
         with self._lock:
@@ -54,12 +55,12 @@ class PlannerClock:
                 self._offset = fresh
 
     def now(self) -> float:
-        """Return the planner's time, in seconds since the epoch; this machine's before the first answer."""
+        """Return the planner's time in seconds since the epoch; before the first response, this machine's time."""
         with self._lock:
             offset = self._offset
         return self._wall() if offset is None else self._monotonic() + offset.seconds
 
     @property
     def skew_s(self) -> float | None:
-        """Seconds that this machine's wall clock is ahead of the planner's; None before the first answer."""
+        """Seconds by which this machine's wall clock is ahead of the planner's; None if not known yet."""
         return None if self._offset is None else self._wall() - self.now()

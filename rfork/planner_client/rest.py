@@ -1,6 +1,6 @@
-"""Requests to the planner and what may come of them: answers, problems, or nothing within the time.
+"""HTTP requests to the planner, with deadlines, one retry, and typed errors.
 
-Runs inside an inference instance: synchronous, thread-safe, one connection pool.
+Runs in inference processes: synchronous, thread-safe, one connection pool.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ STALE_CONNECTION_ERRORS: Final = (
     httpx.CloseError,
 )
 RETRYABLE_STATUSES: Final = (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE)
-"""Statuses after which the same request may be answered a little later."""
+"""Statuses after which the same request may succeed later."""
 KEPT_HEADERS: Final = ("retry-after", VERSION_HEADER.lower())
-"""Headers of an answer that are looked at."""
+"""Response headers that are used."""
 REJECTED: Final = (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN)
-"""Statuses of a token that the planner does not accept (yet, or any more)."""
+"""Statuses of a rejected token."""
 MAX_RESPONSE_BYTES: Final = 32 << 20
-"""Several times the largest page that a planner sends: 1,000 forks of a few KiB each."""
+"""Several times the largest page of a planner: 1,000 forks of a few KiB each."""
 
 Query = Mapping[str, str | int | bool | None]
 
 
 class RestClient:
-    """Speaks to one planner; see `PlannerClient` for its errors."""
+    """HTTP client of one planner; see `PlannerClient` for its errors."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class RestClient:
         self.timeout_s = timeout_s
         self._closed = threading.Event()
         self._owner = {OWNER_HEADER: owner} if owner else {}
-        # No compression: the bound on an answer is then a bound on the memory that it takes.
+        # No compression, so that the limit on a response also limits its memory.
         headers = {"Accept": "application/json", "Accept-Encoding": "identity"}
         self._token_file = token if isinstance(token, TokenFile) else None
         if isinstance(token, str) and token:
@@ -75,7 +75,7 @@ class RestClient:
             raise _bad_url(url, "it does not begin with http:// or https:// and a host")
         basic: httpx.Auth | None = None
         if parsed.userinfo:
-            # Sent as a header, and kept out of every URL that may be shown or logged.
+            # Sent as a header, and removed from every URL that may be displayed or logged.
             basic = httpx.BasicAuth(parsed.username, parsed.password)
             self.url = str(parsed.copy_with(username=None, password=None)).rstrip("/")
         try:
@@ -85,10 +85,10 @@ class RestClient:
                 auth=basic,
                 timeout=timeout_s,
                 transport=transport or _transport(parsed.scheme, tls),
-                trust_env=False,  # the settings module alone reads the environment; proxies do not apply
+                trust_env=False,  # only the settings module reads the environment; no proxies
             )
         except UnicodeEncodeError:
-            raise SettingsError("the planner token has characters that cannot stand in a header") from None
+            raise SettingsError("the planner token contains characters that are not allowed in a header") from None
 
     def parsed(
         self,
@@ -101,7 +101,7 @@ class RestClient:
         patient: bool = False,
         deadline: float | None = None,
     ) -> ResponseT:
-        """Send one request; returns the body of its answer, as `adapter` has it. Arguments as of `call`."""
+        """Send a request and return the body of its response, parsed by `adapter`. Parameters as in `call`."""
         response = self.call(method, path, body, query, patient=patient, deadline=deadline)
         try:
             return adapter.validate_json(response.content)
@@ -123,10 +123,10 @@ class RestClient:
         patient: bool = False,
         deadline: float | None = None,
     ) -> httpx.Response:
-        """Send one request; returns a 2xx answer. `patient`: where the planner says that it would answer
-        later, and within the time there is, wait and send it once more.
+        """Send a request and return its response with a 2xx status.
 
-        The time is `timeout_s`, or what is left until `deadline` (`time.monotonic()` value) if that is less.
+        `patient`: if the planner is busy and names a retry time before the deadline, wait and retry once. The
+        deadline is `timeout_s` from now, or `deadline` (`time.monotonic()` value) if that is earlier.
         """
         latest = time.monotonic() + self.timeout_s
         deadline = latest if deadline is None else min(deadline, latest)
@@ -143,7 +143,7 @@ class RestClient:
             self._closed.wait(wait_s)
 
     def stream(self, path: str, query: Query, silence_s: float) -> httpx.Response:
-        """The open answer to a GET: 2xx, its body yet to be read. `silence_s` bounds each wait for a part."""
+        """Send a GET request and return its open response. `silence_s` limits each wait for data."""
         deadline = time.monotonic() + self.timeout_s
         request = self._request("GET", path, None, query, deadline)
         request.headers["Accept"] = "text/event-stream"
@@ -154,8 +154,8 @@ class RestClient:
                 response = self._complete(request, response, deadline)
         except httpx.RequestError as error:
             raise self.unreachable_error(error) from error
-        except RuntimeError as error:  # httpx: the client has been closed
-            raise PlannerUnreachable(f"planner {self.url} was not asked: {error}") from error
+        except RuntimeError as error:  # httpx: the client is closed
+            raise PlannerUnreachable(f"request to planner {self.url} not sent: {error}") from error
         if not response.is_success:
             raise self.rejected_error(response)
         try:
@@ -163,16 +163,16 @@ class RestClient:
         except PlannerRejected:
             response.close()
             raise
-        del request.extensions[DEADLINE]  # events come for as long as they are wanted
+        del request.extensions[DEADLINE]  # the stream of events has no deadline
         return response
 
     def close(self) -> None:
-        """Close the connections: a request in progress ends with an error, one that waits is not sent."""
+        """Close the connections: requests in progress fail, and waiting ones are not sent."""
         self._closed.set()
         self._http.close()
 
     def rejected_error(self, response: httpx.Response) -> PlannerRejected:
-        """The error of an answer that is no success."""
+        """Return the error for a response without success."""
         method, path = response.request.method, response.request.url.path
         try:
             problem = Problem.model_validate_json(response.content)
@@ -182,13 +182,13 @@ class RestClient:
             )
         hint, wait_s = "", _retry_after(response)
         if problem.type.endswith("/not-owner"):
-            hint = "call it where the instance runs, with its RFORK_OWNER_SECRET, or with an operator's token"
+            hint = "run the command where the instance runs, with its RFORK_OWNER_SECRET, or use an operator's token"
         elif problem.type.endswith(("/unknown-host", "/cross-origin")):
-            hint = "reach the planner by its address, or set RFORK_PLANNER_ALLOWED_HOSTS there"
+            hint = "use the planner's own address, or set RFORK_PLANNER_ALLOWED_HOSTS on the planner"
         elif response.status_code in REJECTED:
             hint = "set RFORK_TOKEN, or the file RFORK_TOKEN_FILE, to one of the planner's tokens"
         elif wait_s is not None:
-            hint = f"ask again in {wait_s:g} s"
+            hint = f"retry in {wait_s:g} s"
         elif response.status_code == httpx.codes.UNPROCESSABLE_ENTITY:
             hint = _skew_hint(response)
         return PlannerRejected(
@@ -199,31 +199,31 @@ class RestClient:
         )
 
     def unreachable_error(self, error: httpx.RequestError, within_s: float | None = None) -> PlannerUnreachable:
-        """The error of a request that was not answered, or not within a time (`timeout_s`, unless given)."""
+        """Return the error for a request without response, or without one in time (default: `timeout_s`)."""
         if isinstance(error, httpx.TimeoutException):
             allowed_s = self.timeout_s if within_s is None else within_s
-            reason = f"no answer within {round(allowed_s, 1):g} s"
+            reason = f"no response within {round(allowed_s, 1):g} s"
         else:
             reason = str(error) or type(error).__name__
-        message = f"planner {self.url} cannot be reached: {reason}"
+        message = f"planner {self.url} is unreachable: {reason}"
         hint = _tls_hint(reason) or "start it (`rfork planner`), or correct RFORK_PLANNER"
         if "WRONG_VERSION_NUMBER" in reason:
-            hint = f"a server without TLS answers there: use http://{httpx.URL(self.url).netloc.decode()}"
+            hint = f"a server without TLS responded: use http://{httpx.URL(self.url).netloc.decode()}"
         return PlannerUnreachable(message, hint=hint, silent=isinstance(error, httpx.ReadTimeout))
 
     def unexpected_response_error(
         self, method: str, path: str, status: int, reason: str, hint: str = ""
     ) -> PlannerRejected:
-        """The error of an answer that no planner gives."""
+        """Return the error for a response that no planner sends."""
         return PlannerRejected(
-            f"{self.url} gave no planner's answer to {method} {path} (status {status}): {reason}",
+            f"unexpected response from {self.url} to {method} {path} (status {status}): {reason}",
             status=status,
             problem="not-a-planner",
-            hint=hint or "check that RFORK_PLANNER names an rfork planner of this release",
+            hint=hint or "check that RFORK_PLANNER is the URL of an rfork planner of this release",
         )
 
     def _has_new_token(self, rejected_error: httpx.Request) -> bool:
-        """Whether the token file holds another token by now than the one that was refused."""
+        """Return whether the token file now contains another token than the rejected one."""
         if self._token_file is None:
             return False
         return f"Bearer {self._token_file.reread()}" != str(rejected_error.headers.get("Authorization"))
@@ -245,7 +245,7 @@ class RestClient:
         )
 
     def _send(self, request: httpx.Request, deadline: float) -> httpx.Response:
-        """Send, once more if the pooled connection was dead, and read the body within `deadline`."""
+        """Send the request and read the body. Retry once if the pooled connection was stale."""
         within_s = max(0.0, deadline - time.monotonic())
         try:
             try:
@@ -254,14 +254,14 @@ class RestClient:
                 return self._read(request, deadline)
         except httpx.RequestError as error:
             raise self.unreachable_error(error, within_s) from error
-        except RuntimeError as error:  # httpx: the client has been closed
-            raise PlannerUnreachable(f"planner {self.url} was not asked: {error}") from error
+        except RuntimeError as error:  # httpx: the client is closed
+            raise PlannerUnreachable(f"request to planner {self.url} not sent: {error}") from error
 
     def _read(self, request: httpx.Request, deadline: float) -> httpx.Response:
         return self._complete(request, self._http.send(request, stream=True), deadline)
 
     def _complete(self, request: httpx.Request, response: httpx.Response, deadline: float) -> httpx.Response:
-        """The answer with its body, which is bounded in time and in size."""
+        """Return the response with its body, which is limited in time and size."""
         try:
             self._check_plain(request, response)
             content = bytearray()
@@ -270,14 +270,14 @@ class RestClient:
                 if len(content) > MAX_RESPONSE_BYTES:
                     raise self._unusable(request, response, f"it is larger than {MAX_RESPONSE_BYTES >> 20} MiB")
                 if time.monotonic() > deadline:
-                    raise httpx.ReadTimeout("the answer trickled in too slowly", request=request)
+                    raise httpx.ReadTimeout("the response was too slow", request=request)
         finally:
             response.close()
         kept = {name: value for name, value in response.headers.items() if name in KEPT_HEADERS}
         return httpx.Response(response.status_code, headers=kept, content=bytes(content), request=request)
 
     def _check_plain(self, request: httpx.Request, response: httpx.Response) -> None:
-        """Raises PlannerRejected for a compressed body, which takes far more memory than it has bytes."""
+        """Raise PlannerRejected for a compressed body, which could use much more memory than its size."""
         encoding = response.headers.get("Content-Encoding", "identity")
         if encoding != "identity":
             raise self._unusable(request, response, f"its body is encoded ({encoding[:20]!r})")
@@ -287,45 +287,47 @@ class RestClient:
 
 
 def _retry_after(response: httpx.Response) -> float | None:
-    """Seconds after which a busy planner would answer, if it says so (RFC 9110, section 10.2.3)."""
+    """Return the Retry-After seconds of a busy planner, if any (RFC 9110, section 10.2.3)."""
     if response.status_code not in RETRYABLE_STATUSES:
         return None
     header = response.headers.get("Retry-After", "")
-    # A date, its other form, is never sent by a planner.
+    # The planner never sends the other form, a date.
     return float(header) if header.isascii() and header.isdigit() else None
 
 
 def _skew_hint(response: httpx.Response) -> str:
-    """Return what to do where the two sides run different releases; empty where they do not."""
+    """Return a hint if the two sides run different releases, else an empty text."""
     theirs = response.headers.get(VERSION_HEADER)
     if theirs in (None, __version__):
         return ""
-    return f"here is rfork {__version__}, the planner is {theirs[:40]}: upgrade the planner, then instances"
+    return f"this is rfork {__version__}, the planner runs {theirs[:40]}: upgrade the planner first, then instances"
 
 
 def _tls_hint(reason: str) -> str:
-    """Return what to do about a handshake that failed over a certificate; empty for other reasons."""
+    """Return a hint for a failed certificate check in a handshake, else an empty text."""
     if "certificate has expired" in reason:
-        return "renew the planner's certificate (its RFORK_TLS_CERTIFICATE), or set this host's clock"
+        return "renew the planner's certificate (its RFORK_TLS_CERTIFICATE), or correct this host's clock"
     if "ALERT_CERTIFICATE_EXPIRED" in reason.upper().replace(" ", "_"):
-        return "renew the certificate of this process (RFORK_TLS_CERTIFICATE), or set the planner's clock"
+        return "renew this process's certificate (RFORK_TLS_CERTIFICATE), or correct the planner's clock"
     if "CERTIFICATE_VERIFY_FAILED" in reason:
-        return "set RFORK_TLS_CA to the authority of its certificate, and RFORK_PLANNER to a name in that"
+        return (
+            "set RFORK_TLS_CA to the authority of its certificate, and use a name from the certificate in RFORK_PLANNER"
+        )
     return ""
 
 
 def _bad_url(url: str, reason: str) -> SettingsError:
     redacted_url = redacted(url)
-    # The parser's reason may quote a part of the password.
+    # The parser's reason may contain part of the password.
     reason = reason if redacted_url == url else "malformed; quote special characters of the password (%40 for @)"
     return SettingsError(f"planner URL {redacted_url!r} cannot be used: {reason}", hint="e.g. http://127.0.0.1:8700")
 
 
 def _transport(scheme: str, tls: TlsSettings | None) -> DeadlineTransport:
-    if scheme != "https":  # to read this machine's authorities takes 20 ms
+    if scheme != "https":  # loading this machine's authorities takes 20 ms
         return DeadlineTransport(untrusting_context)
     try:
-        # Made at each connection, if the files have changed.
+        # Reloaded for a new connection if the files have changed.
         return DeadlineTransport(CurrentContext(tls or TlsSettings(), client_context))
     except SettingsError as error:
         raise SettingsError(f"the TLS files of the planner client cannot be used: {error}") from error

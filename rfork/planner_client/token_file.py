@@ -1,4 +1,4 @@
-"""Bearer token that is kept in a file, as secrets are mounted, and replaced there when it is rotated."""
+"""Bearer token in a file, such as a mounted secret, which may be replaced at any time."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rfork.logs import logger
 from rfork.tls_files import file_version
 
 TOKEN: Final = re.compile("[!-~]+")
-"""Visible ASCII: all that can stand in a header."""
+"""Visible ASCII, as allowed in a header."""
 
 
 class TokenFile:
     """The token in a file, read again whenever the file changes. Thread-safe.
 
-    While the file cannot be used, the token read before stays in use. The constructor raises SettingsError
-    for a file that cannot be used. No error and no log names the token.
+    While the file is unusable, the previous token stays in use. The constructor raises SettingsError for an
+    unusable file. Errors and logs never contain the token.
     """
 
     def __init__(self, path: Path) -> None:
@@ -30,7 +30,7 @@ class TokenFile:
 
     @property
     def token(self) -> str:
-        """The token that the file holds now."""
+        """The current token."""
         with self._lock:
             version = file_version(self._path)
             if version != self._version:
@@ -39,7 +39,7 @@ class TokenFile:
             return self._token
 
     def reread(self) -> str:
-        """Return the token after reading the file, whether it seems to have changed or not."""
+        """Read the file, even if it seems unchanged, and return the token."""
         with self._lock:
             self._version = file_version(self._path)
             self._read_again()
@@ -50,22 +50,22 @@ class TokenFile:
         try:
             token = _read(self._path)
         except SettingsError as error:
-            log.warning("token file cannot be used, keeping the token read before", reason=str(error))
+            log.warning("token file unusable, keeping the previous token", reason=str(error))
             return
         if token != self._token:
             self._token = token
-            log.info("token file read again", file=str(self._path))
+            log.info("token file reloaded", file=str(self._path))
 
 
 def _read(path: Path) -> str:
     try:
         token = path.read_text("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise SettingsError(f"RFORK_TOKEN_FILE: {path}: {reason}") from None
     if not TOKEN.fullmatch(token):
         raise SettingsError(
-            f"RFORK_TOKEN_FILE: {path} does not hold one token of visible ASCII characters",
-            hint="write the token alone into the file",
+            f"RFORK_TOKEN_FILE: {path} does not contain one token of visible ASCII characters",
+            hint="write only the token into the file",
         )
     return token

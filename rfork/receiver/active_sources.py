@@ -51,15 +51,15 @@ class ActiveSources:
 
     def __init__(
         self,
-        schedule: ChunkScheduler,
-        digests: ChunkVerifier,
-        opening: SourceFactoryProtocol,
+        scheduler: ChunkScheduler,
+        verifier: ChunkVerifier,
+        source_factory: SourceFactoryProtocol,
         listener: SourceListener,
     ) -> None:
         self.reasons: list[RforkError] = []
-        self._schedule = schedule
-        self._digests = digests
-        self._opening = opening
+        self._scheduler = scheduler
+        self._verifier = verifier
+        self._source_factory = source_factory
         self._listener = listener
         self._active: dict[str, ChunkSource] = {}
         self._retired: list[ChunkSource] = []
@@ -71,31 +71,31 @@ class ActiveSources:
     def apply_plan(self, routes: Sequence[Route], reads: Sequence[StorageAssignment]) -> None:
         """Follow a plan: feeds that it names are kept or opened, those that nothing is wanted of end."""
         for route in routes:
-            feed = self._active.get(route.source_id)
-            if isinstance(feed, PeerSource):
-                feed.renew(route.lease)
+            source = self._active.get(route.source_id)
+            if isinstance(source, PeerSource):
+                source.renew(route.lease)
             else:
-                self._add(route.source_id, self._opening.open_peer(route, self._listener))
+                self._add(route.source_id, self._source_factory.open_peer(route, self._listener))
         wanted = {route.source_id: route.chunks for route in routes}
         for read in reads:
             name = storage_name(read.kind, read.uri)
             if name not in self._active:
-                self._add(name, self._opening.open_storage(read, self._listener))
+                self._add(name, self._source_factory.open_storage(read, self._listener))
             wanted[name] = ranges.normalise((*wanted.get(name, ()), *read.chunks))
-        self._schedule.assign(wanted)
-        for source_id in [name for name in self._active if not self._schedule.has_assigned(name)]:
+        self._scheduler.assign(wanted)
+        for source_id in [name for name in self._active if not self._scheduler.has_assigned(name)]:
             self._retire(source_id)
 
-    def _add(self, source_id: str, feed: ChunkSource) -> None:
+    def _add(self, source_id: str, source: ChunkSource) -> None:
         # What an earlier feed of this source offered is void: nothing can be read before this one is up.
-        self._schedule.fail(source_id)
-        self._active[source_id] = feed
-        feed.start()
+        self._scheduler.fail(source_id)
+        self._active[source_id] = source
+        source.start()
 
     def close_all(self) -> None:
         """Read from nobody any more."""
         for source_id in list(self._active):
-            self._schedule.fail(source_id)
+            self._scheduler.fail(source_id)
             self._retire(source_id)
 
     def find(self, source_id: str) -> ChunkSource | None:
@@ -105,27 +105,27 @@ class ActiveSources:
     def renew(self, leases: Mapping[str, Lease]) -> None:
         """Newer lease tokens, by source."""
         for source_id, lease in leases.items():
-            feed = self._active.get(source_id)
-            if isinstance(feed, PeerSource):
-                feed.renew(lease)
+            source = self._active.get(source_id)
+            if isinstance(source, PeerSource):
+                source.renew(lease)
 
-    def fail(self, feed: ChunkSource, error: RforkError) -> None:
+    def fail(self, source: ChunkSource, error: RforkError) -> None:
         """Give up on a source, and keep its fault for the planner."""
-        if self._active.get(feed.source_id) is not feed:
+        if self._active.get(source.source_id) is not source:
             return  # it failed already, and this is the echo on another thread
-        self._schedule.fail(feed.source_id)
-        self._retire(feed.source_id)
-        feed.reading.fail(error)
-        if isinstance(feed, StorageSource):
-            self.fail_storage(feed.source_id, feed.instance_id, error)
+        self._scheduler.fail(source.source_id)
+        self._retire(source.source_id)
+        source.reading.fail(error)
+        if isinstance(source, StorageSource):
+            self.fail_storage(source.source_id, source.instance_id, error)
             return
-        failures = self._failures[feed.source_id] = self._failures.get(feed.source_id, 0) + 1
+        failures = self._failures[source.source_id] = self._failures.get(source.source_id, 0) + 1
         fault = error.fault if error.fault == "source" or failures < MAX_FAILURES else "network"
-        self._record_fault(feed.source_id, feed.instance_id, fault, error)
+        self._record_fault(source.source_id, source.instance_id, fault, error)
 
     def fail_storage(self, name: str, instance_id: str, error: RforkError) -> None:
         """This instance cannot read the storage of that name: somebody else has to, or it reads another."""
-        self._opening.exclude(name)
+        self._source_factory.exclude(name)
         self._record_fault(name, instance_id, "storage", error)
 
     def record_unavailable_transport(self, error: TransportUnavailable) -> None:
@@ -142,10 +142,10 @@ class ActiveSources:
 
     def fail_stalled(self, now: float) -> None:
         """Give up on sources that something is wanted of and that are silent or stand still."""
-        for source_id, feed in list(self._active.items()):
-            stall = feed.check(now, starved=self._schedule.is_starved(source_id))
-            if stall is not None and self._schedule.has_assigned(source_id):
-                self.fail(feed, stall)
+        for source_id, source in list(self._active.items()):
+            stall = source.check(now, starved=self._scheduler.is_starved(source_id))
+            if stall is not None and self._scheduler.has_assigned(source_id):
+                self.fail(source, stall)
 
     def find_stragglers(self, now: float) -> bool:
         """Find the sources that give nothing while others do; returns whether there are new ones.
@@ -154,17 +154,17 @@ class ActiveSources:
         chunks cannot be moved, since they are being read from it: others can give them all.
         """
         silent = {
-            name: feed
-            for name, feed in self._active.items()
-            if isinstance(feed, PeerSource) and feed.has_no_bytes and now - feed.began_at >= MOVE_AFTER_S
+            name: source
+            for name, source in self._active.items()
+            if isinstance(source, PeerSource) and source.has_no_bytes and now - source.began_at >= MOVE_AFTER_S
         }
         others = [name for name in self._active if name not in silent and name in self._shares]
-        before, self._schedule.late = self._schedule.late, frozenset(silent if others else ())
-        if others and not any(self._schedule.has_assigned(name) for name in others):
-            for name, feed in silent.items():
-                if self._schedule.has_assigned(name) and now - feed.began_at >= CONNECT_S:
-                    self.fail(feed, SourceUnreachable(f"{feed.address}: no byte came within {CONNECT_S:g} s"))
-        return bool(self._schedule.late - before)
+        before, self._scheduler.late = self._scheduler.late, frozenset(silent if others else ())
+        if others and not any(self._scheduler.has_assigned(name) for name in others):
+            for name, source in silent.items():
+                if self._scheduler.has_assigned(name) and now - source.began_at >= CONNECT_S:
+                    self.fail(source, SourceUnreachable(f"{source.address}: no byte came within {CONNECT_S:g} s"))
+        return bool(self._scheduler.late - before)
 
     def record_verified(self, source_id: str, host: str, transport: str, chunks: int, nbytes: int) -> None:
         """This many chunks from this source are verified."""
@@ -180,10 +180,10 @@ class ActiveSources:
     def current_assignments(self) -> tuple[ChunkAssignment, ...]:
         """What is read from whom by the plan there is; this instance's own id stands for its storage."""
         chunks: dict[str, tuple[ranges.Range, ...]] = {}
-        for source_id, part in self._schedule.shares.items():
-            if (feed := self._active.get(source_id)) is not None:
-                before = chunks.get(feed.instance_id, ())
-                chunks[feed.instance_id] = ranges.normalise((*before, *part))
+        for source_id, part in self._scheduler.shares.items():
+            if (source := self._active.get(source_id)) is not None:
+                before = chunks.get(source.instance_id, ())
+                chunks[source.instance_id] = ranges.normalise((*before, *part))
         return tuple(ChunkAssignment(source_id=name, chunks=part) for name, part in chunks.items())
 
     @property
@@ -192,19 +192,19 @@ class ActiveSources:
 
         And whether it is that of a source.
         """
-        wanted = [feed for name, feed in self._active.items() if self._schedule.has_assigned(name)]
+        wanted = [source for name, source in self._active.items() if self._scheduler.has_assigned(name)]
         found = [
-            (feed.last_storage_activity_at, isinstance(feed, PeerSource))
-            for feed in wanted
-            if feed.last_storage_activity_at is not None
+            (source.last_storage_activity_at, isinstance(source, PeerSource))
+            for source in wanted
+            if source.last_storage_activity_at is not None
         ]
         return max(found, default=None)
 
     @property
     def last_storage_block_at(self) -> float | None:
         """When own storage that something is wanted of last gave a block; None: none has."""
-        wanted = [feed for name, feed in self._active.items() if self._schedule.has_assigned(name)]
-        found = [feed.last_block_at for feed in wanted if isinstance(feed, StorageSource)]
+        wanted = [source for name, source in self._active.items() if self._scheduler.has_assigned(name)]
+        found = [source.last_block_at for source in wanted if isinstance(source, StorageSource)]
         return max((at for at in found if at is not None), default=None)
 
     @property
@@ -212,9 +212,9 @@ class ActiveSources:
         """Whether a source is left, if only to say what its image holds."""
         return bool(self._active)
 
-    def others_have_work(self, feed: ChunkSource) -> bool:
+    def others_have_work(self, source: ChunkSource) -> bool:
         """Whether another source is left that something is wanted of."""
-        return any(other is not feed and self._schedule.has_assigned(name) for name, other in self._active.items())
+        return any(other is not source and self._scheduler.has_assigned(name) for name, other in self._active.items())
 
     @property
     def shares(self) -> tuple[SourceShare, ...]:
@@ -230,7 +230,7 @@ class ActiveSources:
     @property
     def has_work(self) -> bool:
         """Whether a source is left that something is wanted of."""
-        return any(self._schedule.has_assigned(source_id) for source_id in self._active)
+        return any(self._scheduler.has_assigned(source_id) for source_id in self._active)
 
     @property
     def faults(self) -> tuple[SourceFault, ...]:
@@ -257,7 +257,7 @@ class ActiveSources:
         return (*self._active.values(), *self._retired)
 
     def _retire(self, source_id: str) -> None:
-        feed = self._active.pop(source_id)
-        self._digests.remove_source(source_id)
-        self._retired.append(feed)
-        self._closing.append(feed)
+        source = self._active.pop(source_id)
+        self._verifier.remove_source(source_id)
+        self._retired.append(source)
+        self._closing.append(source)

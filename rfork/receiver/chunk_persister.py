@@ -48,11 +48,11 @@ def spool_name(identity: InstanceIdentity) -> str:
 class ChunkPersister:
     """Keeps verified chunks of one fork in a spool under `folder`; without a folder it does nothing."""
 
-    def __init__(self, folder: Path | None, identity: InstanceIdentity, image: Image, board: ChunkState) -> None:
+    def __init__(self, folder: Path | None, identity: InstanceIdentity, image: Image, chunk_state: ChunkState) -> None:
         self._folder = folder
         self._name = spool_name(identity)
         self._image = image
-        self._board = board
+        self._chunk_state = chunk_state
         self._changed = threading.Condition()
         self._wakeups: SimpleQueue[None] = SimpleQueue()  # whoever marks a chunk never waits for the writer
         self._spool: Spool | None = None
@@ -99,7 +99,7 @@ class ChunkPersister:
             self._writes = True
             threading.Thread(target=self._write, args=(spool,), name="rfork-keep", daemon=True).start()
         except StorageError as error:
-            log.warning("nothing is kept for a resume", because=str(error))
+            log.warning("nothing is kept for a resume", reason=str(error))
         except Exception:  # a bug, or no thread to be had: it must not end the fork
             self._writes = False
             log.exception("nothing is kept for a resume")
@@ -125,19 +125,19 @@ class ChunkPersister:
         return acquire_spool(self._folder, self._name, self._image.layout)
 
     def _write(self, spool: Spool) -> None:
-        stop = self._board.subscribe(lambda: self._wakeups.put(None))
+        stop = self._chunk_state.subscribe(lambda: self._wakeups.put(None))
         try:
             lower_thread_priority(WRITER_NICE)
             if not spool.has_space():
                 raise OSError(errno.ENOSPC, f"{spool.path}: there is no room for the image")
             self._wakeups.put(None)
             while self._wait():
-                verified_digests, kept = self._board.digests, spool.records
+                verified_digests, kept = self._chunk_state.digests, spool.records
                 for chunk in sorted(chunk for chunk in verified_digests if kept.get(chunk) != verified_digests[chunk]):
                     self._persist(spool, chunk, verified_digests[chunk])
         except OSError as error:
             if error.errno is not None:  # else the fork is over, and the spool closed
-                log.warning("nothing more is kept for a resume", because=str(error))
+                log.warning("nothing more is kept for a resume", reason=str(error))
             if error.errno in DISK_FULL_ERRNOS:
                 self._disable(spool)  # a full disk hurts others more than it is worth
         except Exception:  # a bug, or a device that failed: it must not end the fork
@@ -164,7 +164,7 @@ class ChunkPersister:
                 return
             with self._image.readable(at, min(at + BLOCK_BYTES, end)) as views:
                 spool.write(at, views)
-        if self._poll() and self._board.digests.get(chunk) == digest:
+        if self._poll() and self._chunk_state.digests.get(chunk) == digest:
             spool.record(chunk, digest)
         with self._changed:
             self._reading = False
@@ -181,4 +181,4 @@ class ChunkPersister:
         try:
             spool.remove()
         except OSError as error:
-            log.warning("a spool could not be removed", because=str(error))
+            log.warning("a spool could not be removed", reason=str(error))

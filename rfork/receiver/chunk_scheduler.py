@@ -35,7 +35,7 @@ class ChunkScheduler:
         self.chunk_count = chunk_count
         self._verified = set(ranges.indices(verified))
         self._assigned: dict[int, str] = {}
-        self._claimed: dict[int, str] = {}
+        self._reserved: dict[int, str] = {}
         self._in_flight: dict[int, str] = {}
         self._readable: dict[str, set[int]] = {}
         self._ready: dict[str, list[int]] = {}  # heaps; what is no longer true of an entry is seen in `next_read`
@@ -50,7 +50,7 @@ class ChunkScheduler:
             for source, parts in routes.items()
             for chunk in ranges.indices(parts)
             if chunk not in self._verified
-        } | self._claimed
+        } | self._reserved
         self._ready = {}
         for source in routes:
             self._readable.setdefault(source, set())
@@ -96,7 +96,7 @@ class ChunkScheduler:
             if source in self.late or load.get(source, 0) >= window(source):
                 continue
             for chunk, late in self._assigned.items():
-                free = late in self.late and chunk not in self._in_flight and chunk not in self._claimed
+                free = late in self.late and chunk not in self._in_flight and chunk not in self._reserved
                 if free and chunk in readable:
                     self._assigned[chunk] = source
                     self._queue(chunk)
@@ -117,25 +117,25 @@ class ChunkScheduler:
         """These are read from a source that no plan names, whatever plans say; not what is in flight."""
         for chunk in chunks:
             if chunk not in self._verified and chunk not in self._in_flight:
-                self._assigned[chunk] = self._claimed[chunk] = source_id
+                self._assigned[chunk] = self._reserved[chunk] = source_id
 
     def next_reserved(self) -> ChunkRead | None:
         """The next read of a claimed chunk, now in flight; None: all are in flight, or there is none."""
-        chunk = next((chunk for chunk in self._claimed if chunk not in self._in_flight), None)
+        chunk = next((chunk for chunk in self._reserved if chunk not in self._in_flight), None)
         if chunk is None:
             return None
-        source = self._in_flight[chunk] = self._claimed[chunk]
+        source = self._in_flight[chunk] = self._reserved[chunk]
         return ChunkRead(source, chunk)
 
     @property
-    def claimed(self) -> list[int]:
+    def reserved(self) -> list[int]:
         """What `next_reserved` has still to give, in order."""
-        return [chunk for chunk in self._claimed if chunk not in self._in_flight]
+        return [chunk for chunk in self._reserved if chunk not in self._in_flight]
 
     def unreserve(self, chunks: Iterable[int] | None = None) -> None:
         """These chunks, or all, are claimed no more: a new plan says from whom they are read."""
-        for chunk in list(self._claimed if chunks is None else chunks):
-            if self._claimed.pop(chunk, None) is not None:
+        for chunk in list(self._reserved if chunks is None else chunks):
+            if self._reserved.pop(chunk, None) is not None:
                 self._assigned.pop(chunk, None)
 
     def _queue(self, chunk: int) -> None:
@@ -154,7 +154,7 @@ class ChunkScheduler:
         """The read ended with the right bytes."""
         self._in_flight.pop(read.chunk, None)
         self._assigned.pop(read.chunk, None)
-        self._claimed.pop(read.chunk, None)
+        self._reserved.pop(read.chunk, None)
         self._verified.add(read.chunk)
 
     def dropped(self, read: ChunkRead) -> None:
@@ -177,7 +177,7 @@ class ChunkScheduler:
         fresh = [chunk for chunk in chunks if chunk not in self._verified and chunk not in self._in_flight]
         for chunk in fresh:
             self._assigned.pop(chunk, None)
-            self._claimed.pop(chunk, None)
+            self._reserved.pop(chunk, None)
         self._verified.update(fresh)
         return fresh
 
@@ -185,7 +185,7 @@ class ChunkScheduler:
         """Every chunk was verified by other means; nothing is in flight."""
         self._verified.update(range(self.chunk_count))
         self._assigned.clear()
-        self._claimed.clear()
+        self._reserved.clear()
 
     @property
     def shares(self) -> dict[str, tuple[Range, ...]]:

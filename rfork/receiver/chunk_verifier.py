@@ -50,11 +50,13 @@ class ServingState(Protocol):
 class ChunkVerifier:
     """The manifest or the draft of one fork, and what each source says of its own chunks."""
 
-    def __init__(self, image: Image, board: ChunkState, schedule: ChunkScheduler, serving_state: ServingState) -> None:
+    def __init__(
+        self, image: Image, chunk_state: ChunkState, scheduler: ChunkScheduler, serving_state: ServingState
+    ) -> None:
         self.manifest: Manifest | None = None
         self._image = image
-        self._board = board
-        self._schedule = schedule
+        self._chunk_state = chunk_state
+        self._scheduler = scheduler
         self._serving_state = serving_state
         self._provisional_by_source: dict[str, dict[int, bytes]] = {}
         self._storage_readers: set[str] = set()
@@ -71,17 +73,19 @@ class ChunkVerifier:
         if before is not None and before.weights_id == manifest.weights_id:
             return
         self.manifest = manifest
-        self._schedule.unreserve()  # what was claimed is of the manifest before
-        wrong = [index for index, digest in self._board.digests.items() if digest != manifest.digests[index]]
+        self._scheduler.unreserve()  # what was claimed is of the manifest before
+        wrong = [index for index, digest in self._chunk_state.digests.items() if digest != manifest.digests[index]]
         if wrong:
-            self._board.set_provisional_id(None)  # what is left is not what its files hold
+            self._chunk_state.set_provisional_id(None)  # what is left is not what its files hold
         self.invalidate(wrong, f"not of weights {manifest.weights_id}")
         if before is not None and not wrong:
             self._serving_state.invalidate(())  # whoever waits here was told of other weights, and has to hear of it
         self._serving_state.set_manifest(manifest)
         self._reuse_unchanged_chunks(manifest)
 
-    def add_provisional_digests(self, source_id: str, draft: str, digests: Mapping[int, bytes], *, alone: bool) -> None:
+    def add_provisional_digests(
+        self, source_id: str, provisional_id: str, digests: Mapping[int, bytes], *, alone: bool
+    ) -> None:
         """A source without a manifest says what it holds; `alone`: nothing is wanted of any other.
 
         Raises SourceWeightsChanged where these chunks and those of this fork are not of one image.
@@ -90,15 +94,15 @@ class ChunkVerifier:
             if any(self.manifest.digests[chunk] != digest for chunk, digest in digests.items()):
                 raise SourceWeightsChanged(f"it reads other weights than {self.manifest.weights_id}")
             return
-        verified_digests = self._board.digests
-        if draft != self._board.provisional_id or any(
+        verified_digests = self._chunk_state.digests
+        if provisional_id != self._chunk_state.provisional_id or any(
             verified_digests.get(chunk, digest) != digest for chunk, digest in digests.items()
         ):
-            if self._board.provisional_id is not None and not alone:
+            if self._chunk_state.provisional_id is not None and not alone:
                 raise SourceWeightsChanged(
-                    f"its chunks are of draft {draft}, here they are of {self._board.provisional_id}"
+                    f"its chunks are of draft {provisional_id}, here they are of {self._chunk_state.provisional_id}"
                 )
-            self._start_provisional(draft)
+            self._start_provisional(provisional_id)
         self._provisional_by_source.setdefault(source_id, {}).update(digests)
 
     def verify_local_files(
@@ -113,13 +117,13 @@ class ChunkVerifier:
             if not agrees:
                 raise StorageError(f"holds other weights than {self.manifest.weights_id}")
             return {}
-        draft = self._board.provisional_id
-        if draft is None or draft.partition("-")[0] != origin:
+        provisional_id = self._chunk_state.provisional_id
+        if provisional_id is None or provisional_id.partition("-")[0] != origin:
             self._start_provisional(origin)
         elif not agrees:
             self._start_provisional(f"{origin}-{secrets.token_hex(8)}")
         else:
-            verified_digests = self._board.digests
+            verified_digests = self._chunk_state.digests
             left = {chunk: digest for chunk, digest in verified_digests.items() if compared.get(chunk) != digest}
             if left:
                 return left
@@ -132,9 +136,9 @@ class ChunkVerifier:
         self._provisional_by_source.pop(source_id, None)
         self._storage_readers.discard(source_id)
 
-    def invalidate_all(self, why: str) -> None:
+    def invalidate_all(self, reason: str) -> None:
         """Hold nothing and know nothing any more."""
-        self.invalidate(list(ranges.indices(self._board.verified)), why)
+        self.invalidate(list(ranges.indices(self._chunk_state.verified)), reason)
         self._reset()
 
     def restart(self) -> int:
@@ -144,9 +148,9 @@ class ChunkVerifier:
         from here is told by a new generation, and starts over in its turn. Nothing may be in flight:
         what lands later would count for the weights that come next.
         """
-        verified_chunks = list(ranges.indices(self._board.verified))
-        self._previous_digests |= self._board.digests
-        self._schedule.invalidate(verified_chunks)
+        verified_chunks = list(ranges.indices(self._chunk_state.verified))
+        self._previous_digests |= self._chunk_state.digests
+        self._scheduler.invalidate(verified_chunks)
         self._serving_state.fence()
         self._reset()
         return len(verified_chunks)
@@ -159,13 +163,13 @@ class ChunkVerifier:
             for chunk, digest in left.items()
             if digest == manifest.digests[chunk] and digest == self._image.digest(chunk)
         ]
-        for chunk in self._schedule.mark_found(same):
-            self._board.mark_verified(chunk, manifest.digests[chunk])
+        for chunk in self._scheduler.mark_found(same):
+            self._chunk_state.mark_verified(chunk, manifest.digests[chunk])
 
     def _reset(self) -> None:
-        self._schedule.unreserve()
+        self._scheduler.unreserve()
         self.manifest = None
-        self._board.set_provisional_id(None)
+        self._chunk_state.set_provisional_id(None)
         self._provisional_by_source.clear()
         self._storage_readers.clear()
         self._from_local_files.clear()
@@ -196,7 +200,7 @@ class ChunkVerifier:
         With a manifest, which every chunk is checked against, and where nothing is held but something
         is offered, the first and the last are enough to tell at once that the files are others.
         """
-        verified_digests = self._board.digests
+        verified_digests = self._chunk_state.digests
         if verified_digests and self.manifest is None:
             return verified_digests
         digests = verified_digests or {
@@ -204,12 +208,12 @@ class ChunkVerifier:
         }
         return {chunk: digests[chunk] for chunk in (min(digests), max(digests))} if digests else {}
 
-    def invalidate(self, chunks: Sequence[int], why: str) -> None:
+    def invalidate(self, chunks: Sequence[int], reason: str) -> None:
         """Forget chunks that were verified: they are read again."""
         if chunks:
-            log.warning("chunks dropped", chunks=len(chunks), because=why)
+            log.warning("chunks dropped", chunks=len(chunks), reason=reason)
             self._from_local_files.difference_update(chunks)
-            self._schedule.invalidate(chunks)
+            self._scheduler.invalidate(chunks)
             self._serving_state.invalidate(chunks)
 
     def finalize_manifest(self) -> bool:
@@ -219,7 +223,7 @@ class ChunkVerifier:
         """
         count = len(self._image.layout.chunks)
         if self.manifest is None and (len(self._from_local_files) == count or not count):
-            verified_digests = self._board.digests
+            verified_digests = self._chunk_state.digests
             self.set_manifest(Manifest(self._image.layout, tuple(verified_digests[chunk] for chunk in range(count))))
         return self.manifest is not None
 
@@ -229,10 +233,10 @@ class ChunkVerifier:
         Some are given up: whoever is asked for them by the next plan knows it, or finds it out.
         """
         last = len(self._image.layout.chunks) - 1
-        others = [chunk for chunk in ranges.indices(self._board.verified) if chunk not in self._from_local_files]
+        others = [chunk for chunk in ranges.indices(self._chunk_state.verified) if chunk not in self._from_local_files]
         self.invalidate(others if self._from_local_files else [last], "nobody is left who knows the whole image")
 
-    def _start_provisional(self, draft: str) -> None:
+    def _start_provisional(self, provisional_id: str) -> None:
         """Chunks are of this draft from now on; those of the one before are dropped."""
-        self.invalidate_all(f"not of draft {draft}")
-        self._board.set_provisional_id(draft)
+        self.invalidate_all(f"not of draft {provisional_id}")
+        self._chunk_state.set_provisional_id(provisional_id)

@@ -60,7 +60,7 @@ class StorageCandidates:
         seed: Seed,
         timeout_s: float,
         exclude: Sequence[str] = (),
-        elsewhere: Callable[[Fallback], None] | None = None,
+        load_out_of_place: Callable[[Fallback], None] | None = None,
         tracer: Tracer = NOOP_TRACER,
         check_files: Callable[[], None] | None = None,
     ) -> None:
@@ -81,7 +81,7 @@ class StorageCandidates:
         self._seed = seed
         self._timeout_s = timeout_s
         self._exclude = exclude
-        self._load_out_of_place = elsewhere
+        self._load_out_of_place = load_out_of_place
         self._tracer = tracer
         self._check_files = check_files
         self._lock = threading.Lock()
@@ -107,7 +107,7 @@ class StorageCandidates:
                     if fallback.storage_type != "snapshot" and self._check_files is not None:
                         self._check_files()  # once they are open: what is read is what was checked
                 except (CheckpointError, StorageError) as error:
-                    log.warning("not offered for a cold start", way=fallback.name, because=str(error))
+                    log.warning("not offered for a cold start", way=fallback.name, reason=str(error))
                     self.reasons.append(error)
                     continue
                 if storage is not None:
@@ -120,10 +120,10 @@ class StorageCandidates:
             return bool(advertised)
 
     def _start_open(self, fallback: Fallback) -> AbandonableCall[ImageStorage | None] | None:
-        opening, derived = fallback.open, self._derived
-        if opening is None or derived is None:
+        open_storage, derived = fallback.open, self._derived
+        if open_storage is None or derived is None:
             return None
-        return AbandonableCall(fallback.name, lambda: opening(self._module, self._image, derived), _close)
+        return AbandonableCall(fallback.name, lambda: open_storage(self._module, self._image, derived), _close)
 
     def remove(self, name: str) -> None:
         """Offer the way of that name (`KIND:URI`) no more."""

@@ -29,9 +29,9 @@ class ElectedLoader:
 
     def __init__(
         self,
-        board: ChunkState,
-        schedule: ChunkScheduler,
-        digests: ChunkVerifier,
+        chunk_state: ChunkState,
+        scheduler: ChunkScheduler,
+        verifier: ChunkVerifier,
         sources: ActiveSources,
         serving_state: ServingState,
         run_loader: RunLoader,
@@ -41,9 +41,9 @@ class ElectedLoader:
         """`changed` is the puller's lock and its bell; `identity` this instance's id and host."""
         self.bytes_read = 0
         """Bytes that the loader left."""
-        self._board = board
-        self._schedule = schedule
-        self._digests = digests
+        self._chunk_state = chunk_state
+        self._scheduler = scheduler
+        self._verifier = verifier
         self._sources = sources
         self._serving_state = serving_state
         self._run_loader = run_loader
@@ -52,18 +52,18 @@ class ElectedLoader:
 
     def load(self, read: StorageAssignment) -> None:
         """Fill the image, or keep the fault for the planner. No thread but this one writes meanwhile."""
-        name, size = storage_name(read.kind, read.uri), self._board.chunks.image_bytes
+        name, size = storage_name(read.kind, read.uri), self._chunk_state.chunks.image_bytes
         instance_id, host = self._identity
         log.info("loading for all that wait", storage=name)
         with self._changed:
             self._sources.close_all()
             retired = self._sources.pop_retired()
-        for feed in retired:
-            feed.close()
+        for source in retired:
+            source.close()
         with self._changed:
-            while self._schedule.in_flight:
+            while self._scheduler.in_flight:
                 self._changed.wait(POLL_INTERVAL_S)
-            self._digests.invalidate_all("a loader writes them anew")
+            self._verifier.invalidate_all("a loader writes them anew")
             self._serving_state.report_storage_activity(LoaderLiveness().last_activity)
         try:
             manifest = self._run_loader(read)
@@ -74,9 +74,9 @@ class ElectedLoader:
         finally:
             self._serving_state.report_storage_activity(None)
         with self._changed:
-            self._digests.set_manifest(manifest)
+            self._verifier.set_manifest(manifest)
             for chunk, digest in enumerate(manifest.digests):
-                self._board.mark_verified(chunk, digest)
-            self._schedule.mark_all_verified()
+                self._chunk_state.mark_verified(chunk, digest)
+            self._scheduler.mark_all_verified()
             self.bytes_read += size
-            self._sources.record_verified(name, host, read.kind, len(self._board.chunks), size)
+            self._sources.record_verified(name, host, read.kind, len(self._chunk_state.chunks), size)

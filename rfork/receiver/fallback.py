@@ -95,7 +95,7 @@ def checkpoint_fallback(uri: str | Path, settings: StorageSettings | None = None
         try:
             return CheckpointChunks.open(Checkpoint.open(uri, settings), module, image, derived.kept)
         except NotBytewiseLoadable as error:
-            log.info("the checkpoint can only be loaded whole", checkpoint=checked_uri, because=str(error))
+            log.info("the checkpoint can only be loaded whole", checkpoint=checked_uri, reason=str(error))
             return None
 
     return Fallback(f"checkpoint {uri if _is_path(uri) else checked_uri}", load, "checkpoint", checked_uri, chunks)
@@ -243,7 +243,7 @@ def run_fallbacks(
     """
     failures = list(reasons)
     for fallback in fallbacks:
-        log.warning("falling back", to=fallback.name, because=str(failures[-1]) if failures else "")
+        log.warning("falling back", to=fallback.name, reason=str(failures[-1]) if failures else "")
         try:
             if fallback.load_out_of_place is not None and load_out_of_place is not None:
                 load_out_of_place(fallback)

@@ -1,6 +1,6 @@
 """The image of a running instance without its module: forked into plain memory. Runs on the target.
 
-For whoever wants the bytes of an image and not the model: `rfork snapshot`, `rfork artifacts`.
+For whoever wants the bytes of an image and not the model: `rfork snapshot`, `rfork cache`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def fetch_with_report(
     until = time.monotonic() + settings.deadline_s
     # What passes through maps nothing: its source would keep files of the chunks ever after, laid out for a
     # reader that has gone and not for the instances to come.
-    settings = settings.model_copy(update={"shared_memory": "copy"})
+    settings = settings.model_copy(update={"shm_mode": "copy"})
     with connect() as planner:
         layout = _layout(planner, source_instance, settings, until)
     if check is not None:
@@ -85,8 +85,9 @@ def fetch_with_report(
             source_instance.rank,
             version=source_instance.version,
             replica=f"fetch-{uuid4().hex[:12]}",
+            egress_share=TRANSIENT_EGRESS_SHARE,
         ),
-        settings.model_copy(update={"weight": TRANSIENT_EGRESS_SHARE, "snapshot": None, "deadline_s": left}),
+        settings.model_copy(update={"snapshot": None, "deadline_s": left}),
         select_transports(settings),
         planner=connect(),
         dial=_dial(settings),

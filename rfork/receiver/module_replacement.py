@@ -27,7 +27,7 @@ class ModuleReplacement:
         self,
         image: Image,
         seed: Seed,
-        keeper: ChunkPersister,
+        persister: ChunkPersister,
         derived: DerivedTensors | None,
         exclude: Sequence[str],
         version_of_loaded: Callable[[], VersionOf | None],
@@ -39,7 +39,7 @@ class ModuleReplacement:
         """Whether the seed gives that one now: it has the layout that the first one had."""
         self._image = image
         self._seed = seed
-        self._keeper = keeper
+        self._persister = persister
         self._derived = derived
         self._exclude = exclude
         self._version_of_loaded = version_of_loaded
@@ -52,7 +52,7 @@ class ModuleReplacement:
         """
         if fallback.load_out_of_place is None:
             raise ValueError(f"{fallback.name} loads in place")
-        self._keeper.pause()
+        self._persister.pause()
         self._seed.release_memory()
         if self._derived is not None:
             self._derived.restore()
@@ -70,7 +70,7 @@ class ModuleReplacement:
             self._image.rebind(image)
             self._seed.memory_restored(self._version_of_loaded())
         except RforkError as error:
-            log.warning("not a seed: what was loaded cannot be given", because=str(error))
+            log.warning("not a seed: what was loaded cannot be given", reason=str(error))
         except Exception:  # a bug here is no reason not to serve what is loaded
             log.exception("not a seed: what was loaded cannot be given")
         else:

@@ -68,7 +68,7 @@ class PlanRequester:
         offers: StorageCandidates,
         dial: Dial,
         settings: InstanceSettings,
-        watch: PhaseTimer,
+        timer: PhaseTimer,
         deadline: Deadline,
     ) -> None:
         self._fork_id = fork_id
@@ -77,7 +77,7 @@ class PlanRequester:
         self._offers = offers
         self._dial = dial
         self._settings = settings
-        self._watch = watch
+        self._timer = timer
         self._deadline = deadline
         self.reasons: list[RforkError] = []
         """Why this instance was sent to its own storage; the last says it best."""
@@ -117,7 +117,7 @@ class PlanRequester:
         request = ForkRequest(
             fork_id=self._fork_id, instance=self._seed.report(), faults=faults, current_assignments=current
         )
-        with self._watch.phase("plan"):
+        with self._timer.phase("plan"):
             # Who reads already goes on with that, and asks again by itself.
             try:
                 if self._had_sources:
@@ -164,11 +164,11 @@ class PlanRequester:
                     hopeless, pause_s = now - away_since >= timeout_s, RETRY_INTERVAL_S
                 if hopeless:
                     raise
-                log.info("the planner is asked again", because=str(error))
+                log.info("the planner is asked again", reason=str(error))
             time.sleep(min(pause_s, max(0.0, self._deadline.monotonic_time - time.monotonic())))
 
     def _open_candidates(self) -> bool:
-        with self._watch.phase("offer"):
+        with self._timer.phase("offer"):
             return self._offers.open()
 
     def _explain_mismatch(self, plan: Plan) -> None:

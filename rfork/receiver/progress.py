@@ -39,17 +39,17 @@ class ProgressReporter:
         self,
         fork_id: str,
         planner: PlannerClient,
-        puller: Transfer,
-        board: ChunkState,
-        watch: PhaseTimer,
+        transfer: Transfer,
+        chunk_state: ChunkState,
+        timer: PhaseTimer,
         on_progress: OnProgress | None,
     ) -> None:
         self.meter = ThroughputMeter()
         self._fork_id = fork_id
         self._planner = planner
-        self._puller = puller
-        self._board = board
-        self._watch = watch
+        self._transfer = transfer
+        self._chunk_state = chunk_state
+        self._timer = timer
         self._on_progress = on_progress
         self._done = threading.Event()
         self._latest: ForkProgress | None = None
@@ -81,18 +81,18 @@ class ProgressReporter:
         while True:
             last = self._done.wait(POLL_INTERVAL_S)
             now = time.monotonic()
-            shares = self._puller.shares
+            shares = self._transfer.shares
             bytes_by_source = {share.source_id: share.verified_bytes for share in shares}
-            self.meter.add(now, self._puller.measurable_bytes, measurable_bytes(bytes_by_source))
+            self.meter.add(now, self._transfer.measurable_bytes, measurable_bytes(bytes_by_source))
             self._latest = progress = ForkProgress(
-                verified=self._board.verified,
-                bytes_read=self._puller.bytes_read,
+                verified=self._chunk_state.verified,
+                bytes_read=self._transfer.bytes_read,
                 bytes_per_s=self.meter.last,
                 sources=bytes_by_source,
                 source_bytes_per_s=top_rates(self.meter.last_sources),
                 link_bytes_per_s=self.meter.best,
                 transports=transports_by_source(shares),
-                phases={phase: round(seconds, 4) for phase, seconds in self._watch.phases.items()},
+                phases={phase: round(seconds, 4) for phase, seconds in self._timer.phases.items()},
             )
             self._run_callback(progress)
             if last:
@@ -108,21 +108,21 @@ class ProgressReporter:
             ack = self._planner.progress(self._fork_id, progress)
         except PlannerRejected as error:
             if error.problem == "unknown-fork":
-                self._puller.request_replan("the planner does not know this fork")
+                self._transfer.request_replan("the planner does not know this fork")
             else:
                 log.warning("progress refused, so leases will run out", detail=str(error))
         except PlannerUnreachable as error:
             log.debug("progress not told", detail=str(error))
         else:
-            self._puller.update_leases(ack.leases)
+            self._transfer.update_leases(ack.leases)
             if ack.replan_suggested is not None:
-                self._puller.request_replan(ack.replan_suggested)
+                self._transfer.request_replan(ack.replan_suggested)
 
     def _run_callback(self, progress: ForkProgress) -> None:
         if self._on_progress is None:
             return
         try:
-            self._on_progress(progress, self._board.chunks.image_bytes)
+            self._on_progress(progress, self._chunk_state.chunks.image_bytes)
         except Exception:  # what shows the progress may fail; the planner is told of it all the same
             log.exception("progress not shown, and not shown again")
             self._on_progress = None

@@ -31,10 +31,10 @@ class ReadWorkers:
     def __init__(
         self,
         image: Image,
-        board: ChunkState,
+        chunk_state: ChunkState,
         settings: InstanceSettings,
-        schedule: ChunkScheduler,
-        digests: ChunkVerifier,
+        scheduler: ChunkScheduler,
+        verifier: ChunkVerifier,
         intake: SourceEventHandler,
         changed: threading.Condition,
         deadline: Deadline,
@@ -42,11 +42,11 @@ class ReadWorkers:
         self.bytes_read = 0
         """Bytes of the chunks that arrived so far, right or wrong."""
         self._image = image
-        self._board = board
+        self._chunk_state = chunk_state
         self._settings = settings
-        self._schedule = schedule
-        self._digests = digests
-        self._intake = intake
+        self._scheduler = scheduler
+        self._verifier = verifier
+        self._event_handler = intake
         self._sources = intake.sources
         self._changed = changed
         self._deadline = deadline
@@ -78,81 +78,81 @@ class ReadWorkers:
         while True:
             with self._changed:
                 read = None
-                while not self._stopping and (read := self._schedule.next_read(self._limit_for)) is None:
+                while not self._stopping and (read := self._scheduler.next_read(self._limit_for)) is None:
                     self._changed.wait()
                 if read is None:
                     return
-                feed = self._sources.find(read.source_id)
+                source = self._sources.find(read.source_id)
                 window = self._limit_for(read.source_id)
             error: RforkError | None = None
             digest: bytes | None = None
             try:
-                if feed is None:
+                if source is None:
                     raise SourceUnavailable("the source was given up")
-                digest = self._fetch(feed, read, window)
+                digest = self._fetch(source, read, window)
             except RforkError as caught:
                 error = caught
             except Exception as caught:  # out of memory, or a bug: this side's failure, and not a hang
                 log.exception("reader failed", source=read.source_id[:8])
                 error = TargetError(f"{type(caught).__name__}: {caught}")
             with self._changed:
-                self._complete(feed, read, digest, error)
+                self._complete(source, read, digest, error)
 
     def _limit_for(self, source_id: str) -> int:
         """Most reads under way from a source; the caller holds the lock."""
-        feed = self._sources.find(source_id)
-        return self._pace.window("" if feed is None else feed.transport)
+        source = self._sources.find(source_id)
+        return self._pace.window("" if source is None else source.transport)
 
-    def _fetch(self, feed: ChunkSource, read: ChunkRead, window: int) -> bytes | None:
+    def _fetch(self, source: ChunkSource, read: ChunkRead, window: int) -> bytes | None:
         """Read one chunk; returns its digest, where that is wanted. `window`: the source's, before."""
         begin, end = self._chunks[read.chunk]
         timeout_s = self._settings.source_idle_timeout_s + (end - begin) / self._settings.min_source_bytes_per_s
         began = time.monotonic()
-        feed.read(begin, end, min(began + timeout_s, self._deadline.monotonic_time))
+        source.read(begin, end, min(began + timeout_s, self._deadline.monotonic_time))
         with self._changed:
             self.bytes_read += end - begin
-            inflight = self._schedule.inflight_with(read)
-            if isinstance(feed, StorageSource):
+            inflight = self._scheduler.inflight_with(read)
+            if isinstance(source, StorageSource):
                 # It reads ahead, so a chunk takes as long as it took since the one before.
-                began, inflight = feed.last_progress_at, 0
-            feed.last_progress_at = time.monotonic()
-            self._pace.record_chunk(end - begin, feed.last_progress_at - began, inflight)
+                began, inflight = source.last_progress_at, 0
+            source.last_progress_at = time.monotonic()
+            self._pace.record_chunk(end - begin, source.last_progress_at - began, inflight)
             if self._limit_for(read.source_id) > window:
                 self._changed.notify_all()
-        wanted = self._settings.verify_chunks or isinstance(feed, StorageSource)
+        wanted = self._settings.verify_chunks or isinstance(source, StorageSource)
         return self._image.digest(read.chunk) if wanted else None
 
     def _complete(
-        self, feed: ChunkSource | None, read: ChunkRead, digest: bytes | None, error: RforkError | None
+        self, source: ChunkSource | None, read: ChunkRead, digest: bytes | None, error: RforkError | None
     ) -> None:
         """A read has ended; the caller holds the lock. What the chunk must hold is asked only now."""
-        if error is None and feed is not None:
+        if error is None and source is not None:
             try:
-                right = self._verify(feed, read, digest)
+                right = self._verify(source, read, digest)
             except RforkError as caught:
                 error = caught
             else:
                 begin, end = self._chunks[read.chunk]
-                if isinstance(feed, StorageSource):
-                    self._digests.mark_from_local_files(read.chunk)
-                self._board.mark_verified(read.chunk, right)
-                self._schedule.verified(read)
-                self._sources.record_verified(feed.source_id, feed.host, feed.transport, 1, end - begin)
+                if isinstance(source, StorageSource):
+                    self._verifier.mark_from_local_files(read.chunk)
+                self._chunk_state.mark_verified(read.chunk, right)
+                self._scheduler.verified(read)
+                self._sources.record_verified(source.source_id, source.host, source.transport, 1, end - begin)
                 # One chunk less is news for the caller's thread only, and only if it was the last.
-                if self._schedule.complete:
+                if self._scheduler.complete:
                     self._changed.notify_all()
                 return
-        self._schedule.dropped(read)
-        if feed is not None and error is not None:
-            self._intake.fail(feed, error)
+        self._scheduler.dropped(read)
+        if source is not None and error is not None:
+            self._event_handler.fail(source, error)
         self._changed.notify_all()
 
-    def _verify(self, feed: ChunkSource, read: ChunkRead, digest: bytes | None) -> bytes | None:
+    def _verify(self, source: ChunkSource, read: ChunkRead, digest: bytes | None) -> bytes | None:
         """The right digest of a chunk, which is also what was read."""
-        expected = self._digests.expected(read.source_id, read.chunk)
+        expected = self._verifier.expected(read.source_id, read.chunk)
         if digest is None:
             return expected
         if expected is not None and digest != expected:
-            text = f"{feed.address}: chunk {read.chunk} does not match its digest"
-            raise StorageError(text) if isinstance(feed, StorageSource) else SourceCorrupt(text)
+            text = f"{source.address}: chunk {read.chunk} does not match its digest"
+            raise StorageError(text) if isinstance(source, StorageSource) else SourceCorrupt(text)
         return digest

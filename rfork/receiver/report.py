@@ -222,29 +222,29 @@ def transports_by_source(shares: Sequence[SourceShare]) -> dict[str, str]:
 
 def build_fork_result(
     outcome: types.Outcome,
-    watch: PhaseTimer,
-    pulled: TransferStats,
+    timer: PhaseTimer,
+    stats: TransferStats,
     meter: ThroughputMeter,
     reasons: Sequence[BaseException],
     report: ForkReport | None,
 ) -> ForkResult:
     """What the planner is told at the end; without a report what was pulled before it failed."""
-    sources = report.sources if report is not None else pulled.sources
+    sources = report.sources if report is not None else stats.sources
     return ForkResult(
         outcome=outcome,
-        seconds=watch.seconds,
-        bytes_read=pulled.bytes_read,
+        seconds=timer.seconds,
+        bytes_read=stats.bytes_read,
         # What was still here was given by nobody.
         sources={share.source_id: share.verified_bytes for share in sources if share.source_id != RESUME_SOURCE_ID},
         fallback=report.fallback if report is not None else None,
         efficiency=report.efficiency if report is not None else None,
         reasons=tuple(f"{type(error).__name__}: {error}" for error in reasons),
-        bytes_repeated=pulled.bytes_repeated,
-        replans=pulled.replans,
+        bytes_repeated=stats.bytes_repeated,
+        replans=stats.replans,
         link_bytes_per_s=meter.best,
         source_bytes_per_s=top_rates(meter.best_sources),
         transports=transports_by_source(sources),
-        phases=phase_seconds(watch, pulled),
+        phases=phase_seconds(timer, stats),
     )
 
 
@@ -254,7 +254,7 @@ def current_trace_id() -> str | None:
     return context.trace_id if context is not None and context.sampled else None
 
 
-def phase_seconds(watch: PhaseTimer, pulled: TransferStats) -> dict[str, float]:
+def phase_seconds(timer: PhaseTimer, stats: TransferStats) -> dict[str, float]:
     """Seconds by phase, to a tenth of a millisecond."""
-    resumed = {"resume": pulled.resume_s} if pulled.resume_s else {}
-    return {phase: round(seconds, 4) for phase, seconds in (resumed | watch.phases).items()}
+    resumed = {"resume": stats.resume_s} if stats.resume_s else {}
+    return {phase: round(seconds, 4) for phase, seconds in (resumed | timer.phases).items()}

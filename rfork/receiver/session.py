@@ -77,7 +77,7 @@ class ForkSession:
     """Fills one module's tensors. Call `run` once.
 
     `fallbacks`, best first, are what this instance could read by itself. A planner that knows of no
-    source is offered them (unless `settings.cold_start` is ``own``), and may elect it to read one of
+    source is offered them (unless `settings.cold_start` is ``independent``), and may elect it to read one of
     them for all that wait; they are tried in order once nothing else works. Without a planner they are
     all there is.
     """
@@ -121,9 +121,9 @@ class ForkSession:
         self._like = like
         self._fork_id = uuid4().hex
         self._tracer = tracer or process_tracer()
-        self._watch = PhaseTimer(self._tracer)
+        self._timer = PhaseTimer(self._tracer)
         self._meter = ThroughputMeter()
-        self._puller: Transfer | None = None
+        self._transfer: Transfer | None = None
         self._storage_reasons: Sequence[RforkError] = ()  # why it was sent to its own storage
         self._deadline = Deadline(time.monotonic() + settings.deadline_s)
 
@@ -149,31 +149,31 @@ class ForkSession:
             return report
 
     def _run(self) -> ForkReport:
-        with self._watch.phase("capture"):
+        with self._timer.phase("capture"):
             image = capture(self._module, exclude=self._exclude, like=self._like)
             if not image.layout.image_bytes:
                 raise UnsupportedTensor("(all)", "the module has no tensor with bytes, so there is nothing to fork")
             check_writable(image)
             derived = DerivedTensors(self._module, image) if self._fallbacks else None
             log.debug("captured", model=self._identity.model, layout=image.layout.layout_id)
-        board = ChunkState(image.layout.chunks)
+        chunk_state = ChunkState(image.layout.chunks)
         # Before the seed, whose threads and sockets would outlive an error here.
-        keeper = ChunkPersister(self._settings.resume_dir, self._identity, image, board)
+        persister = ChunkPersister(self._settings.resume_dir, self._identity, image, chunk_state)
         seed = Seed(
             image,
             self._identity,
             self._settings,
             self._transports,
-            board=board,
+            chunk_state=chunk_state,
             planner=self._planner,
             serve_peer=self._serve_peer,
             tracer=self._tracer,
         ).start()
         reasons: list[RforkError] = []
         try:
-            keeper.start()
-            report = self._transfer_or_fallback(image, board, seed, keeper, derived, reasons)
-            keeper.close(remove=True)
+            persister.start()
+            report = self._transfer_or_fallback(image, chunk_state, seed, persister, derived, reasons)
+            persister.close(remove=True)
             return report
         except BaseException as error:
             ended: Outcome = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
@@ -182,7 +182,7 @@ class ForkSession:
             try:
                 self._finish(ended, known or (*reasons, reported_error))
             finally:
-                keeper.close(remove=False)
+                persister.close(remove=False)
                 late = time.monotonic() >= self._deadline.monotonic_time
                 seed.close(leave_s=FINAL_REPORT_S if late else STOP_S)
             if reported_error is not error:
@@ -192,29 +192,29 @@ class ForkSession:
     def _transfer_or_fallback(
         self,
         image: Image,
-        board: ChunkState,
+        chunk_state: ChunkState,
         seed: Seed,
-        keeper: ChunkPersister,
+        persister: ChunkPersister,
         derived: DerivedTensors | None,
         reasons: list[RforkError],
     ) -> ForkReport:
         used_fallback: Fallback | None = None
         replacing = ModuleReplacement(
-            image, seed, keeper, derived, self._exclude, lambda: self._version_of_loaded(seed, reasons)
+            image, seed, persister, derived, self._exclude, lambda: self._version_of_loaded(seed, reasons)
         )
         try:
-            self._pull(image, board, seed, keeper, derived, reasons, replacing)
+            self._run_transfer(image, chunk_state, seed, persister, derived, reasons, replacing)
             if self._on_filled is not None:
                 self._on_filled()
         except ModuleReplaced as loaded:
             used_fallback = loaded.fallback
         except (ForkFailed, NetworkError, DeadlineExceeded, EngineMismatch) as error:
             reasons.append(error)
-            keeper.pause()
+            persister.pause()
             # Whoever reads from this relay must not see what the fallback writes over it.
             seed.fence()
-            with self._watch.phase("fallback") as span:
-                span.set(because=f"{error.kind}: {error}")
+            with self._timer.phase("fallback") as span:
+                span.set(reason=f"{error.kind}: {error}")
                 used_fallback = run_fallbacks(
                     self._module, derived, self._fallbacks_of(seed, reasons), reasons, replacing.load
                 )
@@ -225,15 +225,15 @@ class ForkSession:
         else:
             can_serve = used_fallback is None or image.shares_memory_with(capture(self._module, exclude=self._exclude))
         if used_fallback is None:
-            read_files = any(share.transport in ("checkpoint", "loader") for share in self._pulled.sources)
+            read_files = any(share.transport in ("checkpoint", "loader") for share in self._transfer_stats.sources)
             rename = self._version_of_loaded(seed, reasons) if read_files else None
             if rename is not None and seed.manifest is not None:
                 seed.version = rename(seed.manifest)
             seed.serve()
         elif can_serve and not replacing.replaced:
-            with self._watch.phase("digest"):
+            with self._timer.phase("digest"):
                 seed.publish(version=self._version_of_loaded(seed, reasons))
-        report = self._report(image, board, seed, used_fallback, reasons)
+        report = self._report(image, chunk_state, seed, used_fallback, reasons)
         if can_serve:
             # Before the end: who asks between the two would find one that has nothing and waits for nobody.
             seed.wait_report_acked(REPORT_TIMEOUT_S)
@@ -280,7 +280,7 @@ class ForkSession:
         try:
             self._check_files()
         except (CheckpointError, StorageError) as error:
-            log.warning("served as a version of its own", because=str(error))
+            log.warning("served as a version of its own", reason=str(error))
             reasons.append(error)
             return seed.version_by_content
         if not seed.adopts_version or (seed.version is not None and is_unnamed(seed.version)):
@@ -290,15 +290,15 @@ class ForkSession:
     def _report(
         self,
         image: Image,
-        board: ChunkState,
+        chunk_state: ChunkState,
         seed: Seed,
         used_fallback: Fallback | None,
         reasons: Sequence[RforkError],
     ) -> ForkReport:
-        manifest, layout, pulled = seed.manifest, image.layout, self._pulled
-        phases = phase_seconds(self._watch, pulled)
+        manifest, layout, stats = seed.manifest, image.layout, self._transfer_stats
+        phases = phase_seconds(self._timer, stats)
         transfer_s = phases.get("transfer", 0.0)
-        fetched = layout.image_bytes - pulled.resumed_bytes
+        fetched = layout.image_bytes - stats.resumed_bytes
         return ForkReport(
             fork_id=self._fork_id,
             instance_id=self._identity.instance_id,
@@ -311,15 +311,15 @@ class ForkSession:
             weights_id=manifest.weights_id if manifest is not None else "",
             image_bytes=layout.image_bytes,
             chunks=len(layout.chunks),
-            chunks_verified=len(board) if self._settings.verify_chunks or used_fallback is not None else 0,
-            seconds=self._watch.seconds,
+            chunks_verified=len(chunk_state) if self._settings.verify_chunks or used_fallback is not None else 0,
+            seconds=self._timer.seconds,
             phases=phases,
-            bytes_read=pulled.bytes_read,
-            bytes_repeated=pulled.bytes_repeated,
-            replans=pulled.replans,
-            sources=pulled.sources
+            bytes_read=stats.bytes_read,
+            bytes_repeated=stats.bytes_repeated,
+            replans=stats.replans,
+            sources=stats.sources
             if used_fallback is None
-            else add_fallback_share(pulled.sources, used_fallback, layout, self._settings.node_name),
+            else add_fallback_share(stats.sources, used_fallback, layout, self._settings.node_name),
             link_bytes_per_s=self._meter.best,
             efficiency=self._meter.efficiency(fetched, transfer_s) if used_fallback is None else None,
             fallback=used_fallback.name if used_fallback is not None else None,
@@ -337,19 +337,19 @@ class ForkSession:
             return "none"
         if used_fallback is not None or version is None or is_unnamed(version) or not seed.adopts_version:
             return "own"
-        sources = [share.source_id for share in self._pulled.sources if share.source_id != RESUME_SOURCE_ID]
+        sources = [share.source_id for share in self._transfer_stats.sources if share.source_id != RESUME_SOURCE_ID]
         return "served" if any(source_kind(source_id) == "peer" for source_id in sources) else "own"
 
     @property
-    def _pulled(self) -> TransferStats:
-        return self._puller.pulled if self._puller is not None else TransferStats(0, 0, 0, ())
+    def _transfer_stats(self) -> TransferStats:
+        return self._transfer.stats if self._transfer is not None else TransferStats(0, 0, 0, ())
 
-    def _pull(
+    def _run_transfer(
         self,
         image: Image,
-        board: ChunkState,
+        chunk_state: ChunkState,
         seed: Seed,
-        keeper: ChunkPersister,
+        persister: ChunkPersister,
         derived: DerivedTensors | None,
         reasons: list[RforkError],
         replacing: ModuleReplacement,
@@ -357,7 +357,7 @@ class ForkSession:
         planner, chosen = self._planner, self._settings
         if planner is None:
             raise NoSource("no planner is set", hint="set RFORK_PLANNER or pass planner=")
-        shared = derived is not None and chosen.cold_start == "share"
+        shared = derived is not None and chosen.cold_start == "cooperative"
         fallbacks = self._fallbacks if shared else ()
         timeout_s = min(chosen.storage_idle_timeout_s, chosen.deadline_s)
         with StorageCandidates(
@@ -372,7 +372,7 @@ class ForkSession:
             self._tracer,
             self._check_files,
         ) as offers:
-            opening = SourceFactory(
+            source_factory = SourceFactory(
                 image,
                 {transport.name: transport for transport in self._transports},
                 self._dial,
@@ -383,34 +383,34 @@ class ForkSession:
                 self._tracer,
             )
             plan_requester = PlanRequester(
-                self._fork_id, planner, seed, offers, self._dial, chosen, self._watch, self._deadline
+                self._fork_id, planner, seed, offers, self._dial, chosen, self._timer, self._deadline
             )
             self._storage_reasons = plan_requester.reasons
-            puller = self._puller = Transfer(
+            transfer = self._transfer = Transfer(
                 image,
-                board,
+                chunk_state,
                 chosen,
                 identity=(self._identity.instance_id, chosen.node_name),
-                opening=opening,
+                source_factory=source_factory,
                 replan=plan_requester,
                 run_loader=offers.run_loader,
                 serving_state=seed,
                 deadline=self._deadline,
-                spool=keeper.spool,
+                spool=persister.spool,
             )
-            reporter = ProgressReporter(self._fork_id, planner, puller, board, self._watch, self._on_progress)
+            reporter = ProgressReporter(self._fork_id, planner, transfer, chunk_state, self._timer, self._on_progress)
             self._meter = reporter.meter
             try:
-                with reporter.running(), self._watch.phase("transfer"):
-                    puller.run()
+                with reporter.running(), self._timer.phase("transfer"):
+                    transfer.run()
             finally:
-                reasons.extend((*offers.reasons, *self._storage_reasons, *puller.reasons))
+                reasons.extend((*offers.reasons, *self._storage_reasons, *transfer.reasons))
 
     def _finish(self, outcome: Outcome, reasons: Sequence[BaseException], report: ForkReport | None = None) -> None:
         """Tell the planner how it ended, which also gives the leases back. Best effort: leases expire."""
         if self._planner is None:
             return
-        finish = build_fork_result(outcome, self._watch, self._pulled, self._meter, reasons, report)
+        finish = build_fork_result(outcome, self._timer, self._transfer_stats, self._meter, reasons, report)
         try:
             self._planner.finish(self._fork_id, finish, deadline=final_report_deadline(self._deadline.monotonic_time))
         except (PlannerUnreachable, PlannerRejected) as error:

@@ -34,15 +34,15 @@ class SourceEventHandler:
     def __init__(
         self,
         changed: threading.Condition,
-        board: ChunkState,
-        schedule: ChunkScheduler,
-        digests: ChunkVerifier,
-        opening: SourceFactoryProtocol,
-        resume: SpoolSource,
+        chunk_state: ChunkState,
+        scheduler: ChunkScheduler,
+        verifier: ChunkVerifier,
+        source_factory: SourceFactoryProtocol,
+        spool_source: SpoolSource,
         deadline: Deadline,
     ) -> None:
         """`changed` is the puller's lock and its bell; `deadline` the fork's own."""
-        self.sources = ActiveSources(schedule, digests, opening, self)
+        self.sources = ActiveSources(scheduler, verifier, source_factory, self)
         self.stopping = False
         """Whether the fork is over: who fails now is not at fault."""
         self.expected: str | None = None
@@ -52,12 +52,12 @@ class SourceEventHandler:
         self._version: str | None = None
         """The version of the plan."""
         self._cond = changed
-        self._board = board
-        self._schedule = schedule
-        self._digests = digests
-        self._resume = resume
+        self._chunk_state = chunk_state
+        self._scheduler = scheduler
+        self._verifier = verifier
+        self._spool_source = spool_source
         self._deadline = deadline
-        self._count = len(board.chunks)
+        self._count = len(chunk_state.chunks)
 
     # -- what the puller does; it holds the lock -------------------------------------------------------
 
@@ -78,17 +78,17 @@ class SourceEventHandler:
     def weights_changing(self) -> bool:
         """Whether the weights that were read change at their source: others will soon be had there."""
         known = (
-            self._digests.manifest is not None or self.expected is not None or self._abandoned_weights_id is not None
+            self._verifier.manifest is not None or self.expected is not None or self._abandoned_weights_id is not None
         )
         return known and self.sources.weights_changing
 
     def restart(self) -> bool:
         """Drop what was begun of weights that nobody gives any more; whether there was anything."""
-        manifest = self._digests.manifest
+        manifest = self._verifier.manifest
         if manifest is None:
             return False
         self._abandoned_weights_id = manifest.weights_id
-        if chunks := self._digests.restart():
+        if chunks := self._verifier.restart():
             why = f"the weights changed at the source: started over, {chunks} chunks are compared anew"
             log.warning("started over", chunks=chunks, weights_id=self._abandoned_weights_id)
             self.sources.reasons.append(SourceWeightsChanged(why))
@@ -96,7 +96,7 @@ class SourceEventHandler:
 
     def is_other_version(self, plan: Plan) -> bool:
         """Whether a plan is of other weights than those that were begun: of another version."""
-        manifest = self._digests.manifest
+        manifest = self._verifier.manifest
         if manifest is None:
             return False
         if plan.weights_id is None:
@@ -119,16 +119,16 @@ class SourceEventHandler:
         """See `rfork.receiver.source.SourceListener`; every source must hold the bytes that the first one named."""
         with self._cond:
             self._require_active(source)
-            known = self._digests.manifest
-            begun = len(self._board) > 0 or self._schedule.in_flight > 0
+            known = self._verifier.manifest
+            begun = len(self._chunk_state) > 0 or self._scheduler.in_flight > 0
             expected = known.weights_id if known and begun else self.expected
             if expected not in (None, manifest.weights_id):
                 raise SourceWeightsChanged(
                     f"{source.address}: holds weights {manifest.weights_id}, this fork is of {expected}"
                 )
-            self._digests.set_manifest(manifest)
+            self._verifier.set_manifest(manifest)
             if known is None or known.weights_id != manifest.weights_id:
-                self._resume.set_manifest(manifest)
+                self._spool_source.set_manifest(manifest)
             self._cond.notify_all()
 
     def on_provisional_digests(self, source: ChunkSource, provisional_id: str, digests: Mapping[int, bytes]) -> None:
@@ -136,13 +136,13 @@ class SourceEventHandler:
         with self._cond:
             self._require_active(source)
             alone = not self.sources.others_have_work(source)
-            self._digests.add_provisional_digests(source.source_id, provisional_id, digests, alone=alone)
+            self._verifier.add_provisional_digests(source.source_id, provisional_id, digests, alone=alone)
 
     def on_chunks_available(self, source: ChunkSource, chunks: tuple[Range, ...]) -> None:
         """See `rfork.receiver.source.SourceListener`."""
         with self._cond:
             if self.sources.find(source.source_id) is source:
-                self._schedule.mark_available(source.source_id, chunks)
+                self._scheduler.mark_available(source.source_id, chunks)
                 self._cond.notify_all()
 
     def next_chunks(self, source: ChunkSource, count: int) -> tuple[Sequence[int], Sequence[int]]:
@@ -150,7 +150,7 @@ class SourceEventHandler:
         with self._cond:
             if self.sources.find(source.source_id) is not source:
                 return (), ()
-            return self._schedule.upcoming(source.source_id, count)
+            return self._scheduler.upcoming(source.source_id, count)
 
     def on_transport_unavailable(self, source: ChunkSource, error: TransportUnavailable) -> None:
         """See `rfork.receiver.source.SourceListener`."""
@@ -172,7 +172,7 @@ class SourceEventHandler:
     def digests_to_compare(self) -> Mapping[int, bytes]:
         """See `rfork.receiver.source.SourceListener`."""
         with self._cond:
-            return self._digests.digests_to_compare()
+            return self._verifier.digests_to_compare()
 
     def on_local_files(
         self, source: ChunkSource, origin: str, compared: Mapping[int, bytes], *, agrees: bool
@@ -180,18 +180,18 @@ class SourceEventHandler:
         """See `rfork.receiver.source.SourceListener`."""
         with self._cond:
             self._require_active(source)
-            left = self._digests.verify_local_files(source.source_id, origin, compared, agrees=agrees)
+            left = self._verifier.verify_local_files(source.source_id, origin, compared, agrees=agrees)
             self._cond.notify_all()
             return left
 
-    def _require_active(self, feed: ChunkSource) -> None:
-        if self.sources.find(feed.source_id) is not feed:
-            raise SourceUnavailable(f"{feed.address}: was given up")
+    def _require_active(self, source: ChunkSource) -> None:
+        if self.sources.find(source.source_id) is not source:
+            raise SourceUnavailable(f"{source.address}: was given up")
 
-    def fail(self, feed: ChunkSource, error: RforkError) -> None:
+    def fail(self, source: ChunkSource, error: RforkError) -> None:
         """Give up on a source; the caller holds the lock. Past the deadline nobody but time is at fault."""
         if not self.stopping and time.monotonic() < self._deadline.monotonic_time:
-            self.sources.fail(feed, error)
+            self.sources.fail(source, error)
         self._cond.notify_all()
 
 

@@ -50,10 +50,10 @@ class SpoolSource:
         self,
         spool: Spool | None,
         image: Image,
-        board: ChunkState,
+        chunk_state: ChunkState,
         settings: InstanceSettings,
-        schedule: ChunkScheduler,
-        digests: ChunkVerifier,
+        scheduler: ChunkScheduler,
+        verifier: ChunkVerifier,
         changed: threading.Condition,
     ) -> None:
         """Without a spool nothing is ever filled."""
@@ -61,10 +61,10 @@ class SpoolSource:
         """From the first chunk that was asked for to the last that came."""
         self._spool = spool
         self._image = image
-        self._board = board
+        self._chunk_state = chunk_state
         self._settings = settings
-        self._schedule = schedule
-        self._digests = digests
+        self._scheduler = scheduler
+        self._verifier = verifier
         self._changed = changed
         self._chunks = image.layout.chunks
         self._share = SourceShare(RESUME_SOURCE_ID, settings.node_name, "file", 0, 0)
@@ -91,14 +91,14 @@ class SpoolSource:
         candidates = {
             chunk: digest
             for chunk, digest in sorted(self._spool.records.items())
-            if digest == manifest.digests[chunk] and chunk not in self._board
+            if digest == manifest.digests[chunk] and chunk not in self._chunk_state
         }
         if candidates:
             log.info("resuming", chunks=len(candidates), of=len(self._chunks), spool=str(self._spool.path))
             self._wanted = candidates
             self._known_at = time.monotonic()
             self._loaded, self._rate, self._fetched_before = 0, 0.0, self._fetched
-            self._schedule.reserve(RESUME_SOURCE_ID, candidates)
+            self._scheduler.reserve(RESUME_SOURCE_ID, candidates)
             self._changed.notify_all()
 
     def poll(self, now: float, fetched: int) -> None:
@@ -122,10 +122,10 @@ class SpoolSource:
         if self._rate:
             left_s = self._chunks.image_bytes / self._rate - seconds
             max_chunks = int(max(0.0, left_s) * self._loaded / seconds) // self._chunks.chunk_size
-            late = self._schedule.claimed[max_chunks:]
+            late = self._scheduler.reserved[max_chunks:]
             if late:
                 log.info("the spool is slower than the sources, which give its last chunks", chunks=len(late))
-                self._schedule.unreserve(late)
+                self._scheduler.unreserve(late)
                 self._changed.notify_all()
 
     def stop(self) -> None:
@@ -152,7 +152,7 @@ class SpoolSource:
         except OSError as error:
             with self._changed:
                 if not self._finished:  # else the fork is over, and the spool closed
-                    log.warning("the spool is left: it cannot be read", because=str(error))
+                    log.warning("the spool is left: it cannot be read", reason=str(error))
         except Exception:  # out of memory, or a bug: the sources have to give what is left
             log.exception("the spool is left")
         finally:
@@ -163,7 +163,7 @@ class SpoolSource:
     def _next(self) -> ChunkRead | None:
         with self._changed:
             while not self._finished:
-                read = self._loading = self._schedule.next_reserved()
+                read = self._loading = self._scheduler.next_reserved()
                 if read is not None:
                     self._began_at = self._advanced_at = time.monotonic()
                     return read
@@ -197,24 +197,24 @@ class SpoolSource:
         """A chunk was filled, or could not be; the caller holds the lock."""
         self.seconds += time.monotonic() - self._began_at
         # Asked only now: the manifest may be another than that of the claim.
-        manifest = self._digests.manifest
+        manifest = self._verifier.manifest
         if digest is not None and manifest is not None and manifest.digests[read.chunk] == digest:
             begin, end = self._chunks[read.chunk]
-            self._board.mark_verified(read.chunk, digest)
-            self._schedule.verified(read)
+            self._chunk_state.mark_verified(read.chunk, digest)
+            self._scheduler.verified(read)
             self._loading = None
             self._share = replace(
                 self._share,
                 verified_chunks=self._share.verified_chunks + 1,
                 verified_bytes=self._share.verified_bytes + end - begin,
             )
-            if self._schedule.complete:
+            if self._scheduler.complete:
                 self._changed.notify_all()
             return
         log.info("a kept chunk is not right: it is fetched", chunk=read.chunk)
         self._loading = None
-        self._schedule.dropped(read)
-        self._schedule.unreserve([read.chunk])
+        self._scheduler.dropped(read)
+        self._scheduler.unreserve([read.chunk])
         self._changed.notify_all()
 
     def _abandon(self) -> None:
@@ -223,6 +223,6 @@ class SpoolSource:
         with self._writing:  # a copy that is under way ends
             read, self._loading = self._loading, None
         if read is not None:
-            self._schedule.dropped(read)
-        self._schedule.unreserve()
+            self._scheduler.dropped(read)
+        self._scheduler.unreserve()
         self._changed.notify_all()

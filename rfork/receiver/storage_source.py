@@ -38,7 +38,7 @@ class StorageSource:
         find: Callable[[StorageAssignment], ImageStorage],
         image: Image,
         listener: SourceListener,
-        stall_s: float,
+        idle_timeout_s: float,
         settings: StorageSettings,
         *,
         instance_id: str,
@@ -55,7 +55,7 @@ class StorageSource:
         self._find = find
         self._image = image
         self._listener = listener
-        self._stall_s = stall_s
+        self._idle_timeout_s = idle_timeout_s
         self._storage: ImageStorage | None = None
         self._blocks = StoragePrefetcher(self.address, settings)
         self._closed = threading.Event()
@@ -94,7 +94,7 @@ class StorageSource:
     def check(self, now: float, *, starved: bool) -> RforkError | None:
         """A read that gives nothing for so long hangs: somebody else has to read."""
         idle = self._blocks.idle_seconds(now)
-        if idle > self._stall_s:
+        if idle > self._idle_timeout_s:
             return StorageError(f"{self.address}: gave nothing for {idle:.1f} s")
         return None
 

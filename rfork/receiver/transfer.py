@@ -64,38 +64,40 @@ class Transfer:
     def __init__(
         self,
         image: Image,
-        board: ChunkState,
+        chunk_state: ChunkState,
         settings: InstanceSettings,
         *,
         identity: tuple[str, str],
-        opening: SourceFactoryProtocol,
+        source_factory: SourceFactoryProtocol,
         replan: Replan,
         run_loader: RunLoader,
         serving_state: ServingState,
         deadline: Deadline,
         spool: Spool | None = None,
     ) -> None:
-        self._board = board
+        self._chunk_state = chunk_state
         self._settings = settings
         self._replan = replan
         self._serving_state = serving_state
         self._deadline = deadline
         self._chunks = image.layout.chunks
         self._changed = threading.Condition()
-        self._schedule = ChunkScheduler(len(self._chunks), board.verified)
-        self._digests = ChunkVerifier(image, board, self._schedule, serving_state)
-        self._resume = SpoolSource(spool, image, board, settings, self._schedule, self._digests, self._changed)
-        self._intake = SourceEventHandler(
-            self._changed, board, self._schedule, self._digests, opening, self._resume, deadline
+        self._scheduler = ChunkScheduler(len(self._chunks), chunk_state.verified)
+        self._verifier = ChunkVerifier(image, chunk_state, self._scheduler, serving_state)
+        self._spool_source = SpoolSource(
+            spool, image, chunk_state, settings, self._scheduler, self._verifier, self._changed
         )
-        self._sources = self._intake.sources
+        self._event_handler = SourceEventHandler(
+            self._changed, chunk_state, self._scheduler, self._verifier, source_factory, self._spool_source, deadline
+        )
+        self._sources = self._event_handler.sources
         self._workers = ReadWorkers(
-            image, board, settings, self._schedule, self._digests, self._intake, self._changed, deadline
+            image, chunk_state, settings, self._scheduler, self._verifier, self._event_handler, self._changed, deadline
         )
         self._elected_loader = ElectedLoader(
-            board,
-            self._schedule,
-            self._digests,
+            chunk_state,
+            self._scheduler,
+            self._verifier,
             self._sources,
             serving_state,
             run_loader,
@@ -118,32 +120,33 @@ class Transfer:
         raises.
         """
         self._workers.start()
-        self._resume.start()
+        self._spool_source.start()
         try:
             self._supervise()
         finally:
             with self._changed:
-                self._intake.stopping = True
-                feeds = self._sources.all_sources
+                self._event_handler.stopping = True
+                sources = self._sources.all_sources
             self._workers.stop()
-            self._resume.stop()
-            for feed in feeds:
-                feed.close()
+            self._spool_source.stop()
+            for source in sources:
+                source.close()
             self._workers.join()
-            for feed in feeds:
-                feed.join()
+            for source in sources:
+                source.join()
             self._serving_state.report_storage_activity(None)
-        return self.pulled
+        return self.stats
 
     @property
-    def pulled(self) -> TransferStats:
+    def stats(self) -> TransferStats:
         """What was done so far, also by a pull that failed."""
         repeated = sum(
-            times * (self._chunks[chunk][1] - self._chunks[chunk][0]) for chunk, times in self._schedule.rereads.items()
+            times * (self._chunks[chunk][1] - self._chunks[chunk][0])
+            for chunk, times in self._scheduler.rereads.items()
         )
-        shares = sorted((*self.shares, *self._resume.share), key=lambda share: -share.verified_bytes)
+        shares = sorted((*self.shares, *self._spool_source.share), key=lambda share: -share.verified_bytes)
         replans = max(0, self._plans - 1)
-        return TransferStats(self.bytes_read, repeated, replans, tuple(shares), self._resume.seconds)
+        return TransferStats(self.bytes_read, repeated, replans, tuple(shares), self._spool_source.seconds)
 
     @property
     def shares(self) -> tuple[SourceShare, ...]:
@@ -176,7 +179,7 @@ class Transfer:
         """Ask for a new plan soon; until there is one the old one holds. Nothing is given up for it."""
         with self._changed:
             if self._replan_reason is None:
-                log.info("a new plan is wanted", because=reason)
+                log.info("a new plan is wanted", reason=reason)
             self._replan_reason = reason
             self._changed.notify_all()
 
@@ -187,18 +190,18 @@ class Transfer:
             with self._changed:
                 retired = self._sources.pop_retired()
             # Outside the lock: closing a reader waits until nothing more of it can land.
-            for feed in retired:
-                feed.close()
+            for source in retired:
+                source.close()
             with self._changed:
-                if self._schedule.complete and self._digests.finalize_manifest():
+                if self._scheduler.complete and self._verifier.finalize_manifest():
                     return
                 now = time.monotonic()
                 self._check_timeouts(now)
                 if self._sources.any_retired:
                     continue
-                due = self._schedule.unassigned or self._replan_reason is not None
-                if self._schedule.complete or not due or now < retry_at:
-                    until = now + POLL_INTERVAL_S if self._schedule.complete or not due else retry_at
+                due = self._scheduler.unassigned or self._replan_reason is not None
+                if self._scheduler.complete or not due or now < retry_at:
+                    until = now + POLL_INTERVAL_S if self._scheduler.complete or not due else retry_at
                     self._changed.wait(
                         max(0.01, min(until, now + POLL_INTERVAL_S, self._deadline.monotonic_time) - now)
                     )
@@ -206,34 +209,34 @@ class Transfer:
             plan, refusal = self._request_plan()
             now = time.monotonic()
             loader_read = next((read for read in plan.storage if read.kind == "loader"), None) if plan else None
-            if loader_read is not None and not self._schedule.complete:
+            if loader_read is not None and not self._scheduler.complete:
                 self._plans += 1
                 self._replan_reason = None
-                self._resume.stop()  # the loader writes every byte
+                self._spool_source.stop()  # the loader writes every byte
                 self._elected_loader.load(loader_read)
                 no_source_since, retry_at = None, time.monotonic() + FIRST_RETRY_S
                 continue
             with self._changed:
-                if plan is not None and (plan.routes or plan.storage) and not self._intake.is_stale_plan(plan):
-                    if self._intake.is_other_version(plan):
-                        if self._schedule.in_flight:
+                if plan is not None and (plan.routes or plan.storage) and not self._event_handler.is_stale_plan(plan):
+                    if self._event_handler.is_other_version(plan):
+                        if self._scheduler.in_flight:
                             retry_at = now + MIN_REPLAN_INTERVAL_S  # what lands must not count for the next weights
                             continue
-                        self._intake.restart()
+                        self._event_handler.restart()
                     self._plans += 1
                     self._replan_reason, no_source_since = None, None
-                    self._intake.apply_plan(plan)
-                    plan_retry_s = plan.retry_after_s if self._schedule.unassigned else MIN_REPLAN_INTERVAL_S
+                    self._event_handler.apply_plan(plan)
+                    plan_retry_s = plan.retry_after_s if self._scheduler.unassigned else MIN_REPLAN_INTERVAL_S
                     retry_at = now + max(
                         MIN_REPLAN_INTERVAL_S, PARTIAL_PLAN_RETRY_S if plan_retry_s is None else plan_retry_s
                     )
                     continue
-                if self._schedule.in_flight or self._sources.has_work or not self._schedule.unassigned:
+                if self._scheduler.in_flight or self._sources.has_work or not self._scheduler.unassigned:
                     retry_at = now + PARTIAL_PLAN_RETRY_S  # others still give: no hurry
                     continue
                 plan_retry_s = plan.retry_after_s if plan is not None else FIRST_RETRY_S
-                changing = self._intake.weights_changing
-                if changing and plan_retry_s is None and self._intake.restart():
+                changing = self._event_handler.weights_changing
+                if changing and plan_retry_s is None and self._event_handler.restart():
                     continue  # it asks for any weights now
                 no_source_since = no_source_since or now
                 should_retry = changing or (plan_retry_s is not None and (plan is not None or self._plans > 0))
@@ -248,23 +251,23 @@ class Transfer:
             self._deadline.extend(last_block_at + self._settings.storage_idle_timeout_s)
         if now >= self._deadline.monotonic_time:
             raise DeadlineExceeded(
-                f"the deadline passed with {len(self._board)} of {len(self._chunks)} chunks verified"
+                f"the deadline passed with {len(self._chunk_state)} of {len(self._chunks)} chunks verified"
             )
         if self._timeouts_apply(now):
-            self._resume.poll(now, self.bytes_read)
+            self._spool_source.poll(now, self.bytes_read)
             self._sources.fail_stalled(now)
             if self._sources.find_stragglers(now):
                 self._changed.notify_all()
         at, relayed = self._sources.storage_activity or (None, False)
         self._serving_state.report_storage_activity((lambda: at) if at is not None else None, relayed=relayed)
-        if not self._schedule.complete:
+        if not self._scheduler.complete:
             self._complete_since = None
             return
         # All chunks are held, but not yet known to be of one image: whoever reads storage will say so.
         self._complete_since = self._complete_since or now
         if not self._sources.any_active or now - self._complete_since > 3 * self._settings.source_idle_timeout_s:
             self._complete_since = None
-            self._digests.invalidate_unconfirmed()
+            self._verifier.invalidate_unconfirmed()
 
     def _timeouts_apply(self, now: float) -> bool:
         """Whether silence counts: not right after this process itself stood still for a while.

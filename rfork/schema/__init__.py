@@ -1,7 +1,7 @@
-"""What instances and the planner say to one another over REST: the models both sides share.
+"""REST models shared by instances and the planner.
 
-Nothing here imports torch: the planner runs without it. Times are in seconds, sizes in bytes, chunk
-ranges are half-open pairs of chunk indices.
+Does not import torch: the planner runs without it. Times are in seconds, sizes in bytes; chunk ranges are
+half-open pairs of chunk indices.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What all wire models have in common."""
+"""Base class of all wire models."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from pydantic import BaseModel, ConfigDict
 
 
 class WireModel(BaseModel):
-    """Base of all wire models: unknown fields and infinite numbers are refused, values are frozen."""
+    """Base of all wire models: immutable; rejects unknown fields and infinite numbers."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)

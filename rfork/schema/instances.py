@@ -1,4 +1,4 @@
-"""What instances tell of themselves, and how the planner lists them."""
+"""Models of instances: their reports, and the planner's records."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from rfork.schema.types import (
 
 
 class Rank(WireModel):
-    """Where in a replica one process stands. All but `dp` is part of what is matched.
+    """Position of a process within a replica. All fields except `dp` must match between source and target.
 
-    Data-parallel replicas hold the same weights, so `dp` tells them apart without parting them.
+    Data-parallel replicas have the same weights, so they can fork from each other.
     """
 
     tp: RankIndex = Field(0, description="tensor parallel index")
-    tp_size: RankSize = Field(1, description="how many tensor parallel ranks a replica has")
+    tp_size: RankSize = Field(1, description="number of tensor parallel ranks")
     pp: RankIndex = Field(0, description="pipeline stage")
-    pp_size: RankSize = Field(1, description="how many pipeline stages a replica has")
+    pp_size: RankSize = Field(1, description="number of pipeline stages")
     ep: RankIndex = Field(0, description="expert parallel index")
-    ep_size: RankSize = Field(1, description="how many expert parallel ranks a replica has")
+    ep_size: RankSize = Field(1, description="number of expert parallel ranks")
     dp: RankIndex = Field(0, description="data parallel index; not matched")
     role: Literal["main", "speculative"] = Field(
         "main", description="`main`: the model itself; `speculative`: its draft model for speculative decoding"
@@ -46,88 +46,88 @@ class Rank(WireModel):
 
     @property
     def key(self) -> str:
-        """What must be equal for two ranks to fork from one another."""
+        """Key that two ranks must share to fork from each other."""
         return (
             f"{self.role}-tp{self.tp}of{self.tp_size}-pp{self.pp}of{self.pp_size}-ep{self.ep}of{self.ep_size}"
         )
 
 
 class Placement(WireModel):
-    """Where an instance runs; two with one `host` share a node."""
+    """Location of an instance. Instances with the same `host` share a node."""
 
-    host: Label = Field(min_length=1, description="name of its node")
-    rack: Label | None = Field(None, description="those with one name share a switch; none: not known")
-    zone: Label | None = Field(None, description="those with one name share a datacenter; none: not known")
-    nvlink: Label | None = Field(None, description="NVLink domain; those with one name read one another past their NICs")
-    pod: Label | None = Field(None, description="the Kubernetes Pod it runs in, for people: namespace/name")
+    host: Label = Field(min_length=1, description="name of the node")
+    rack: Label | None = Field(None, description="name of the rack; instances with the same rack share a switch; null: unknown")
+    zone: Label | None = Field(None, description="name of the zone; instances with the same zone share a datacenter; null: unknown")
+    nvlink: Label | None = Field(None, description="NVLink domain; instances in the same domain read from each other over NVLink; null: unknown")
+    pod: Label | None = Field(None, description="Kubernetes Pod, as namespace/name; for display")
 
 
 class StorageCandidate(WireModel):
-    """Something an instance could read its weights from by itself, if the planner elects it to."""
+    """Storage from which an instance can read its weights if the planner elects it."""
 
     kind: StorageKind = Field(description="`snapshot`: any chunk, verified; `checkpoint`: any chunk; `loader`: all or nothing")
-    uri: Text = Field("", description="where it lies; of a loader none", examples=["file:///models/smollm2"])
-    origin: HexId | None = Field(None, description="what tells these files from others, before any chunk is read; not of a loader")
-    weights_id: HexId | None = Field(None, description="of a snapshot, whose manifest is known beforehand")
+    uri: Text = Field("", description="location; empty for a loader", examples=["file:///models/smollm2"])
+    origin: HexId | None = Field(None, description="fingerprint of the files, known before any chunk is read; null for a loader")
+    weights_id: HexId | None = Field(None, description="digest of the weights, if known from a snapshot's manifest")
 
 
 class InstanceReport(WireModel):
-    """All that the planner knows of one rank of an instance: each heartbeat carries it whole."""
+    """State of one rank of an instance, sent completely with each heartbeat."""
 
-    instance_id: Identifier = Field(description="its own at each start")
-    model: ModelName = Field(description="name under which seeds and forks meet")
-    version: WeightsVersion | None = Field(None, description="which weights of the model these are; forks are between equal versions; none: a target without files of its own, which takes the version that is served")
-    any_version: bool = Field(False, description="the version is not the target's own: it was taken over from what is served, and may be replaced as long as no other rank of its replica depends on it")
-    replica: Identifier | None = Field(None, description="of which replica it is a rank: all ranks of one replica get one version; none: not known")
-    rank: Rank = Field(Rank(), description="which part of the model it holds; forks are between equal ranks")
-    layout_id: HexId = Field(description="digest of the names, shapes and types of its tensors; forks are between equal layouts")
-    weights_id: HexId | None = Field(None, description="none while a loading instance has not yet learnt it")
-    generation: Generation = Field(0, description="raised each time the weights change in place")
-    image_bytes: Bytes = Field(description="size of all its tensors, padding included")
-    chunk_count: ChunkCount = Field(description="pieces in which the image is read and verified")
-    state: InstanceState = Field(description="loading: it gets weights still, and gives on what is verified; serving: it has them; draining: it takes no new readers")
-    verified: Chunks = Field((), description="chunks it can give")
-    provisional_id: HexId | None = Field(None, description="origin of the files its chunks come from, where these were not sealed yet when it got the first")
-    storage: tuple[StorageCandidate, ...] = Field((), max_length=16, description="what it could read by itself, best first")
+    instance_id: Identifier = Field(description="new at each start")
+    model: ModelName = Field(description="name of the model")
+    version: WeightsVersion | None = Field(None, description="version of the weights; only equal versions fork from each other; null: a target without files, which adopts the version that is served")
+    any_version: bool = Field(False, description="the version was adopted from the fleet, and may be replaced unless another rank of the replica depends on it")
+    replica: Identifier | None = Field(None, description="replica that this rank belongs to: all its ranks get one version; null: unknown")
+    rank: Rank = Field(Rank(), description="part of the model; only equal ranks fork from each other")
+    layout_id: HexId = Field(description="digest of the names, shapes and types of the tensors; only equal layouts fork from each other")
+    weights_id: HexId | None = Field(None, description="digest of the weights; null: not known yet")
+    generation: Generation = Field(0, description="increased whenever the weights change in place")
+    image_bytes: Bytes = Field(description="size of all tensors, including padding")
+    chunk_count: ChunkCount = Field(description="number of chunks of the image")
+    state: InstanceState = Field(description="`loading`: receives weights and serves verified chunks; `serving`: complete; `draining`: accepts no new readers")
+    verified: Chunks = Field((), description="chunks it can serve")
+    provisional_id: HexId | None = Field(None, description="fingerprint of the files its chunks come from, if the manifest was not final when the first chunk arrived")
+    storage: tuple[StorageCandidate, ...] = Field((), max_length=16, description="storage that it can read, best first")
     address: Label = Field(description="host:port of its gRPC peer service", examples=["10.0.0.7:41234"])
-    transports: Transports = Field((), description="transports it offers, best first")
-    placement: Placement = Field(description="where it runs")
-    max_readers: int = Field(4, ge=0, le=1 << 16, description="forks that may read from it at one time")
-    egress_share: float = Field(1.0, gt=0, le=100, description="share of the readers it wants, beside others that say 1")
-    egress_rate: int | None = Field(None, gt=0, le=2**63 - 1, description="bytes a second it gives at most")
-    readers: tuple[Identifier, ...] = Field((), max_length=4096, description="forks that read from it now")
-    has_lease_keys: bool = Field(True, description="whether it has read an answer to its reports: without the keys in it, it refuses every reader")
-    clock_skew_s: float | None = Field(None, description="seconds that its clock is ahead of the planner's; none: not known yet")
+    transports: Transports = Field((), description="offered transports, best first")
+    placement: Placement = Field(description="location of the instance")
+    max_readers: int = Field(4, ge=0, le=1 << 16, description="maximum number of concurrent readers")
+    egress_share: float = Field(1.0, gt=0, le=100, description="weight of this source when readers are distributed; 1 is normal")
+    egress_rate: int | None = Field(None, gt=0, le=2**63 - 1, description="maximum bytes per second to all readers together")
+    readers: tuple[Identifier, ...] = Field((), max_length=4096, description="forks that currently read from it")
+    has_lease_keys: bool = Field(True, description="whether it has received lease keys; without them it rejects all readers")
+    clock_skew_s: float | None = Field(None, description="seconds by which its clock is ahead of the planner's; null: unknown")
 
 
 class InstanceAck(WireModel):
-    """The planner's answer to a report."""
+    """Response to an instance report."""
 
     heartbeat_s: float = Field(description="send the next report within this time")
-    lease_keys: tuple[Label, ...] = Field(max_length=16, description="keys (base64url) this instance checks lease tokens with; the first is the newest")
-    unix_s: float | None = Field(None, description="the planner's time as it answers, in seconds since the epoch")
+    lease_keys: tuple[Label, ...] = Field(max_length=16, description="keys (base64url) for verifying lease tokens, newest first")
+    unix_s: float | None = Field(None, description="the planner's time, in seconds since the epoch")
 
 
 class InstanceInfo(WireModel):
-    """An instance as the planner lists it."""
+    """The planner's record of an instance."""
 
-    report: InstanceReport = Field(description="the last that it sent")
-    version: WeightsVersion | None = Field(None, description="of its weights, or of those it is getting; none: not settled yet")
-    age_s: float = Field(description="seconds since its last report")
-    quarantined: SanitizedText | None = Field(None, description="why it gets no readers, if so")
-    accused: SanitizedText | None = Field(None, description="what a reader says it did wrong; that reader avoids it, and all do once readers on two hosts say so")
+    report: InstanceReport = Field(description="its latest report")
+    version: WeightsVersion | None = Field(None, description="version of its weights, or of those it receives; null: not determined yet")
+    age_s: float = Field(description="seconds since its latest report")
+    quarantined: SanitizedText | None = Field(None, description="why it gets no readers; null: not quarantined")
+    accused: SanitizedText | None = Field(None, description="fault reported by a reader, which then avoids it; reports from two hosts quarantine it")
 
 
 class InstancePage(WireModel):
-    """Some of the instances."""
+    """A page of instances."""
 
-    items: tuple[InstanceInfo, ...] = Field(description="in the order of their ids")
-    next: Identifier | None = Field(None, description="pass as `after` for the next page; none: this is the last")
+    items: tuple[InstanceInfo, ...] = Field(description="sorted by id")
+    next: Identifier | None = Field(None, description="pass as `after` to get the next page; null: last page")
 
 
 class ExitCheck(WireModel):
-    """Whether an instance may end now; asked by a preStop hook."""
+    """Whether an instance may exit now, for preStop hooks."""
 
-    can_exit: bool = Field(description="whether nobody needs it any more")
-    readers: int = Field(description="forks that read from it now")
-    reason: SanitizedText = Field(description="why it may not, or why it may")
+    can_exit: bool = Field(description="whether the instance may exit")
+    readers: int = Field(description="number of forks that currently read from it")
+    reason: SanitizedText = Field(description="why it may or may not exit")

@@ -1,4 +1,4 @@
-"""What would happen if replicas came now."""
+"""Models of plan previews for replicas that do not exist yet."""
 
 from __future__ import annotations
 
@@ -19,50 +19,50 @@ from rfork.schema.types import (
 
 
 class PreviewRequest(WireModel):
-    """Ask who would read what from whom if replicas came now. Nothing is registered, planned or kept."""
+    """Request for a preview. Nothing is registered, planned or stored."""
 
-    model: ModelName = Field(description="one that the planner knows")
-    version: WeightsVersion | None = Field(None, description="of which version; none: the one that most instances serve")
-    rank_key: Label | None = Field(None, description="of which rank; none: each that is known of the model")
-    targets: int = Field(1, ge=1, le=1024, description="replicas that would come together")
-    per_host: int = Field(1, ge=1, le=64, description="how many of them would share a host; no host is one of those known")
-    rack: Label | None = Field(None, description="where they would come; none: in no rack that is known")
-    zone: Label | None = Field(None, description="where they would come; none: in no zone that is known")
-    cold: bool = Field(False, description="as if nobody held the weights yet")
-    link_bytes_per_s: BytesPerSecond | None = Field(None, gt=0, description="one direction of a host's link; none: the fastest that its forks measured, or 10 Gbit/s")
-    storage_bytes_per_s: BytesPerSecond | None = Field(None, gt=0, description="of storage, for each reader; none: as measured, or 1 GB/s")
+    model: ModelName = Field(description="model known to the planner")
+    version: WeightsVersion | None = Field(None, description="version of the weights; null: the version that most instances serve")
+    rank_key: Label | None = Field(None, description="rank key; null: all known ranks of the model")
+    targets: int = Field(1, ge=1, le=1024, description="number of replicas that start together")
+    per_host: int = Field(1, ge=1, le=64, description="number of these replicas per host; they use hosts of their own")
+    rack: Label | None = Field(None, description="rack of the replicas; null: no known rack")
+    zone: Label | None = Field(None, description="zone of the replicas; null: no known zone")
+    cold: bool = Field(False, description="assume that no instance has the weights")
+    link_bytes_per_s: BytesPerSecond | None = Field(None, gt=0, description="link speed of a host in one direction; null: the fastest measured by forks, or 10 Gbit/s")
+    storage_bytes_per_s: BytesPerSecond | None = Field(None, gt=0, description="storage speed per reader; null: as measured, or 1 GB/s")
 
 
 class PreviewTarget(WireModel):
-    """One of the replicas that would come, and when it would hold everything."""
+    """A predicted replica."""
 
-    instance_id: Identifier = Field(description="made up")
-    host: Label = Field(description="made up")
-    shares: tuple[ChunkAssignment, ...] = Field((), description="what it would read, by source; its own id stands for its storage")
-    transports: dict[Identifier, Label] = Field(default_factory=dict, description="over which each source would be read; storage has none")
-    seconds: float | None = Field(None, description="predicted time until it is whole; none: no source is left for it, it would load by itself")
+    instance_id: Identifier = Field(description="generated id")
+    host: Label = Field(description="generated name")
+    shares: tuple[ChunkAssignment, ...] = Field((), description="chunks to read from each source; its own id means its storage")
+    transports: dict[Identifier, Label] = Field(default_factory=dict, description="transport for each source; storage has none")
+    seconds: float | None = Field(None, description="predicted seconds until it is complete; null: no source, it would load without peers")
     reason: SanitizedText = Field("", description="how its sources were chosen, or why there are none")
 
 
 class Preview(WireModel):
-    """What would happen to one rank of the replicas."""
+    """Preview for one rank."""
 
-    model: ModelName = Field(description="as asked")
-    version: WeightsVersion | None = Field(None, description="the version of the weights")
-    rank_key: Label = Field(description="the rank")
-    image_bytes: Bytes = Field(description="of the rank")
-    chunk_count: ChunkCount = Field(description="of the rank")
-    seeds: int = Field(description="instances that hold the rank whole and could be read from; with `cold` none")
-    link_bytes_per_s: BytesPerSecond = Field(description="what one direction of a host's link was taken to be")
-    measured: bool = Field(description="whether that is what its forks measured")
-    targets: tuple[PreviewTarget, ...] = Field(description="each replica that would come")
-    seconds: float | None = Field(description="predicted time until all that can be are whole")
-    storage_bytes_per_s: BytesPerSecond = Field(description="of storage, for each reader: as asked, as measured, or 1 GB/s")
-    bound_s: float = Field(description="image bytes over one link: no plan is faster between hosts")
-    storage_bytes: Bytes = Field(description="read from storage, by all of them")
+    model: ModelName = Field(description="as requested")
+    version: WeightsVersion | None = Field(None, description="version of the weights")
+    rank_key: Label = Field(description="rank key")
+    image_bytes: Bytes = Field(description="size of the image")
+    chunk_count: ChunkCount = Field(description="number of chunks of the image")
+    seeds: int = Field(description="number of complete instances that can serve; 0 with `cold`")
+    link_bytes_per_s: BytesPerSecond = Field(description="assumed link speed of a host in one direction")
+    measured: bool = Field(description="whether this speed was measured by forks")
+    targets: tuple[PreviewTarget, ...] = Field(description="the predicted replicas")
+    seconds: float | None = Field(description="predicted seconds until all replicas with a source are complete")
+    storage_bytes_per_s: BytesPerSecond = Field(description="storage speed per reader: as requested, as measured, or 1 GB/s")
+    bound_s: float = Field(description="seconds to send one image over one link, the lower bound between hosts")
+    storage_bytes: Bytes = Field(description="bytes that all replicas together read from storage")
 
 
 class PreviewPage(WireModel):
-    """One preview a rank."""
+    """Previews of all ranks."""
 
-    items: tuple[Preview, ...] = Field(description="by rank")
+    items: tuple[Preview, ...] = Field(description="one preview per rank")

@@ -1,4 +1,4 @@
-"""How the planner says that something went wrong."""
+"""The planner's error responses."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from rfork.schema.types import SanitizedText
 
 
 class Problem(BaseModel):
-    """RFC 9457 problem document; `type` ends in a word that is stable across releases."""
+    """RFC 9457 problem document. The last part of `type` is stable across releases."""
 
     model_config = ConfigDict(extra="allow")
 
-    type: SanitizedText = Field(description="ends in the word that programs can rely on", examples=["https://rfork.dev/problems/unknown-fork"])
-    title: SanitizedText = Field(description="the kind of problem, for people")
+    type: SanitizedText = Field(description="URI whose last part identifies the problem", examples=["https://rfork.dev/problems/unknown-fork"])
+    title: SanitizedText = Field(description="name of the problem, for display")
     status: int = Field(description="the HTTP status")
     detail: SanitizedText = Field(description="what is wrong with this request, and what to do")
-    instance: SanitizedText | None = Field(None, description="the path that was asked")
+    instance: SanitizedText | None = Field(None, description="path of the request")

@@ -1,4 +1,4 @@
-"""New replicas that are about to start."""
+"""Models of announced scale-ups."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from rfork.schema.types import Bytes, Identifier, Label, ModelName, SanitizedTex
 
 
 class ScaleUp(WireModel):
-    """New replicas of a model are about to start: their forks are to share one plan."""
+    """An announcement of new replicas, whose forks should share one plan."""
 
-    scaleup_id: Identifier = Field(description="chosen by the caller; saying it again replaces what was said before")
-    model: ModelName = Field(description="whose replicas start")
-    version: WeightsVersion | None = Field(None, description="of the weights that they will ask for; none: not known")
-    replicas: int = Field(ge=0, le=100_000, description="new replicas that have not asked for their fork yet; 0: none comes any more")
-    expires_in_s: float = Field(900.0, gt=0, le=86_400, description="who has not come by then is not waited for")
-    announced_by: Label = Field("", description="who says so, for people", examples=["deployment/default/llama"])
+    scaleup_id: Identifier = Field(description="chosen by the caller; a repeated announcement replaces the earlier one")
+    model: ModelName = Field(description="model of the replicas")
+    version: WeightsVersion | None = Field(None, description="version of the weights; null: unknown")
+    replicas: int = Field(ge=0, le=100_000, description="new replicas that have not requested a fork yet; 0: all have arrived")
+    expires_in_s: float = Field(900.0, gt=0, le=86_400, description="seconds until replicas that have not arrived are no longer waited for")
+    announced_by: Label = Field("", description="name of the announcing party, for display", examples=["deployment/default/llama"])
 
 
 class ScaleUpInfo(WireModel):
-    """A scale-up that was announced, and what awaits those that come."""
+    """An announced scale-up, and how its replicas will get their weights."""
 
     scaleup: ScaleUp = Field(description="as announced")
-    arrived_count: int = Field(description="replicas of which a rank has asked for its fork since")
-    expires_in_s: float = Field(description="seconds until it is forgotten")
-    seeds: int = Field(description="instances that hold the model whole now, of the rank that fewest hold")
-    image_bytes: Bytes = Field(description="of all ranks of one replica, where any is known; else 0")
-    reason: SanitizedText = Field(description="what they will do: fork from seeds, or read storage once for all")
+    arrived_count: int = Field(description="replicas of which a rank has requested a fork")
+    expires_in_s: float = Field(description="seconds until it expires")
+    seeds: int = Field(description="number of complete instances, for the rank that has fewest")
+    image_bytes: Bytes = Field(description="size of the images of all ranks of a replica, if known; else 0")
+    reason: SanitizedText = Field(description="what the replicas will do: fork from seeds, or read storage once for the group")

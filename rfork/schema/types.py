@@ -1,6 +1,6 @@
-"""The kinds of values on the wire: each bounded, so that whatever a caller sends can be kept and told on.
+"""Field types of the wire models, all bounded, so that the planner can store and forward them.
 
-Nothing here imports torch: the planner runs without it.
+Does not import torch: the planner runs without it.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ from pydantic import AfterValidator, BeforeValidator, Field
 MAX_CHUNKS: Final = 1 << 20
 """Chunks of an image: 4 TB in chunks of 4 MiB, for one rank."""
 MAX_RANGES: Final = 4096
-"""Ranges that one list of chunks holds."""
+"""Ranges in one list of chunks."""
 MAX_SOURCES: Final = 4096
 MAX_TRANSPORTS: Final = 64
-"""Sources of which one fork tells the transport: those that gave most."""
+"""Sources whose transport a fork reports: those with most bytes."""
 MAX_RATES: Final = 64
-"""Sources of which one fork tells the rate: the fastest."""
+"""Sources whose rate a fork reports: the fastest."""
 MAX_KEY_CHARS: Final = 1 << 17
-"""Characters of the names of all sources that one fork tells of."""
+"""Total length of the names of all sources that a fork reports."""
 MAX_TEXT_LENGTH: Final = 1000
-"""Characters of a text that says what went wrong."""
+"""Maximum length of an error text."""
 MAX_REASONS: Final = 64
 SAME_HOST_TRANSPORTS: Final = frozenset({"cuda_ipc", "shared_memory"})
-"""Transports between two processes of one host."""
+"""Transports between two processes on one host."""
 GPU_KERNEL_TRANSPORTS: Final = frozenset({"nccl"})
-"""Transports that run kernels on the source's GPU, beside those it serves with."""
+"""Transports that run kernels on the source's GPU and so compete with its requests."""
 OPT_IN_TRANSPORTS: Final = frozenset({"nccl", "gloo"})
-"""Transports that are used only where they are asked for: whoever reaches their ports is not kept out."""
+"""Transports used only if requested, because connections to their ports are not authenticated."""
 PRINTABLE: Final = r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*$"
 _UNPRINTABLE: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 def sanitize_text(value: object) -> object:
-    """Make a text one line of at most `MAX_TEXT_LENGTH` characters; anything else stays for pydantic to refuse."""
+    """Convert text to one line of at most `MAX_TEXT_LENGTH` characters; pydantic rejects other values."""
     if not isinstance(value, str):
         return value
     if len(value) > MAX_TEXT_LENGTH:
@@ -44,22 +44,22 @@ def sanitize_text(value: object) -> object:
 
 
 def _keep_last(value: object) -> object:
-    """Of many reasons the last ones, which say how it ended."""
+    """Keep only the last reasons, which explain the outcome."""
     return value[-MAX_REASONS:] if isinstance(value, list | tuple) else value
 
 
 def _limit_key_length(sources: dict[str, int]) -> dict[str, int]:
-    """Refuse names that are too long together: a planner keeps those of a thousand forks."""
+    """Reject names that are too long together, because a planner stores those of thousands of forks."""
     if sum(map(len, sources)) > MAX_KEY_CHARS:
         raise ValueError(f"the names of all sources have more than {MAX_KEY_CHARS} characters")
     return sources
 
 
 Text = Annotated[str, Field(max_length=2048, pattern=PRINTABLE)]
-"""Any text that can be sent on: bounded, without control characters or halves of characters."""
+"""Text that can be forwarded: bounded, without control characters and surrogates."""
 Label = Annotated[Text, Field(max_length=256)]
 SanitizedText = Annotated[str, BeforeValidator(sanitize_text)]
-"""What is said of a failure: made to fit, because the news must not be lost over its wording."""
+"""Error text: sanitised instead of rejected, so that no report is lost."""
 Identifier = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9._:-]+$")]
 ModelName = Annotated[
     Text, Field(min_length=1, max_length=512, examples=["HuggingFaceTB/SmolLM2-135M-Instruct"])
@@ -67,10 +67,10 @@ ModelName = Annotated[
 WeightsVersion = Annotated[
     Text, Field(min_length=1, max_length=256, examples=["files:9f86d081884c7d659a2feaa0c55ad015"])
 ]
-"""Version of a model's weights: as stated, or ``commit:``, ``files:`` or ``weights:`` and hex digits."""
+"""Version of a model's weights: as stated, or ``commit:``, ``files:`` or ``weights:`` with hex digits."""
 HexId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$", examples=["9f86d081884c7d659a2feaa0c55ad015"])]
 SourceName = Annotated[Text, Field(min_length=1, max_length=2064)]
-"""An instance_id, or `KIND:URI` of a storage."""
+"""Instance id, or `KIND:URI` of storage."""
 Bytes = Annotated[int, Field(ge=0, le=2**63 - 1)]
 BytesPerSecond = Annotated[float, Field(ge=0, le=float(2**63))]
 Seconds = Annotated[float, Field(ge=0, le=1e9)]
@@ -96,4 +96,4 @@ SourceKind = Literal["peer", "snapshot", "checkpoint", "loader"]
 StorageKind = Literal["snapshot", "checkpoint", "loader"]
 
 VERSION_HEADER = "Rfork-Version"
-"""Header of each answer of the planner: the release of rfork that it runs."""
+"""Header of the planner's responses with its rfork release."""

@@ -1,7 +1,7 @@
-"""Every option of rfork and of its planner, and the environment variable that sets it.
+"""Settings of rfork and its planner, read from environment variables.
 
-Nothing else in the two packages reads the environment. An option's name in upper case behind the
-prefix is its variable: `InstanceSettings.planner` is ``RFORK_PLANNER``, `PlannerSettings.lease_ttl_s` is
+Nothing else in the two packages reads the environment. The variable of a setting is its class's prefix and its
+name in upper case: `InstanceSettings.planner` is ``RFORK_PLANNER``, `PlannerSettings.lease_ttl_s` is
 ``RFORK_PLANNER_LEASE_TTL_S``.
 """
 

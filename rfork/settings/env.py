@@ -1,43 +1,94 @@
-"""Reading options from the environment."""
+"""Loading of settings from environment variables."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Final, TypeVar
 
-from pydantic import ValidationError
-from pydantic_settings import BaseSettings
+from pydantic import AliasChoices, ValidationError
+from pydantic.config import JsonDict
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource
 
 from rfork.errors import SettingsError
 
 SettingsT = TypeVar("SettingsT", bound=BaseSettings)
 
+ADVANCED: Final[JsonDict] = {"advanced": True}
+"""`json_schema_extra` of a field that few users need: documented in a separate table, and not a launcher flag."""
+
+
+class ExternalSettings(BaseSettings):
+    """Base of settings that also read variables of other projects: an argument has precedence over such a variable."""
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Read arguments, then the environment."""
+        if isinstance(init_settings, InitSettingsSource):
+            # Before 2.11, pydantic-settings prefers a variable to an argument that is passed by the field's name.
+            init_settings.init_kwargs = {
+                variables_of(cls, name)[0] if is_external(cls, name) else name: value
+                for name, value in init_settings.init_kwargs.items()
+            }
+        return init_settings, env_settings
+
+
+def is_advanced(field: FieldInfo) -> bool:
+    """Return True for a field that is marked `ADVANCED`."""
+    return isinstance(field.json_schema_extra, dict) and bool(field.json_schema_extra.get("advanced"))
+
+
+def is_external(settings_class: type[BaseSettings], name: str) -> bool:
+    """Return True for a field that is read from variables of another project."""
+    return name in settings_class.model_fields and settings_class.model_fields[name].validation_alias is not None
+
+
+def variables_of(settings_class: type[BaseSettings], name: str) -> tuple[str, ...]:
+    """Return the environment variables that a field is read from, in order of precedence."""
+    match settings_class.model_fields[name].validation_alias:
+        case AliasChoices(choices=choices):
+            return tuple(map(str, choices))
+        case str(variable):
+            return (variable,)
+        case _:
+            return (f"{settings_class.model_config.get('env_prefix', '')}{name}".upper(),)
+
 
 def load(settings_class: type[SettingsT], **overrides: object) -> SettingsT:
-    """Read `settings_class` from the environment, with `overrides` (None means: not given) on top.
+    """Read settings from the environment; `overrides` that are not None have precedence.
 
-    Raises SettingsError, one line naming the variable, when a value cannot be used.
+    Raises SettingsError, one line that names the variable, for an invalid value.
     """
-    return _made(settings_class, {name: value for name, value in overrides.items() if value is not None})
+    return _validated(settings_class, {name: value for name, value in overrides.items() if value is not None})
 
 
 def checked(settings_class: type[SettingsT], settings: object, **overrides: object) -> SettingsT:
-    """Return the settings with `overrides` (None means: not given) on top, all values validated.
+    """Return the settings with all `overrides` that are not None, and every value validated.
 
-    Nothing is read from the environment. Raises SettingsError, as `load`, and for what is no `settings_class`.
+    Reads nothing from the environment. Raises SettingsError as `load` does, and if `settings` is of another class.
     """
     if not isinstance(settings, settings_class):
         raise SettingsError(f"settings is an object of rfork.{settings_class.__name__}, not a {type(settings).__name__}")
     values: dict[str, object] = {name: getattr(settings, name) for name in settings_class.model_fields}
-    return _made(settings_class, values | {name: value for name, value in overrides.items() if value is not None})
+    return _validated(settings_class, values | {name: value for name, value in overrides.items() if value is not None})
 
 
-def _made(settings_class: type[SettingsT], values: Mapping[str, object]) -> SettingsT:
+def _validated(settings_class: type[SettingsT], values: Mapping[str, object]) -> SettingsT:
     try:
         return settings_class(**values)  # type: ignore[arg-type]  # pydantic validates each value
     except ValidationError as error:
         first = error.errors()[0]
-        prefix = settings_class.model_config.get("env_prefix", "")
-        name = f"{prefix}{'_'.join(str(part) for part in first['loc'][:1]).upper()}".rstrip("_")
-        got = f" (got {first['input']!r})" if first["loc"] else ""
-        raise SettingsError(f"{name}: {first['msg'].removeprefix('Value error, ')}{got}") from None
+        message = first["msg"].removeprefix("Value error, ")
+        if not first["loc"]:  # of several fields: the message names them
+            prefix = str(settings_class.model_config.get("env_prefix", "")).rstrip("_")
+            raise SettingsError(f"{prefix}: {message}") from None
+        name = str(first["loc"][0])
+        variable = variables_of(settings_class, name)[0] if name in settings_class.model_fields else name
+        raise SettingsError(f"{variable}: {message} (got {first['input']!r})") from None

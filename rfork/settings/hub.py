@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def hub_cache() -> Path:
-    """Return the folder in which huggingface_hub keeps models: ``$HF_HUB_CACHE``, or ``$HF_HOME/hub``."""
+    """Return the directory in which huggingface_hub keeps models: ``$HF_HUB_CACHE``, or ``$HF_HOME/hub``."""
     environment = os.environ
     if cache := environment.get("HF_HUB_CACHE") or environment.get("HUGGINGFACE_HUB_CACHE"):
         return Path(os.path.expandvars(cache)).expanduser()

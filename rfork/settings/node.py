@@ -1,4 +1,4 @@
-"""Where this process runs, where nobody says it: the node's name, the Pod's namespace."""
+"""Defaults for the node's name and the Pod's namespace."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import socket
 from pathlib import Path
 
 FIRST_UTS = "uts:[4026531838]"
-"""The namespace of the node's own host name, in every Linux kernel (PROC_UTS_INIT_INO in proc_ns.h)."""
+"""UTS namespace of the host itself, in every Linux kernel (PROC_UTS_INIT_INO in proc_ns.h)."""
 
 
 def node_name(proc: Path = Path("/proc")) -> str:
-    """What this node is called where nobody says it: one name for all containers of a node.
+    """Return a name that all processes of this node agree on: its host name, or its boot id inside a container.
 
-    A container's host name is its own, so two of one node would not know that they share it. The boot id is
-    the node's, but says nothing to people: it stands in only where the host name is not the node's.
+    A container has its own host name, so two containers would not know that they share a node.
     """
     try:
         namespace = os.readlink(proc / "self/ns/uts")
@@ -27,7 +26,7 @@ def node_name(proc: Path = Path("/proc")) -> str:
 
 
 def own_namespace(file: Path = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")) -> str:
-    """The namespace of the Pod that this process runs in; ``default`` outside of one."""
+    """Return the namespace of this process's Pod, ``default`` outside a Pod."""
     try:
         return file.read_text("utf-8").strip() or "default"
     except (OSError, UnicodeDecodeError):

@@ -1,48 +1,36 @@
-"""How tensor files are read and written."""
+"""Settings of storage reads and writes."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, SecretStr
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import AliasChoices, Field, SecretStr
+from pydantic_settings import SettingsConfigDict
+
+from rfork.settings.env import ADVANCED, ExternalSettings
 
 
-class StorageSettings(BaseSettings):
-    """How tensor files are read and written, on disk, in S3 and its like, or behind HTTP.
+class StorageSettings(ExternalSettings):
+    """Settings of reads and writes of tensor files, on disk, in object stores and over HTTP.
 
-    Credentials of object stores are found where their own tools look for them: AWS's environment variables,
+    Credentials come from the standard configuration of each object store; for S3: AWS's environment variables,
     profiles, web identity (IRSA) and instance metadata.
     """
 
-    model_config = SettingsConfigDict(
-        env_prefix="RFORK_STORAGE_", env_ignore_empty=True, extra="ignore", frozen=True
-    )
+    model_config = SettingsConfigDict(env_prefix="RFORK_STORAGE_", env_ignore_empty=True, extra="ignore", frozen=True, populate_by_name=True)
 
-    concurrency: int = Field(8, ge=1, le=256, description="reads, or parts of a write, in flight at once")
-    staging_bytes: int = Field(
-        128 << 20,
-        ge=16 << 20,
-        description="most bytes of staging memory, beside the tensors themselves; fewer streams are used where it is short",
-    )
-    direct_io: Literal["auto", "always", "never"] = Field(
-        "auto", description="read local files past the page cache: `auto` where they are not in it and it is faster"
-    )
-    timeout_s: float = Field(10.0, gt=0, description="seconds for an answer's head, and for each 16 KiB of its body, after which a request is sent again; a read fails no sooner than that")
-    max_attempts: int = Field(5, ge=1, le=100, description="least times that one range is asked for before the read fails")
-    hedge_ratio: float = Field(
-        4.0,
-        ge=0,
-        description="a request that takes so many times as long as most do is sent a second time, and whichever answers first counts; 0: never",
-    )
-    http_token: SecretStr | None = Field(None, description="bearer token shown to http(s):// storage, not to hosts it redirects to")
-    ca: Path | None = Field(None, description="PEM authorities that storage servers are checked by; none: the system's")
+    concurrency: int = Field(8, ge=1, le=256, description="maximum number of concurrent reads, or parts of an upload")
+    staging_bytes: int = Field(128 << 20, ge=16 << 20, description="maximum staging memory, in addition to the tensors; concurrency is reduced if it is too small")
+    direct_io: Literal["auto", "always", "never"] = Field("auto", json_schema_extra=ADVANCED, description="read local files without the page cache; `auto`: if they are not in it and that is faster")
+    timeout_s: float = Field(10.0, gt=0, description="time to wait for a response head, or for 16 KiB of its body, before a request is retried")
+    max_attempts: int = Field(5, ge=1, le=100, json_schema_extra=ADVANCED, description="attempts per range before a read fails")
+    hedge_ratio: float = Field(4.0, ge=0, json_schema_extra=ADVANCED, description="send a request a second time when it takes this multiple of the median; 0: never")
+    http_token: SecretStr | None = Field(None, description="bearer token for http(s):// storage; not sent to hosts that it redirects to")
+    s3_addressing: Literal["auto", "path", "virtual"] = Field("auto", json_schema_extra=ADVANCED, description="S3 URLs name the bucket in the `path` or in the host (`virtual`); `auto`: as in AWS's configuration files, else by the endpoint")
 
-    s3_endpoint: str | None = Field(None, description="URL of the S3 service; none: AWS, or what the profile says")
-    s3_region: str | None = Field(None, description="region; none: what the profile says, or us-east-1")
-    s3_profile: str | None = Field(None, description="profile of AWS's configuration files")
-    s3_addressing: Literal["auto", "path", "virtual"] = Field(
-        "auto", description="where the bucket is named: in the `path` or in the host (`virtual`); `auto`: path with an endpoint that is not AWS's"
-    )
-    s3_anonymous: bool = Field(False, description="send no credentials: public buckets")
+    # Variables of AWS and OpenSSL.
+    ca: Path | None = Field(None, validation_alias="SSL_CERT_FILE", description="PEM authorities that storage servers are verified with; unset: the system's. For S3, AWS_CA_BUNDLE has precedence")
+    s3_endpoint: str | None = Field(None, validation_alias=AliasChoices("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"), description="URL of the S3 service; unset: that of the profile, or AWS")
+    s3_region: str | None = Field(None, validation_alias=AliasChoices("AWS_REGION", "AWS_DEFAULT_REGION"), description="region of S3; unset: that of the profile, or us-east-1")
+    s3_anonymous: bool = Field(False, validation_alias="AWS_SKIP_SIGNATURE", description="send no credentials to S3: public buckets")

@@ -1,4 +1,4 @@
-"""Files for TLS."""
+"""Settings of TLS."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
 class TlsSettings(BaseSettings):
-    """Files for TLS; with `ca` on a server, clients must show a certificate (mTLS)."""
+    """Certificate files of this process. With `ca`, a server requires client certificates (mTLS)."""
 
-    model_config = SettingsConfigDict(
-        env_prefix="RFORK_TLS_", env_ignore_empty=True, extra="ignore", frozen=True
-    )
+    model_config = SettingsConfigDict(env_prefix="RFORK_TLS_", env_ignore_empty=True, extra="ignore", frozen=True)
 
-    certificate: Path | None = Field(None, description="PEM certificate chain this process shows")
+    certificate: Path | None = Field(None, description="PEM certificate chain that this process presents")
     key: Path | None = Field(None, description="PEM private key of `certificate`")
-    ca: Path | None = Field(None, description="PEM authorities this process trusts")
+    ca: Path | None = Field(None, description="PEM certificate authorities that this process trusts; on a server: clients must present a certificate (mTLS)")
 
     @model_validator(mode="after")
     def _require_pair(self) -> Self:
@@ -28,10 +26,10 @@ class TlsSettings(BaseSettings):
 
     @property
     def serves(self) -> bool:
-        """Whether servers of this process speak TLS."""
+        """True if the servers of this process use TLS."""
         return self.certificate is not None
 
     @property
     def enabled(self) -> bool:
-        """Whether any side of this process speaks TLS."""
+        """True if servers or clients of this process use TLS."""
         return self.serves or self.ca is not None

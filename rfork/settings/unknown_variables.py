@@ -1,4 +1,4 @@
-"""Variables that begin as rfork's do and name no option, but nearly: most likely misspelt."""
+"""Detects misspelt environment variables: names with rfork's prefix that are similar to a setting's."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Final
 from pydantic_settings import BaseSettings
 
 from rfork.settings.artifacts import ArtifactSettings
+from rfork.settings.env import variables_of
 from rfork.settings.instance import InstanceSettings
 from rfork.settings.kubernetes import KubernetesSettings
 from rfork.settings.planner import PlannerSettings
@@ -24,16 +25,16 @@ SETTINGS_CLASSES: Final[tuple[type[BaseSettings], ...]] = (
 )  # fmt: skip
 PREFIX: Final = "RFORK_"
 MIN_LETTERS_PER_TYPO: Final = 5
-"""One letter in so many may be off for a name to be a slip of another: short words have many neighbours."""
+"""One edit is allowed per this many letters: short words have many neighbours."""
 MAX_TYPOS: Final = 2
 IGNORED_VARIABLES: Final = frozenset({"RFORK_POD_NAME", "RFORK_POD_NAMESPACE"})
-"""Of manifests, which make others of them."""
+"""Helper variables of Pod manifests, which other variables refer to."""
 _service: Final = re.compile(r"RFORK_(.*_)?(SERVICE_(HOST|PORT(_.*)?)|PORT(_\d+_(TCP|UDP|SCTP)(_.*)?)?)")
-"""What Kubernetes sets for each Service of a namespace, also for one named ``rfork``."""
+"""Variables that Kubernetes sets for each Service of a namespace, here one whose name starts with ``rfork``."""
 
 
 def find_typos(environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Such variables, each with the one that was meant. `environment`: this process's, unless given."""
+    """Return each misspelt variable of `environment` (default: of this process) with the likely intended one."""
     known = set(variables())
     found: dict[str, str] = {}
     for name in sorted(os.environ if environment is None else environment):
@@ -49,33 +50,33 @@ def find_typos(environment: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def _is_prefix(name: str, meant: str) -> bool:
-    """Whether a name is the first half, or more, of another: ``TLS_CERT`` of ``TLS_CERTIFICATE``."""
+    """Return True if a name is a prefix of another and longer than half of it: ``TLS_CERT``, ``TLS_CERTIFICATE``."""
     return meant.startswith(name) and 2 * (len(name) - len(PREFIX)) > len(meant) - len(PREFIX)
 
 
 def _is_typo(name: str, meant: str) -> bool:
-    """Whether so few letters are off, as long as the name is, that it is most likely that one."""
-    slips = _edit_distance(name, meant)
+    """Return True if two names differ by few edits for their length."""
+    edits = _edit_distance(name, meant)
     if sorted(name) == sorted(meant):
-        return slips <= MAX_TYPOS
-    return slips <= min(MAX_TYPOS, (len(meant) - len(PREFIX)) // MIN_LETTERS_PER_TYPO)
+        return edits <= MAX_TYPOS
+    return edits <= min(MAX_TYPOS, (len(meant) - len(PREFIX)) // MIN_LETTERS_PER_TYPO)
 
 
 def _edit_distance(name: str, meant: str) -> int:
-    """Letters left out, put in, changed, or swapped with the next: the edit distance of two names."""
+    """Return the edit distance of two names: letters omitted, inserted, changed, or swapped with the next."""
     before, row = [0] * (len(meant) + 1), list(range(len(meant) + 1))
     for at, letter in enumerate(name):
         earlier, before, row = before, row, [at + 1]
         for to, other in enumerate(meant):
-            slips = min(before[to] + (letter != other), before[to + 1] + 1, row[to] + 1)
+            edits = min(before[to] + (letter != other), before[to + 1] + 1, row[to] + 1)
             if at and to and letter == meant[to - 1] and name[at - 1] == other:
-                slips = min(slips, earlier[to - 1] + 1)
-            row.append(slips)
+                edits = min(edits, earlier[to - 1] + 1)
+            row.append(edits)
     return row[-1]
 
 
 def variables() -> Iterator[str]:
-    """The variable of every option."""
+    """Yield the variable of every setting, except variables of other projects."""
     for settings_class in SETTINGS_CLASSES:
-        prefix = settings_class.model_config.get("env_prefix", "")
-        yield from (f"{prefix}{name}".upper() for name in settings_class.model_fields)
+        for name in settings_class.model_fields:
+            yield from (each for each in variables_of(settings_class, name) if each.startswith(PREFIX))

@@ -48,6 +48,8 @@ class InstanceIdentity:
     """Of its own weights; None: it takes over the version that is served."""
     replica: str | None = None
     """The replica that it is a rank of, if its ranks agreed on a name."""
+    egress_share: float = 1.0
+    """Share of the readers that the planner assigns to it, relative to other sources."""
 
     @classmethod
     def of(
@@ -78,11 +80,11 @@ class AccessControl(SuspendableImage):
         identity: InstanceIdentity,
         settings: InstanceSettings,
         transports: Sequence[Transport],
-        board: ChunkState | None,
+        chunk_state: ChunkState | None,
         manifest: Manifest | None,
         tracer: Tracer,
     ) -> None:
-        super().__init__(image, board, manifest, transports)
+        super().__init__(image, chunk_state, manifest, transports)
         self.identity = identity
         self.version = identity.version
         self.settings = settings
@@ -116,7 +118,7 @@ class AccessControl(SuspendableImage):
 
     def version_after_update(self, stated: str | None, count: int) -> VersionOf:
         """See `ImageState.version_after_update`: the stated version, else one that only these weights have."""
-        identity, before, sealed = self.identity, self.version, self._sealed_id
+        identity, before, sealed = self.identity, self.version, self._complete_weights_id
 
         def choose(manifest: Manifest) -> str | None:
             if stated is not None and stated != before:
@@ -140,7 +142,7 @@ class AccessControl(SuspendableImage):
     def authorize(self, token: str, begin: int, end: int) -> str:
         """See `rfork.transport.base.AccessGate.authorize`."""
         claims = self._claims(token)
-        if not self.board.contains_range(begin, end):
+        if not self.chunk_state.contains_range(begin, end):
             self._claims(token)  # it may have been fenced between the two
             raise SourceBusy(f"bytes {begin}-{end} are not verified here yet")
         return claims.fork_id

@@ -45,7 +45,7 @@ class EgressLimiter:
         self._part = part
         self._bucket = TokenBucket(clock=clock)
         self._lock = threading.Lock()
-        self._turn_taken = False  # somebody has the turn: it waits for the budget, the others for it
+        self._turn_active = False  # somebody has the turn: it waits for the budget, the others for it
         self._waiters: dict[str, deque[threading.Event]] = {}  # by fork, the next one first; none is empty
         self._closed = threading.Event()
 
@@ -90,7 +90,7 @@ class EgressLimiter:
         turn = threading.Event()
         with self._lock:
             self._waiters.setdefault(fork_id, deque()).append(turn)
-            if not self._turn_taken:
+            if not self._turn_active:
                 self._wake_next()
         turn.wait()
         try:
@@ -104,8 +104,8 @@ class EgressLimiter:
 
     def _wake_next(self) -> None:
         """Give the turn to the first in the line of the next fork, if anybody waits. Under the lock."""
-        self._turn_taken = bool(self._waiters)
-        if self._turn_taken:
+        self._turn_active = bool(self._waiters)
+        if self._turn_active:
             fork_id, line = next(iter(self._waiters.items()))
             line.popleft().set()
             if not line:

@@ -164,6 +164,6 @@ class ReleasedImage(Image):
     def __init__(self, layout: Layout) -> None:
         super().__init__(layout, [torch.empty(layout.image_bytes, dtype=torch.uint8, device="meta")])
 
-    def _segments_covering(self, begin: int, shut_down: int) -> tuple[int, int]:
+    def _segments_covering(self, begin: int, end: int) -> tuple[int, int]:
         # Whatever touches the memory asks this first where it is; without it that is address 0.
         raise SourceWeightsChanged("the weights are put away: there is no memory to read")

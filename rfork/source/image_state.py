@@ -38,18 +38,18 @@ class ImageState:
     the board knows. Implements the puller's `ServingState`.
     """
 
-    def __init__(self, image: Image, board: ChunkState | None, manifest: Manifest | None) -> None:
+    def __init__(self, image: Image, chunk_state: ChunkState | None, manifest: Manifest | None) -> None:
         """Without a board every chunk is held."""
         self.image = image
-        self.board = board if board is not None else ChunkState.full(image.layout.chunks)
+        self.chunk_state = chunk_state if chunk_state is not None else ChunkState.full(image.layout.chunks)
         self.generation = 0
         self.version: str | None = None
         """Of the weights that are served; changed only while nothing is."""
         self._updates_made = 0
         self._manifest = manifest
-        self._sealed_id = manifest.weights_id if manifest is not None else None
+        self._complete_weights_id = manifest.weights_id if manifest is not None else None
         """Digest of the last complete weights; kept while they change."""
-        self._state: InstanceState = "serving" if self.board.complete and manifest else "loading"
+        self._state: InstanceState = "serving" if self.chunk_state.complete and manifest else "loading"
         self._read_at: Callable[[], float] | None = None
         self._relayed = False
         self._notified_at = 0.0
@@ -84,7 +84,7 @@ class ImageState:
         if manifest.layout.layout_id != self.image.layout.layout_id:
             raise LayoutMismatch("the manifest is of another layout than the image")
         self._manifest = manifest
-        self._sealed_id = manifest.weights_id
+        self._complete_weights_id = manifest.weights_id
         self._notify()
         self.notify_planner()
 
@@ -95,7 +95,7 @@ class ImageState:
         """
         with self._changing:
             self.generation += 1
-            self.board.invalidate(chunks)
+            self.chunk_state.invalidate(chunks)
         self._disconnect_readers()
 
     def report_storage_activity(self, read_at: Callable[[], float] | None, *, relayed: bool = False) -> None:
@@ -141,7 +141,7 @@ class ImageState:
                 self.version = version(manifest)
             self.set_manifest(manifest)
             for index, digest in enumerate(manifest.digests):
-                self.board.mark_verified(index, digest)
+                self.chunk_state.mark_verified(index, digest)
             self.serve()
 
     def fence(self) -> None:
@@ -161,7 +161,7 @@ class ImageState:
         self.generation += 1
         self._manifest = None
         self._set_state("loading")
-        self.board.clear()
+        self.chunk_state.clear()
 
     @contextlib.contextmanager
     def updating(self, version: str | None = None) -> Iterator[None]:
@@ -197,7 +197,7 @@ class ImageState:
         """See `rfork.peer.servicer.PeerBackend.progress_since`."""
         manifest = self._manifest
         if manifest is not None:
-            chunks = ranges.subtract(self.board.verified, reported)
+            chunks = ranges.subtract(self.chunk_state.verified, reported)
             return Progress(
                 chunks,
                 self.draining,
@@ -205,14 +205,14 @@ class ImageState:
                 storage_activity=self._storage_activity(),
                 rate=self._advised_rate(),
             )
-        draft, digests = self.board.provisional_state
-        chunks = ranges.subtract(ranges.from_indices(digests), reported) if draft is not None else ()
+        provisional_id, digests = self.chunk_state.provisional_state
+        chunks = ranges.subtract(ranges.from_indices(digests), reported) if provisional_id is not None else ()
         new_digests = tuple(digests[index] for index in ranges.indices(chunks))
         return Progress(
             chunks,
             self.draining,
             new_digests,
-            draft,
+            provisional_id,
             storage_activity=self._storage_activity(),
             rate=self._advised_rate(),
         )

@@ -60,12 +60,12 @@ class LatencyController:
 
     def __init__(
         self,
-        setpoint: float,
+        max_ratio: float,
         *,
         floor: Callable[[], int] = lambda: MIN_RATE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._setpoint = setpoint
+        self._max_ratio = max_ratio
         self._floor = floor
         self._clock = clock
         # The serving threads only append here; threads that give take it in, under the lock.
@@ -95,7 +95,7 @@ class LatencyController:
 
     def rate(self, *, active: bool) -> int | None:
         """Bytes a second that may be given now; None: no limit. `active`: somebody takes them."""
-        if not self._setpoint:
+        if not self._max_ratio:
             return None
         with self._lock:
             now = self._clock()
@@ -111,7 +111,7 @@ class LatencyController:
         """The rate that whoever reads now is held to; None: nobody is, or nobody reads."""
         with self._lock:
             now = self._clock()
-            if not self._setpoint or now > self._egress_until or not self._is_serving(now):
+            if not self._max_ratio or now > self._egress_until or not self._is_serving(now):
                 return None
             return max(self._floor(), int(self._rate))
 
@@ -189,7 +189,7 @@ class LatencyController:
         else:
             self._late_until = at
         slow = self._baseline.slowdown_ratio(seconds)
-        step = math.exp(self._baseline.gain * part * (self._setpoint - slow))
+        step = math.exp(self._baseline.gain * part * (self._max_ratio - slow))
         self._rate = min(max(self._rate * max(MAX_DECREASE, step), self._floor()), MAX_RATE)
 
     def _is_idle(self, began: float, ended: float) -> bool:

@@ -45,13 +45,13 @@ class Seed(AccessControl):
         settings: InstanceSettings,
         transports: list[Transport],
         *,
-        board: ChunkState | None = None,
+        chunk_state: ChunkState | None = None,
         manifest: Manifest | None = None,
         planner: PlannerClient | None = None,
         serve_peer: ServePeer = PeerServer,
         tracer: Tracer | None = None,
     ) -> None:
-        super().__init__(image, identity, settings, transports, board, manifest, tracer or process_tracer())
+        super().__init__(image, identity, settings, transports, chunk_state, manifest, tracer or process_tracer())
         self.storage: tuple[StorageCandidate, ...] = ()
         """What this instance could read by itself, as the planner is told."""
         self._serve_peer = serve_peer
@@ -88,7 +88,7 @@ class Seed(AccessControl):
             if self._planner is not None:
                 self._planner.close()
             raise
-        self.board.subscribe(self._notify)
+        self.chunk_state.subscribe(self._notify)
         if self._heartbeat is not None:
             self._heartbeat.start()
         return self
@@ -199,9 +199,9 @@ class Seed(AccessControl):
             image_bytes=layout.image_bytes,
             chunk_count=len(layout.chunks),
             state=self._state,
-            verified=self.board.verified if not self.suspended else (),
-            provisional_id=self.board.provisional_id.partition("-")[0]
-            if self.board.provisional_id is not None
+            verified=self.chunk_state.verified if not self.suspended else (),
+            provisional_id=self.chunk_state.provisional_id.partition("-")[0]
+            if self.chunk_state.provisional_id is not None
             else None,
             storage=self.storage,
             address=peer.address if peer is not None else "closed:0",
@@ -214,7 +214,7 @@ class Seed(AccessControl):
                 pod=self.settings.pod,
             ),
             max_readers=self.settings.max_readers,
-            egress_share=self.settings.egress_share,
+            egress_share=self.identity.egress_share,
             egress_rate=self._egress_limiter.current_limit,
             readers=self._leases.readers,
             has_lease_keys=self._leases.has_keys,

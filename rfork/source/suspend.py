@@ -28,11 +28,11 @@ class SuspendableImage(ImageState):
     def __init__(
         self,
         image: Image,
-        board: ChunkState | None,
+        chunk_state: ChunkState | None,
         manifest: Manifest | None,
         transports: Sequence[Transport],
     ) -> None:
-        super().__init__(image, board, manifest)
+        super().__init__(image, chunk_state, manifest)
         self._exports = ExporterSet(transports)
         self._settled = threading.Event()  # not set while exporters come and go, and it gives on
         self._settled.set()
@@ -56,7 +56,7 @@ class SuspendableImage(ImageState):
         Raises SourceWeightsChanged where the image is not whole.
         """
         with self._changing:
-            if self._manifest is None or not self.board.complete:
+            if self._manifest is None or not self.chunk_state.complete:
                 raise SourceWeightsChanged("there is no whole image: the seed receives it still, or changes it")
             return self.generation, self._manifest
 
@@ -116,7 +116,7 @@ class SuspendableImage(ImageState):
         with self._updates:
             self._settled.clear()
             try:
-                if (watched := self._has_listeners()) or self._manifest is not None or self.board.verified:
+                if (watched := self._has_listeners()) or self._manifest is not None or self.chunk_state.verified:
                     with self._changing:
                         self._clear()
                     # The planner first: who hears of it asks there at once, and is to be sent here again.
@@ -158,7 +158,7 @@ class SuspendableImage(ImageState):
                 return
             if not self._suspended and image.shares_memory_with(self.image):
                 # What was begun before may have failed, or was fenced: it is whole now.
-                if self._manifest is None or not self.board.complete:
+                if self._manifest is None or not self.chunk_state.complete:
                     self.publish(generation, version)
                 return
             if self._suspend() and generation is not None:

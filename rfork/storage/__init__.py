@@ -1,1 +1,1 @@
-"""Tensor files as sources: what a cold start reads, and what a fork falls back to."""
+"""Tensor files in storage: sources for cold starts and fallbacks for forks."""

@@ -1,4 +1,4 @@
-"""A call that may hang for ever, on a thread that can be left behind. Runs on the target."""
+"""A call that may hang forever, on a thread that the caller can abandon. Runs on the target."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ from rfork.errors import StorageError
 Result = TypeVar("Result")
 
 SLICE_S: Final = 1.0
-"""A wait without an end is one of slices: a signal that comes right before it would else go unnoticed."""
+"""An unbounded wait is split into slices. Otherwise a signal that arrives just before the wait would not be
+handled.
+"""
 
 
 class AbandonableCall(Generic[Result]):
-    """Calls `work` at once; what comes after nobody waits any more is given to `undo`."""
+    """Runs `work` on its own thread, starting immediately. A result that arrives after the caller stopped
+    waiting is passed to `undo`.
+    """
 
     def __init__(self, name: str, work: Callable[[], Result], undo: Callable[[Result], None]) -> None:
         self._name = name
@@ -30,7 +34,10 @@ class AbandonableCall(Generic[Result]):
         threading.Thread(target=self._run, name="rfork-attempt", daemon=True).start()
 
     def result(self, until: float | None = None) -> Result:
-        """What `work` returned or raised; StorageError where it has not ended at `until` (monotonic)."""
+        """Return the result of `work`, or raise its error.
+
+        Raises StorageError if it has not finished by `until` (monotonic).
+        """
         with self._changed:
             while not self._results and self._error is None:
                 left = until - time.monotonic() if until is not None else SLICE_S
@@ -42,13 +49,13 @@ class AbandonableCall(Generic[Result]):
             if not self._results:
                 self._abandoned = True
                 waited = time.monotonic() - self._began
-                raise StorageError(f"{self._name}: gave nothing for {waited:.1f} s")
+                raise StorageError(f"{self._name}: no response within {waited:.1f} s")
             return self._results[0]
 
     def _run(self) -> None:
         try:
             result = self._work()
-        except BaseException as error:  # raised where the result is waited for
+        except BaseException as error:  # re-raised by result()
             with self._changed:
                 self._error = error
                 self._changed.notify_all()

@@ -1,8 +1,8 @@
-"""The storage seam: files that hold an image, or what it is made of, read chunk by chunk.
+"""Storage interface: files that contain an image, or the tensors to build it, read chunk by chunk.
 
-Runs on the target. The fork decides which chunks are read from where; a storage only turns a range of
-the image into reads of its files. What it gives is checked like what a peer gives: against the
-manifest where one is known, else its digests become those of a draft.
+Runs on the target. The fork decides which chunks are read from which source; a storage only translates an
+image range into reads of its files. Its bytes are verified like those of a peer: against the manifest if
+there is one, otherwise their digests become a provisional manifest.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rfork.schema.types import StorageKind
 
 
 class ImageStorage(Protocol):
-    """One image in storage, any range of which can be read; thread-safe."""
+    """One image in storage that can be read in arbitrary ranges. Thread-safe."""
 
     @property
     def storage_kind(self) -> StorageKind:
@@ -25,38 +25,38 @@ class ImageStorage(Protocol):
 
     @property
     def uri(self) -> str:
-        """Where it lies, as ``file:///…``."""
+        """Location, as ``file:///…``."""
         ...
 
     @property
     def origin(self) -> str | None:
-        """What tells its bytes from others before any chunk is read, as 32 hex digits."""
+        """Identifier of the stored bytes, known before any chunk is read: 32 hex digits."""
         ...
 
     @property
     def manifest(self) -> Manifest | None:
-        """What it holds, where that is known before it is read: of a snapshot."""
+        """Manifest of the image, if it is known before reading: only for a snapshot."""
         ...
 
     def read(self, begin: int, end: int, into: Sequence[memoryview]) -> None:
-        """Fill `into`, host views of `end - begin` bytes in all, with image range `[begin, end)`.
+        """Fill `into` with image range `[begin, end)`; its host views have `end - begin` bytes in total.
 
-        Raises StorageError when a file cannot be read, is too short, or changed since it was opened.
+        Raises StorageError if a file cannot be read, is too short, or has changed since it was opened.
         """
         ...
 
     def close(self) -> None:
-        """Close the files; no read is under way any more."""
+        """Close the files. Call only when no read is in progress."""
         ...
 
 
 def storage_name(storage_type: StorageKind, uri: str) -> str:
-    """The word for a storage in reports: ``KIND:URI``."""
+    """Return the name of a storage for reports: ``TYPE:URI``."""
     return f"{storage_type}:{uri}"
 
 
 def to_candidate(storage: ImageStorage) -> StorageCandidate:
-    """What the planner is told of a storage."""
+    """Return the description of a storage that is sent to the planner."""
     manifest = storage.manifest
     return StorageCandidate(
         kind=storage.storage_kind,

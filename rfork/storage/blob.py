@@ -1,7 +1,7 @@
-"""The seam below the formats: bytes by name, read by position, in whatever kind of storage.
+"""Blob interface: named bytes, read by position, in any type of storage.
 
 Runs wherever weights are read or written. A `Blob` is one file or object; a `BlobStore` is the folder, bucket
-or server that it lies in. What kind a URI names is decided in `rfork.storage.registry`.
+or server that contains it. `rfork.storage.registry` selects the implementation for a URI.
 """
 
 from __future__ import annotations
@@ -13,98 +13,98 @@ from typing import Final, Protocol
 
 
 class Blob(Protocol):
-    """One file or object, held so that every read is of what was there when it was opened. Thread-safe."""
+    """One open file or object. Every read returns the content as of opening. Thread-safe."""
 
     @property
     def uri(self) -> str:
-        """Where it lies."""
+        """Location."""
         ...
 
     @property
     def size(self) -> int:
-        """Bytes it had when it was opened."""
+        """Size in bytes when it was opened."""
         ...
 
     @property
     def version(self) -> str | None:
-        """What tells these bytes from others under the same name (an ETag); None where nothing does."""
+        """Version identifier (such as an ETag) of these bytes; None if the store has none."""
         ...
 
     def read(self, offset: int, into: Sequence[memoryview]) -> None:
-        """Fill the views (host memory, in order) with the bytes from `offset` on: one request, or a few.
+        """Fill the views (host memory, in order) with the bytes from `offset`, using one or a few requests.
 
-        Retries by itself what may pass. Raises StorageChanged when it was replaced, and StorageError kinds
-        when it cannot be read, ends before, or was closed. What was filled by then is undefined.
+        Retries transient failures. Raises StorageChanged if the blob was replaced, and StorageError
+        subclasses if it cannot be read, is too short, or was closed. The content of `into` is then undefined.
         """
         ...
 
     def close(self) -> None:
-        """Give up what it holds: at once, or with the end of the last read that is under way."""
+        """Release resources, immediately or when the last read in progress ends."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class BlobEntry:
-    """A blob as its store lists it; `name` is relative to the store, with ``/`` between its parts."""
+    """A blob in a store listing; `name` is relative to the store, with ``/`` as separator."""
 
     name: str
     size: int
 
 
 class BlobWriter(Protocol):
-    """A blob in the making; nobody sees it before `commit`. For one thread."""
+    """Writer of one blob, which becomes visible only on commit. Not thread-safe."""
 
     def write(self, views: Sequence[memoryview]) -> None:
-        """Append bytes; they may change once this returns. Raises StorageError kinds."""
+        """Append bytes; the views may be reused after the call. Raises StorageError subclasses."""
         ...
 
 
 class BlobStore(Protocol):
-    """Where blobs lie by name: a folder, a bucket's prefix, a web server. Thread-safe.
+    """A collection of named blobs: a folder, a bucket prefix or a web server. Thread-safe.
 
-    Every method raises StorageNotFound, StorageAccessDenied or other StorageErrors; `write` and `remove` raise
-    SettingsError where the kind of storage can only be read.
+    Every method may raise StorageNotFound, StorageAccessDenied or another StorageError; `write` and `remove`
+    raise SettingsError if the storage is read-only.
     """
 
     @property
     def uri(self) -> str:
-        """Where it is; ends with ``/``."""
+        """Location; ends with ``/``."""
         ...
 
     def open(self, name: str, *, front: int = 0) -> Blob:
-        """The blob of that name; of its first `front` bytes the reader will want some at once.
+        """Open a blob by name. `front`: number of leading bytes that the reader will need right away.
 
-        Where asking costs a round trip, they come with the answer that opens it.
+        If opening costs a round trip, these bytes are fetched in the same response.
         """
         ...
 
     def list(self, prefix: str = "") -> Iterator[BlobEntry]:
-        """Every blob whose name begins with `prefix`, in all folders below, in the order of names."""
+        """Iterate over all blobs whose names begin with `prefix`, recursively, sorted by name."""
         ...
 
     def write(self, name: str, *, replace: bool = True) -> AbstractContextManager[BlobWriter]:
-        """A new blob: it is there, whole, once the block is left without an exception, and not at all else.
+        """Create a blob. It appears atomically when the block ends without an exception, otherwise not at
+        all.
 
-        With `replace` False a blob that is there by then is left as it is, silently: for names that say
-        what the bytes are.
+        With `replace=False`, an existing blob is silently kept: for content-addressed names.
         """
         ...
 
     def remove(self, name: str) -> None:
-        """Remove a blob; nothing happens where there is none."""
+        """Remove a blob; does nothing if it does not exist."""
         ...
 
     def close(self) -> None:
-        """Drop connections; blobs that are open stay so."""
+        """Close connections; open blobs stay usable."""
         ...
 
 
 HEAD_BYTES: Final = 128 << 10
-"""What is wanted at once of a file with a header: most headers, and most small files, are no longer."""
+"""Bytes to fetch first from a file with a header: enough for most headers and most small files."""
 
 
 def read_range(blob: Blob, offset: int, length: int) -> bytes:
-    """`length` bytes of a blob from `offset` on; raises as `Blob.read` does."""
+    """Return `length` bytes of a blob from `offset`. Raises the same errors as `Blob.read`."""
     data = bytearray(length)
     blob.read(offset, [memoryview(data)])
     return bytes(data)

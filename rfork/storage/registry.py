@@ -1,4 +1,4 @@
-"""Which store a URI is of. Each kind's module is imported when the first URI of its kind comes."""
+"""Selects the store for a URI. Each implementation is imported when its first URI is opened."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from rfork.storage.location import Location
 
 
 def open_store(folder: Location, settings: StorageSettings | None = None) -> BlobStore:
-    """The store at a folder's location; nothing is asked of it yet.
+    """Return the store for a folder's location; sends no request yet.
 
-    Raises SettingsError, or MissingExtra where the kind needs a package that is not installed.
+    Raises SettingsError, or MissingExtra if a required package is not installed.
     """
     chosen = settings or options.load(StorageSettings)
     match folder.scheme:
@@ -38,7 +38,7 @@ def open_store(folder: Location, settings: StorageSettings | None = None) -> Blo
 
 @contextmanager
 def open_blob(location: Location, settings: StorageSettings | None = None) -> Iterator[Blob]:
-    """The one blob at a location, for the length of the block. Raises as `Store.open` does."""
+    """Open the blob at a location for the duration of the block. Raises the same errors as `BlobStore.open`."""
     store = open_store(location.parent, settings)
     try:
         blob = store.open(location.name + (f"?{location.query}" if location.query else ""))

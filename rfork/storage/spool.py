@@ -1,16 +1,16 @@
-"""The spool: a fork's verified chunks in one file, for a process that comes back. Runs on the target.
+"""The spool: a fork's verified chunks in one file, for a process that restarts. Runs on the target.
 
 ::
 
     header    4096 bytes: magic, layout_id, image size, chunk size, a checksum
-    records   32 bytes a chunk: its index, the digest of its bytes, a checksum; zeros where it is not here
-    data      from the next multiple of 4096 on: the image, with holes where chunks are missing
+    records   32 bytes a chunk: its index, the digest of its bytes, a checksum; zeros if the chunk is missing
+    data      from the next multiple of 4096: the image, with holes where chunks are missing
 
-One file, so that data and records cannot be of two forks; a record has its own place, so that a torn one
-costs its chunk alone. Data is written before its record, and a record is erased before its data changes.
-Nothing is synced: what was written outlives a process that is killed. What a machine that crashes loses,
-or somebody else changes, shows when the bytes are digested: a record says where to look, and proves
-nothing. The file is never mapped, as whoever cuts it short would end the process.
+A single file guarantees that data and records belong to the same fork. Each record has a fixed position, so a
+torn record costs only its chunk. Data is written before its record, and a record is erased before its data
+changes. Nothing is synced: written data survives a killed process. Data lost in a machine crash, or changed
+by another process, is detected when the bytes are digested: a record is only a hint. The file is never
+mapped, because a process that truncates it would crash this one.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ HASH_DOMAIN = b"rfork-spool-v1"
 PAGE = 4096
 HEADER = struct.Struct("<16s32sQQ16s")
 RECORD = struct.Struct("<I16s12s")
-AHEAD = 2
-"""Reads of the same size that the kernel is asked for beforehand."""
+PREFETCH_READS = 2
+"""Reads of the same size that the kernel prefetches."""
 
 
 class Spool:
-    """One spool, open and locked. Thread-safe; all but `close` raise OSError where the file fails."""
+    """One open and locked spool. Thread-safe; all methods but `close` raise OSError if the file fails."""
 
     def __init__(self, path: Path, descriptor: int, layout: Layout) -> None:
-        """Takes over a locked descriptor. The file is of this layout, or still empty."""
+        """Take ownership of a locked descriptor. The file has this layout, or is still empty."""
         self.path = path
         self._descriptor = descriptor
         self._layout_id = layout.layout_id.encode()
@@ -55,72 +55,72 @@ class Spool:
 
     @property
     def records(self) -> dict[int, bytes]:
-        """The digests that chunks had when they were written, by index."""
+        """Digests of the stored chunks when they were written, by chunk index."""
         with self._lock:
             return dict(self._records)
 
     def has_space(self) -> bool:
-        """Whether the file system has room for what is not written yet."""
+        """Return whether the file system has enough free space for the missing chunks."""
         with self._open() as descriptor:
             free = os.fstatvfs(descriptor)
             used_bytes = os.fstat(descriptor).st_blocks * 512
         return used_bytes + free.f_bavail * free.f_frsize >= self._data_at + self._chunks.image_bytes
 
-    def read(self, at: int, into: memoryview) -> bool:
-        """Fill `into` with the image's bytes from offset `at` on; whether the file has them all.
+    def read(self, offset: int, into: memoryview) -> bool:
+        """Fill `into` with the image bytes from `offset`; return False if the file ends before.
 
-        What follows is read ahead, while the caller does something with these.
+        The following bytes are prefetched while the caller processes these.
         """
         with self._open() as descriptor:
             if sys.platform == "linux":
-                ahead = self._data_at + at + into.nbytes
-                os.posix_fadvise(descriptor, ahead, AHEAD * into.nbytes, os.POSIX_FADV_WILLNEED)
+                ahead = self._data_at + offset + into.nbytes
+                os.posix_fadvise(descriptor, ahead, PREFETCH_READS * into.nbytes, os.POSIX_FADV_WILLNEED)
             while into.nbytes:
-                count = os.preadv(descriptor, [into], self._data_at + at)
+                count = os.preadv(descriptor, [into], self._data_at + offset)
                 if count == 0:
                     return False
-                at, into = at + count, into[count:]
+                offset, into = offset + count, into[count:]
         return True
 
-    def write(self, at: int, views: Sequence[memoryview]) -> None:
-        """Put the image's bytes from offset `at` on. Their chunk must have no record."""
-        waiting = [view for view in views if view.nbytes][::-1]
+    def write(self, offset: int, views: Sequence[memoryview]) -> None:
+        """Write image bytes at `offset`. Their chunk must not have a record."""
+        remaining = [view for view in views if view.nbytes][::-1]
         with self._open() as descriptor:
-            while waiting:
-                count = os.pwritev(descriptor, waiting[: -MAX_IOVECS - 1 : -1], self._data_at + at)
-                at += count
-                while waiting and count >= waiting[-1].nbytes:
-                    count -= waiting.pop().nbytes
+            while remaining:
+                count = os.pwritev(descriptor, remaining[: -MAX_IOVECS - 1 : -1], self._data_at + offset)
+                offset += count
+                while remaining and count >= remaining[-1].nbytes:
+                    count -= remaining.pop().nbytes
                 if count:
-                    waiting[-1] = waiting[-1][count:]
+                    remaining[-1] = remaining[-1][count:]
 
     def record(self, chunk: int, digest: bytes) -> None:
-        """Say that all bytes of a chunk are written, and have this digest."""
+        """Record that all bytes of a chunk are written and have this digest."""
         self._write_record(chunk, RECORD.pack(chunk, digest, self._checksum(chunk, digest)))
         with self._lock:
             self._records[chunk] = digest
 
     def erase(self, chunk: int) -> None:
-        """Say that a chunk is not here."""
+        """Erase the record of a chunk."""
         with self._lock:
             known = self._records.pop(chunk, None) is not None
         if known:
             self._write_record(chunk, bytes(RECORD.size))
 
     def remove(self) -> None:
-        """Take the file out of its folder; its space is free once it is closed."""
+        """Unlink the file; its space is freed when it is closed."""
         with self._open() as descriptor, contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(descriptor), os.lstat(self.path)):
                 os.unlink(self.path)
 
     def close(self) -> None:
-        """Give up the lock. A read or write under way ends first; its thread then closes the file."""
+        """Release the lock. If a read or write is in progress, its thread closes the file when it ends."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-            last = not self._users
-        if last:
+            is_last = not self._users
+        if is_last:
             release(self._descriptor)
 
     @contextlib.contextmanager
@@ -137,8 +137,8 @@ class Spool:
     def _unlock(self) -> None:
         with self._lock:
             self._users -= 1
-            last = self._closed and not self._users
-        if last:
+            is_last = self._closed and not self._users
+        if is_last:
             release(self._descriptor)
 
     def _write_record(self, chunk: int, record: bytes) -> None:
@@ -160,21 +160,21 @@ class Spool:
 
 
 def header_of(layout_id: str, chunks: Chunks) -> bytes:
-    """What the file of a spool of this layout begins with."""
+    """Return the header of a spool file for this layout."""
     values = (MAGIC, layout_id.encode(), chunks.image_bytes, chunks.chunk_size)
     checksum = hashlib.blake2b(repr(values).encode(), digest_size=16, person=HASH_DOMAIN).digest()
     return HEADER.pack(*values, checksum)
 
 
-def write_all(descriptor: int, data: bytes, at: int) -> None:
-    """Put bytes at an offset of a file. Raises OSError."""
+def write_all(descriptor: int, data: bytes, offset: int) -> None:
+    """Write bytes at an offset of a file. Raises OSError."""
     while data:
-        count = os.pwrite(descriptor, data, at)
-        at, data = at + count, data[count:]
+        count = os.pwrite(descriptor, data, offset)
+        offset, data = offset + count, data[count:]
 
 
 def release(descriptor: int) -> None:
-    """Unlock and close: a child that inherited the descriptor must not keep the lock."""
+    """Unlock and close, so that a child process that inherited the descriptor does not keep the lock."""
     with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Which spool a process takes, of those that others use, left or put in the way. Runs on the target."""
+"""Finds or creates the spool of a process and locks it. Runs on the target."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from rfork.image.layout import Layout
 from rfork.storage.spool import HEADER, Spool, header_of, release, write_all
 
 MAX_SPOOLS = 16
-"""Processes of one rank of one model that may keep their chunks in one folder at once."""
+"""Maximum number of processes with the same rank and model that may have spools in one folder."""
 TTL_S = 3 * 86400.0
-"""A spool that nobody came back for in so long is removed by the next fork of its name."""
+"""A spool that was not resumed within this time is removed by the next fork of the same name."""
 
 
 def acquire_spool(folder: Path, name: str, layout: Layout) -> Spool:
-    """The spool that a process of this name left when it died, else a new one.
+    """Return the spool that a terminated process of this name left, or a new one.
 
-    Of several processes at once each has its own. What was left of another layout, or too long ago, is
-    removed. Raises StorageError where there is none to be had: no such folder, no right to it, all taken,
-    or a file in its place that is not this user's own.
+    Concurrent processes get separate spools. Spools of another layout, and expired ones, are removed. Raises
+    StorageError if no spool is available: the folder is missing or not writable, all spools are in use, or a
+    file in its place does not belong to this user.
     """
     paths = [folder / f"{name}.{number}.partial" for number in range(MAX_SPOOLS)]
     try:
@@ -37,22 +37,22 @@ def acquire_spool(folder: Path, name: str, layout: Layout) -> Spool:
                     return spool
     except OSError as error:
         raise StorageError(f"{error.filename or folder}: {error.strerror or error}") from None
-    raise StorageError(f"{folder}: {MAX_SPOOLS} processes keep {name} here already")
+    raise StorageError(f"{folder}: {MAX_SPOOLS} processes already have a spool for {name} here")
 
 
 def _remove_expired(paths: Sequence[Path], layout: Layout) -> None:
-    """Remove what nobody came back for. Best effort: the next fork of this name tries again."""
+    """Remove expired spools. Best effort: the next fork of this name tries again."""
     for path in paths:
         with contextlib.suppress(OSError, StorageError):
             if time.time() - os.lstat(path).st_mtime > TTL_S:
-                left = _open_existing(path, layout)
-                if left is not None:
-                    left.remove()
-                    left.close()
+                expired = _open_existing(path, layout)
+                if expired is not None:
+                    expired.remove()
+                    expired.close()
 
 
 def _open_existing(path: Path, layout: Layout) -> Spool | None:
-    """The spool at this path, if no other process has it; one of another layout is removed."""
+    """Return the spool at this path unless another process has locked it. Removes one of another layout."""
     try:
         descriptor = _locked(path, 0)
     except FileNotFoundError:
@@ -73,12 +73,12 @@ def _open_existing(path: Path, layout: Layout) -> Spool | None:
 
 
 def _create(path: Path, layout: Layout) -> Spool | None:
-    """A new spool at this path; None where there is a file already."""
+    """Create a spool at this path; return None if the file already exists."""
     try:
         descriptor = _locked(path, os.O_CREAT | os.O_EXCL)
     except FileExistsError:
         return None
-    if descriptor is None:  # somebody found it before it had a header
+    if descriptor is None:  # another process locked it before its header was written
         return None
     try:
         write_all(descriptor, header_of(layout.layout_id, layout.chunks), 0)
@@ -88,23 +88,25 @@ def _create(path: Path, layout: Layout) -> Spool | None:
         raise
 
 
-def _locked(path: Path, more: int) -> int | None:
-    """Open and lock a file. None where another process has it; StorageError where it is not our own."""
-    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | more, 0o600)
+def _locked(path: Path, extra_flags: int) -> int | None:
+    """Open and lock a file. Returns None if another process has locked it; raises StorageError if it is not
+    this user's.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | extra_flags, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-            raise StorageError(f"{path}: is not a file of this user alone")
+            raise StorageError(f"{path}: not a regular file that only this user can access")
         if status.st_nlink > 1:
-            raise StorageError(f"{path}: has another name besides")
+            raise StorageError(f"{path}: has a second hard link")
     except BlockingIOError:
         os.close(descriptor)
         return None
     except BaseException:
         release(descriptor)
         raise
-    if not status.st_nlink:  # its process ended well just now, and removed it
+    if not status.st_nlink:  # its process just finished and removed it
         release(descriptor)
         return None
     return descriptor

@@ -1,6 +1,6 @@
-"""What every format is once it is open: named tensors in storage, any of which can be read.
+"""Tensor source interface: named tensors in storage, independent of the file format.
 
-Runs wherever weights are loaded. `rfork.storage.formats.detect` opens the right kind for a URI.
+Runs wherever weights are loaded. `rfork.storage.formats.detect` opens the right implementation for a URI.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """What storage says of one tensor before its bytes are read."""
+    """Metadata of one stored tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -26,35 +26,35 @@ class TensorSource(Protocol):
 
     @property
     def uri(self) -> str:
-        """Where it lies."""
+        """Location."""
         ...
 
     @property
     def specs(self) -> Mapping[str, StoredTensor]:
-        """What it holds, by name, in the order in which it is stored; names of tied tensors too."""
+        """Metadata of all tensors by name, in storage order, including the names of tied tensors."""
         ...
 
     def read_into(self, tensors: Mapping[str, torch.Tensor], progress: Callable[[int], None] | None = None) -> None:
-        """Fill each tensor, on any device, with the stored one of its name, converting its dtype.
+        """Fill each tensor, on any device, with the stored tensor of its name, converting the dtype.
 
-        `progress` is told bytes as they come. Raises CheckpointError, before a byte is written, where a
-        name is not stored or has another shape; StorageError kinds; the tensors are undefined then.
+        `progress` receives byte counts. Raises CheckpointError, before any byte is written, if a name is not
+        stored or has another shape; StorageError subclasses, after which the tensors are undefined.
         """
         ...
 
     def stream(
         self, names: Collection[str] | None = None, device: torch.device | str = "cpu"
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each tensor (all, or those of `names`) as soon as it is there: in order of arrival.
+        """Iterate over the tensors (all, or those in `names`) in order of arrival.
 
-        The tensors are the caller's own; those of one block may share an allocation.
+        The caller owns the tensors; those of one block may share an allocation.
         """
         ...
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """One tensor, read now. Raises KeyError."""
+        """Read and return one tensor. Raises KeyError."""
         ...
 
     def close(self) -> None:
-        """Close what is open; a `stream` under way ends."""
+        """Close open files; a `stream` in progress ends."""
         ...

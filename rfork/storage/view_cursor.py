@@ -1,4 +1,4 @@
-"""A line of views that is taken from its front: what one read fills by way of several others."""
+"""Cursor over a sequence of views, for filling them with several reads."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class ViewCursor:
-    """A line of views, taken from its front a number of bytes at a time."""
+    """Sequence of views that is consumed from the front, any number of bytes at a time."""
 
     def __init__(self, views: Sequence[memoryview]) -> None:
         self._views = views
@@ -14,7 +14,7 @@ class ViewCursor:
         self._used = 0
 
     def next_views(self, count: int) -> list[memoryview]:
-        """Views of the next `count` bytes."""
+        """Consume and return views of the next `count` bytes."""
         result: list[memoryview] = []
         while count > 0:
             view = self._views[self._index]

@@ -1,4 +1,4 @@
-"""A peer service without gRPC: calls seeds of the same process. For tests of the receiving side."""
+"""Peer service without gRPC: calls seeds in the same process. For tests of the receiver."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rfork.image.layout import Layout
 from rfork.image.manifest import Manifest
 from rfork.peer import codec
 from rfork.peer.base import Progress
-from rfork.peer.control_stream import POLL_INTERVAL_S, StreamEnd, converse
+from rfork.peer.control_stream import POLL_INTERVAL_S, StreamEnd, serve_control_stream
 from rfork.peer.servicer import PeerBackend
 from rfork.peer.v1 import peer_pb2
 from rfork.settings import InstanceSettings
@@ -20,44 +20,44 @@ from rfork.transport.base import ControlStream, Endpoint, TokenSource
 
 
 class InMemoryPeers:
-    """The peer services of one imagined network, by address."""
+    """Peer services of a simulated network, by address."""
 
     def __init__(self) -> None:
         self._hosts: dict[str, PeerBackend] = {}
         self._served = 0
 
     def service(self, host: PeerBackend, settings: InstanceSettings) -> InMemoryPeerServer:
-        """A `rfork.peer.server.ServePeer` into this network."""
+        """Create a service in this network; a `rfork.peer.server.ServePeer`."""
         return InMemoryPeerServer(self, host)
 
     def serve(self, host: PeerBackend) -> str:
-        """Make `host` reachable; returns its address, which no other host ever has."""
+        """Make `host` reachable and return its address, which is never reused."""
         self._served += 1
         address = f"memory:{self._served}"
         self._hosts[address] = host
         return address
 
     def kill(self, address: str) -> None:
-        """The process at `address` dies: it answers nobody any more."""
+        """Simulate the death of the process at `address`."""
         self._hosts.pop(address, None)
 
     def host(self, address: str) -> PeerBackend:
-        """Whoever lives at `address`; raises SourceUnavailable."""
+        """Return the host at `address`. Raises SourceUnavailable."""
         if address not in self._hosts:
             raise SourceUnavailable(f"{address}: connection refused")
         return self._hosts[address]
 
     def is_reachable(self, address: str, host: PeerBackend) -> bool:
-        """Whether this host still answers there."""
+        """Return True if this host is reachable at the address."""
         return self._hosts.get(address) is host
 
     def dial(self, address: str, token: TokenSource) -> InMemoryPeer:
-        """A `rfork.peer.base.Dial` into this network."""
+        """Connect to a peer in this network; a `rfork.peer.base.Dial`."""
         return InMemoryPeer(self, address, token)
 
 
 class InMemoryPeerServer:
-    """One host's place in the network; see `rfork.peer.server.PeerService`."""
+    """Service of one host in the network; see `rfork.peer.server.PeerService`."""
 
     def __init__(self, peers: InMemoryPeers, host: PeerBackend) -> None:
         self._peers = peers
@@ -66,7 +66,7 @@ class InMemoryPeerServer:
 
     @property
     def address(self) -> str:
-        """Where others reach it."""
+        """Address for other instances."""
         return self._address
 
     def start(self) -> None:
@@ -79,7 +79,7 @@ class InMemoryPeerServer:
 
 
 class InMemoryPeer:
-    """One source's peer service; see `rfork.peer.base.Peer`."""
+    """Peer service of one source; see `rfork.peer.base.Peer`."""
 
     def __init__(self, peers: InMemoryPeers, address: str, token: TokenSource) -> None:
         self._peers = peers
@@ -101,22 +101,22 @@ class InMemoryPeer:
         return host.open_channel(host.check(self._token()), layout_id, list(transports), "127.0.0.1")
 
     def open_control_stream(self, channel_id: str) -> ControlStream:
-        """See `Peer.talk`."""
+        """See `Peer.open_control_stream`."""
         host = self._peers.host(self._address)
         fork_id = host.check(self._token())
-        near, far = stream_pair()
+        local_end, remote_end = stream_pair()
 
-        def follow() -> None:
-            talking = threading.Thread(target=converse, args=(host, channel_id, far), daemon=True)
-            talking.start()
-            while talking.is_alive() and self._peers.is_reachable(self._address, host):
+        def run() -> None:
+            thread = threading.Thread(target=serve_control_stream, args=(host, channel_id, remote_end), daemon=True)
+            thread.start()
+            while thread.is_alive() and self._peers.is_reachable(self._address, host):
                 if not host.has_channel(channel_id, fork_id):
                     break
-                talking.join(POLL_INTERVAL_S / 10)
-            far.close()  # what was said until then still arrives
+                thread.join(POLL_INTERVAL_S / 10)
+            remote_end.close()  # messages sent before still arrive
 
-        threading.Thread(target=follow, name="rfork-line", daemon=True).start()
-        return near
+        threading.Thread(target=run, name="rfork-control", daemon=True).start()
+        return local_end
 
     def watch(self, channel_id: str, keep_alive_s: float) -> Iterator[Progress]:
         """See `Peer.watch`."""
@@ -133,7 +133,7 @@ class InMemoryPeer:
                 reported = ranges.normalise((*reported, *update.chunks))
                 if not self._wait(keep_alive_s):
                     break
-                self._peers.host(self._address)  # raises SourceUnavailable when it died
+                self._peers.host(self._address)  # raises SourceUnavailable if it died
             else:
                 if host.generation != generation:
                     raise SourceWeightsChanged(f"{self._address}: the weights changed")
@@ -144,7 +144,7 @@ class InMemoryPeer:
         self._peers.host(self._address).check(self._token())
 
     def close_channel(self, channel_id: str, deadline: float) -> None:
-        """See `Peer.leave`."""
+        """See `Peer.close_channel`."""
         self._peers.host(self._address).close_channel(channel_id)
 
     def close(self) -> None:
@@ -161,19 +161,19 @@ class InMemoryPeer:
         host = self._peers.host(self._address)
         host.check(self._token())
         if host.manifest is None:
-            raise SourceUnavailable(f"{self._address}: the relay knows no manifest yet")
+            raise SourceUnavailable(f"{self._address}: the relay has no manifest yet")
         return codec.manifest_parts(host.manifest, host.generation, include_tensors=include_tensors)
 
 
 def stream_pair() -> tuple[StreamEnd, StreamEnd]:
-    """A line in memory: its two ends."""
-    one, other = StreamEnd(), StreamEnd()
-    for here, there in ((one, other), (other, one)):
-        threading.Thread(target=_forward, args=(here, there), name="rfork-line", daemon=True).start()
-    return one, other
+    """Return the two connected ends of an in-memory control stream."""
+    first, second = StreamEnd(), StreamEnd()
+    for source, destination in ((first, second), (second, first)):
+        threading.Thread(target=_forward, args=(source, destination), name="rfork-control", daemon=True).start()
+    return first, second
 
 
-def _forward(here: StreamEnd, there: StreamEnd) -> None:
-    while (message := here.outgoing_waiting()) is not None:
-        there.deliver_waiting(message)
-    there.end(SourceUnavailable("the other side closed the line"))
+def _forward(source: StreamEnd, destination: StreamEnd) -> None:
+    while (message := source.pop_blocking()) is not None:
+        destination.push_blocking(message)
+    destination.end(SourceUnavailable("the other side closed the control stream"))

@@ -1,7 +1,7 @@
-"""The memory transport: two images in one process, and faults on demand. For tests.
+"""In-memory transport within one process, with fault injection. For tests.
 
-It keeps the whole contract of `rfork.transport.base` without a socket, so each state machine above the
-seam can be tested with sources that lie, stall and die exactly where the test wants it.
+It implements the complete contract of `rfork.transport.base` without sockets, so code above the transport can
+be tested with sources that corrupt, stall and die at defined points.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ POLL_INTERVAL_S = 0.05
 
 @dataclass(slots=True)
 class FaultInjection:
-    """What goes wrong at one source. May be changed at any time; holds from the next slice on."""
+    """Faults of one source. May be changed at any time; applies from the next slice on."""
 
     corrupt_chunks: set[int] = field(default_factory=set)
-    """Chunks whose first byte arrives with all bits flipped."""
+    """Chunks whose first byte is inverted."""
     dies_after: int | None = None
-    """Bytes given in all before the source is gone for good."""
+    """Total bytes served before the source dies permanently."""
     stalls_after: int | None = None
-    """Bytes given in all before it gives no more, until the reader's deadline."""
+    """Total bytes served before the source stalls until the reader's deadline."""
     refuses: bool = False
-    """Whether every lease is refused."""
+    """Reject every lease."""
 
 
 class InMemoryNetwork:
-    """What plays the network: the exports of all `InMemoryTransport`s that were given this object."""
+    """Simulated network: the exports of all `InMemoryTransport`s that share this object."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -52,7 +52,7 @@ class InMemoryNetwork:
         self._exported = 0
 
     def add(self, exporter: InMemoryExporter) -> str:
-        """Make it reachable; returns its name, which no other export ever has."""
+        """Make an exporter reachable and return its name, which is never reused."""
         with self.changed:
             self._exported += 1
             name = f"memory-{self._exported}"
@@ -60,7 +60,7 @@ class InMemoryNetwork:
             return name
 
     def remove(self, name: str) -> None:
-        """Make it unreachable; readers that wait for it wake."""
+        """Make an exporter unreachable and wake readers that wait for it."""
         with self.changed:
             self.exports.pop(name, None)
             self.changed.notify_all()
@@ -83,30 +83,30 @@ class InMemoryExporter(StatelessExporter):
         self.gate = gate
         self.faults = faults
         self.served_bytes = 0
-        self._promised = 0
+        self._counted_bytes = 0
         self._network = network
         self._copies = 0
         self._name = network.add(self)
 
     def endpoint(self) -> Endpoint:
-        """Its name in the network."""
+        """Return its name in the network."""
         return Endpoint("memory", {"name": self._name})
 
     def close(self) -> None:
-        """Leave the network; returns once no reader copies from the image."""
+        """Leave the network; return when no reader copies from the image."""
         self._network.remove(self._name)
         with self._network.changed:
             self._network.changed.wait_for(lambda: self._copies == 0)
 
     def serve(self, token: str, begin: int, end: int, views: Sequence[memoryview]) -> None:
-        """Copy image range `[begin, end)` into `views`; raises what the gate does, and SourceUnavailable."""
+        """Copy image range `[begin, end)` into `views`. Raises the gate's errors and SourceUnavailable."""
         if self.faults.refuses:
-            raise LeaseRejected(f"{self._name} was told to refuse")
+            raise LeaseRejected(f"{self._name} rejects every lease (injected fault)")
         if not self.one_sided:
-            fork_id, left = self.gate.authorize(token, begin, begin), end - begin
-            while left:
-                left -= self.gate.acquire_bytes(left, fork_id)
-        # A copy ends at once by itself: there is nothing to cut.
+            fork_id, rest = self.gate.authorize(token, begin, begin), end - begin
+            while rest:
+                rest -= self.gate.acquire_bytes(rest, fork_id)
+        # A copy is short: there is nothing to cut.
         with self.gate.read_guard(token, begin, end, lambda: None):
             self._serve(begin, end, views)
 
@@ -116,7 +116,7 @@ class InMemoryExporter(StatelessExporter):
             if dies_after is not None and self.served_bytes + end - begin > dies_after:
                 self._network.exports.pop(self._name, None)
             if self._name not in self._network.exports:
-                raise SourceUnavailable(f"{self._name} is gone")
+                raise SourceUnavailable(f"{self._name} is unavailable")
             self.served_bytes += end - begin
             self._copies += 1
         try:
@@ -132,17 +132,19 @@ class InMemoryExporter(StatelessExporter):
                 self._network.changed.notify_all()
 
     def is_stalled(self, nbytes: int) -> bool:
-        """Whether the next `nbytes` are not to come; else they count, before another reader is asked."""
+        """Return True if the next `nbytes` are withheld; otherwise count them, before another reader is
+        checked.
+        """
         with self._network.changed:
             limit = self.faults.stalls_after
-            if limit is not None and self._promised + nbytes > limit:
+            if limit is not None and self._counted_bytes + nbytes > limit:
                 return True
-            self._promised += nbytes
+            self._counted_bytes += nbytes
             return False
 
 
 class InMemoryReader:
-    """Target side: copies slices until the range is whole, the deadline passes or either side ends."""
+    """Target side: copies slices until the range is complete, the deadline passes or either side closes."""
 
     def __init__(self, network: InMemoryNetwork, name: str, image: Image, token: TokenSource) -> None:
         self._network = network
@@ -153,19 +155,21 @@ class InMemoryReader:
         self._bucket = TokenBucket()
 
     def read(self, begin: int, end: int, deadline: float) -> None:
-        """Copy image range `[begin, end)`; see `Reader.read`. A range outside the image is a ValueError."""
+        """Copy image range `[begin, end)`; see `Reader.read`. Raises ValueError for a range outside the
+        image.
+        """
         with self._image.writable(begin, end) as views:
-            left = list(views)
+            rest = list(views)
             for at in range(begin, end, SLICE_BYTES):
-                until = min(at + SLICE_BYTES, end)
-                piece, left = _split(left, until - at)
+                slice_end = min(at + SLICE_BYTES, end)
+                piece, rest = _split(rest, slice_end - at)
                 source = self._source()
-                if source.is_stalled(until - at):
+                if source.is_stalled(slice_end - at):
                     self._wait(deadline)
                 if time.monotonic() >= deadline:
                     raise SourceTimeout(f"{self._name} was too slow: the read's deadline has passed")
-                self._throttle(until - at, deadline)
-                source.serve(self._token(), at, until, piece)
+                self._throttle(slice_end - at, deadline)
+                source.serve(self._token(), at, slice_end, piece)
 
     def set_rate_limit(self, rate: int | None) -> None:
         """See `Reader.set_rate_limit`."""
@@ -177,10 +181,10 @@ class InMemoryReader:
                 self._network.changed.wait_for(lambda: self._closed, min(delay, POLL_INTERVAL_S))
             self._source()
             if time.monotonic() >= deadline:
-                raise SourceTimeout(f"{self._name} was held back until the deadline")
+                raise SourceTimeout(f"{self._name} was throttled until the deadline")
 
     def close(self) -> None:
-        """Reads under way raise SourceUnavailable at their next slice."""
+        """Close the reader; reads in progress raise SourceUnavailable at their next slice."""
         with self._network.changed:
             self._closed = True
             self._network.changed.notify_all()
@@ -190,11 +194,11 @@ class InMemoryReader:
             if self._closed:
                 raise SourceUnavailable(f"the reader of {self._name} was closed")
             if self._name not in self._network.exports:
-                raise SourceUnavailable(f"{self._name} is gone")
+                raise SourceUnavailable(f"{self._name} is unavailable")
             return self._network.exports[self._name]
 
     def _wait(self, deadline: float) -> None:
-        """Wait for bytes that will not come. Raises SourceTimeout at the deadline, or SourceUnavailable."""
+        """Wait without receiving bytes. Raises SourceTimeout at the deadline, or SourceUnavailable."""
         with self._network.changed:
             self._network.changed.wait_for(
                 lambda: self._closed or self._name not in self._network.exports, deadline - time.monotonic()
@@ -204,9 +208,9 @@ class InMemoryReader:
 
 
 class InMemoryTransport:
-    """`Transport` within one process; `faults` are those of the images it exports.
+    """`Transport` within one process; `faults` apply to the images it exports.
 
-    `one_sided`: its exporters ask the gate for no budget, as those of a transport that reads memory.
+    `one_sided`: its exporters do not acquire egress budget, like a transport that reads remote memory.
     """
 
     def __init__(
@@ -218,7 +222,7 @@ class InMemoryTransport:
 
     @property
     def name(self) -> str:
-        """The word used for it in settings, plans and reports."""
+        """Name in settings, plans and reports."""
         return "memory"
 
     @property
@@ -227,11 +231,11 @@ class InMemoryTransport:
         return self._one_sided
 
     def availability(self) -> Availability:
-        """Always usable, within this process."""
-        return Availability(True, "reaches only this process; for tests")
+        """Always available within this process."""
+        return Availability(True, "only within this process; for tests")
 
     def export(self, image: Image, gate: AccessGate) -> InMemoryExporter:
-        """Source side: make `image` readable to whoever shares the network object."""
+        """Source side: make `image` readable to users of the same network object."""
         return InMemoryExporter(self._network, image, gate, self._faults, one_sided=self._one_sided)
 
     def connect(
@@ -240,19 +244,19 @@ class InMemoryTransport:
         image: Image,
         token: TokenSource,
         deadline: float,
-        talk: OpenControlStream = no_control_stream,
+        open_control_stream: OpenControlStream = no_control_stream,
     ) -> InMemoryReader:
-        """Target side: raises SourceUnavailable when no such export lives, SourceTimeout past the deadline."""
+        """Target side. Raises SourceUnavailable for an unknown export, SourceTimeout after the deadline."""
         name = endpoint.parameters.get("name", "")
         if name not in self._network.exports:
-            raise SourceUnavailable(f"there is no export {name!r} here")
+            raise SourceUnavailable(f"unknown export {name!r}")
         if time.monotonic() >= deadline:
-            raise SourceTimeout(f"no time is left to connect to {name}")
+            raise SourceTimeout(f"the deadline passed before connecting to {name}")
         return InMemoryReader(self._network, name, image, token)
 
 
 def _split(views: Sequence[memoryview], count: int) -> tuple[list[memoryview], list[memoryview]]:
-    """The first `count` bytes of a line of views, and the rest."""
+    """Split views into the first `count` bytes and the rest."""
     first: list[memoryview] = []
     for index, view in enumerate(views):
         if count < view.nbytes:
@@ -264,10 +268,10 @@ def _split(views: Sequence[memoryview], count: int) -> tuple[list[memoryview], l
 
 
 def _copy(source: Sequence[memoryview], target: Sequence[memoryview]) -> None:
-    """Copy between two lines of views of equal length, however each is cut."""
-    left = list(target)
+    """Copy between two sequences of views of equal total length, split differently."""
+    rest = list(target)
     for view in source:
-        pieces, left = _split(left, view.nbytes)
+        pieces, rest = _split(rest, view.nbytes)
         at = 0
         for piece in pieces:
             piece[:] = view[at : at + piece.nbytes]
@@ -275,6 +279,6 @@ def _copy(source: Sequence[memoryview], target: Sequence[memoryview]) -> None:
 
 
 def _flip(views: Sequence[memoryview], offset: int) -> None:
-    """Flip all bits of the byte at `offset` in a line of views."""
+    """Invert the byte at `offset` in a sequence of views."""
     _, rest = _split(views, offset)
     rest[0][0] ^= 0xFF

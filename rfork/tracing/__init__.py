@@ -1,11 +1,11 @@
-"""Spans: what took how long, joined over processes by one trace; off unless the settings name a collector.
+"""Tracing: spans joined across processes into one trace. Off unless the settings name a collector.
 
-Every process of rfork asks `tracer` for its own. Where nothing is traced that is `OFF`, which does nothing
-and imports nothing; a context (`here`) is then None, and `carrier` empty. Contexts travel as W3C trace
-contexts: the header, or gRPC metadata, ``traceparent``.
+Each process gets its tracer from `get_tracer`. Without tracing that is `NOOP_TRACER`, which does nothing and
+imports nothing; `current_context` is then None and `inject` returns nothing. Contexts are sent as W3C trace
+contexts, in the header or gRPC metadata ``traceparent``.
 
-Nothing here imports torch, and nothing here is waited for: spans wait in a queue of bounded length, and
-are dropped where the collector does not take them.
+Does not import torch, and never blocks: spans wait in a bounded queue, and are dropped if the collector does
+not accept them.
 """
 
 from rfork.tracing.api import NO_SPAN, NOOP_TRACER, Span, Tracer, Value

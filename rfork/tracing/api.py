@@ -1,4 +1,4 @@
-"""The seam between rfork and what makes spans: `rfork.tracing.sdk`, or nothing at all."""
+"""Interface between rfork and a tracing implementation: `rfork.tracing.sdk`, or none."""
 
 from __future__ import annotations
 
@@ -10,46 +10,46 @@ from typing import Final, Literal, Protocol, Self
 from rfork.tracing.context import TraceContext
 
 Value = str | bool | int | float | Sequence[str]
-"""Of an attribute."""
+"""Value of an attribute."""
 SpanKindName = Literal["internal", "client", "server"]
-"""Whether a span is work of its own, a call of another process, or the answer to one."""
+"""Role of a span: internal work, a call to another process, or the handling of such a call."""
 
 
 class Span(Protocol):
-    """Something that takes time. Thread-safe; what comes after its end is ignored.
+    """An operation with a duration. Thread-safe; calls after its end are ignored.
 
-    Attributes are rfork's own (``rfork.NAME``), unless OpenTelemetry has a name for them. One that is None is
-    left out.
+    Attributes are named ``rfork.NAME``, unless OpenTelemetry has a name for them. Attributes that are None
+    are omitted.
     """
 
     @property
     def context(self) -> TraceContext | None:
-        """As others refer to it; None where nothing is traced."""
+        """Context for referring to this span; None without tracing."""
         ...
 
     def set(self, **values: Value | None) -> None:
-        """Attributes that are known by now."""
+        """Set attributes."""
         ...
 
     def event(self, name: str, **values: Value | None) -> None:
-        """Something that happened within it, now."""
+        """Record an event at the current time."""
         ...
 
     def fail(self, error: BaseException | str) -> None:
-        """It did not come to a good end."""
+        """Mark the span as failed."""
         ...
 
     def end(self) -> None:
-        """It is over. The first call counts."""
+        """End the span. Only the first call counts."""
         ...
 
 
 class Tracer(Protocol):
-    """Makes spans. Without a `parent` a span belongs to what `here` says, or begins a trace."""
+    """Creates spans. Without a `parent`, a span belongs to `current_context`, or begins a trace."""
 
     @property
     def enabled(self) -> bool:
-        """Whether spans go anywhere: what costs something to find out is asked for only then."""
+        """Whether spans are sent anywhere, so that callers can avoid computing expensive attributes."""
         ...
 
     def start_span(
@@ -61,7 +61,7 @@ class Tracer(Protocol):
         kind: SpanKindName = "internal",
         **values: Value | None,
     ) -> Span:
-        """A span that somebody ends, on any thread. `links`: others that it has to do with."""
+        """Start a span that the caller must end, on any thread. `links`: related spans."""
         ...
 
     def span(
@@ -73,26 +73,26 @@ class Tracer(Protocol):
         kind: SpanKindName = "internal",
         **values: Value | None,
     ) -> AbstractContextManager[Span]:
-        """A span for the time of a ``with`` block, which works for it; failed where the block raises."""
+        """Return a context manager whose span is current inside the block, and failed if it raises."""
         ...
 
 
 class _NoopSpan:
-    """What is not traced; as a context manager too, so that it need not be made."""
+    """Span without effect; also its own context manager."""
 
     context: None = None
 
     def set(self, **values: Value | None) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def event(self, name: str, **values: Value | None) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def fail(self, error: BaseException | str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def end(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def __enter__(self) -> Self:
         return self
@@ -104,7 +104,7 @@ class _NoopSpan:
 
 
 class _NoopTracer:
-    """Traces nothing."""
+    """Tracer without effect."""
 
     enabled = False
 

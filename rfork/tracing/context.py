@@ -1,4 +1,4 @@
-"""Which span a thread, or a task, works for, and how that is told to another process.
+"""The current span of a thread or task, and its propagation to other processes.
 
 https://www.w3.org/TR/trace-context/
 """
@@ -15,14 +15,14 @@ from typing import Final
 import structlog
 
 TRACEPARENT: Final = "traceparent"
-"""The header, and the key of gRPC metadata."""
+"""Name of the header and of the gRPC metadata key."""
 _SHAPE: Final = re.compile(r"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 _SAMPLED: Final = 0x01
 
 
 @dataclass(frozen=True, slots=True)
 class TraceContext:
-    """One span, as others refer to it; ids in hexadecimal. `sampled`: it is sent to a collector."""
+    """Reference to a span, with hexadecimal ids. `sampled`: it is sent to a collector."""
 
     trace_id: str
     span_id: str
@@ -30,12 +30,12 @@ class TraceContext:
 
     @property
     def traceparent(self) -> str:
-        """The text that tells it."""
+        """The encoded context."""
         return f"00-{self.trace_id}-{self.span_id}-{_SAMPLED if self.sampled else 0:02x}"
 
     @classmethod
     def parse(cls, text: str | bytes | None) -> TraceContext | None:
-        """The span that such a text tells; None where it tells none."""
+        """Decode a context; return None if it is invalid."""
         if text is None:
             return None
         if isinstance(text, bytes):
@@ -52,21 +52,21 @@ _here: ContextVar[TraceContext | None] = ContextVar("rfork_trace", default=None)
 
 
 def current_context() -> TraceContext | None:
-    """The span that this thread, or task, works for."""
+    """Return the context of this thread or task."""
     return _here.get()
 
 
 def inject() -> dict[str, str]:
-    """What a call carries for the called to go on with the trace; nothing where nothing is traced."""
+    """Return the headers that propagate the current trace; empty without tracing."""
     context = _here.get()
     return {} if context is None else {TRACEPARENT: context.traceparent}
 
 
 @contextmanager
 def use_context(context: TraceContext | None) -> Iterator[None]:
-    """In the block this thread, or task, works for that span, and its log lines carry the `trace_id`.
+    """Make `context` current for this thread or task inside the block, and add its `trace_id` to log lines.
 
-    Threads do not inherit it: hand `current_context` over. None changes nothing.
+    Other threads do not inherit it: pass `current_context` on. None changes nothing.
     """
     if context is None:
         yield

@@ -1,7 +1,9 @@
-"""Spans by OpenTelemetry's SDK, sent over OTLP. Only this room imports `opentelemetry`, and only lazily.
+"""Tracing with OpenTelemetry's SDK, sent over OTLP.
 
-The SDK's global tracer is left alone: it is the engine's. So is its current span; a trace that begins here
-links to it.
+Only this module and `span_processor` import `opentelemetry`; both are loaded lazily.
+
+The SDK's global tracer belongs to the engine and is not used. The engine's current span is not a parent
+either; a trace that begins here links to it.
 """
 
 from __future__ import annotations
@@ -34,16 +36,16 @@ from rfork.tracing.context import TraceContext, current_context, use_context
 from rfork.tracing.span_processor import BoundedSpanProcessor
 
 TRACES: Final = "/v1/traces"
-SEND_S: Final = 10.0
-"""Most seconds that one request to the collector takes, retries included."""
+REQUEST_TIMEOUT_S: Final = 10.0
+"""Maximum duration of a request to the collector, including retries."""
 MAX_TEXT_CHARS: Final = 4096
-"""Characters of one attribute."""
+"""Maximum length of an attribute."""
 OTEL_SPAN_KINDS: Final = {"internal": SpanKind.INTERNAL, "client": SpanKind.CLIENT, "server": SpanKind.SERVER}
-PLAIN: Final = frozenset(
+DEFAULT_HEADERS: Final = frozenset(
     ("accept", "accept-encoding", "connection", "content-length", "content-type", "host", "user-agent")
 )
-"""Headers that each request to the collector carries, besides those that the settings name."""
-STANDARD: Final = {
+"""Headers sent with each request to the collector, in addition to those of the settings."""
+STANDARD_ATTRIBUTES: Final = {
     "deployment": "k8s.deployment.name",
     "error_type": "error.type",
     "method": "http.request.method",
@@ -59,41 +61,41 @@ STANDARD: Final = {
     "statefulset": "k8s.statefulset.name",
     "status": "http.response.status_code",
 }
-"""Attributes that OpenTelemetry has names for."""
+"""Attributes with names in OpenTelemetry."""
 
 
 def sending_tracer(endpoint: str, settings: TracingSettings, service: str) -> SdkTracer:
-    """A tracer whose spans go to the collector at `endpoint` until the process ends. Raises SettingsError."""
+    """Return a tracer that sends spans to the collector at `endpoint`. Raises SettingsError."""
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise SettingsError(
-            "RFORK_TRACING_ENDPOINT cannot be used: it is no URL of a collector",
+            "RFORK_TRACING_ENDPOINT is not the URL of a collector",
             hint="e.g. http://127.0.0.1:4318",
         )
-    redacted_netloc = parts.netloc.rpartition("@")[2]  # never a password
+    redacted_netloc = parts.netloc.rpartition("@")[2]  # without a password
     traces_url = endpoint if parts.path.endswith(TRACES) else endpoint.rstrip("/") + TRACES
     headers = _headers(settings)
     exporter = OTLPSpanExporter(
         endpoint=traces_url,
         headers=headers,
-        timeout=SEND_S,
-        compression=Compression.NoCompression,  # else OTEL_* would say, which is about the engine's collector
+        timeout=REQUEST_TIMEOUT_S,
+        compression=Compression.NoCompression,  # otherwise OTEL_* would decide, which is for the engine's collector
         session=_Session(headers),
     )
-    tracer = SdkTracer(BoundedSpanProcessor(exporter, redacted_netloc), service, settings.share)
+    tracer = SdkTracer(BoundedSpanProcessor(exporter, redacted_netloc), service, settings.sample_ratio)
     atexit.register(tracer.close)
     return tracer
 
 
 class SdkTracer:
-    """See `rfork.tracing.api.Tracer`; spans go to `processor`."""
+    """Implements `rfork.tracing.api.Tracer`; sends spans to `processor`."""
 
     enabled = True
 
-    def __init__(self, processor: SpanProcessor, service: str, share: float = 1.0) -> None:
-        """`share`: the part of the traces that begin here which is sent."""
+    def __init__(self, processor: SpanProcessor, service: str, sample_ratio: float = 1.0) -> None:
+        """`sample_ratio`: ratio of the traces started here that are exported."""
         self._provider = TracerProvider(
-            sampler=ParentBased(TraceIdRatioBased(share)),
+            sampler=ParentBased(TraceIdRatioBased(sample_ratio)),
             resource=Resource.create(
                 {
                     "service.name": service,
@@ -116,12 +118,12 @@ class SdkTracer:
         kind: SpanKindName = "internal",
         **values: Value | None,
     ) -> Span:
-        """See `Tracer.begin`."""
+        """See `Tracer.start_span`."""
         above = parent or current_context()
-        linked = [Link(_foreign(each)) for each in links if each is not None]
+        linked = [Link(_to_span_context(each)) for each in links if each is not None]
         context = Context()
         if above is not None:
-            context = trace.set_span_in_context(NonRecordingSpan(_foreign(above)), context)
+            context = trace.set_span_in_context(NonRecordingSpan(_to_span_context(above)), context)
         elif (engine := trace.get_current_span().get_span_context()).is_valid:
             linked.append(Link(engine))
         return SdkSpan(
@@ -156,12 +158,12 @@ class SdkTracer:
             span.end()
 
     def close(self) -> None:
-        """Send what is left, for a second at most."""
+        """Send the remaining spans, within a second."""
         self._provider.shutdown()
 
 
 class SdkSpan:
-    """See `rfork.tracing.api.Span`."""
+    """Implements `rfork.tracing.api.Span`."""
 
     def __init__(self, span: trace.Span) -> None:
         self._span = span
@@ -170,7 +172,7 @@ class SdkSpan:
             trace.format_trace_id(span_context.trace_id),
             trace.format_span_id(span_context.span_id),
         )
-        # With OTEL_SDK_DISABLED the engine's SDK and ours make nothing.
+        # The context is invalid under OTEL_SDK_DISABLED, which also applies here.
         self._context = (
             TraceContext(trace_id, span_id, span_context.trace_flags.sampled) if span_context.is_valid else None
         )
@@ -206,12 +208,12 @@ class SdkSpan:
 
 
 class _Session(requests.Session):
-    """Sends nothing to the collector that the settings do not name."""
+    """HTTP session that sends only headers from the settings to the collector."""
 
     def __init__(self, headers: Mapping[str, str]) -> None:
         super().__init__()
-        self.trust_env = False  # the settings alone read the environment; proxies do not apply
-        self._may_send = PLAIN.union(name.lower() for name in headers)
+        self.trust_env = False  # only the settings read the environment; no proxies
+        self._allowed_headers = DEFAULT_HEADERS.union(name.lower() for name in headers)
         own = weakref.ref(self)
 
         def leave_connections() -> None:
@@ -219,19 +221,19 @@ class _Session(requests.Session):
                 for start in tuple(session.adapters):
                     session.mount(start, HTTPAdapter())
 
-        # The child of an `os.fork` must not write into its parent's connections.
+        # The child of an `os.fork` must not write to its parent's connections.
         os.register_at_fork(after_in_child=leave_connections)
 
     def prepare_request(self, request: requests.Request) -> requests.PreparedRequest:
-        """The request less OTEL_EXPORTER_OTLP_HEADERS: the exporter adds the engine's credentials to ours."""
+        """Prepare the request, without the engine's OTEL_EXPORTER_OTLP_HEADERS, which the exporter adds."""
         prepared = super().prepare_request(request)
-        for name in [name for name in prepared.headers if name.lower() not in self._may_send]:
+        for name in [name for name in prepared.headers if name.lower() not in self._allowed_headers]:
             del prepared.headers[name]
         return prepared
 
 
-def _foreign(context: TraceContext) -> SpanContext:
-    """A span of any process, as the SDK refers to it."""
+def _to_span_context(context: TraceContext) -> SpanContext:
+    """Convert a context of any process to the SDK's type."""
     return SpanContext(
         int(context.trace_id, 16),
         int(context.span_id, 16),
@@ -242,17 +244,17 @@ def _foreign(context: TraceContext) -> SpanContext:
 
 def _attributes(values: dict[str, Value | None]) -> dict[str, Value]:
     return {
-        STANDARD.get(name, f"rfork.{name}"): value[:MAX_TEXT_CHARS] if isinstance(value, str) else value
+        STANDARD_ATTRIBUTES.get(name, f"rfork.{name}"): value[:MAX_TEXT_CHARS] if isinstance(value, str) else value
         for name, value in values.items()
         if value is not None
     }
 
 
 def _headers(settings: TracingSettings) -> dict[str, str]:
-    """The headers that the settings name. Raises SettingsError, which does not tell them."""
+    """Return the headers from the settings. Raises SettingsError, without their values."""
     if settings.headers is None:
         return {}
     pairs = [each.partition("=") for each in settings.headers.get_secret_value().split(",") if each.strip()]
     if not all(equals and name.strip() for name, equals, _ in pairs):
-        raise SettingsError("RFORK_TRACING_HEADERS cannot be used: it is not NAME=VALUE, comma separated")
+        raise SettingsError("RFORK_TRACING_HEADERS is not a comma-separated list of NAME=VALUE")
     return {name.strip(): value.strip() for name, _, value in pairs}

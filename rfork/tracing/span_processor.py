@@ -1,7 +1,7 @@
-"""Spans on their way to a collector: a queue of bounded length, and the thread that empties it.
+"""Sends spans to a collector: a bounded queue, and the thread that empties it.
 
-OpenTelemetry's own batches wait for a collector that hangs when a process ends, and do not say how much
-they dropped.
+OpenTelemetry's own batch processor blocks the exit of a process if the collector hangs, and does not count
+dropped spans.
 """
 
 from __future__ import annotations
@@ -20,41 +20,41 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from rfork.logs import logger
 
 MAX_QUEUE: Final = 4096
-"""Spans that wait: a fork of a hundred sources makes about two hundred."""
-BATCH: Final = 512
-"""Most spans of one request."""
-GATHER_S: Final = 0.5
-"""How long spans wait for others."""
+"""Maximum number of queued spans: a fork of a hundred sources creates about two hundred."""
+MAX_BATCH: Final = 512
+"""Maximum number of spans per request."""
+MAX_DELAY_S: Final = 0.5
+"""Maximum delay of a span before it is sent with others."""
 CLOSE_S: Final = 1.0
-"""Most seconds that the end of a process waits for a collector."""
+"""Maximum seconds for which the exit of a process waits for the collector."""
 
 log = logger(__name__)
 
 
 class BoundedSpanProcessor(SpanProcessor):
-    """Hands spans that have ended to `exporter`; never blocks those that end them."""
+    """Sends finished spans to `exporter`; never blocks the thread that ends a span."""
 
     def __init__(self, exporter: SpanExporter, collector: str) -> None:
-        """`collector` is its URL, for the log."""
+        """`collector`: its URL, for the log."""
         self._exporter = exporter
         self._collector = collector
         self._changed = threading.Condition()
-        self._waiting: deque[ReadableSpan] = deque()
+        self._queue: deque[ReadableSpan] = deque()
         self._sending = 0
-        self._closing = self._counted = False
+        self._closing = self._drops_counted = False
         self._dropped = 0
         self._thread: threading.Thread | None = None
         own = weakref.ref(self)
 
         def reset_after_fork() -> None:
-            if (queue := own()) is not None:
-                queue._reset_after_fork()
+            if (processor := own()) is not None:
+                processor._reset_after_fork()
 
         os.register_at_fork(after_in_child=reset_after_fork)
 
     @property
     def dropped(self) -> int:
-        """How many spans never came to the collector, as far as is known."""
+        """Number of spans known not to have reached the collector."""
         with self._changed:
             return self._dropped
 
@@ -63,16 +63,16 @@ class BoundedSpanProcessor(SpanProcessor):
         if not span.context.trace_flags.sampled:
             return
         with self._changed:
-            if self._closing or len(self._waiting) >= MAX_QUEUE or not self._runs():
+            if self._closing or len(self._queue) >= MAX_QUEUE or not self._ensure_thread():
                 first = self._drop(1)
             else:
                 first = False
-                self._waiting.append(span)
+                self._queue.append(span)
                 self._changed.notify_all()
-        self._log_drops(first, "it does not take them as fast as they come")
+        self._log_drops(first, "the collector is too slow")
 
     def shutdown(self) -> None:
-        """Send what waits, within `CLOSE_S`, and say how much was dropped. Safe to call twice."""
+        """Send queued spans within `CLOSE_S`, and log the number of dropped ones. Safe to call twice."""
         with self._changed:
             if self._closing:
                 return
@@ -82,81 +82,81 @@ class BoundedSpanProcessor(SpanProcessor):
         if thread is not None:
             thread.join(CLOSE_S)
         with self._changed:
-            self._drop(len(self._waiting) + self._sending)
-            self._counted = True  # whatever the thread, which is left behind, still gets done
-            self._waiting.clear()
+            self._drop(len(self._queue) + self._sending)
+            self._drops_counted = True  # ignore later results of the thread, which may still run
+            self._queue.clear()
             dropped = self._dropped
         if dropped:
-            log.warning("spans were dropped", spans=dropped, collector=self._collector)
+            log.warning("spans dropped in total", spans=dropped, collector=self._collector)
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        """Wait until all that ended so far was sent, or dropped; whether it was in time."""
+        """Wait until all finished spans were sent or dropped; return False after the timeout."""
         with self._changed:
-            return self._changed.wait_for(lambda: not (self._waiting or self._sending), timeout_millis / 1000)
+            return self._changed.wait_for(lambda: not (self._queue or self._sending), timeout_millis / 1000)
 
     def _reset_after_fork(self) -> None:
-        """In the child of an `os.fork`, which has no thread, and where the lock may be held for ever."""
+        """Reset the child of an `os.fork`, which has no thread, and where the lock may be locked forever."""
         self._changed = threading.Condition()
-        self._waiting.clear()  # the parent sends them
+        self._queue.clear()  # the parent sends them
         self._sending = self._dropped = 0
         self._thread = None
 
-    def _runs(self) -> bool:
-        """Whether there is a thread: made with the first span."""
+    def _ensure_thread(self) -> bool:
+        """Start the thread with the first span; return whether it exists."""
         if self._thread is None:
             thread = threading.Thread(target=self._run, name="rfork-spans", daemon=True)
             try:
                 thread.start()
-            except RuntimeError:  # this process may have no more threads, or is ending
+            except RuntimeError:  # thread limit reached, or the interpreter is exiting
                 return False
             self._thread = thread
         return True
 
     def _run(self) -> None:
-        for chatty in _LOUD:
-            logging.getLogger(chatty).addFilter(_filter_exporter_logs)
+        for name in _EXPORTER_LOGGERS:
+            logging.getLogger(name).addFilter(_filter_exporter_logs)
         while batch := self._next():
-            why = self._send(batch)
+            reason = self._send(batch)
             with self._changed:
                 self._sending = 0
-                first = bool(why) and not self._counted and self._drop(len(batch))
+                first = bool(reason) and not self._drops_counted and self._drop(len(batch))
                 self._changed.notify_all()
-            self._log_drops(first, why)
+            self._log_drops(first, reason)
 
     def _next(self) -> list[ReadableSpan]:
-        """The next spans to send; none: there will be no more."""
+        """Return the next spans to send; empty when the queue is closed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._closing)
-            self._changed.wait_for(lambda: len(self._waiting) >= BATCH or self._closing, GATHER_S)
-            batch = [self._waiting.popleft() for _ in range(min(BATCH, len(self._waiting)))]
+            self._changed.wait_for(lambda: self._queue or self._closing)
+            self._changed.wait_for(lambda: len(self._queue) >= MAX_BATCH or self._closing, MAX_DELAY_S)
+            batch = [self._queue.popleft() for _ in range(min(MAX_BATCH, len(self._queue)))]
             self._sending = len(batch)
             return batch
 
     def _send(self, batch: Sequence[ReadableSpan]) -> str:
-        """Why these were not sent; empty: they were."""
+        """Send spans. Return the reason if that failed, else an empty text."""
         try:
             sent = self._exporter.export(batch) is SpanExportResult.SUCCESS
-        except Exception as error:  # whatever an exporter raises: the next spans have to go all the same
+        except Exception as error:  # exporters may raise anything, and later spans must still be sent
             return f"{type(error).__name__}: {error}"
-        return "" if sent else "it did not take them"
+        return "" if sent else "the collector rejected the spans"
 
     def _drop(self, spans: int) -> bool:
-        """Whether these are the first. Under the lock."""
+        """Count dropped spans; return whether these are the first. Called with the lock."""
         first = not self._dropped and bool(spans)
         self._dropped += spans
         return first
 
-    def _log_drops(self, first: bool, why: str) -> None:
+    def _log_drops(self, first: bool, reason: str) -> None:
         if first:
-            log.warning("spans are dropped", collector=self._collector, because=why)
+            log.warning("dropping spans", collector=self._collector, reason=reason)
 
 
-_LOUD: Final[Iterable[str]] = (
+_EXPORTER_LOGGERS: Final[Iterable[str]] = (
     "opentelemetry.exporter.otlp.proto.http.trace_exporter",
     "urllib3.connectionpool",
 )
 
 
 def _filter_exporter_logs(record: logging.LogRecord) -> bool:
-    """What an exporter says of each failure is said here once; that of others' exporters stays."""
+    """Suppress the exporter's log of each failure, logged once here; keep those of other exporters."""
     return record.threadName != "rfork-spans"

@@ -1,4 +1,4 @@
-"""The tracer of this process, as its settings have it."""
+"""The tracer of this process, from its settings."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ PLANNER: Final = "rfork-planner"
 
 @functools.cache
 def get_tracer(service: str = INSTANCE) -> Tracer:
-    """The tracer of all that is called `service` in this process: made once, ended with the process.
+    """Return the tracer of a service in this process. It is created once and lasts until the process exits.
 
-    Raises SettingsError for settings that cannot be used, MissingExtra without OpenTelemetry's packages.
+    Raises SettingsError for unusable settings, and MissingExtra without OpenTelemetry's packages.
     """
     chosen = options.load(TracingSettings)
     if chosen.endpoint is None:

@@ -1,1 +1,1 @@
-"""How bytes move: one-sided reads of image ranges, over whatever this machine has."""
+"""Transports: one-sided reads of image ranges over the links that this machine has."""

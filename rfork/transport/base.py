@@ -1,13 +1,13 @@
-"""The transport seam: one-sided reads of image ranges, with a deadline on everything.
+"""Transport interface: one-sided reads of image ranges, each with a deadline.
 
-A byte's path: the target's puller asks a `Reader` for `[begin, end)` of the image; the source's
-`FakeSpanExporter` gives it from the tensors' own memory; it lands in the target's tensors' own memory; the
-puller verifies it there. Between the two nothing is kept.
+The path of a byte: the target requests `[begin, end)` of the image from a `Reader`; the source's `Exporter`
+sends it from the memory of the tensors; it arrives in the memory of the target's tensors, where the target
+verifies it. There is no intermediate buffer.
 
-On the **source**: `Transport.export` makes an image readable and asks the `AccessGate` before each byte.
-On the **target**: `Transport.connect` turns the endpoint that the source's peer service gave into a
-`Reader`. A new transport is one module with these three classes; it edits no shared file but the
-table in `rfork.transport.selection`.
+On the **source**, `Transport.export` makes an image readable and checks the `AccessGate` before each read. On
+the **target**, `Transport.connect` turns the endpoint returned by the source's peer service into a `Reader`.
+A new transport is one module with these three classes, plus a line in the table of
+`rfork.transport.selection`.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from rfork.errors import SourceUnavailable
 from rfork.image.memory import Image, Segment
 
 CONNECT_S: Final = 2.0
-"""Time for one connection to a source: one lost packet is sent again after 1 s."""
+"""Timeout of one connection attempt: a lost SYN packet is retransmitted after 1 s."""
 
 TokenSource = Callable[[], str]
-"""Gives the newest lease token of a route: tokens are renewed while a fork runs."""
+"""Return the newest lease token of a route; tokens are renewed during a fork."""
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """How to reach one exported image over one transport; travels in the peer service's answer.
+    """Address of one exported image on one transport, returned by the source's peer service.
 
-    `parameters` belong to the transport. `segments` are the source's memory addresses, for
-    transports that read remote memory by address, and empty for others.
+    `parameters` are defined by the transport. `segments` are memory addresses on the source, for transports
+    that read remote memory by address; empty for others.
     """
 
     transport: str
@@ -42,7 +42,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Availability:
-    """Whether a transport can run on this machine, and why (not): what `rfork doctor` prints."""
+    """Tells `rfork doctor` if a transport can run on this machine, and the reason."""
 
     usable: bool
     reason: str
@@ -50,175 +50,180 @@ class Availability:
 
 
 class ControlStream(Protocol):
-    """Messages between one reader and its source's exporter, both ways and in order, over the peer service.
+    """Ordered, bidirectional messages between a reader and its source's exporter, over the peer service.
 
-    For what two sides have to agree on while bytes move; the bytes themselves never go this way. Each end
-    has one `ControlStream`; one thread at a time receives, any may send or close.
+    It carries what both sides must agree on during a transfer, never the bytes of the image. Each end has one
+    `ControlStream`. Only one thread may receive at a time; any thread may send or close.
     """
 
     def send(self, message: bytes) -> None:
-        """Send at most 64 KiB; returns before it has arrived. Raises SourceUnavailable once the line is closed."""
+        """Send at most 64 KiB; return before delivery. Raise SourceUnavailable if the stream is closed."""
         ...
 
     def receive(self, deadline: float) -> bytes:
-        """The next message. `deadline` is a `time.monotonic()` value.
+        """Return the next message. `deadline` is a `time.monotonic()` value.
 
-        Raises SourceUnavailable once either side closed the line or died, SourceTimeout at the deadline, or what
-        the lease's check says on the source.
+        Raises SourceUnavailable if either side closed the stream or died, SourceTimeout at the deadline, and
+        on the source any error of the lease check.
         """
         ...
 
     def close(self) -> None:
-        """End it for both sides. Safe to call twice."""
+        """Close the stream for both sides. Idempotent."""
         ...
 
 
 OpenControlStream = Callable[[], ControlStream]
-"""Opens a line to the exporter of the channel. Runs on the target; raises as `ControlStream.receive` does."""
+"""Open a control stream to the exporter of the channel. Runs on the target; raises as `ControlStream.receive`
+does.
+"""
 
 
 def no_control_stream() -> ControlStream:
-    """A `OpenControlStream` for readers that have nothing to agree on."""
-    raise SourceUnavailable("there is no line to this source")
+    """`OpenControlStream` for readers that need no control stream."""
+    raise SourceUnavailable("this channel has no control stream")
 
 
 class AccessGate(Protocol):
-    """The source's guard; every exporter passes each request through it. Runs on the source."""
+    """Access control of the source. Every exporter checks each request with it. Runs on the source."""
 
     def authorize(self, token: str, begin: int, end: int) -> str:
-        """Check a token and a byte range; returns the fork_id it was leased to.
+        """Check a token and a byte range, and return the fork_id of the lease.
 
-        Raises LeaseRejected (no, expired or forged token), SourceWeightsChanged (token of an older
-        generation) or SourceBusy (the range is not verified here yet).
+        Raises LeaseRejected (missing, expired or forged token), SourceWeightsChanged (token of an older
+        generation) or SourceBusy (the range is not verified on the source yet).
         """
         ...
 
     def read_guard(self, token: str, begin: int, end: int, cut: Callable[[], None]) -> AbstractContextManager[None]:
-        """Admit the range, and keep its bytes as they are until the block ends. Raises as `authorize`.
+        """Authorize the range and keep its bytes unchanged within the context. Raises as `authorize`.
 
-        Every read of the image's memory is in such a block. Whoever is about to change the bytes waits for
-        it, and after a short while calls `cut`, on a thread of its own: the block then has to end at once.
+        Every read of the image's memory runs in this context. A thread that wants to change the bytes waits
+        for it and, after a short timeout, calls `cut` on its own thread: the context must then end
+        immediately.
         """
         ...
 
     def acquire_bytes(self, max_bytes: int, fork_id: str) -> int:
-        """Block until the source's egress budget allows some of `max_bytes` bytes; returns how many.
+        """Wait until the source's egress budget allows some of `max_bytes` bytes, and return how many.
 
-        Those who wait are served fork by fork, however many connections one fork has.
+        The budget is shared fairly between forks, however many connections each has.
 
-        Under a rate the answer is small, so that a reader hears something often enough not to take
-        a source that is held back for one that has stalled.
+        Under a rate limit the returned amount is small, so that a throttled reader still receives bytes often
+        enough not to mistake the source for a stalled one.
         """
         ...
 
     def version_tag(self) -> str:
-        """Names the bytes as they are now: another value once the weights or their generation change."""
+        """Identifier of the current bytes; changes with the weights and with their generation."""
         ...
 
 
 class Exporter(Protocol):
-    """One image, readable over one transport. Runs on the source."""
+    """One image, exported over one transport. Runs on the source."""
 
     def endpoint(self) -> Endpoint:
-        """Where and how to read it."""
+        """Return the address and the parameters that a reader needs."""
         ...
 
     def ready(self, deadline: float) -> bool:
-        """Wait, until `deadline` at most, for what it does beforehand; whether that is over.
+        """Wait until preparation has finished, or until `deadline`; return True if it has finished.
 
-        Whether it can give then, or never will, `authorize_peer` says.
+        `authorize_peer` reports if the preparation failed.
         """
         ...
 
     def authorize_peer(self, channel_id: str, address: str) -> None:
-        """A reader at this IP address was given a channel: it may read from now on.
+        """Allow the reader of this channel, at this IP address, to read from now on.
 
-        Where each read shows a token there is nothing to do. Raises SourceBusy.
+        Does nothing for a transport whose reads each carry a token. Raises SourceBusy.
         """
         ...
 
     def revoke_peer(self, channel_id: str) -> None:
-        """That channel is no more; one that was never let in is no error."""
+        """Revoke the access of a channel. An unknown channel is not an error."""
         ...
 
-    def run_control_stream(self, channel_id: str, line: ControlStream) -> None:
-        """Talk with the reader that holds this channel, until either side closes the line.
+    def run_control_stream(self, channel_id: str, stream: ControlStream) -> None:
+        """Serve the control stream of this channel until either side closes it.
 
-        Runs on a thread of its own for each line. Exporters that have nothing to say are `StatelessExporter`.
+        Runs on a separate thread for each stream. Exporters without a control protocol use
+        `StatelessExporter`.
         """
         ...
 
     def close(self) -> None:
-        """Stop giving; returns once no reader touches the image's memory. Safe to call twice."""
+        """Stop serving; return when no reader accesses the image's memory any more. Idempotent."""
         ...
 
 
 class StatelessExporter:
-    """What an exporter does about channels whose reads each show a token, and that need no line: nothing."""
+    """Exporter methods that do nothing, for transports whose reads carry a token and need no control stream."""
 
     def ready(self, deadline: float) -> bool:
-        """See `FakeSpanExporter.ready`."""
+        """See `Exporter.ready`."""
         return True
 
     def authorize_peer(self, channel_id: str, address: str) -> None:
-        """See `FakeSpanExporter.authorize_peer`."""
+        """See `Exporter.authorize_peer`."""
 
     def revoke_peer(self, channel_id: str) -> None:
-        """See `FakeSpanExporter.revoke_peer`."""
+        """See `Exporter.revoke_peer`."""
 
-    def run_control_stream(self, channel_id: str, line: ControlStream) -> None:
-        """See `FakeSpanExporter.run_control_stream`."""
-        line.close()
+    def run_control_stream(self, channel_id: str, stream: ControlStream) -> None:
+        """See `Exporter.run_control_stream`."""
+        stream.close()
 
 
 class Reader(Protocol):
-    """One source's image, read into the target's own. Runs on the target; thread-safe."""
+    """Reads one source's image into the target's image. Runs on the target; thread-safe."""
 
     def read(self, begin: int, end: int, deadline: float) -> None:
         """Copy image range `[begin, end)` from the source into the target image's memory.
 
-        `deadline` is a `time.monotonic()` value. Returns or raises only when no more bytes of this
-        read can land: the caller may hand the range to another source at once.
+        `deadline` is a `time.monotonic()` value. Returns or raises only when no more bytes of this read can
+        arrive, so the caller may immediately request the range from another source.
 
-        Raises SourceUnavailable, SourceTimeout, SourceCorrupt (too few bytes), SourceWeightsChanged, SourceBusy
-        or LeaseRejected.
+        Raises SourceUnavailable, SourceTimeout, SourceCorrupt (too few bytes), SourceWeightsChanged,
+        SourceBusy or LeaseRejected.
         """
         ...
 
     def set_rate_limit(self, rate: int | None) -> None:
-        """Take at most so many bytes a second from now on, all reads together; None: as many as come.
+        """Limit all reads together to `rate` bytes per second; None removes the limit.
 
-        The source asks for this where it cannot hold a reader back. It is cooperation: nothing but the
-        reader's good will enforces it. Where the source does hold its readers back there is nothing to do.
+        The source requests this if it cannot throttle its readers. It is cooperative: nothing enforces it but
+        the reader. Does nothing if the source throttles.
         """
         ...
 
     def close(self) -> None:
-        """Drop all connections; reads under way raise SourceUnavailable. Safe to call twice."""
+        """Close all connections; reads in progress raise SourceUnavailable. Idempotent."""
         ...
 
 
 class Transport(Protocol):
-    """A way to move bytes. Stateless: one instance may export and connect many images."""
+    """One mechanism to transfer bytes. Stateless: an instance may export and connect many images."""
 
     @property
     def name(self) -> str:
-        """The word used for it in settings, plans and reports."""
+        """Name in settings, plans and reports."""
         ...
 
     @property
     def one_sided(self) -> bool:
-        """Whether reads run no code of the source: it then asks its readers to hold themselves back."""
+        """True if reads run no code on the source, which then asks its readers to limit their own rate."""
         ...
 
     def availability(self) -> Availability:
-        """Whether it can run here. Never raises, never opens a port."""
+        """Report if the transport can run on this machine. Never raises, never opens a port."""
         ...
 
     def export(self, image: Image, gate: AccessGate) -> Exporter:
-        """Source side: make `image` readable to whoever `gate` admits.
+        """Source side: make `image` readable to the readers that `gate` authorizes.
 
-        Raises TransportUnavailable kinds where it cannot for this image: the others are exported without it.
+        Raises TransportUnavailable or a subclass if this image cannot be exported over this transport; the
+        source then offers the other transports.
         """
         ...
 
@@ -228,11 +233,12 @@ class Transport(Protocol):
         image: Image,
         token: TokenSource,
         deadline: float,
-        talk: OpenControlStream = no_control_stream,
+        open_control_stream: OpenControlStream = no_control_stream,
     ) -> Reader:
-        """Target side: a reader that fills `image` from `endpoint`. Raises as `Reader.read` does.
+        """Target side: return a reader that fills `image` from `endpoint`. Raises as `Reader.read` does.
 
-        And TransportUnavailable kinds where it cannot work between these two: the next transport that both
-        offer is taken, and nobody is blamed. So whatever can be found out beforehand is found out here.
+        Raises TransportUnavailable or a subclass if the transport cannot work between these two instances:
+        the target then tries the next common transport, and no instance is blamed. So detect here everything
+        that can be detected before the first read.
         """
         ...

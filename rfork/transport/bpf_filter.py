@@ -1,14 +1,15 @@
-"""Who reaches an engine's ports: a packet filter on its listeners, as the engine itself lets everybody in.
+"""Packet filter for an engine's listening sockets, because the engine itself accepts every connection.
 
-Whoever connects to Mooncake's handshake port can read the address map, hold up the one thread that
-answers, or end the process with one malformed message; whoever connects to its TCP data port reads
-and writes all registered memory; whoever is first at the port of a gloo group is taken for its reader.
-So nobody connects but hosts that were let in: a classic BPF program on the listening socket is run on
-every packet that asks for a connection, and connections inherit it (Linux, `socket(7)`:
-SO_ATTACH_FILTER; needs no privilege). What it drops is never answered.
+A client of Mooncake's handshake port can read the address map, block its only serving thread, or crash the
+process with one malformed message. A client of Mooncake's TCP data port can read and write all registered
+memory. The first client of a gloo group's port is accepted as its reader.
 
-It tells hosts apart, not processes: while one is let in, all that runs there is. Runs on both sides,
-as the target's engine listens too.
+So only authorized hosts may connect: a classic BPF program on the listening socket runs on every packet that
+requests a connection, and accepted connections inherit it (Linux, `socket(7)`: SO_ATTACH_FILTER; needs no
+privilege). Dropped packets get no reply.
+
+The filter distinguishes hosts, not processes: every process on an authorized host may connect. Runs on both
+sides, because the target's engine listens too.
 """
 
 from __future__ import annotations
@@ -29,54 +30,60 @@ from rfork.errors import SourceBusy, TransportUnavailable
 
 Address = IPv4Address | IPv6Address
 Instruction = tuple[int, int, int, int]
-"""One `struct sock_filter`: code, jump if true, jump if false, operand. Jumps count from the next one."""
+"""One `struct sock_filter`: code, jump if true, jump if false, operand. Jumps are relative to the next
+instruction.
+"""
 
 MAX_ADDRESSES = 128
-"""Two programs of so many fit into what older kernels grant a socket (20 KiB)."""
+"""Two programs of this many addresses fit into the socket memory limit of older kernels (20 KiB)."""
 ACCEPT_TIMEOUT_S = 0.05
-"""Longest wait for the engine to accept what was queued before the filter changed, so that it can be cut."""
+"""Maximum wait until the engine has accepted the connections queued before a filter change, so that they can
+be closed.
+"""
 
 _SO_ATTACH_FILTER = 26
-_IP_HEADER = 0xFFF00000  # SKF_NET_OFF: loads from here on look into the IP header
+_IP_HEADER = 0xFFF00000  # SKF_NET_OFF: loads from this offset read the IP header
 _LOAD_BYTE, _LOAD_WORD = 0x30, 0x20  # BPF_LD | BPF_ABS | BPF_B, and BPF_W
-_SHIFT_RIGHT, _GO, _IF_EQUAL, _RETURN = 0x74, 0x05, 0x15, 0x06  # all with an operand
+_SHIFT_RIGHT, _JUMP, _IF_EQUAL, _RETURN = 0x74, 0x05, 0x15, 0x06  # all with an operand
 _PASS, _DROP = (_RETURN, 0, 0, 0xFFFFFFFF), (_RETURN, 0, 0, 0)
-_SOURCE_4, _SOURCE_6 = 12, 8  # where the two IP headers hold the source address
-_QUEUE_OFFSET = 24  # tcpi_unacked in `struct tcp_info`: how many connections a listener has queued
+_SOURCE_4, _SOURCE_6 = 12, 8  # offset of the source address in the IPv4 and in the IPv6 header
+_QUEUE_OFFSET = 24  # offset of tcpi_unacked in `struct tcp_info`: the number of connections in a listener's backlog
 
 
 def build_bpf(addresses: Collection[Address]) -> tuple[Instruction, ...]:
-    """The filter that passes the packets of these addresses, and drops all others."""
-    fourth: list[Instruction] = [(_LOAD_WORD, 0, 0, _IP_HEADER + _SOURCE_4)]
-    sixth: list[Instruction] = []
+    """Return a filter program that passes packets from these addresses and drops all others."""
+    ipv4: list[Instruction] = [(_LOAD_WORD, 0, 0, _IP_HEADER + _SOURCE_4)]
+    ipv6: list[Instruction] = []
     for address in addresses:
         words = struct.unpack(f"!{address.max_prefixlen // 32}I", address.packed)
         if address.version == 4:
-            fourth += [(_IF_EQUAL, 0, 1, words[0]), _PASS]
+            ipv4 += [(_IF_EQUAL, 0, 1, words[0]), _PASS]
             continue
         for index, word in enumerate(words):
-            sixth.append((_LOAD_WORD, 0, 0, _IP_HEADER + _SOURCE_6 + 4 * index))
-            sixth.append((_IF_EQUAL, 0, 7 - 2 * index, word))  # or on to the next address
-        sixth.append(_PASS)
-    # The packet's version decides, not the socket's: one that listens for both families gets both.
+            ipv6.append((_LOAD_WORD, 0, 0, _IP_HEADER + _SOURCE_6 + 4 * index))
+            ipv6.append((_IF_EQUAL, 0, 7 - 2 * index, word))  # no match: jump to the next address
+        ipv6.append(_PASS)
+    # Branch on the version of the packet, not of the socket: a dual-stack socket receives both.
     version = ((_LOAD_BYTE, 0, 0, _IP_HEADER), (_SHIFT_RIGHT, 0, 0, 4), (_IF_EQUAL, 1, 0, 4))
-    return (*version, (_GO, 0, 0, len(fourth) + 1), *fourth, _DROP, *sixth, _DROP)
+    return (*version, (_JUMP, 0, 0, len(ipv4) + 1), *ipv4, _DROP, *ipv6, _DROP)
 
 
 class PacketFilter:
-    """The listeners of one engine, and the addresses that reach them: none at first. Thread-safe.
+    """Filters the listening sockets of one engine by address; initially no address may connect. Thread-safe.
 
-    Raises TransportUnavailable where a socket takes no filter: there the engine must not run.
+    Raises TransportUnavailable if a socket does not support filters; the engine must not run then.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._cutting = threading.Lock()  # taken before the other: to cut takes a while, to let in must not
-        self._listeners: dict[int, list[socket.socket]] = {}  # by port; duplicates
-        self._inside: dict[str, Address] = {}
+        self._cut_lock = (
+            threading.Lock()
+        )  # acquired before _lock: closing connections is slow, and `allow` must not wait for it
+        self._listeners: dict[int, list[socket.socket]] = {}  # by port; duplicated descriptors
+        self._allowed: dict[str, Address] = {}
 
     def add(self, port: int, accept_s: float | None = None) -> None:
-        """Stand before a port that this process listens on; its accept() shall wake every `accept_s`."""
+        """Filter a port that this process listens on. `accept_s`: timeout of the engine's accept() calls."""
         with self._lock:
             listeners = [
                 duplicate_of(candidate.fileno())
@@ -93,114 +100,118 @@ class PacketFilter:
                     listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
     def allow(self, name: str, address: str) -> None:
-        """Let the host of an IP address in, until `deny` is told the same name.
+        """Allow the host with this IP address to connect, until `deny` is called with the same name.
 
-        Raises SourceBusy when too many are in already, and for what is no IP address.
+        Raises SourceBusy if too many hosts are allowed already, or if `address` is not an IP address.
         """
         host = _host(address)
         with self._lock:
-            before = set(self._inside.values())
-            if host not in before and len(before) >= MAX_ADDRESSES:
-                raise SourceBusy(f"the packet filter lets in {MAX_ADDRESSES} hosts at once, no more")
-            self._inside[name] = host
-            if host not in before:
+            allowed_hosts = set(self._allowed.values())
+            if host not in allowed_hosts and len(allowed_hosts) >= MAX_ADDRESSES:
+                raise SourceBusy(f"the packet filter allows at most {MAX_ADDRESSES} hosts")
+            self._allowed[name] = host
+            if host not in allowed_hosts:
                 self._attach()
 
     def deny(self, name: str) -> None:
-        """Undo `allow`: with the last name of an address its connections end, which may take `ACCEPT_TIMEOUT_S`."""
-        with self._cutting:
+        """Undo `allow`. Without another name for the address, close its connections; takes up to
+        `ACCEPT_TIMEOUT_S`.
+        """
+        with self._cut_lock:
             with self._lock:
-                removed = self._inside.pop(name, None)
-                if removed is None or removed in self._inside.values():
+                removed = self._allowed.pop(name, None)
+                if removed is None or removed in self._allowed.values():
                     return
                 self._attach()
             self._cut()
 
     def cut(self) -> bool:
-        """End the connections of whoever came before the filter did; whether somebody had."""
-        with self._cutting:
+        """Close connections that were opened before the filter was installed; return True if there were any."""
+        with self._cut_lock:
             return self._cut()
 
     def close(self) -> None:
-        """Let go of the listeners, so that the engine can close them. Safe to call twice."""
-        with self._cutting, self._lock:
-            for listener in self._all():
+        """Release the listeners, so that the engine can close them. Idempotent."""
+        with self._cut_lock, self._lock:
+            for listener in self._all_listeners():
                 listener.close()
             self._listeners.clear()
 
-    def _all(self) -> list[socket.socket]:
+    def _all_listeners(self) -> list[socket.socket]:
         return [listener for listeners in self._listeners.values() for listener in listeners]
 
     def _attach(self) -> None:
-        steps = build_bpf(set(self._inside.values()))
+        steps = build_bpf(set(self._allowed.values()))
         packed = ctypes.create_string_buffer(b"".join(struct.pack("@HBBI", *step) for step in steps))
-        described = struct.pack("@HP", len(steps), ctypes.addressof(packed))  # a `struct sock_fprog`
-        for listener in self._all():
+        program = struct.pack("@HP", len(steps), ctypes.addressof(packed))  # a `struct sock_fprog`
+        for listener in self._all_listeners():
             try:
-                listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, described)
+                listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
             except OSError as error:
                 raise TransportUnavailable(
-                    f"the packet filter cannot keep strangers from {listener.getsockname()}: {error}",
-                    hint="it needs Linux, where sockets take a packet filter; use RFORK_TRANSPORTS=http",
+                    f"cannot attach a packet filter to {listener.getsockname()}: {error}",
+                    hint="packet filters on sockets need Linux; use RFORK_TRANSPORTS=http",
                 ) from error
 
     def _cut(self) -> bool:
-        """End the connections of who is not let in: they came before the filter did."""
-        until = time.monotonic() + ACCEPT_TIMEOUT_S
+        """Close connections of hosts that are not allowed: they connected before the filter was installed."""
+        deadline = time.monotonic() + ACCEPT_TIMEOUT_S
         pause, found = threading.Event(), False
         while True:
-            queued = any(_backlog_length(listener) for listener in self._all())
+            queued = any(_backlog_length(listener) for listener in self._all_listeners())
             for candidate in _sockets():
                 if any(_listens_on(candidate, port, listens=False) for port in self._listeners):
-                    found |= self._end(candidate)
-            if not queued or time.monotonic() >= until:
+                    found |= self._shutdown_if_unauthorized(candidate)
+            if not queued or time.monotonic() >= deadline:
                 return found or queued
             pause.wait(0.001)
 
-    def _end(self, connection: socket.socket) -> bool:
-        """Whether it was a stranger's, or one that can no longer be told."""
+    def _shutdown_if_unauthorized(self, connection: socket.socket) -> bool:
+        """Shut down the connection unless its host is allowed; return True also if the host is unknown by
+        now.
+        """
         try:
             host = _host(connection.getpeername()[0])
             with self._lock:
-                is_unauthorized = host not in self._inside.values()
+                is_unauthorized = host not in self._allowed.values()
                 if is_unauthorized:
                     connection.shutdown(socket.SHUT_RDWR)
                 return is_unauthorized
         except OSError as error:
-            if error.errno != errno.ENOTCONN:  # it ended by itself
+            if error.errno != errno.ENOTCONN:  # the peer closed it already
                 raise
             return True
 
 
 def _host(text: str) -> Address:
-    """An IP address without its scope; IPv4 as such, however a socket of both families writes it."""
+    """Parse an IP address, drop its scope, and convert an IPv4-mapped IPv6 address to IPv4."""
     try:
         address = ip_address(text.partition("%")[0])
     except ValueError:
-        raise SourceBusy(f"the packet filter lets hosts in by IP address, and {text!r} is none") from None
+        raise SourceBusy(f"the packet filter needs an IP address, got {text!r}") from None
     mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
     return mapped or address
 
 
 def _sockets() -> Iterator[socket.socket]:
-    """The TCP sockets of this process, whoever made them; each a duplicate that is closed at the next."""
+    """Yield a duplicate of every TCP socket of this process; each is closed before the next is returned."""
     for name in os.listdir("/proc/self/fd"):
         try:
-            # First: to close a duplicate of a file would give up the process's locks on that file.
+            # Check the type first: closing a duplicate of a file releases the process's locks on that file.
             if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 continue
             candidate = duplicate_of(int(name))
         except OSError as error:
             if error.errno not in (errno.EBADF, errno.ENOTSOCK):
                 raise
-            continue  # closed by another thread meanwhile
+            continue  # closed by another thread in the meantime
         with candidate:
             if candidate.family in (socket.AF_INET, socket.AF_INET6) and candidate.type == socket.SOCK_STREAM:
                 yield candidate
 
 
 def duplicate_of(descriptor: int) -> socket.socket:
-    """Not socket.dup(), which would make the engine's accept() a blocking one."""
+    """Duplicate a socket. Unlike socket.dup(), it does not make the engine's accept() blocking."""
     duplicate = os.dup(descriptor)
     try:
         return socket.socket(fileno=duplicate)

@@ -1,4 +1,6 @@
-"""Which transports an instance uses, best first, and why: the one table that names them all."""
+"""Selects the transports of an instance, best first, and explains the choice. The only table of all
+transports.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,12 @@ TRANSPORTS: TransportRegistry = {
     "nccl": NcclTransport,
     "gloo": GlooTransport,
 }
-"""Every transport by its name in settings, best first."""
+"""All transports by their names in settings, best first."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransportStatus:
-    """One row of what `rfork doctor` explains: a transport, whether it will be used, and why (not)."""
+    """One row of the `rfork doctor` output: a transport, whether it is used, and the reason."""
 
     name: str
     used: bool
@@ -40,12 +42,13 @@ class TransportStatus:
 
 
 def select_transports(settings: InstanceSettings, table: TransportRegistry = TRANSPORTS) -> list[Transport]:
-    """The transports to offer and to accept, best first.
+    """Return the transports to offer and to accept, best first.
 
-    With `settings.transports` exactly those, in that order; else each of `table` that can run here, but
-    those that have to be asked for.
-    Raises SettingsError when one that was asked for is unknown, named twice or cannot run here, and
-    when none is left.
+    With `settings.transports`: exactly those, in that order. Otherwise all of `table` that can run on this
+    machine, without the opt-in transports.
+
+    Raises SettingsError if a requested transport is unknown, duplicated or unavailable, or if no transport is
+    available.
     """
     if settings.transports is not None:
         return _requested(settings.transports, settings, table)
@@ -55,12 +58,12 @@ def select_transports(settings: InstanceSettings, table: TransportRegistry = TRA
         if transport.availability().usable
     ]
     if not usable:
-        raise SettingsError("no transport can run here", hint="rfork doctor says why")
+        raise SettingsError("no transport is available on this machine", hint="run `rfork doctor` for the reasons")
     return usable
 
 
 def explain_selection(settings: InstanceSettings, table: TransportRegistry = TRANSPORTS) -> list[TransportStatus]:
-    """What `select_transports` does, row by row, those in use first; never raises."""
+    """Explain the result of `select_transports` row by row, transports in use first; never raises."""
     unnamed: tuple[str, ...] = tuple(name for name in table if name not in OPT_IN_TRANSPORTS)
     names: tuple[str, ...] = settings.transports if settings.transports is not None else unnamed
     rows = [_row(name, settings, table) for name in dict.fromkeys(names)]
@@ -80,7 +83,7 @@ def explain_selection(settings: InstanceSettings, table: TransportRegistry = TRA
         )
     chosen.sort(key=lambda choice: choice.rank or len(rows) + 1)
     return chosen + [
-        TransportStatus(name, False, None, "not asked for (RFORK_TRANSPORTS)") for name in table if name not in names
+        TransportStatus(name, False, None, "not listed in RFORK_TRANSPORTS") for name in table if name not in names
     ]
 
 
@@ -88,16 +91,16 @@ def _requested(names: tuple[str, ...], settings: InstanceSettings, table: Transp
     if not names:
         raise SettingsError("RFORK_TRANSPORTS: names no transport", hint=f"known: {', '.join(table)}")
     if len(set(names)) < len(names):
-        raise SettingsError(f"RFORK_TRANSPORTS: names one twice (got {', '.join(names)})")
+        raise SettingsError(f"RFORK_TRANSPORTS: duplicate transport (got {', '.join(names)})")
     chosen: list[Transport] = []
     for name in names:
         if name not in table:
-            raise SettingsError(f"RFORK_TRANSPORTS: no transport {name!r}", hint=f"known: {', '.join(table)}")
+            raise SettingsError(f"RFORK_TRANSPORTS: unknown transport {name!r}", hint=f"known: {', '.join(table)}")
         transport = table[name](settings)
         available = transport.availability()
         if not available.usable:
             raise SettingsError(
-                f"RFORK_TRANSPORTS: {name} cannot be used here: {available.reason}", hint=available.hint
+                f"RFORK_TRANSPORTS: {name} is not available on this machine: {available.reason}", hint=available.hint
             )
         chosen.append(transport)
     return chosen

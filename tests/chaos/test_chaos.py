@@ -1,4 +1,4 @@
-"""Real forks between network namespaces, while what they need dies, hangs, or loses its link or its disk.
+"""Real forks between network namespaces, while processes die or hang and links or disks fail.
 
 The short form of `benchmarks.chaos`, which runs a hundred such rounds.
 """
@@ -23,14 +23,14 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def runner() -> Iterator[ChaosRunner]:
-    """A crew that lives through all rounds, so that what leaks in one is seen in the next."""
+    """Return a cluster that survives all rounds, so that leaks of one round show in the next."""
     with ChaosCluster() as crew:
         yield ChaosRunner(crew)
 
 
 @pytest.mark.parametrize("number", SHORT_STOP_S, ids=lambda number: generate_round(number).description)
-def test_every_fork_ends_right(runner: ChaosRunner, number: int) -> None:
-    """The right bytes, a clean fallback or a clean failure; in time, and with nothing left behind."""
+def test_every_fork_ends_correctly(runner: ChaosRunner, number: int) -> None:
+    """Correct bytes, a clean fallback or a clean failure; in time, and without leaks."""
     seen = runner.run(generate_round(number))
     assert ((), sorted(fault.fault_type for fault in seen.round.faults)) == (
         check_round(seen),
@@ -38,6 +38,8 @@ def test_every_fork_ends_right(runner: ChaosRunner, number: int) -> None:
     )
 
 
-def test_the_planners_forget_what_is_gone(runner: ChaosRunner) -> None:
-    """A lease's time after the last round they know of no fork and no instance, and have nothing open."""
+def test_the_planners_remove_dead_instances(runner: ChaosRunner) -> None:
+    """One lease duration after the last round the planners list no fork and no instance, and have no open
+    connections.
+    """
     assert () == runner.final_findings()

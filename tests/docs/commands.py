@@ -1,4 +1,4 @@
-"""Whether what a page shows exists: `rfork` commands and options, variables, make targets, chart values."""
+"""Checks that commands on a page exist: `rfork` commands and options, variables, make targets, chart values."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from pathlib import Path
 from typing import Final, cast
 
 import typer
-from pydantic_settings import BaseSettings
 from typer.core import TyperCommand, TyperGroup
 
 import rfork
-from rfork import settings
 from rfork.cli.app import app
 from rfork.cli.launch import parse_launch_arguments
 from rfork.engine_command import parse_engine_command
 from rfork.engines import flags
 from rfork.errors import RforkError, SettingsError
+from rfork.settings.unknown_variables import variables
 
 ROOT: Final = Path(__file__).parents[2]
 VARIABLE: Final = re.compile(r"(?<![A-Z_])_?RFORK_[A-Z0-9_]+(?P<some>[*…]?)")
@@ -33,9 +32,9 @@ REDIRECTIONS: Final = frozenset({">", ">>", "<", "2>", ">&", "<<<"})
 
 
 def simple_commands(text: str) -> Iterator[list[str]]:
-    """The words of each simple command of a shell script, without assignments before it and redirections."""
+    """Yield the words of each simple command of a shell script, without leading assignments and redirections."""
     joined = re.sub(r"\\\n\s*", " ", text)
-    # What is substituted is a command as well.
+    # A substituted command is a command as well.
     for inner in re.findall(r"\$\(([^()]*)\)", joined):
         yield from simple_commands(inner)
     for line in joined.splitlines():
@@ -43,7 +42,7 @@ def simple_commands(text: str) -> Iterator[list[str]]:
         lexer.whitespace_split = True
         try:
             words = list(lexer)
-        except ValueError:  # a quotation that goes on in the next line
+        except ValueError:  # a quotation that continues on the next line
             continue
         command: list[str] = []
         for word in [*words, ";"]:
@@ -58,7 +57,7 @@ def simple_commands(text: str) -> Iterator[list[str]]:
 
 
 def command_problem(words: Sequence[str]) -> str | None:
-    """What is wrong with a simple command, of those kinds that are known here; None if nothing is."""
+    """Return the problem of a simple command that a checker exists for; None if there is none."""
     program = Path(words[0]).name
     rest = list(words[1:])
     if program == "rfork":
@@ -75,7 +74,7 @@ def command_problem(words: Sequence[str]) -> str | None:
 
 
 def rfork_problem(words: Sequence[str]) -> str | None:
-    """An `rfork` command against the command's own tree of subcommands and options."""
+    """Check an `rfork` command against its tree of subcommands and options."""
     quoted_command = f"`rfork {' '.join(words)}`"
     if list(words[:1]) == ["launch"]:
         try:
@@ -86,39 +85,34 @@ def rfork_problem(words: Sequence[str]) -> str | None:
     command: TyperCommand | TyperGroup = typer.main.get_command(app)  # type: ignore[assignment]
     for word in words:
         if word.startswith("-") and word != "-":
-            if command.name == "snapshot" and isinstance(command, TyperGroup):
-                command = command.commands["write"]  # type: ignore[assignment]
             known = {option for one in command.params for option in (*one.opts, *one.secondary_opts)}
             if (name := word.partition("=")[0]) not in known | TYPER_OPTIONS:
                 return f"{quoted_command}: no option {name}"
         elif isinstance(command, TyperGroup):
-            # `rfork snapshot URI` is `rfork snapshot write URI`.
-            uri = command.name == "snapshot" and ("/" in word or word.isupper())
-            name = "write" if uri else word
-            if word.isupper() and not uri:
+            if word.isupper():
                 return None  # `rfork COMMAND --help`: any of them
-            if name not in command.commands:
+            if word not in command.commands:
                 return f"{quoted_command}: no command {word}"
-            command = command.commands[name]  # type: ignore[assignment]
+            command = command.commands[word]  # type: ignore[assignment]
     return None
 
 
 def make_problem(words: Sequence[str]) -> str | None:
-    """`make TARGET… NAME=VALUE…` against the Makefile."""
+    """Check `make TARGET… NAME=VALUE…` against the Makefile."""
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     unknown = [word for word in words if "=" not in word and not word.startswith("-") and word not in targets]
     return f"no target {unknown[0]} in the Makefile" if unknown else None
 
 
 def module_problem(name: str) -> str | None:
-    """``python -m benchmarks.NAME``: whether it is there."""
+    """Check that the module of ``python -m benchmarks.NAME`` exists."""
     path = ROOT / name.replace(".", "/")
     exists = path.with_suffix(".py").is_file() or (path / "__main__.py").is_file()
     return None if exists or "NAME" in name else f"no module {name}"
 
 
 def helm_problem(words: Sequence[str]) -> str | None:
-    """Each ``--set NAME=VALUE`` of a helm command against the chart's schema."""
+    """Check each ``--set NAME=VALUE`` of a helm command against the chart's schema."""
     schema = json.loads((ROOT / "deploy/helm/rfork/values.schema.json").read_text())
     for at, word in enumerate(words):
         if word in ("--set", "--set-string") and at + 1 < len(words):
@@ -139,7 +133,7 @@ def _is_value(schema: Mapping[str, object], path: Sequence[str]) -> bool:
 
 
 def engine_problem(words: Sequence[str]) -> str | None:
-    """The command of an engine: whether `rfork launch` would know it, and our flags in it."""
+    """Check an engine's command: `rfork launch` recognises it, and rfork's flags in it exist."""
     try:
         parse_engine_command([word for word in words if word != "…"])
     except SettingsError as error:
@@ -152,21 +146,12 @@ def engine_problem(words: Sequence[str]) -> str | None:
 
 
 def setting_variables() -> set[str]:
-    """Every environment variable that a setting is read from."""
-    settings_classes = [
-        settings_class
-        for settings_class in vars(settings).values()
-        if inspect.isclass(settings_class) and issubclass(settings_class, BaseSettings)
-    ]
-    return {
-        f"{settings_class.model_config.get('env_prefix', '')}{name}".upper()
-        for settings_class in settings_classes
-        for name in settings_class.model_fields
-    }
+    """Return every environment variable that sets a setting."""
+    return set(variables())
 
 
 def unknown_variables(text: str) -> list[str]:
-    """The RFORK_… in a text that no setting is read from; ``RFORK_STORAGE_*`` names several."""
+    """Return the RFORK_… variables in a text that set no setting; ``RFORK_STORAGE_*`` names several."""
     known = setting_variables()
     makefile = (ROOT / "Makefile").read_text()
     return [
@@ -181,7 +166,7 @@ def unknown_variables(text: str) -> list[str]:
 
 
 def unknown_python_names(text: str) -> list[str]:
-    """Names of `rfork` in a piece of Python that do not exist, and keywords that are not taken."""
+    """Return names and keyword arguments of `rfork` in a piece of Python that do not exist."""
     wrong = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "rfork":

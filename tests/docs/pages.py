@@ -1,16 +1,16 @@
-"""The fenced blocks of a page, and what its comments say of them.
+"""The fenced blocks of a page, and the comments that control them.
 
-A comment before a block says how it is run; without one, it is run as it is, in the page's order:
+A comment before a block says how it is run. Without one, it is run as it is, in the page's order:
 
-    <!-- terminal: TEXT -->     in a terminal of its own, while the page lasts; goes on once TEXT is written
+    <!-- terminal: TEXT -->     in a terminal of its own for the rest of the page; continues once TEXT is written
     <!-- everywhere -->         in each terminal that is opened later, too
-    <!-- before: COMMANDS -->   what the reader is not shown, run first
-    <!-- not compared: REASON --> what it writes is another thing here
-    <!-- exit: N -->            it is to end with N
-    <!-- run by: PATH… -->      these tests, or the blocks of these pages, do the same: `proofs` looks
-    <!-- not run: REASON -->    nothing on a machine like this can
+    <!-- before: COMMANDS -->   hidden commands, run first
+    <!-- not compared: REASON --> its output differs here
+    <!-- exit: N -->            it must end with exit code N
+    <!-- run by: PATH… -->      these tests, or the blocks of these pages, run the same: checked by `run_by`
+    <!-- not run: REASON -->    it cannot run on a machine like this
 
-and ``<!-- needs: s3 -->`` anywhere on a page starts an S3 server with the bucket `models`.
+``<!-- needs: s3 -->`` anywhere on a page starts an S3 server with the bucket `models`.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ ROOT: Final = Path(__file__).parents[2]
 EXECUTED_LANGUAGES: Final = frozenset({"bash", "console", "python"})
 """Languages of blocks that are run."""
 DISPLAYED_LANGUAGES: Final = frozenset({"json", "proto", "text", "toml", "yaml", "promql", "ini", "diff"})
-"""Languages of blocks that are only looked at."""
+"""Languages of blocks that are displayed only."""
 DIRECTIVES: Final = frozenset({"not compared", "terminal", "everywhere", "before", "exit", "run by", "not run"})
 COMMENT: Final = re.compile(r"<!--\s*(?P<key>[a-z ]+?)\s*(?::\s*(?P<value>.*?))?\s*-->", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class PageBlock:
-    """A fenced block, and what the comments before it say."""
+    """A fenced block and the comments before it."""
 
     page: str
     line: int
@@ -46,29 +46,29 @@ class PageBlock:
 
     @property
     def location(self) -> str:
-        """For messages."""
+        """Return page and line, for messages."""
         return f"{self.page}:{self.line}"
 
     @property
     def is_run(self) -> bool:
-        """Whether the page's own test runs it."""
+        """Return True if the page's own test runs the block."""
         return self.language in EXECUTED_LANGUAGES and not {"run by", "not run"} & set(self.directives)
 
 
 def pages() -> list[Path]:
-    """Every page whose commands people follow."""
+    """Return every page with commands for readers."""
     docs = (path for path in (ROOT / "docs").rglob("*.md") if path.relative_to(ROOT).parts[1] != "site")
     others = (path for name in ("deploy", "examples") for path in (ROOT / name).rglob("*.md"))
     return sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *docs, *others])
 
 
 def page_name(page: Path) -> str:
-    """What a page is called in tests."""
+    """Return the name of a page in tests."""
     return str(page.relative_to(ROOT)) if page.is_relative_to(ROOT) else page.name
 
 
 def blocks(page: Path) -> Iterator[PageBlock]:
-    """The fenced blocks of a page in their order."""
+    """Return the fenced blocks of a page in order."""
     directives: dict[str, str] = {}
     for token in MarkdownIt("commonmark").parse(page.read_text()):
         if token.type == "html_block":
@@ -80,12 +80,12 @@ def blocks(page: Path) -> Iterator[PageBlock]:
             yield PageBlock(page_name(page), line, language, token.content, known)
             directives = {}
         elif token.type in ("paragraph_open", "heading_open", "table_open") and directives:
-            # What stands before a block belongs to it only if nothing stands between.
+            # A comment belongs to a block only if nothing separates them.
             directives = {}
 
 
 def page_links(page: Path) -> list[str]:
-    """Where a page's links and pictures lead, but for the web."""
+    """Return the targets of a page's links and pictures, except web addresses."""
     tokens = MarkdownIt("commonmark").enable("table").parse(page.read_text())
     found = (
         str(child.attrs.get("href") or child.attrs.get("src"))
@@ -97,7 +97,7 @@ def page_links(page: Path) -> list[str]:
 
 
 def headings(page: Path) -> set[str]:
-    """The places of a page that links may name: its headings, as GitHub and the site spell them."""
+    """Return the anchors of a page's headings, as GitHub and the site spell them."""
     tokens = MarkdownIt("commonmark").parse(page.read_text())
     texts = (
         "".join(child.content for child in token.children or ())
@@ -108,7 +108,7 @@ def headings(page: Path) -> set[str]:
 
 
 def required_servers(page: Path) -> set[str]:
-    """The servers that a page asks for."""
+    """Return the servers that a page needs."""
     return {
         found["value"] for found in COMMENT.finditer(page.read_text()) if found["key"] == "needs" and found["value"]
     }
@@ -116,14 +116,14 @@ def required_servers(page: Path) -> set[str]:
 
 @dataclass(frozen=True)
 class Step:
-    """A command of a console block, and what it is to write."""
+    """A command of a console block and its expected output."""
 
     command: str
     output: tuple[str, ...] = ()
 
 
 def steps(block: PageBlock) -> list[Step]:
-    """What a block has a shell do: all of a bash block, each command behind ``$`` of a console."""
+    """Return the shell commands of a block: all of a bash block, each line after ``$`` of a console."""
     if block.language != "console":
         return [Step(block.text)]
     found: list[tuple[str, list[str]]] = []
@@ -143,12 +143,12 @@ def steps(block: PageBlock) -> list[Step]:
 
 
 BAR: Final = "█"
-"""What the terminal draws with: how long a bar is is no matter."""
+"""Characters of progress bars; their number is not compared."""
 FREE: Final = re.compile(r"(…|(?<![\w])[0-9a-f]{8,32}(?![\w])|\d+(?:\.\d+)?)")
 
 
 def output_pattern(expected: str) -> re.Pattern[str]:
-    """What a line of output may be: any number for a number, any id for an id, any text for ``…``."""
+    """Return a pattern for a line of output: any number matches a number, any id an id, any text ``…``."""
     parts = []
     for word in expected.replace(BAR, "").split():
         for piece in FREE.split(word):
@@ -165,7 +165,7 @@ def output_pattern(expected: str) -> re.Pattern[str]:
 
 
 def first_missing_line(expected: tuple[str, ...], actual: str) -> str | None:
-    """The first line that the output lacks; lines between are no matter."""
+    """Return the first expected line that the output lacks; other lines may be in between."""
     lines = iter(actual.replace(BAR, "").splitlines())
     for line in expected:
         pattern = output_pattern(line)

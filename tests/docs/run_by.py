@@ -1,9 +1,9 @@
-"""Whether the files that a block names with `run by` run the block's commands, and not only others.
+"""Checks that the files named in a `run by` comment run exactly the block's commands.
 
-A test reads its blocks from the pages by `blocks_run_by` and runs those, word for word. Or it has each command: one
-list of words with its subcommands, all its options and the variables before it, whatever the values (names,
-addresses, folders). Tests have such lists in their calls and displays, pages in their blocks that are run,
-and other files in their lines.
+A test reads its blocks from the pages with `blocks_run_by` and runs them literally. Otherwise it contains
+each command: one list of words with its subcommands, all its options and the variables before it; values
+(names, addresses, folders) may differ. Tests have such lists in their calls and displays, pages in their
+blocks that are run, and other files in their lines.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from tests.docs.pages import ROOT, PageBlock, blocks, pages, steps
 
 BUILT_IN: Final = frozenset({"export", "cd", "true", "done", "do", "for", "break", "sleep"})
 PROGRAMS_WITH_VERB: Final = frozenset({"docker", "git", "helm", "kubectl", "pip", "vllm"})
-"""Programs whose first word, after options, says what they are to do."""
+"""Programs whose first word after options is a subcommand."""
 OPTIONS_WITH_VALUE: Final = frozenset({"-n"})
-"""Options that come before such a word, with a value."""
+"""Options with a value that precede such a word."""
 MAX_DEPTH: Final = 4
-"""How far names are followed to what they were assigned, and calls to what is called."""
+"""How deep names are resolved to assignments and calls to callees."""
 
 Names = dict[str, list[ast.expr]]
 
 
 def blocks_run_by(test: str) -> list[PageBlock]:
-    """The blocks that say they are run by this test file (`__file__`), in their pages' order."""
+    """Return the blocks that are run by this test file (`__file__`), in their pages' order."""
     path = str(Path(test).resolve().relative_to(ROOT))
     return [block for page in pages() for block in blocks(page) if path in block.directives.get("run by", "").split()]
 
@@ -49,19 +49,19 @@ def commands_not_run(block: PageBlock) -> list[str]:
 
 
 def _runs_something(file: Path) -> bool:
-    """Not what is no file, nor the tests that leave out blocks which another is to run."""
+    """Return False for directories, and for tests that exclude blocks run by another test."""
     return file.is_file() and file.name not in ("test_docs.py", "test_docs_commands.py")
 
 
 def required_words(block: PageBlock) -> list[frozenset[str]]:
-    """For each command of a block, the words without which a list is not that command."""
+    """Return, for each command of a block, the words that identify it in a list."""
     if block.language == "python":
         return [found for node in ast.walk(ast.parse(block.text)) if (found := _rfork_call(node))]
     return [found for step in steps(block) for found in script_commands(step.command)]
 
 
 def script_commands(script: str) -> list[frozenset[str]]:
-    """Of each simple command of a shell script: variables before it, subcommands and options."""
+    """Return variables, subcommands and options of each simple command of a shell script."""
     found = []
     for line in re.sub(r"\\\n\s*", " ", script).splitlines():
         line = re.sub(r"(?:^|\s)#.*", "", line)
@@ -74,7 +74,7 @@ def script_commands(script: str) -> list[frozenset[str]]:
 
 
 def _command_words(program: str, words: Sequence[str]) -> frozenset[str]:
-    """What of a simple command is no value."""
+    """Return the words of a simple command that are not values."""
     own, launched = (list(words), []) if "--" not in words else _split_launcher(list(words), words.index("--"))
     if launched:
         return _command_words(program, own) | _command_words(launched[0], launched[1:])
@@ -95,12 +95,12 @@ def _command_words(program: str, words: Sequence[str]) -> frozenset[str]:
 
 
 def _split_launcher(words: list[str], at: int) -> tuple[list[str], list[str]]:
-    """A launcher's own words, and the command that it is to start."""
+    """Split a launcher's own words from the command that it starts."""
     return words[:at], words[at + 1 :]
 
 
 def _subcommands(words: Sequence[str]) -> frozenset[str]:
-    """`snapshot` and `rm` of `rfork snapshot rm URI`."""
+    """Return `snapshot` and `rm` of `rfork snapshot rm URI`."""
     command, found = typer.main.get_command(app), set()
     for word in words:
         if not isinstance(command, TyperGroup) or word not in command.commands:
@@ -111,7 +111,7 @@ def _subcommands(words: Sequence[str]) -> frozenset[str]:
 
 
 def _rfork_call(node: ast.AST) -> frozenset[str]:
-    """Of a call of the package: its name and the keywords that it is given."""
+    """Return the name and the keywords of a call of the package."""
     if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("rfork."):
         return frozenset({f"{ast.unparse(node.func)}()", *(f"{word.arg}=" for word in node.keywords)})
     return frozenset()
@@ -119,7 +119,7 @@ def _rfork_call(node: ast.AST) -> frozenset[str]:
 
 @cache
 def word_lists(file: Path) -> tuple[frozenset[str], ...]:
-    """Every list of words of a file."""
+    """Return every list of words of a file."""
     if file.suffix == ".md":
         return tuple(words for block in blocks(file) if block.is_run for words in required_words(block))
     if file.suffix != ".py":
@@ -141,7 +141,7 @@ def word_lists(file: Path) -> tuple[frozenset[str], ...]:
 
 
 def _is_table(node: ast.expr) -> bool:
-    """A list of lists is many commands, and none of its own."""
+    """Return True for a list of lists: many commands, not one."""
     return isinstance(node, ast.List | ast.Tuple) and any(isinstance(each, ast.List | ast.Tuple) for each in node.elts)
 
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from rfork.engines.hidden_state import HiddenState
 from rfork.engines.sglang.loader import RforkLoader, SglangEngine
-from rfork.engines.sglang.ranks import subject_of
+from rfork.engines.sglang.ranks import identity_of
 from rfork.image.capture import capture
 from rfork.image.layout import Layout
 from rfork.settings import InstanceSettings
@@ -45,7 +45,7 @@ def main(folder: str, port: int) -> None:
     load_config = LoadConfig(load_format="rfork")
     if load_config.load_format is not RforkLoader:
         raise RuntimeError(f"the plug-in is off: {load_config.load_format}")
-    subject = subject_of(model_config, load_config, device_config, InstanceSettings())
+    subject = identity_of(model_config, load_config, device_config, InstanceSettings())
 
     def layout(model: nn.Module) -> Layout:
         HiddenState(model, subject.facts, subject.packages)

@@ -13,7 +13,7 @@ from tests.engines.planner_process import PlannerProcess
 from tests.engines.servers import SglangServer, wait_until
 from tests.ports import free_port
 
-PROMPTS = ("The capital of France is", "A seed gives chunks,", "fork() copies a process;")
+PROMPTS = ("The capital of France is", "A seed serves chunks,", "fork() copies a process;")
 TCP = {"MOONCAKE_PROTOCOL": "tcp", "RFORK_ALLOW_UNAUTHENTICATED_TCP": "1"}
 ON_CPU = Path(__file__).parent / "setup" / "stock_on_cpu"
 
@@ -64,19 +64,19 @@ def test_a_stock_client_serves_what_the_planner_chose(
         )  # fmt: skip
         client = stock_server(weightless, tmp_path, "client", *client_flags, port=engine_port)
         with client:
-            sidecar.wait_for("stock client sent to a seed", deadline_s=240)
+            sidecar.wait_for("seed assigned to stock client", deadline_s=240)
             client.wait_ready()
             assert [seed.complete(prompt, 16).tokens for prompt in PROMPTS] == [
                 client.complete(prompt, 16).tokens for prompt in PROMPTS
             ]
-            sidecar.wait_for("lease given back", deadline_s=30)
+            sidecar.wait_for("lease released", deadline_s=30)
             (fork,) = planner_client.forks()
             assert fork.finish is not None
             (source,) = planner_client.instances(state="serving")
             assert ("forked", source.report.instance_id) == (fork.finish.outcome, fork.plan[0].source_id)
             weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
             assert 0.9 * weights < fork.finish.bytes_read == source.report.image_bytes
-            event = json.loads(sidecar.wait_for("sent to a seed").string)
+            event = json.loads(sidecar.wait_for("seed assigned to stock client").string)
             assert source.report.instance_id == event["source"]
     wait_until(lambda: instance_count(planner) == 0, deadline_s=30, what="the seed out of the books")
 

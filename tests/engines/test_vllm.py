@@ -161,7 +161,7 @@ def test_wrong_options_are_one_clear_error(tiny_folder: TinyFolder, tmp_path: Pa
     extra = ("--model-loader-extra-config", json.dumps({"planer": "http://127.0.0.1:8700"}))
     with VllmServer(tiny_folder(), log=tmp_path / "server.log", arguments=(*FORMAT, *extra)) as wrong:
         assert 0 != wrong.wait()
-        assert wrong.lines_with("rfork has no setting 'planer'")
+        assert wrong.lines_with("unknown rfork setting 'planer'")
         assert [] == wrong.lines_with("EngineCore pid=")
 
 

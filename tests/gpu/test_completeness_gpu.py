@@ -1,4 +1,4 @@
-"""The proof that an image is complete, by the books of torch's CUDA allocator."""
+"""Proof that an image is complete, from the statistics of torch's CUDA allocator."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HIDDEN: list[torch.Tensor] = []
 
 
 def test_a_model_on_a_gpu_is_complete() -> None:
-    """After work that fills the workspaces of torch's libraries, too."""
+    """A model is complete after work that fills the workspaces of torch's libraries."""
     torch.cuda.init()
     proof = Completeness()
     module = nn.Sequential(*(nn.Linear(513, 511, device="cuda") for _ in range(8)))
@@ -27,14 +27,14 @@ def test_a_model_on_a_gpu_is_complete() -> None:
     proof.check(module)
 
 
-def test_memory_out_of_sight_is_found() -> None:
-    """A tensor that nothing of the model refers to."""
+def test_an_unreferenced_tensor_is_detected() -> None:
+    """A tensor that no part of the model references is detected."""
     torch.cuda.init()
     proof = Completeness()
     module = nn.Linear(1024, 1024, device="cuda")
     HIDDEN.append(torch.ones(1 << 20, device="cuda"))
     try:
-        with pytest.raises(UnsupportedTensor, match=r"bytes of device memory that are no tensor of the model"):
+        with pytest.raises(UnsupportedTensor, match=r"allocated .* bytes that belong to none of its tensors"):
             proof.check(module)
     finally:
         HIDDEN.clear()

@@ -1,4 +1,4 @@
-"""cuda_ipc on real GPUs, between two processes: each kind of memory, what dies, and what is left behind."""
+"""cuda_ipc on real GPUs between two processes: types of memory, process deaths, and cleanup."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ SMALL = [50_000] * 20_000
 
 
 def tensors_of(sizes: Sequence[int], device: str, *, filled: bool, on_host: Sequence[int]) -> Image:
-    """An image of byte tensors on a device, but those numbered `on_host`; zeros unless `filled`."""
+    """Return an image of byte tensors on a device, except those with an index in `on_host`; zeros unless
+    `filled`.
+    """
     tensors: dict[str, torch.Tensor] = {}
     for index, size in enumerate(sizes):
         tensor_device = "cpu" if index in on_host else device
@@ -49,7 +51,7 @@ def tensors_of(sizes: Sequence[int], device: str, *, filled: bool, on_host: Sequ
 
 
 class CudaIpcSourceProcess:
-    """A seed's process: exports an image until its standard input ends."""
+    """A seed process that exports an image until its standard input ends."""
 
     def __init__(
         self,
@@ -78,7 +80,7 @@ class CudaIpcSourceProcess:
         self.handle_types = set(description["kinds"])
 
     def read_line(self) -> str:
-        """The next line that it says."""
+        """Return the next line of its output."""
         line = self.process.stdout.readline() if self.process.stdout is not None else ""
         if not line:
             self.end()
@@ -86,7 +88,7 @@ class CudaIpcSourceProcess:
         return line
 
     def close_exporter(self) -> None:
-        """Have it close its exporter, and wait until it has."""
+        """Close its exporter and wait for the confirmation."""
         if self.process.stdin is not None:
             self.process.stdin.write("close\n")
             self.process.stdin.flush()
@@ -106,7 +108,7 @@ StartSource = Callable[..., CudaIpcSourceProcess]
 
 @pytest.fixture
 def start() -> Iterator[StartSource]:
-    """Starts sources, which are killed after the test."""
+    """Start sources, which are killed after the test."""
     started: list[CudaIpcSourceProcess] = []
 
     def start(sizes: Sequence[int], **more: object) -> CudaIpcSourceProcess:
@@ -119,30 +121,30 @@ def start() -> Iterator[StartSource]:
 
 
 def expected(sizes: Sequence[int]) -> bytes:
-    """The bytes that every source of these sizes has."""
+    """Return the bytes of every source with these sizes."""
     return content(tensors_of(sizes, "cpu", filled=True, on_host=()))
 
 
 def target_of(sizes: Sequence[int], device: str = "cuda:0", on_host: Sequence[int] = ()) -> Image:
-    """A target's image, of zeros."""
+    """Return a target image of zeros."""
     return tensors_of(sizes, device, filled=False, on_host=on_host)
 
 
 @pytest.mark.parametrize("expandable", [False, True], ids=["cudaMalloc", "expandable-segments"])
 @pytest.mark.parametrize("on_host", [[], [0, 3, 4, 20]], ids=["all-on-gpu", "some-in-host-memory"])
 def test_every_byte_arrives(start: StartSource, expandable: bool, on_host: list[int]) -> None:
-    """Both kinds of torch's memory are read right, and tensors in host memory with them."""
+    """Both types of torch's memory are read correctly, together with tensors in host memory."""
     source, image = start(SIZES, expandable=expandable, on_host=on_host), target_of(SIZES)
     reader = CudaIpcTransport(InstanceSettings()).connect(source.endpoint, image, lambda: TOKEN, soon())
     reader.read(0, image.layout.image_bytes, soon())
     reader.close()
     assert expected(SIZES) == content(image)
-    # Fabric handles stand in where the machine has an IMEX channel.
+    # Fabric handles are used if the machine has an IMEX channel.
     assert source.handle_types <= ({"descriptor", "fabric"} if expandable else {"legacy"})
 
 
 def test_a_target_in_expandable_segments(start: StartSource) -> None:
-    """A target whose tensors lie over many pieces of memory is filled as any other."""
+    """A target whose tensors span many pieces of memory is filled correctly."""
     torch.cuda.memory._set_allocator_settings("expandable_segments:True")
     try:
         image = target_of(SIZES)
@@ -156,7 +158,7 @@ def test_a_target_in_expandable_segments(start: StartSource) -> None:
 
 
 def test_many_small_tensors(start: StartSource) -> None:
-    """Twenty thousand tensors, read in chunks by four threads, arrive whole."""
+    """Twenty thousand tensors, read in chunks by four threads, arrive completely."""
     source, image = start(SMALL), target_of(SMALL)
     reader = CudaIpcTransport(InstanceSettings()).connect(source.endpoint, image, lambda: TOKEN, soon())
     image_bytes, step = image.layout.image_bytes, 16 * MIB
@@ -176,7 +178,7 @@ def test_many_small_tensors(start: StartSource) -> None:
 
 
 def test_a_target_that_keeps_a_tensor_in_host_memory(start: StartSource) -> None:
-    """What lies on the GPU there and in host memory here is copied down."""
+    """Tensors on the source's GPU and in the target's host memory are copied to the host."""
     source, image = start(SIZES), target_of(SIZES, on_host=[2, 5])
     reader = CudaIpcTransport(InstanceSettings()).connect(source.endpoint, image, lambda: TOKEN, soon())
     reader.read(0, image.layout.image_bytes, soon())
@@ -185,7 +187,7 @@ def test_a_target_that_keeps_a_tensor_in_host_memory(start: StartSource) -> None
 
 
 def test_a_killed_source(start: StartSource) -> None:
-    """Reads from a source that was killed raise, and this process's GPU goes on working."""
+    """Reads from a killed source raise, and this process's GPU keeps working."""
     source, image = start(SIZES), target_of(SIZES)
     reader = CudaIpcTransport(InstanceSettings()).connect(source.endpoint, image, lambda: TOKEN, soon())
     reader.read(0, MIB, soon())
@@ -197,8 +199,8 @@ def test_a_killed_source(start: StartSource) -> None:
     assert 10 == int(torch.ones(10, device="cuda").sum())
 
 
-def test_a_source_that_closes_gets_its_memory_back(start: StartSource) -> None:
-    """After the exporter's `close` nothing of it is mapped here, and reads raise SourceUnavailable."""
+def test_a_closed_source_releases_its_memory(start: StartSource) -> None:
+    """After the exporter's `close`, nothing of it is mapped here, and reads raise SourceUnavailable."""
     source, image = start(SIZES), target_of(SIZES)
     reader = CudaIpcTransport(InstanceSettings()).connect(source.endpoint, image, lambda: TOKEN, soon())
     reader.read(0, image.layout.image_bytes, soon())
@@ -210,7 +212,7 @@ def test_a_source_that_closes_gets_its_memory_back(start: StartSource) -> None:
 
 @pytest.mark.parametrize("expandable", [False, True], ids=["cudaMalloc", "expandable-segments"])
 def test_nothing_is_left_mapped(start: StartSource, expandable: bool) -> None:
-    """Readers that come and go leave no memory of this device taken."""
+    """Readers that connect and disconnect leave no memory of this device allocated."""
     source, image = start(SIZES, expandable=expandable), target_of(SIZES)
     free: list[int] = []
     for _ in range(4):
@@ -237,10 +239,10 @@ def test_a_deadline_that_has_passed(start: StartSource) -> None:
 @pytest.mark.parametrize("visible", ["", "1"], ids=["all-visible", "each-sees-its-own"])
 @pytest.mark.parametrize("expandable", [False, True], ids=["cudaMalloc", "expandable-segments"])
 def test_from_one_gpu_to_another(start: StartSource, visible: str, expandable: bool) -> None:
-    """A source on the second GPU is read into the first, whether it sees that one or not."""
+    """A source on the second GPU is read into the first one, whether or not the source sees the first one."""
     driver = CudaDriver()
     if not driver.can_access_peer(0, 1):
-        pytest.skip("these two GPUs cannot address one another")
+        pytest.skip("these two GPUs are not peers")
     source = start(SIZES, device=0 if visible else 1, visible=visible, expandable=expandable)
     image = target_of(SIZES)
     reader = CudaIpcTransport(InstanceSettings()).connect(source.endpoint, image, lambda: TOKEN, soon())
@@ -249,7 +251,7 @@ def test_from_one_gpu_to_another(start: StartSource, visible: str, expandable: b
     assert expected(SIZES) == content(image)
 
 
-# -- the driver by itself ---------------------------------------------------------------------------
+# -- the driver alone ---------------------------------------------------------------------------
 
 
 def test_devices_have_names() -> None:
@@ -261,7 +263,7 @@ def test_devices_have_names() -> None:
 
 
 def test_allocations_hold_their_tensors() -> None:
-    """Every tensor's bytes lie in the allocations that were found, few as they are."""
+    """The found allocations contain the bytes of every tensor, and are few."""
     driver, image = CudaDriver(), target_of([4096] * 1000)
     areas = allocations_of(driver, image)
     for address, length in zip(image.regions.addresses, image.regions.lengths, strict=True):
@@ -271,12 +273,12 @@ def test_allocations_hold_their_tensors() -> None:
 
 
 def test_copies_leave_the_thread_as_it_was() -> None:
-    """The current device of a thread that copied is what it was, and its streams were not waited for."""
+    """Copies do not change the thread's current device, and do not wait for its streams."""
     driver = CudaDriver()
     one, two = torch.arange(1000, device="cuda"), torch.zeros(1000, dtype=torch.int64, device="cuda")
     torch.cuda.synchronize()
     before = torch.cuda.current_device()
-    stream = driver.copies(0)
+    stream = driver.copy_stream(0)
     stream.queue([CopyOp(one.data_ptr(), two.data_ptr(), one.nbytes)])
     while not stream.done():
         pass
@@ -284,8 +286,8 @@ def test_copies_leave_the_thread_as_it_was() -> None:
     assert (before, True) == (torch.cuda.current_device(), torch.equal(one, two))
 
 
-def test_asking_does_not_break_a_capture() -> None:
-    """The driver is asked on one thread while another captures a graph, and the graph is whole."""
+def test_queries_do_not_break_a_graph_capture() -> None:
+    """Queries to the driver on one thread do not break a graph capture on another."""
     driver, image = CudaDriver(), target_of(SIZES)
     found: list[int] = []
     line = torch.zeros(1000, device="cuda")
@@ -294,7 +296,7 @@ def test_asking_does_not_break_a_capture() -> None:
     def query_driver() -> None:
         areas = allocations_of(driver, image)
         handles = [driver.export(area) for area in areas.table if area.handle_type == "legacy"]
-        stream = driver.copies(0)
+        stream = driver.copy_stream(0)
         found.append(len(handles) + stream.done())
         stream.close()
 
@@ -309,7 +311,7 @@ def test_asking_does_not_break_a_capture() -> None:
 
 
 def _serve(sizes: Sequence[int], device: str, on_host: Sequence[int]) -> None:
-    """The source's process."""
+    """Main function of the source's process."""
     image = tensors_of(sizes, device, filled=True, on_host=on_host)
     exporter = CudaIpcTransport(InstanceSettings()).export(image, FakeGate())
     endpoint = exporter.endpoint()

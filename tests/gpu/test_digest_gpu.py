@@ -1,4 +1,4 @@
-"""The image on a GPU: the digest of the CPU, and bytes that arrive in the tensors."""
+"""Images on a GPU: digests equal the CPU's, and bytes arrive in the tensors."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ pytestmark = [
 
 @pytest.mark.parametrize("length", [1, 240, 241, 1025, LEAF_BYTES, 3 * LEAF_BYTES + 77, 5 << 20])
 def test_gpu_digest_is_the_cpu_digest(length: int) -> None:
-    """A chunk has one digest, wherever its bytes lie."""
+    """A chunk has the same digest on GPU and CPU."""
     data = torch.randint(0, 256, (length,), dtype=torch.uint8)
     assert digest_bytes([memoryview(bytes(data.tolist()))]) == digest_tensors([data.cuda()])
 
 
 @pytest.fixture
 def kernel() -> None:
-    """The device's kernel is compiled, and used from here on."""
-    pytest.importorskip("triton", reason="Triton is not installed: torch operations hash here")
+    """Compile the device's kernel, which is used afterwards."""
+    pytest.importorskip("triton", reason="Triton is not installed: torch operations compute the hash here")
     assert leaf_hasher(torch.device("cuda", torch.cuda.current_device())).is_ready()
 
 
@@ -36,7 +36,7 @@ def kernel() -> None:
 @pytest.mark.parametrize("length", [1, 240, 241, 1025, 1088, LEAF_BYTES, LEAF_BYTES + 241, (9 << 20) + 77])
 @pytest.mark.parametrize("shift", [0, 1, 4, 8])
 def test_kernel_digest_is_the_cpu_digest(length: int, shift: int) -> None:
-    """The kernel hashes as the CPU does, at any address."""
+    """The kernel's hash equals the CPU's at any address."""
     data = torch.randint(0, 256, (length + shift,), dtype=torch.uint8)
     expected = digest_bytes([memoryview(data[shift:].numpy().tobytes())])
     assert expected == digest_tensors([data.cuda()[shift:]])
@@ -44,16 +44,18 @@ def test_kernel_digest_is_the_cpu_digest(length: int, shift: int) -> None:
 
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("sizes", [[5, 3_000_000, 1, 400_000, 70], [131_072, 262_148, 65_536], [33_333] * 90])
-def test_kernel_takes_pieces(sizes: list[int]) -> None:
-    """Leaves that span tensors are joined, the others are read where they lie."""
+def test_the_kernel_hashes_pieces(sizes: list[int]) -> None:
+    """Leaves that span tensors are joined, others are read in place."""
     data = torch.randint(0, 256, (sum(sizes),), dtype=torch.uint8)
     pieces = [piece.cuda() for piece in torch.split(data, sizes)]
     assert digest_bytes([memoryview(data.numpy().tobytes())]) == digest_tensors(pieces)
 
 
 @pytest.mark.usefixtures("kernel")
-def test_threads_and_streams_do_not_mix() -> None:
-    """Many chunks at once, from threads on streams of their own, have the digests that each has alone."""
+def test_concurrent_digests_do_not_interfere() -> None:
+    """Many chunks, digested concurrently by threads on their own streams, have the digests that each has
+    alone.
+    """
     chunks = [torch.randint(0, 256, ((2 << 20) + index,), dtype=torch.uint8) for index in range(24)]
     on_gpu = [chunk.cuda() for chunk in chunks]
     torch.cuda.synchronize()
@@ -69,14 +71,14 @@ def test_threads_and_streams_do_not_mix() -> None:
 
 
 def test_odd_pieces_on_the_gpu() -> None:
-    """Pieces at odd addresses and of odd lengths are the same bytes."""
+    """Pieces at odd addresses and of odd lengths have the same bytes."""
     data = torch.randint(0, 256, (700_001,), dtype=torch.uint8)
     pieces = torch.split(data.cuda()[3:], [5, 130_000, 1, 400_000, 169_992])
     assert digest_bytes([memoryview(bytes(data[3:].tolist()))]) == digest_tensors(pieces)
 
 
 def test_bytes_written_by_the_host_are_in_the_tensors() -> None:
-    """What is written into staging is in GPU tensors after the block, and is read back the same."""
+    """Bytes written into staging are in the GPU tensors after the block, and are read back unchanged."""
     tensors = {"a": torch.zeros(1000, device="cuda"), "b": torch.zeros(77, dtype=torch.uint8, device="cuda")}
     image = image_from_tensors(tensors)
     expected = bytes(index % 251 for index in range(image.layout.image_bytes))
@@ -90,7 +92,7 @@ def test_bytes_written_by_the_host_are_in_the_tensors() -> None:
 
 
 def test_an_exception_writes_nothing() -> None:
-    """A writable block that fails leaves GPU tensors as they were."""
+    """A writable block that fails leaves GPU tensors unchanged."""
     tensor = torch.ones(64, dtype=torch.uint8, device="cuda")
 
     def write_and_fail() -> None:

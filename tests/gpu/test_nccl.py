@@ -1,4 +1,4 @@
-"""NCCL groups: what one GPU permits. Two ranks need two GPUs, as NCCL refuses two on one."""
+"""NCCL groups on one GPU. Two ranks need two GPUs, because NCCL refuses two on one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from rfork.errors import RforkError, TransportUnavailable, VersionMismatch
 from rfork.image.capture import image_from_tensors
-from rfork.peer.control_stream import converse
+from rfork.peer.control_stream import serve_control_stream
 from rfork.settings import InstanceSettings
 from rfork.testing.peers import stream_pair
 from rfork.transport.base import ControlStream, Endpoint
@@ -30,12 +30,12 @@ pytestmark = [
 
 
 def test_a_group_of_one_forms_and_broadcasts() -> None:
-    """The communicator is made through the store of ours, and torch's environment is as it was."""
+    """The communicator is created through rfork's store, and torch's environment is unchanged."""
     from rfork.transport.collective.nccl import NcclBackend
 
     before = dict(os.environ)
     backend, device = NcclBackend(), torch.device("cuda:0")
-    with backend.working(device):
+    with backend.transfer_context(device):
         group = backend.form(Rendezvous(), 0, 1, "127.0.0.1", device, soon())
         block = torch.arange(1000, device=device).to(torch.uint8)
         group.broadcast(block, soon())
@@ -43,19 +43,19 @@ def test_a_group_of_one_forms_and_broadcasts() -> None:
     assert before == dict(os.environ)
 
 
-def test_a_rank_that_does_not_come_is_not_waited_for() -> None:
-    """The group is given up at its deadline, and the process lives."""
+def test_an_absent_rank_does_not_block() -> None:
+    """The group is abandoned at its deadline, and the process survives."""
     from rfork.transport.collective.nccl import NcclBackend
 
     backend, device = NcclBackend(), torch.device("cuda:0")
     began = time.monotonic()
-    with pytest.raises(RforkError), backend.working(device):
+    with pytest.raises(RforkError), backend.transfer_context(device):
         backend.form(Rendezvous(), 0, 2, "127.0.0.1", device, began + 2.0)
     assert time.monotonic() - began < 30.0
 
 
 def test_small_tensors_are_packed_on_the_gpu() -> None:
-    """What is taken out of one image and put into another is the same, host memory in between included."""
+    """Small tensors gathered from one image and scattered into another are equal, also through host memory."""
     device = torch.device("cuda:0")
     tensors = {f"t{index}": torch.randn(1 + index % 50, device=device) for index in range(2000)}
     tensors["host"] = torch.randn(77)
@@ -69,23 +69,23 @@ def test_small_tensors_are_packed_on_the_gpu() -> None:
     assert source.manifest() == target.manifest()
 
 
-def test_host_memory_is_not_for_nccl() -> None:
-    """The other transports are exported without it."""
+def test_host_memory_is_not_exported_over_nccl() -> None:
+    """An image in host memory is exported by the other transports only."""
     with pytest.raises(TransportUnavailable, match="GPU"):
         NcclTransport(InstanceSettings()).export(image_from_tensors({"a": torch.zeros(10)}), FakeGate())
 
 
-def test_another_release_of_nccl_is_found_out_beforehand() -> None:
-    """Before a group is tried."""
+def test_a_different_nccl_release_is_detected_first() -> None:
+    """A different release of NCCL is detected before a group is formed."""
     image = image_from_tensors({"a": torch.zeros(10, device="cuda")})
     endpoint = Endpoint("nccl", {"version": "1.0.0", "block": "1024"})
     with pytest.raises(VersionMismatch, match=r"1\.0\.0"):
         NcclTransport(InstanceSettings()).connect(endpoint, image, lambda: TOKEN, soon())
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL WANTS TWO GPUs: sending is NOT tested")
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL NEEDS TWO GPUs: sending is NOT tested")
 def test_the_right_bytes_between_two_gpus() -> None:
-    """A whole image, small tensors included, from one GPU to the other."""
+    """A complete image, small tensors included, is sent from one GPU to the other."""
     tensors = {f"t{index}": torch.randn(1 + index % 50, device="cuda:0") for index in range(2000)}
     tensors["large"] = torch.randn(20 << 20, device="cuda:0")
     source = image_from_tensors(tensors)
@@ -103,7 +103,7 @@ def test_the_right_bytes_between_two_gpus() -> None:
 
     def talk() -> ControlStream:
         near, far = stream_pair()
-        threading.Thread(target=converse, args=(NcclStreamBackend(), "channel", far), daemon=True).start()
+        threading.Thread(target=serve_control_stream, args=(NcclStreamBackend(), "channel", far), daemon=True).start()
         return near
 
     reader = transport.connect(exporter.endpoint(), target, lambda: TOKEN, soon(), talk)

@@ -1,4 +1,4 @@
-"""Bytes of GPU tensors through the host: two steps at once, and forks between two processes over http."""
+"""Bytes of GPU tensors through the host: two concurrent steps, and forks between two processes over http."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def noise(size: int) -> torch.Tensor:
 
 
 def on_gpu(*, filled: bool) -> tuple[Image, dict[str, torch.Tensor]]:
-    """An image of three GPU tensors and one of the CPU: the same noise each time, or zeros."""
+    """Return an image of three GPU tensors and one CPU tensor: the same noise each time, or zeros."""
     tensors = {
         f"t{index}": (noise(size) if filled else torch.zeros(size, dtype=torch.uint8)).cuda()
         for index, size in enumerate(SIZES)
@@ -52,7 +52,7 @@ def content(tensors: dict[str, torch.Tensor]) -> bytes:
 
 @pytest.mark.parametrize("step", [1 << 20, STEP_BYTES, 3_000_001, 1 << 30])
 def test_steps_are_the_bytes_of_the_tensors(step: int) -> None:
-    """Whatever the step, what is read is what they hold, and what is written is what they hold then."""
+    """For every step size, reads return the tensors' bytes, and writes change them."""
     source, tensors = on_gpu(filled=True)
     target, zeros = on_gpu(filled=False)
     size = source.layout.image_bytes
@@ -64,8 +64,8 @@ def test_steps_are_the_bytes_of_the_tensors(step: int) -> None:
     assert [source.digest(chunk) for chunk in range(3)] == [target.digest(chunk) for chunk in range(3)]
 
 
-def test_an_exception_in_mid_walk_leaves_what_was_not_filled() -> None:
-    """The steps before it are in the tensors, the one it came in is not, and the image can be used on."""
+def test_a_failed_step_leaves_the_rest_unchanged() -> None:
+    """Earlier steps are in the tensors, the failed one is not, and the image remains usable."""
     image, tensors = on_gpu(filled=False)
 
     def write_and_fail() -> None:
@@ -88,11 +88,11 @@ def test_an_exception_in_mid_walk_leaves_what_was_not_filled() -> None:
 
 
 def test_a_copy_waits_for_no_kernel() -> None:
-    """Bytes are read and digested while the engine's stream has seconds of work before it."""
+    """Bytes are read and digested while the engine's stream has seconds of queued work."""
     image, tensors = on_gpu(filled=True)
     expected = content(tensors)
     leaf_hasher(tensors["t0"].device).is_ready()
-    for _ in range(2):  # what is made once, by calls that may wait for the device, is made
+    for _ in range(2):  # create everything first whose creation may wait for the device
         image.digest(0)
         with image.readable(0, image.layout.image_bytes):
             pass
@@ -109,7 +109,7 @@ def test_a_copy_waits_for_no_kernel() -> None:
 
 
 def test_many_threads_share_an_image() -> None:
-    """Eight threads read ranges of their own at once."""
+    """Eight threads read their own ranges concurrently."""
     image, tensors = on_gpu(filled=True)
     expected, size = content(tensors), image.layout.image_bytes
     found: dict[int, bytes] = {}
@@ -127,7 +127,7 @@ def test_many_threads_share_an_image() -> None:
 
 
 def serve() -> None:
-    """The other process: exports the image, prints where, and ends with its standard input."""
+    """Main function of the other process: export the image, print the endpoint, and end with standard input."""
     exporter = HttpTransport(InstanceSettings()).export(on_gpu(filled=True)[0], FakeGate())
     parameters = exporter.endpoint().parameters
     print(parameters["url"], parameters["data_offset"], parameters["etag"], flush=True)
@@ -136,7 +136,7 @@ def serve() -> None:
 
 
 def test_http_from_gpu_to_gpu_in_two_processes() -> None:
-    """A target in this process gets the tensors of a source in another, and digests them alike."""
+    """A target in this process receives the tensors of a source in another process, with equal digests."""
     source = subprocess.Popen(
         [sys.executable, "-c", "from tests.gpu.test_staging_gpu import serve; serve()"],
         cwd=ROOT,

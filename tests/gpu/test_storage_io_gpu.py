@@ -1,4 +1,4 @@
-"""Files into CUDA tensors: through page-locked staging, and by GPUDirect Storage where the machine has it."""
+"""Files into CUDA tensors: through pinned staging, and by GPUDirect Storage if the machine supports it."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ SIZE = 70 * MIB + 4321
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with one file of 70 MiB and some."""
+    """Return a folder with one file of more than 70 MiB."""
     folder = tmp_path_factory.mktemp("files")
     (folder / "data").write_bytes(os.urandom(SIZE))
     return folder
 
 
 def drop_page_cache(path: Path) -> None:
-    """Have the file's bytes out of the page cache."""
+    """Drop the file's bytes from the page cache."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -46,7 +46,7 @@ def drop_page_cache(path: Path) -> None:
     "sizes", [[SIZE - 77], [50_000] * 1000, [1, 33 * MIB + 5, 7, 20 * MIB]], ids=["one", "small", "mixed"]
 )
 def test_every_byte_is_on_the_device(folder: Path, direct: str, memory: int, sizes: list[int]) -> None:
-    """Whatever the sizes, the bound on staging and the way of reading: the tensors hold the file's bytes."""
+    """The tensors contain the file's bytes for all sizes, staging limits and read modes."""
     settings = StorageSettings.model_validate({"direct": direct, "memory": memory})
     data = torch.frombuffer(bytearray((folder / "data").read_bytes()), dtype=torch.uint8)
     drop_page_cache(folder / "data")
@@ -62,8 +62,8 @@ def test_every_byte_is_on_the_device(folder: Path, direct: str, memory: int, siz
     assert (list(range(len(sizes))), 0) == (sorted(filled), int(line[at:].sum()))
 
 
-def test_copies_come_after_what_the_device_was_told_before(folder: Path) -> None:
-    """Memory that a kernel of the caller's still writes to is filled after that kernel."""
+def test_copies_follow_earlier_work_of_the_device(folder: Path) -> None:
+    """Memory that a kernel of the caller still writes is filled after that kernel."""
     settings = StorageSettings()
     store = LocalStore(Location.parse(folder), settings)
     blob = store.open("data")
@@ -77,8 +77,8 @@ def test_copies_come_after_what_the_device_was_told_before(folder: Path) -> None
     assert (folder / "data").read_bytes() == line.cpu().numpy().tobytes()
 
 
-def test_staging_is_page_locked_and_let_go() -> None:
-    """Buffers are such as the copy engine reads by itself; once closed, others can be made."""
+def test_staging_is_pinned_and_released() -> None:
+    """Buffers are pinned; once closed, others can be allocated."""
     staging = pinned_staging(32 * MIB, 16 * MIB)
     for _ in range(2):
         with staging.lease() as buffer:
@@ -86,8 +86,8 @@ def test_staging_is_page_locked_and_let_go() -> None:
         staging.close()
 
 
-def test_a_copier_copies_on_a_stream_of_its_own() -> None:
-    """A copy waits for no kernel that was given to the device after the copier was made."""
+def test_a_copier_uses_its_own_stream() -> None:
+    """A copy does not wait for kernels queued after the copier was created."""
     device = torch.device("cuda", torch.cuda.current_device())
     staging, into = pinned_staging(16 * MIB, 16 * MIB), torch.zeros(MIB, dtype=torch.uint8, device=device)
     copier = CudaBlockCopier([device], StorageSettings(direct_io="never"))
@@ -100,7 +100,7 @@ def test_a_copier_copies_on_a_stream_of_its_own() -> None:
 
 
 def test_gpudirect_storage(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where kvikio and the machine can, cold blocks pass through no staging."""
+    """With kvikio and a supported machine, cold blocks bypass staging."""
     pytest.importorskip("kvikio")
     settings = StorageSettings()
     if DirectStorage.find(settings) is None:

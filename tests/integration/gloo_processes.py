@@ -17,7 +17,7 @@ import pytest
 from tests.processes import send
 from tests.transport_contract import soon
 
-THREAD_PREFIXES = ("rfork-gloo", "rfork-line")
+THREAD_PREFIXES = ("rfork-gloo", "rfork-control")
 LISTEN = "0A"
 """The state of a listening socket in /proc/net/tcp."""
 

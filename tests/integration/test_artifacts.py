@@ -172,12 +172,12 @@ def test_a_cache_travels_and_is_used(
     }
     more = ["--model", MODEL, "--planner", planner, "--json"]
     rfork_process(
-        "artifacts", "seed", *more, until=READY,
+        "cache", "seed", *more, until=READY,
         environment={**environment, "TORCHINDUCTOR_CACHE_DIR": str(cache)},
     )  # fmt: skip
     target = tmp_path / "b"
     pull = rfork_process(
-        "artifacts", "pull", *more, environment={**environment, "TORCHINDUCTOR_CACHE_DIR": str(target)}
+        "cache", "pull", *more, environment={**environment, "TORCHINDUCTOR_CACHE_DIR": str(target)}
     )
     assert 0 == pull.wait()
     report = json.loads(pull.wait_for(r'^.*"reason".*$').group())
@@ -290,7 +290,7 @@ def test_nobody_there_is_a_report(instance: InstanceSettings, tmp_path: Path) ->
     dead = instance.model_copy(update={"planner": "http://127.0.0.1:1"})
     without_planner = artifacts.fetch(model=MODEL, settings=dead, artifacts=artifact_settings(tmp_path / "b"))
     empty = artifacts.load(str(tmp_path / "s"), artifacts=artifact_settings(tmp_path / "b"))
-    assert ["NoSource", "artifacts are off", "PlannerUnreachable", "StorageNotFound"] == [
+    assert ["NoSource", "artifacts are disabled", "PlannerUnreachable", "StorageNotFound"] == [
         (report.reason or "").partition(":")[0] for report in (without_source, off, without_planner, empty)
     ]
 
@@ -331,7 +331,7 @@ def test_artifacts_beyond_the_bound_are_named_as_such(instance: InstanceSettings
         report = artifacts.fetch(
             model=MODEL, settings=instance, artifacts=artifact_settings(tmp_path / "b", max_bytes=4000)
         )
-    assert "larger than RFORK_ARTIFACTS_MAX_BYTES (4000)" in (report.reason or "")
+    assert "exceed RFORK_ARTIFACTS_MAX_BYTES (4000)" in (report.reason or "")
 
 
 def test_a_disk_that_is_full_is_asked_once(

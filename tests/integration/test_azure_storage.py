@@ -122,7 +122,7 @@ def test_azures_refusals(store: BlobStore, monkeypatch: pytest.MonkeyPatch) -> N
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    with pytest.raises(StorageNotFound, match="gone: there is no such object"):
+    with pytest.raises(StorageNotFound, match="gone: no such object"):
         store.open("gone")
     put(store, "blob", b"abc")
     with closing(store.open("blob")) as blob:
@@ -131,7 +131,7 @@ def test_azures_refusals(store: BlobStore, monkeypatch: pytest.MonkeyPatch) -> N
             read_range(blob, 0, 3)
     with (
         closing(open_store(Location.parse("az://nothing/"), SETTINGS)) as other,
-        pytest.raises(StorageNotFound, match="there is no such bucket"),
+        pytest.raises(StorageNotFound, match="no such bucket"),
     ):
         list(other.list())
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", base64.b64encode(b"wrong").decode())

@@ -35,7 +35,7 @@ from rfork.transport.base import AccessGate, ControlStream
 
 KEY = derive_key(b"s" * 32, "seed-1")
 SOON_S = 30.0
-LINE_THREADS = ("rfork-line",)
+LINE_THREADS = ("rfork-control",)
 
 
 class EchoExporter(InMemoryExporter):

@@ -97,16 +97,16 @@ def test_wrong_use_is_one_line(tmp_path: Path, source: Path, monkeypatch: pytest
     (tmp_path / "cut.tensors").write_bytes((tmp_path / "locked.tensors").read_bytes()[:5000])
     before = sorted(tmp_path.iterdir())
     for code, message, *arguments in (
-        (2, "is what is read", source.name, source.name),
-        (2, "is there already", source.name, "locked.tensors"),
-        (2, "holds no key", source.name, "out.tensors", "--key-file", "bad-key"),
+        (2, "is also the source", source.name, source.name),
+        (2, "already exists", source.name, "locked.tensors"),
+        (2, "does not contain a key", source.name, "out.tensors", "--key-file", "bad-key"),
         (2, "is empty", source.name, "out.tensors", "--password-file", "empty"),
         (2, "No such file", source.name, "out.tensors", "--password-file", "none"),
-        (2, "are encrypted", source.name, "out", "--password-file", "bad-key"),
-        (2, "is no size", source.name, "out", "--max-shard-size", "many"),
+        (2, "can be encrypted", source.name, "out", "--password-file", "bad-key"),
+        (2, "is not a size", source.name, "out", "--max-shard-size", "many"),
         (2, "matches 'x'", source.name, "out.tensors", "--only", "x"),
         (6, "is encrypted", "locked.tensors", "out.safetensors"),
-        (6, "cut short", "cut.tensors", "out.safetensors", "--src-password-file", "bad-key"),
+        (6, "truncated", "cut.tensors", "out.safetensors", "--src-password-file", "bad-key"),
         (6, "none.tensors", "none.tensors", "out.safetensors"),
     ):
         result = CliRunner().invoke(app, ["convert", *map(str, arguments)])
@@ -164,7 +164,7 @@ def test_s3_there_and_back(rfork_process: StartRfork, s3: SeaweedServer, source:
         assert 0 == process.wait(), process.transcript()
     assert raw_tensors(TENSORS) == raw_tensors(load_file(tmp_path / "out.safetensors"))
     process = rfork_process("convert", *conversions[0], environment=environment)
-    assert (2, True) == (process.wait(), "is there already" in process.stderr)
+    assert (2, True) == (process.wait(), "already exists" in process.stderr)
 
 
 def test_a_web_servers_faults_are_survived(written: bytes) -> None:

@@ -41,7 +41,7 @@ HERE = {
     "contribute": ("CONTRIBUTING.md", "git clone"),
     "python": ("README.md", "rfork.fork_pretrained"),
     "launch": ("docs/engines.md", "rfork launch"),
-    "artifacts": ("docs/artifacts.md", "rfork artifacts"),
+    "artifacts": ("docs/artifacts.md", "rfork cache"),
     "announce": ("docs/kubernetes.md", "/v1/scaleups"),
     "leave": ("docs/planner.md", "can_exit"),
 }
@@ -150,13 +150,13 @@ def test_artifacts_travel_by_the_commands(rfork_process: StartRfork, tmp_path: P
         exported = dict(re.findall(r"(RFORK_\w+)=(\S+)", text))
         more = {"RFORK_ARTIFACTS_QUIET_PERIOD_S": "0", "RFORK_NO_SOURCE_TIMEOUT_S": "0.2", "RFORK_TRANSPORTS": "http"}
         for words in simple_commands(text):
-            if words[:2] != ["rfork", "artifacts"]:
+            if words[:2] != ["rfork", "cache"]:
                 continue
             folder = tmp_path / ("b" if words[2] == "load" else "a")
             folders = ",".join(f"{cache_type}={folder / cache_type}" for cache_type in ("triton", "inductor", "vllm"))
             environment = {**exported, **more, "RFORK_ARTIFACTS_DIRS": folders}
             if words[2] == "seed":
-                artifact_server = rfork_process(*words[1:], until="^giving", environment=environment)
+                artifact_server = rfork_process(*words[1:], until="^serving", environment=environment)
                 artifact_server.signal(signal.SIGTERM)
                 assert 0 == artifact_server.wait()
             else:

@@ -173,7 +173,7 @@ def test_output_is_compared_loosely() -> None:
     ("command", "wrong"),
     [
         ("rfork pull ./model --generate 'What is it?' > out", False),
-        ("RFORK_SNAPSHOT=s3://a/b rfork snapshot s3://a/b --name llama --shared", False),
+        ("RFORK_SNAPSHOT=s3://a/b rfork snapshot write s3://a/b --name llama --shared", False),
         ("rfork snapshot ls s3://a", False),
         ("rfork launch --planner http://p:1 -- vllm serve org/model", False),
         ("rfork fork ./model", True),

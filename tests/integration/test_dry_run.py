@@ -56,5 +56,5 @@ def test_forks_read_as_it_was_said(rfork_process: StartRfork, tiny_model: Path, 
     assert ({True: 2, False: 2}, predicted, True) == (
         predicted,
         read,
-        "is there already" in text_process.stdout,
+        "(running)" in text_process.stdout,
     )

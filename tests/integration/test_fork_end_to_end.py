@@ -223,8 +223,8 @@ def test_a_planner_that_is_silent_at_first_is_asked_again(fleet: ForkFleet, expe
 
 
 def test_whoever_reads_its_own_asks_nobody_to_wait(fleet: ForkFleet, expected_sha256: str) -> None:
-    """With `cold_start` own, a model that nobody holds is loaded from the checkpoint as a fallback."""
-    own = {"RFORK_COLD_START": "own"}
+    """With `cold_start` independent, a model that nobody holds is loaded from the checkpoint as a fallback."""
+    own = {"RFORK_COLD_START": "independent"}
     report = result(fleet.pull("--version", "v1", environment=own))
     reasons = cast(list[str], report["reasons"])
     assert ("fallback", expected_sha256, "NoSource", report["image_bytes"]) == (
@@ -310,7 +310,7 @@ def test_another_layout_names_the_tensor(fleet: ForkFleet, tmp_path: Path) -> No
     config.intermediate_size //= 2
     AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(tmp_path)
     fleet.seed("--version", "v1", model=tmp_path)
-    own = {"RFORK_COLD_START": "own"}
+    own = {"RFORK_COLD_START": "independent"}
     report = result(fleet.pull("--version", "v1", environment=own))
     reason = cast(list[str], report["reasons"])[0]
     assert [] == [part for part in ("mlp.", "here bfloat16[", "there bfloat16[", "1024", "512") if part not in reason]

@@ -165,14 +165,14 @@ def test_a_dtype_of_its_own(settings: InstanceSettings, llama: Path, tmp_path: P
 
 def test_nothing_to_load_from(settings: InstanceSettings, llama: Path, tmp_path: Path) -> None:
     """Without a source and without weights it fails, and says so."""
-    with pytest.raises(AllSourcesFailed, match="no instance holds model llama"):
+    with pytest.raises(AllSourcesFailed, match="no instance has model llama"):
         rfork.fork_pretrained(without_weights(llama, tmp_path / "llama"), settings=settings)
 
 
 def test_a_fork_that_is_required(settings: InstanceSettings, llama: Path) -> None:
     """The weights are there, and are not loaded."""
     with pytest.raises(AllSourcesFailed):
-        rfork.fork_pretrained(llama, settings=settings.model_copy(update={"required": True}))
+        rfork.fork_pretrained(llama, settings=settings.model_copy(update={"fail_if_not_forked": True}))
 
 
 def test_a_quantised_model_that_is_required(settings: InstanceSettings, llama: Path, tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_a_quantised_model_that_is_required(settings: InstanceSettings, llama: P
     quantised = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": quantised}))
     with pytest.raises(ModelError, match="is quantised"):
-        rfork.fork_pretrained(folder, settings=settings.model_copy(update={"required": True}))
+        rfork.fork_pretrained(folder, settings=settings.model_copy(update={"fail_if_not_forked": True}))
 
 
 def test_the_seed_ends_with_the_model(settings: InstanceSettings, llama: Path) -> None:
@@ -218,7 +218,7 @@ def test_pull_leaves_it_to_transformers_where_it_has_to(
     common = ("pull", str(bare), "--version", "v1", "--planner", planner, "--json", "--sha256")
     quick = {"RFORK_TRANSPORTS": "http", "RFORK_NO_SOURCE_TIMEOUT_S": "0.2", "RFORK_DRAIN_TIMEOUT_S": "0"}
     fails = rfork_process(*common, "--checkpoint", "s3://models/mixtral/", environment=quick)
-    assert (7, True) == (fails.wait(), "only it can: give it as a folder of this machine" in fails.stdout)
+    assert (7, True) == (fails.wait(), "while reading: pass a local folder" in fails.stdout)
     works = rfork_process(*common, "--checkpoint", mixtral.as_uri(), environment=quick)
     assert 0 == works.wait()
     found = json.loads(works.stdout)

@@ -13,7 +13,7 @@ import torch
 from rfork.errors import SourceTimeout, SourceUnavailable, TransportUnavailable, VersionMismatch
 from rfork.image.chunks import MIB
 from rfork.image.memory import Image
-from rfork.peer.control_stream import converse
+from rfork.peer.control_stream import serve_control_stream
 from rfork.settings import InstanceSettings
 from rfork.testing.peers import stream_pair
 from rfork.transport.base import ControlStream, Endpoint, Exporter, Reader
@@ -42,9 +42,9 @@ def control_stream_opener(exporter: Exporter, channel_id: str) -> Callable[[], C
     def talk() -> ControlStream:
         near, far = stream_pair()
         threading.Thread(
-            target=converse,
+            target=serve_control_stream,
             args=(GlooStreamBackend(exporter), channel_id, far),
-            name="rfork-line",
+            name="rfork-control",
             daemon=True,
         ).start()
         return near

@@ -217,7 +217,7 @@ def test_who_came_before_the_port_was_shut_has_no_place(listener: socket.socket)
     with (
         socket.create_connection((LOCAL_ADDRESS, port)),
         closing(shut.port),
-        pytest.raises(SourceUnavailable, match="stranger"),
+        pytest.raises(SourceUnavailable, match="unauthenticated client"),
     ):
         shut.put("0/0", listen_message(port))
     assert {} == keys.values

@@ -49,7 +49,7 @@ def failing_call_seconds(call: Callable[[], object]) -> float:
 def test_a_call_ends_by_its_timeout(write_response: ResponseWriter) -> None:
     """The timeout is for the complete answer, its head included."""
     with hostile_server(write_response) as url, PlannerClient(url, timeout_s=0.5) as client:
-        with pytest.raises(PlannerUnreachable, match=r"no answer within 0\.5 s") as raised:
+        with pytest.raises(PlannerUnreachable, match=r"no response within 0\.5 s") as raised:
             client.models()
         assert raised.value.silent
 
@@ -70,7 +70,7 @@ def test_the_first_deadline_of_a_call_holds() -> None:
     with (
         hostile_server(silent) as url,
         PlannerClient(url, timeout_s=60.0) as client,
-        pytest.raises(PlannerUnreachable, match=r"no answer within 0\.2 s"),
+        pytest.raises(PlannerUnreachable, match=r"no response within 0\.2 s"),
     ):
         client.remove("i", deadline=time.monotonic() + 0.2)
 

@@ -131,5 +131,5 @@ def test_a_redirect_out_of_tls_is_not_followed(server: StorageServer, tmp_path: 
         secure.script.always(redirect_to(f"{server.url(NAME)}?signature=secret"))
         with pytest.raises(StorageError) as raised, open_blob(Location.parse(secure.url(NAME)), settings):
             pass
-        expected = f"{secure.url(NAME)} redirects from https to http, which is not followed"
+        expected = f"{secure.url(NAME)} redirects from https to http, which is not allowed"
         assert (expected, []) == (str(raised.value), server.requests_matching())

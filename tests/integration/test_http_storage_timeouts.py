@@ -30,7 +30,7 @@ GUARD_S = 60
 
 @contextmanager
 def blob_of(url: str, **settings: object) -> Iterator[Blob]:
-    chosen = StorageSettings.model_validate({"timeout_s": 0.5, "attempts": 3, "hedge": 0, **settings})
+    chosen = StorageSettings.model_validate({"timeout_s": 0.5, "max_attempts": 3, "hedge_ratio": 0, **settings})
     with open_blob(Location.parse(url), chosen) as blob:
         yield blob
 
@@ -110,7 +110,7 @@ def test_a_server_that_trickles_is_given_up(begin: bytes, rest: bytes) -> None:
             with closing(HttpStore(location.parent, settings)) as store:
                 store.open(NAME, front=1000).close()
 
-        with pytest.raises(StorageError, match="gave up on its first byte after 2 attempts: "):
+        with pytest.raises(StorageError, match="gave up on the first byte after 2 attempts: "):
             threads.submit(read).result(GUARD_S)
         assert ["Range: bytes=0-999"] * 2 == server.requested_ranges(2)
 

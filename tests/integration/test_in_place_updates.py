@@ -47,7 +47,7 @@ class WeightsFleet:
     """A planner and the instances that were started with it."""
 
     def __init__(self, start: StartRfork, stack: contextlib.ExitStack) -> None:
-        environment = {"RFORK_PLANNER_HEARTBEAT_INTERVAL_S": "0.5", "RFORK_PLANNER_LOG_LEVEL": "debug"}
+        environment = {"RFORK_PLANNER_HEARTBEAT_INTERVAL_S": "0.5", "RFORK_LOG_LEVEL": "debug"}
         self.planner = planner = start("planner", "--port", "0", "--json", until=READY, environment=environment)
         event = json.loads(planner.wait_for(rf"^.*{READY}.*$").group())
         self.url = cast(str, event["url"])
@@ -212,7 +212,7 @@ def pending_manifest_request(draft: str | None, patch: pytest.MonkeyPatch) -> It
     board.set_provisional_id(draft)
     board.mark_verified(0, b"w" * 16)
     request_waiting = threading.Event()
-    with Seed(image, InstanceIdentity(MODEL), settings, [HttpTransport(settings)], board=board) as relay:
+    with Seed(image, InstanceIdentity(MODEL), settings, [HttpTransport(settings)], chunk_state=board) as relay:
         token, progress_since = token_for(relay), relay.progress_since
 
         def observed_progress(reported: tuple[Range, ...]) -> Progress:

@@ -88,7 +88,7 @@ OLD_PROTOBUF = {
     "google/protobuf/__init__.py": "__version__ = '5.29.6'",
     "protobuf-5.29.6.dist-info/METADATA": "Metadata-Version: 2.1\nName: protobuf\nVersion: 5.29.6",
 }
-DISABLED_MESSAGE = "rfork is off, the engine loads its weights by itself: "
+DISABLED_MESSAGE = "rfork is off, falling back to the engine's loader: "
 OUTDATED_PROTOBUF_MESSAGE = "this image's protobuf is 5.29.6, and rfork needs <8,>=7.35.1"
 
 
@@ -304,5 +304,5 @@ def test_an_image_without_python(layer: Path, tmp_path: Path) -> None:
 
 def test_a_python_that_is_no_version() -> None:
     """A build for no Python there is ends before it begins."""
-    with pytest.raises(ValueError, match=r"not a version of Python, as in 3\.11: cp312"):
+    with pytest.raises(ValueError, match=r"invalid Python version, expected e\.g\. 3\.11: cp312"):
         files.build(Path("/nonexistent"), Path("/nonexistent"), ["3.11", "cp312"], lambda *_: None)

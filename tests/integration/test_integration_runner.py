@@ -1,4 +1,4 @@
-"""Hooks as processes: `rfork hook`, and beside the planner; and a TLS server whose certificate is changed."""
+"""Hooks as processes: `rfork k8s`, and beside the planner; and a TLS server whose certificate is changed."""
 
 from __future__ import annotations
 
@@ -170,10 +170,10 @@ def test_the_webhook_serves_without_a_cluster(
     rfork_process: StartRfork, environment: dict[str, str], folder: WebhookCertificates
 ) -> None:
     """With certificates of others it needs none: Pods are changed, probes green, SIGTERM ends it with 0."""
-    process = rfork_process("hook", "webhook", until="webhook is up", environment=environment)
-    url = process.wait_for(r"webhook is up.*url=(\S+)")[1]
+    process = rfork_process("k8s", "webhook", until="webhook ready", environment=environment)
+    url = process.wait_for(r"webhook ready.*url=(\S+)")[1]
     probes = process.wait_for(r"probes=(\S+)")[1]
-    process.wait_for("no cluster is known")
+    process.wait_for("no cluster configured")
     planner_urls = injected_planner_urls(mutate(url, folder.own))
     ready = httpx.get(f"{probes}/readyz")
     metrics = httpx.get(f"{probes}/metrics").text
@@ -190,13 +190,13 @@ def test_the_webhook_takes_a_renewed_certificate(
     rfork_process: StartRfork, environment: dict[str, str], folder: WebhookCertificates
 ) -> None:
     """Files that change are shown without a restart; a broken key in between is one log line."""
-    process = rfork_process("hook", "webhook", until="webhook is up", environment=environment)
-    url, old = process.wait_for(r"webhook is up.*url=(\S+)")[1], folder.own
+    process = rfork_process("k8s", "webhook", until="webhook ready", environment=environment)
+    url, old = process.wait_for(r"webhook ready.*url=(\S+)")[1], folder.own
     (folder.path / "tls.key").write_text("half of")
-    process.wait_for("cannot be used.*the key is no PEM")
+    process.wait_for("unusable certificate.*the key is not unencrypted PEM")
     planner_urls = [injected_planner_urls(mutate(url, old))]
     new = folder.renew(2 * DAYS)
-    process.wait_for(f"certificate shown.*{certs.date(new.pair.not_after)}")
+    process.wait_for(f"certificate in use.*{certs.date(new.pair.not_after)}")
     planner_urls.append(injected_planner_urls(mutate(url, new)))
     assert [["http://planner:8700"]] * 2 == planner_urls
 
@@ -221,10 +221,10 @@ def port_in_use() -> Iterator[str]:
             "/nowhere/tls.crt: No such file or directory",
         ),
         (("webhook",), {"RFORK_K8S_CERTIFICATE_DIR": ""}, "cannot use the kubeconfig"),
-        (("webhook",), {"RFORK_K8S_POD_PLANNER_URL": ""}, "does not know where Pods find the planner"),
+        (("webhook",), {"RFORK_K8S_POD_PLANNER_URL": ""}, "the webhook needs the URL that Pods use to reach the planner"),
         (("webhook",), {"RFORK_K8S_BIND": "203.0.113.1"}, "cannot listen on 203.0.113.1"),
         (("controller",), {}, "cannot use the kubeconfig"),
-        (("webhook", "nothing"), {}, "no hook is called 'nothing': there are webhook, controller, scaler"),
+        (("webhook", "nothing"), {}, "unknown integration 'nothing': choose from webhook, controller, scaler"),
     ],
 )
 def test_what_cannot_work_is_one_line(
@@ -240,7 +240,7 @@ def test_what_cannot_work_is_one_line(
     process_environment = environment | {"RFORK_PLANNER": "http://planner:8700"} | changed
     if not changed.get("RFORK_K8S_POD_PLANNER_URL", "set"):
         process_environment["RFORK_PLANNER"] = ""
-    process = rfork_process("hook", *arguments, environment=process_environment)
+    process = rfork_process("k8s", *arguments, environment=process_environment)
     assert (2, True, False) == (
         process.wait(),
         error in process.stderr,
@@ -253,7 +253,7 @@ def test_one_that_fails_ends_the_others(
 ) -> None:
     """A Pod with two hooks is restarted as a whole."""
     process_environment = {"RFORK_PLANNER": "http://planner:8700", "RFORK_K8S_SCALER_PORT": port_in_use}
-    process = rfork_process("hook", "webhook", "scaler", environment=environment | process_environment)
+    process = rfork_process("k8s", "webhook", "scaler", environment=environment | process_environment)
     assert 2 == process.wait(), process.transcript()
 
 
@@ -262,10 +262,10 @@ def test_the_planner_runs_the_webhook(
 ) -> None:
     """One process serves its API, and Pods over TLS; its metrics tell of the hook, and it ends with 0."""
     process_environment = {"RFORK_PLANNER_INTEGRATIONS": "webhook", "RFORK_PLANNER_PORT": str(free_port)}
-    process = rfork_process("planner", until="webhook is up", environment=environment | process_environment)
-    url = process.wait_for(r"webhook is up.*url=(\S+)")[1]
+    process = rfork_process("planner", until="webhook ready", environment=environment | process_environment)
+    url = process.wait_for(r"webhook ready.*url=(\S+)")[1]
     planner = f"http://127.0.0.1:{free_port}"
-    process.wait_for("certificate shown")
+    process.wait_for("certificate in use")
     changed = mutate(url, folder.own)
     models = httpx.get(f"{planner}/v1/models").status_code
     metrics = httpx.get(f"{planner}/metrics").text
@@ -276,7 +276,7 @@ def test_the_planner_runs_the_webhook(
         [
             line in metrics
             for line in (
-                'rfork_hook_ready{hook="webhook"} 1.0',
+                'rfork_integration_ready{integration="webhook"} 1.0',
                 'rfork_webhook_reviews_total{path="mutate",result="injected"} 1.0',
             )
         ],
@@ -298,10 +298,10 @@ def test_a_hook_that_fails_does_not_hurt_the_planner(
             "RFORK_K8S_WEBHOOK_PORT": port,
         }
         process = rfork_process(
-            "planner", until="hook failed.*again_in_s=1", environment=environment | process_environment
+            "planner", until="integration failed.*retry_in_s=1", environment=environment | process_environment
         )
         status_code = httpx.get(f"http://127.0.0.1:{free_port}/v1/models").status_code
-    process.wait_for("webhook is up")
+    process.wait_for("webhook ready")
     process.signal(signal.SIGTERM)
     assert (200, 0) == (status_code, process.wait())
 
@@ -318,5 +318,5 @@ def test_a_planner_with_hooks_that_cannot_work_does_not_start(
     process = rfork_process("planner", environment=environment | process_environment)
     assert (2, True) == (
         process.wait(),
-        "does not know where Pods find this planner" in process.stderr,
+        "the webhook needs the URL that Pods use to reach this planner" in process.stderr,
     ), process.transcript()

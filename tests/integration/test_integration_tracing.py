@@ -100,8 +100,8 @@ def test_a_webhook_answers_whatever_its_collector_does(
             "RFORK_TRACING_ENDPOINT": collector.url,
             **({} if hangs else startup_patch(folder.path / "patch", LONG_FLUSH_PATCH)),
         }
-        process = rfork_process("hook", "webhook", until="webhook is up", environment=environment)
-        url = process.wait_for(r"webhook is up.*url=(\S+)")[1]
+        process = rfork_process("k8s", "webhook", until="webhook ready", environment=environment)
+        url = process.wait_for(r"webhook ready.*url=(\S+)")[1]
         caller = {"traceparent": f"00-{'1' * 32}-{'2' * 16}-01"}
         first = httpx.post(f"{url}/mutate", json=review(POD), verify=trusted_context(folder.own), headers=caller)
         assert (200, True) == (first.status_code, collector.request_received.wait(30))

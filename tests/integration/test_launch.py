@@ -87,7 +87,7 @@ def seed_of(planner: PlannerClient, replica: str, *, has_weights: bool = True) -
         InstanceIdentity("model", Rank(), f"{replica}-{Rank().key}-dp0-00000000"),
         settings,
         [HttpTransport(settings)],
-        board=None if has_weights else ChunkState(image.layout.chunks),
+        chunk_state=None if has_weights else ChunkState(image.layout.chunks),
         manifest=image.manifest() if has_weights else None,
         planner=PlannerClient(planner.url),
     )

@@ -147,7 +147,7 @@ def test_one_without_weights_is_never_elected(fleet: ToyEngineFleet) -> None:
 def test_the_report_says_why_it_was_elected(fleet: ToyEngineFleet) -> None:
     """A cold start is no failure without a reason: in the report, on its line, and at the planner."""
     response = fleet.node().request("up")
-    expected = "no instance holds model toy: elected to read 7 of 7 chunks from loader, for all that wait"
+    expected = "no instance has model toy: elected to read 7 of 7 chunks from loader, for all that wait"
     assert ([f"NoSource: {expected}"], True, [f"NoSource: {expected}"]) == (
         response["reasons"],
         cast(str, response["line"]).endswith(f"because: NoSource: {expected}"),

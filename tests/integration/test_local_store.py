@@ -52,7 +52,7 @@ def test_a_disk_that_is_full(tiny: Path) -> None:
 @pytest.mark.parametrize("direct", ["auto", "always", "never"])
 def test_a_file_system_in_memory(tiny: Path, direct: str) -> None:
     """One that has no disk to go to is read like any other."""
-    store = LocalStore(Location.parse(tiny), StorageSettings.model_validate({"direct": direct}))
+    store = LocalStore(Location.parse(tiny), StorageSettings.model_validate({"direct_io": direct}))
     content = os.urandom(3 * MIB + 7)
     with store.write("model") as writer:
         writer.write([memoryview(content)])

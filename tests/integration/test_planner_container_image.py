@@ -14,7 +14,7 @@ import pytest
 from deploy.docker.requirements import PLANNER_EXTRAS, requirements
 from tests.packages import bare_python, build_wheel, copy_packages
 
-COMMANDS = ("planner", "hook", "drain", "status", "launch", "doctor", "version")
+COMMANDS = ("planner", "k8s", "drain", "status", "launch", "doctor", "version")
 """What the image is asked to run."""
 
 

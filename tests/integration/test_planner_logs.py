@@ -15,7 +15,7 @@ READY = r"http://[0-9.:]+"
 JSON = {"Content-Type": "application/json"}
 STARTS = [
     (("planner", "--port", "0", "--json"), {}),
-    (("planner", "--port", "0"), {"RFORK_PLANNER_LOG_JSON": "1"}),
+    (("planner", "--port", "0"), {"RFORK_LOG_JSON": "1"}),
 ]
 
 
@@ -40,7 +40,7 @@ def test_a_request_that_failed_is_found_by_its_id(
 
 def test_every_line_is_json_with_time_level_and_event(rfork_process: StartRfork) -> None:
     """Start, registration, plan, problems and the end in order: nothing else is ever written there."""
-    everything = {"RFORK_PLANNER_LOG_LEVEL": "debug"}
+    everything = {"RFORK_LOG_LEVEL": "debug"}
     planner = rfork_process("planner", "--port", "0", "--json", environment=everything, until=READY)
     url = planner.wait_for(READY)[0]
     with PlannerClient(url) as client, httpx.Client(base_url=url, trust_env=False) as web:
@@ -57,7 +57,7 @@ def test_every_line_is_json_with_time_level_and_event(rfork_process: StartRfork)
     planner.stop()
     lines = [json.loads(line) for line in planner.stderr.splitlines()]
     assert [] == [line for line in lines if not {"timestamp", "level", "event"} <= set(line)]
-    assert {"planner is up", "instance reported", "fork planned", "request"} <= {line["event"] for line in lines}
+    assert {"planner ready", "instance reported", "fork planned", "request"} <= {line["event"] for line in lines}
     assert ["planned-here"] == [line["request_id"] for line in lines if line["event"] == "fork planned"]
 
 

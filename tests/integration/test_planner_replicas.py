@@ -146,7 +146,7 @@ def test_redis_may_die_and_come_back(
         int(response.headers["retry-after"]) > 0,
         len(problem["detail"].splitlines()),
     )
-    assert problem["detail"].startswith(f"the store at 127.0.0.1:{redis_server.port} cannot be used: ")
+    assert problem["detail"].startswith(f"the store at 127.0.0.1:{redis_server.port} is unavailable: ")
     leases = set(first.planner.progress("fork-t", PROGRESS).leases)  # forks under way go on
     redis_server.start()
     until(lambda: first.planner.ready() and second.planner.ready())
@@ -169,7 +169,7 @@ def test_a_planner_waits_for_its_redis(redis_server: RedisServer, rfork_process:
     replica = PlannerReplica(rfork_process("planner", "--port", "0", environment=environment))
     with replica.planner as planner:
         refused = planner.ready()
-        replica.process.wait_for(rf"the store at 127\.0\.0\.1:{redis_server.port} cannot be used: ")
+        replica.process.wait_for(rf"the store at 127\.0\.0\.1:{redis_server.port} is unavailable: ")
         redis_server.start("--requirepass", "hush")
         until(planner.ready)
         planner.report(seed_report("s"))

@@ -238,9 +238,10 @@ def test_leases_outlive_a_change_of_the_secret(start: StartPlanner, free_port: i
             verify(token, by, source_id="s")
 
 
-def test_the_limits_of_the_settings_hold() -> None:
-    """A body above `max_body`, and more requests than `rate_limit` gives for two seconds."""
-    chosen = PlannerSettings(port=0, max_body_bytes=100, max_requests_per_s=0.01)
+def test_limits_on_bodies_and_requests_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A body above the limit gets 413, and a second request within the period of `max_requests_per_s` gets 429."""
+    monkeypatch.setattr("planner.app.MAX_BODY_BYTES", 100)
+    chosen = PlannerSettings(port=0, max_requests_per_s=0.01)
     with run_in_thread(chosen) as url, httpx.Client(base_url=url, trust_env=False) as web:
         responses = [
             web.put("/v1/instances/s", content=b" " * 101),
@@ -261,9 +262,10 @@ def test_a_tokens_file_counts_as_a_guard(tokens: Path, caplog: pytest.LogCapture
 
 
 @pytest.mark.parametrize("encoding", ["Content-Length: 200000", "Transfer-Encoding: chunked"])
-def test_a_refused_body_ends_its_connection(encoding: str) -> None:
+def test_a_refused_body_ends_its_connection(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer comes while most of the body is still on its way, and then the end of the stream."""
-    with run_in_thread(PlannerSettings(port=0, max_body_bytes=100)) as url:
+    monkeypatch.setattr("planner.app.MAX_BODY_BYTES", 100)
+    with run_in_thread(PlannerSettings(port=0)) as url:
         host, _, port = url.removeprefix("http://").partition(":")
         with socket.create_connection((host, int(port)), timeout=RETRY_TIMEOUT_S) as connection:
             piece = b"ff\r\n" + b" " * 255 + b"\r\n" if "chunked" in encoding else b" " * 255

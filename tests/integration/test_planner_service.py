@@ -116,7 +116,7 @@ def test_an_open_planner_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
         with run_in_thread(settings(**options)):
             pass
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert (1, True) == (len(warnings), "THE PLANNER IS OPEN" in warnings[0])
+    assert (1, True) == (len(warnings), "planner is open" in warnings[0])
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -263,9 +263,9 @@ def test_draining_says_why_it_cannot(rfork_process: StartRfork) -> None:
             for name, more in (("s", ("0",)), ("s", ("0", "--force")), ("nobody", ("60",)))
         ]
         assert [5, 4, 0] == [run.wait() for run in runs]
-        assert "is the last that holds version v1 of these weights" in runs[0].stderr
+        assert "is the last seed of version v1 of these weights" in runs[0].stderr
         assert "--force" in runs[0].stderr
-        assert "instance s is drained, and may not end after 0 s" in runs[1].stderr
+        assert "instance s is drained and cannot exit after 0 s" in runs[1].stderr
 
 
 def test_a_server_drains_its_own_instances(rfork_process: StartRfork) -> None:
@@ -291,7 +291,7 @@ def test_a_server_waits_for_its_planner_to_come_back(rfork_process: StartRfork, 
         *command, "60", environment=environment, until=r"waiting: planner \S+ cannot\s+be\s+reached"
     )
     with run_in_thread(settings(port=free_port)):
-        assert (0, "pod has no instances: it may end") == (waiting.wait(), waiting.stdout.strip())
+        assert (0, "pod has no instances and can exit") == (waiting.wait(), waiting.stdout.strip())
 
 
 def test_a_server_sees_readers_off_that_it_may_not_refuse(rfork_process: StartRfork, tmp_path: Path) -> None:

@@ -80,9 +80,11 @@ def test_credentials_of_a_profile(
         f"[lab]\naws_access_key_id = {identity.access_key}\naws_secret_access_key = {identity.secret_key}\n"
     )
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
-    put(s3_store(s3_profile="lab"), "blob", b"abc")
-    assert b"abc" == get(s3_store(s3_profile="lab"), "blob")
-    assert (StorageAccessDenied, "no credentials were found") == storage_error_of(lambda: open_named_blob(s3_store()))
+    monkeypatch.setenv("AWS_PROFILE", "lab")
+    put(s3_store(), "blob", b"abc")
+    assert b"abc" == get(s3_store(), "blob")
+    monkeypatch.delenv("AWS_PROFILE")
+    assert (StorageAccessDenied, "no credentials found") == storage_error_of(lambda: open_named_blob(s3_store()))
 
 
 @each_operation
@@ -234,5 +236,5 @@ def test_a_web_identity_that_is_refused(service: _Service, web_identity: S3Store
     with closing(web_identity):
         assert (
             StorageAccessDenied,
-            "AWS gives no credentials: No such provider (InvalidIdentityToken)",
+            "AWS issues no credentials: No such provider (InvalidIdentityToken)",
         ) == storage_error_of(lambda: open_named_blob(web_identity))

@@ -41,7 +41,7 @@ def test_reads_go_on_after_a_failure(s3: SeaweedServer, s3_store: OpenStore, fau
     timeout_s = 4.0 if isinstance(faults[0], StallFault) else 10.0
     with (
         FaultProxy(s3.port) as proxy,
-        closing(s3_store(s3_endpoint=proxy.url, timeout_s=timeout_s, hedge=0).open("blob")) as blob,
+        closing(s3_store(s3_endpoint=proxy.url, timeout_s=timeout_s, hedge_ratio=0).open("blob")) as blob,
     ):
         proxy.script.then(*faults, path="GET ")
         assert data == read_range(blob, 0, len(data))
@@ -93,7 +93,7 @@ def test_a_service_that_takes_no_part(s3: SeaweedServer, s3_store: OpenStore) ->
         proxy.script.then(None, path="PUT ")
         proxy.script.always(ErrorStatus(500, text=b"<Error><Code>InternalError</Code></Error>"), path="PUT ")
         store = s3_store(s3_endpoint=proxy.url)
-        assert (StorageError, "the service refuses: InternalError") == storage_error_of(
+        assert (StorageError, "the service refused the request: InternalError") == storage_error_of(
             lambda: put(store, "blob", bytes(20 * MIB))
         )
     assert ([], []) == (list(s3_store().list()), pending_uploads(s3))

@@ -133,24 +133,24 @@ def test_a_blob_that_is_replaced(s3_store: OpenStore, size: int) -> None:
     with closing(store.open("blob")) as blob:
         read_range(blob, 0, 1)
         put(store, "blob", b"b" * size)
-        with pytest.raises(StorageChanged, match="blob was replaced while it was read"):
+        with pytest.raises(StorageChanged, match="blob was replaced during the read"):
             read_range(blob, 0, size)
         store.remove("blob")
-        with pytest.raises(StorageNotFound, match="there is no such object"):
+        with pytest.raises(StorageNotFound, match="no such object"):
             read_range(blob, 0, size)
 
 
 @each_operation
 def test_a_bucket_that_is_not_there(s3_store: OpenStore, use: StoreOperation) -> None:
     """Whatever is done, the error says that there is no such bucket."""
-    assert (StorageNotFound, "there is no such bucket") == storage_error_of(
+    assert (StorageNotFound, "no such bucket") == storage_error_of(
         lambda: use(s3_store("s3://no-such-bucket/"))
     )
 
 
 def test_a_key_that_is_not_there(s3_store: OpenStore) -> None:
     """To open it says so; to remove it does nothing."""
-    assert (StorageNotFound, "there is no such object") == storage_error_of(lambda: open_named_blob(s3_store()))
+    assert (StorageNotFound, "no such object") == storage_error_of(lambda: open_named_blob(s3_store()))
     s3_store().remove("nothing")
 
 

@@ -34,7 +34,7 @@ ARRIVAL_GAP_S = 0.3
 """Between two forks of one scale-up."""
 GATHER_S = "8"
 """The most that there is."""
-PLAN_FORKS_BUCKET = re.compile(r'^rfork_planner_plan_forks_bucket\{le="([0-9.]+)"\} ([0-9.]+)$', re.MULTILINE)
+PLAN_FORKS_BUCKET = re.compile(r'^rfork_planner_plan_batch_size_bucket\{le="([0-9.]+)"\} ([0-9.]+)$', re.MULTILINE)
 
 
 def url_of(process: RforkProcess) -> str:
@@ -198,7 +198,7 @@ async def test_hooks_reach_a_planner_behind_tls(tmp_path: Path, monkeypatch: pyt
         monkeypatch.delenv("RFORK_TLS_CERTIFICATE")
         monkeypatch.delenv("RFORK_TLS_KEY")
         unknown = PlannerRestClient(settings)
-        with pytest.raises(PlannerUnavailable, match=f"planner {url} did not answer GET /v1/scaleups"):
+        with pytest.raises(PlannerUnavailable, match=f"planner {url} did not respond to GET /v1/scaleups"):
             await unknown.scaleups()
         await unknown.close()
     assert 2 == view.scaleup.replicas
@@ -236,6 +236,6 @@ async def test_a_planner_that_says_nothing_holds_no_hook() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         fleet = PlannerRestClient(InstanceSettings.model_validate({"planner": url, "planner_timeout_s": 0.2}))
-        with pytest.raises(PlannerUnavailable, match=r"no answer within 0\.2 s"):
+        with pytest.raises(PlannerUnavailable, match=r"no response within 0\.2 s"):
             await fleet.models()
         await fleet.close()

@@ -59,8 +59,8 @@ def planner() -> Iterator[str]:
 
 def seed_of(engine: FakeSglangServer, planner: str, *, model: str | None = MODEL, **settings: object) -> Sidecar:
     """The sidecar of an engine that is published as MODEL."""
-    own = SidecarSettings(engine_url=engine.url, model=model, poll_interval_s=0.1)
-    return Sidecar(_settings(planner, **settings), own)
+    own = SidecarSettings(engine_url=engine.url)
+    return Sidecar(_settings(planner, model=model, **settings), own, poll_interval_s=0.1)
 
 
 def client_of(
@@ -74,8 +74,9 @@ def client_of(
 ) -> Sidecar:
     """The sidecar of a client of MODEL."""
     url = engine.url if engine is not None else None
-    own = SidecarSettings(engine_url=url, source_model=model, port=0, poll_interval_s=0.1, seed_wait_timeout_s=wait_s)
-    return Sidecar(_settings(planner, no_source_timeout_s=no_source_timeout_s, **settings), own)
+    own = SidecarSettings(engine_url=url, source_model=model, port=0)
+    chosen = _settings(planner, no_source_timeout_s=no_source_timeout_s, **settings)
+    return Sidecar(chosen, own, poll_interval_s=0.1, seed_wait_timeout_s=wait_s)
 
 
 def _settings(planner: str, **more: object) -> InstanceSettings:
@@ -141,7 +142,7 @@ def test_each_rank_is_told_of_its_own_rank(planner: str) -> None:
         responses = [request_weight_info(sidecar, rank) for rank in (0, 1, 2)]
         assert [200, 200, 404] == [response.status_code for response in responses]
         assert [info_of(engine, 0), info_of(engine, 1)] == [response.json() for response in responses[:2]]
-        refusal = "no stock seed of model m gives rank 2: only ranks [0, 1] are given"
+        refusal = "no stock seed of model m serves rank 2: only ranks [0, 1] are served"
         assert {"error": {"message": refusal}} == responses[2].json()
         assert ["main-tp0of2-pp0of1-ep0of1", "main-tp1of2-pp0of1-ep0of1"] == sorted(
             report.rank.key for report in reports
@@ -182,7 +183,7 @@ def test_places_are_kept_and_a_client_waits_for_one(planner: str) -> None:
         responses = [request_weight_info(client) for client in clients]
         assert [200, 200, 503] == [response.status_code for response in responses]
         assert {"127.0.0.1:15001", "127.0.0.1:15002"} == {session_of(response) for response in responses[:2]}
-        assert "no seed has a place" in responses[2].json()["error"]["message"]
+        assert "no seed has a free reader slot" in responses[2].json()["error"]["message"]
         patient = stack.enter_context(client_of(planner, wait_s=DEADLINE_S))
         clients[0].close(0.0)
         assert session_of(responses[0]) == session_of(request_weight_info(patient))
@@ -218,9 +219,9 @@ def test_an_engine_that_dies_is_no_seed_any_more(planner: str) -> None:
 def test_memory_of_an_engine_that_was_started_again_is_not_given(planner: str) -> None:
     """Faster than any look: the seed's own sidecar finds it when a client asks, and gives the new memory."""
     with FakeSglangServer() as engine:
-        own = SidecarSettings(engine_url=engine.url, model=MODEL, poll_interval_s=3600)
+        own = SidecarSettings(engine_url=engine.url)
         client = client_of(planner, wait_s=DEADLINE_S, no_source_timeout_s=DEADLINE_S)
-        with Sidecar(_settings(planner), own), client as sidecar:
+        with Sidecar(_settings(planner, model=MODEL), own, poll_interval_s=3600), client as sidecar:
             before = published(planner, 1)
             moved = {name: (address + 64, count, size) for name, (address, count, size) in TENSORS.items()}
             engine.ranks = {0: ("127.0.0.1:15009", moved)}
@@ -234,7 +235,7 @@ def test_an_update_of_the_seeds_weights_ends_the_leases(planner: str) -> None:
         before = published(planner, 1)[0]
         request_weight_info(sidecar)
         engine.model = {**engine.model, "weight_version": "2"}
-        why = ("the seed left, or changed its weights, while it may have been read",)
+        why = ("the seed left or changed its weights while they may have been read",)
         until(lambda: [fork.finish.reasons for fork in forks(planner) if fork.finish] == [why], str(why))
         after = published(planner, 1)[0]
         assert (before.instance_id, 1, True, "failed") == (
@@ -356,14 +357,14 @@ def test_the_command_publishes_answers_and_leaves(planner: str, rfork_process: S
         published(planner, 1)
         response = httpx.get(f"http://{address}{LEGACY_PATH}", params={"rank": 0}, timeout=DEADLINE_S)
         assert info_of(engine) == response.json()
-        client.wait_for("stock client sent to a seed")
+        client.wait_for("seed assigned to stock client")
         loading.healthy = True
-        client.wait_for("lease given back")
+        client.wait_for("lease released")
         seed.signal(signal.SIGTERM)
         assert (0, []) == (seed.wait(), published(planner, 0))
         refused = httpx.get(f"http://{address}{LEGACY_PATH}", params={"rank": 0}, timeout=DEADLINE_S)
         assert 404 == refused.status_code
-        client.wait_for("STOCK CLIENT REFUSED")
+        client.wait_for("stock client refused")
 
 
 def test_real_memory_is_read_by_the_info_that_was_answered(planner: str) -> None:

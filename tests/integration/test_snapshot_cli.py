@@ -106,7 +106,7 @@ def test_from_a_seed_to_a_file_and_back(
     seed = ["seed", str(tiny_model), "--name", "tiny", "--planner", planner, "--json"]
     rfork_process(*seed, until=READY, environment=environment)
     folder = (tmp_path / "rev-1").as_uri()
-    write = ["snapshot", folder, "--name", "tiny", "--planner", planner, "--json"]
+    write = ["snapshot", "write", folder, "--name", "tiny", "--planner", planner, "--json"]
     writer = rfork_process(*write, environment=environment)
     assert 0 == writer.wait()
     (written,) = cast(JsonDocument, json.loads(writer.stdout))["snapshots"]
@@ -147,20 +147,20 @@ def test_two_ranks_share_their_chunks(planner: str, rfork: SnapshotCommand, tiny
     ):
         assert one.wait_registered(10)
         assert other.wait_registered(10)
-        snapshots = rfork.json(str(tmp_path / "rev-1"), *options)["snapshots"]
-        again = rfork.json(str(tmp_path / "rev-2"), *options, "--rank", "1")["snapshots"]
-        refused = rfork(str(tmp_path / "one.safetensors"), *options, code=2)
+        snapshots = rfork.json("write", str(tmp_path / "rev-1"), *options)["snapshots"]
+        again = rfork.json("write", str(tmp_path / "rev-2"), *options, "--rank", "1")["snapshots"]
+        refused = rfork("write", str(tmp_path / "one.safetensors"), *options, code=2)
         assert "is one file, and two has 2 ranks" in refused
-        assert "runs without rank 7" in rfork(str(tmp_path / "rev-3"), *options, "--rank", "7", code=2)
+        assert "has no rank 7" in rfork("write", str(tmp_path / "rev-3"), *options, "--rank", "7", code=2)
     bytes_written = cast(int, snapshots[0]["bytes_written"])
     assert [
         (first.key, bytes_written, 0),
         (second.key, 0, bytes_written),
         (second.key, 0, bytes_written),
-    ] == [(each["rank"], each["bytes_written"], each["bytes_already"]) for each in (*snapshots, *again)]
+    ] == [(each["rank"], each["bytes_written"], each["bytes_reused"]) for each in (*snapshots, *again)]
     listed = rfork.json("ls", str(tmp_path))["snapshots"]
     assert [("shared", bytes_written, None)] * 3 == [
-        (each["form"], each["shared_bytes"], each["trouble"]) for each in listed
+        (each["form"], each["shared_bytes"], each["problem"]) for each in listed
     ]
     assert "0.000 GB freed" in rfork("rm", str(tmp_path / "rev-1"))
     assert "chunks" in rfork("verify", str(tmp_path))
@@ -177,6 +177,7 @@ def test_a_writer_that_is_killed_leaves_no_snapshot(
     os.mkfifo(gate)
     writer = rfork_process(
         "snapshot",
+        "write",
         str(folder),
         "--from",
         str(tiny_model),
@@ -188,7 +189,7 @@ def test_a_writer_that_is_killed_leaves_no_snapshot(
     assert -signal.SIGKILL == writer.wait()
     listed = rfork.json("ls", str(tmp_path / "out"))
     assert ([], True) == (listed["snapshots"], len(listed["leftovers"]) > 0)
-    assert "no snapshot lies below" in rfork("verify", str(tmp_path / "out"), code=6)
+    assert "no snapshot found below" in rfork("verify", str(tmp_path / "out"), code=6)
     rfork("rm", str(tmp_path / "out"), "--leftovers")
     assert [] == [each for each in (tmp_path / "out").rglob("*") if each.is_file()]
 
@@ -198,17 +199,17 @@ def test_there_and_back_in_s3(
 ) -> None:
     """Both forms in a bucket: written, listed, verified, restored, removed."""
     environment, root = s3.environment(), "s3://models/snapshot-cli"
-    rfork(f"{root}/rev-1/", "--from", str(tiny_model), "--name", "tiny", "--shared", environment=environment)
-    rfork(f"{root}/rev-2/", "--from", str(tiny_model), "--name", "tiny", environment=environment)
+    rfork("write", f"{root}/rev-1/", "--from", str(tiny_model), "--name", "tiny", "--shared", environment=environment)
+    rfork("write", f"{root}/rev-2/", "--from", str(tiny_model), "--name", "tiny", environment=environment)
     listed = rfork.json("ls", root, environment=environment)
     assert ([("shared", None), ("file", None)], []) == (
-        [(each["form"], each["trouble"]) for each in listed["snapshots"]],
+        [(each["form"], each["problem"]) for each in listed["snapshots"]],
         listed["leftovers"],
     )
     assert [expected_sha256] * 2 == [
         restored_sha256(tiny_model, f"{root}/{revision}/", s3.settings()) for revision in ("rev-1", "rev-2")
     ]
-    assert 2 == rfork("verify", root, environment=environment).count(": right: ")
+    assert 2 == rfork("verify", root, environment=environment).count(": ok: ")
     for revision in ("rev-1", "rev-2"):
         rfork("rm", f"{root}/{revision}", environment=environment)
     assert {"snapshots": [], "leftovers": []} == rfork.json("ls", root, environment=environment)
@@ -217,15 +218,15 @@ def test_there_and_back_in_s3(
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (("ftp://host/x", "--from", "{model}"), 2, "is of no kind known here"),
-        (("https://127.0.0.1:1/x/", "--from", "{model}"), 2, "can only be read"),
+        (("write", "ftp://host/x", "--from", "{model}"), 2, "has an unknown scheme"),
+        (("write", "https://127.0.0.1:1/x/", "--from", "{model}"), 2, "read-only"),
         (("ls", "https://127.0.0.1:1/x/"), 2, "cannot be listed"),
         (("verify", "{folder}/none"), 6, "No such file or directory"),
-        (("rm", "{folder}"), 6, "no snapshot lies in"),
-        (("{folder}", "--name", "tiny"), 2, "no planner is set"),
-        (("{folder}",), 2, "nothing says which weights to write"),
-        (("{folder}", "--from", "{folder}"), 2, "holds no config.json"),
-        (("/proc/nowhere/x", "--from", "{model}"), 6, "/proc/nowhere"),
+        (("rm", "{folder}"), 6, "no snapshot found in"),
+        (("write", "{folder}", "--name", "tiny"), 2, "no planner is set"),
+        (("write", "{folder}"), 2, "no weights selected"),
+        (("write", "{folder}", "--from", "{folder}"), 2, "contains no config.json"),
+        (("write", "/proc/nowhere/x", "--from", "{model}"), 6, "/proc/nowhere"),
     ],
 )
 def test_what_cannot_be_done_is_one_line(

@@ -127,7 +127,7 @@ def test_chunks_of_an_image(stored_checkpoint: StoredCheckpoint, expected: dict[
 def test_what_is_not_there(stored_checkpoint: StoredCheckpoint) -> None:
     """A folder without a checkpoint, and a file that is missing, are told in one line."""
     uri, settings = stored_checkpoint
-    with pytest.raises(CheckpointError, match="nowhere/ holds nothing to load"):
+    with pytest.raises(CheckpointError, match=r"nothing to load at .*nowhere/"):
         rfork.load_tensors(f"{uri.rstrip('/')}/nowhere/", settings=settings)
     with pytest.raises(StorageNotFound):
         rfork.load_tensors(f"{uri.rstrip('/')}/nowhere.safetensors", settings=settings)

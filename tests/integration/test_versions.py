@@ -290,7 +290,7 @@ def test_a_rank_with_other_files_than_its_replica_does_not_start(settings: Insta
     """One server is never made of two versions, whatever its nodes have on disk."""
     target = of_replica(settings, "target")
     report = rfork.fork(OneWeightModel(0), model="net", version="v1", rank=PAIR[0], settings=target)
-    with pytest.raises(WrongVersion, match="replica target began with version v1"):
+    with pytest.raises(WrongVersion, match="replica target uses version v1"):
         rfork.fork(
             OneWeightModel(0),
             model="net",

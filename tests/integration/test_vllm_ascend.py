@@ -126,7 +126,7 @@ def test_a_malformed_request_is_refused_over_the_wire() -> None:
     with run_in_thread(settings()) as url:
         headers = {"SEED_KEY": KEY, **seed(7), "SEED_PORT": "4o123", "SEED_REFCNT": "0"}
         status, response_headers, body = send_request(url, "POST", "/add_seed", headers)
-        assert (400, "SEED_PORT is no number from 1 to 65535", b"") == (
+        assert (400, "SEED_PORT is not a number from 1 to 65535", b"") == (
             status,
             response_headers["RFORK_REASON"],
             body,

@@ -1,6 +1,6 @@
-"""The Helm chart under test: rendered by real helm, its values and their schema read and compared.
+"""The Helm chart under test: rendered by helm, with access to its values and their schema.
 
-`python -m tests.kube.chart` prints the table of values that stands in the chart's README.
+`python -m tests.kube.chart` prints the table of values for the chart's README.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from typing import Any, Final
 import yaml
 
 CHART: Final = Path(__file__).parents[2] / "deploy" / "helm" / "rfork"
-TABLE_HEAD: Final = "| value | default | what it says |\n|---|---|---|"
+TABLE_HEAD: Final = "| value | default | description |\n|---|---|---|"
 CLUSTER_WIDE: Final = frozenset({"ClusterRole", "ClusterRoleBinding", "MutatingWebhookConfiguration"})
 YAML_LOADER: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""Written in C, where PyYAML has it."""
+"""PyYAML's C loader, if available."""
 
 Document = dict[str, Any]
 
 
 class HelmFailed(Exception):
-    """helm ended with an error; its text is what helm wrote."""
+    """helm failed. The text is its output."""
 
 
 @dataclass(frozen=True)
 class Value:
-    """A value of values.yaml: one with a comment of its own."""
+    """A value of values.yaml with its own comment."""
 
     path: str
     """``planner.store.redis.url``"""
@@ -42,11 +42,11 @@ class Value:
 def helm_run(
     program: Path, *words: str, values: Mapping[str, object] | None = None, kubeconfig: Path | None = None
 ) -> str:
-    """What ``helm WORDS`` writes to its output. Raises HelmFailed."""
+    """Return the output of ``helm WORDS``. Raises HelmFailed."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "values.yaml")
         file.write_text(yaml.safe_dump(dict(values or {})))
-        # Nothing of the user's own: no plug-in, no cluster.
+        # Isolated from the user's plug-ins and clusters.
         environment = {
             "HOME": folder,
             "PATH": "",
@@ -69,7 +69,7 @@ def render(
     release: str = "rfork",
     namespace: str = "rfork-system",
 ) -> list[Document]:
-    """Every object of the chart as helm renders it, away from any cluster. Raises HelmFailed."""
+    """Return all objects of the chart as rendered by helm, without a cluster. Raises HelmFailed."""
     text = _template(program, json.dumps(dict(values or {})), kubernetes, release, namespace)
     return [document for document in yaml.load_all(text, YAML_LOADER) if document]
 
@@ -84,7 +84,7 @@ def _template(program: Path, values: str, kubernetes: str, release: str, namespa
 
 
 def find_object(objects: list[Document], kind: str, name: str) -> Document:
-    """The one object of that kind and name. Raises LookupError."""
+    """Return the only object of this kind and name. Raises LookupError."""
     for each in objects:
         if (each["kind"], each["metadata"]["name"]) == (kind, name):
             return each
@@ -93,14 +93,14 @@ def find_object(objects: list[Document], kind: str, name: str) -> Document:
 
 
 def pod_specs(objects: list[Document]) -> dict[str, Document]:
-    """The Pod specs of all Deployments, by the Deployments' names."""
+    """Return the Pod specs of all Deployments by name."""
     return {
         each["metadata"]["name"]: each["spec"]["template"]["spec"] for each in objects if each["kind"] == "Deployment"
     }
 
 
 def environment(spec: Document) -> dict[str, str]:
-    """The variables of a Pod's only container; those from elsewhere as ``<Secret/KEY>`` or ``<field>``."""
+    """Return the variables of a Pod's only container; references as ``<Secret/KEY>`` or ``<field>``."""
     (container,) = spec["containers"]
     found: dict[str, str] = {}
     for each in container["env"]:
@@ -115,12 +115,12 @@ def environment(spec: Document) -> dict[str, str]:
 
 
 def schema() -> Document:
-    """values.schema.json."""
+    """Return values.schema.json."""
     return dict(json.loads((CHART / "values.schema.json").read_text()))
 
 
 def values_of_schema(node: Document, path: str = "") -> Iterator[Value]:
-    """Each value that a schema describes, depth first, as it says so: path, default, description."""
+    """Yield each value that a schema describes, depth first: path, default, description."""
     for name, below in node.get("properties", {}).items():
         here = f"{path}.{name}" if path else name
         if "default" in below:
@@ -130,7 +130,7 @@ def values_of_schema(node: Document, path: str = "") -> Iterator[Value]:
 
 
 def values_of_chart() -> Iterator[Value]:
-    """Each value of values.yaml that has a comment right above it, and its default, in the file's order."""
+    """Yield each value of values.yaml with a comment right above it, and its default, in order."""
     text = (CHART / "values.yaml").read_text()
     yield from _commented_values(yaml.compose(text), yaml.safe_load(text), text.splitlines(), schema(), "")
 
@@ -153,7 +153,7 @@ def _commented_values(
 
 
 def table() -> str:
-    """The README's table of values."""
+    """Return the README's table of values."""
     rows = [f"| `{value.path}` | `{json.dumps(value.default)}` | {value.comment} |" for value in values_of_chart()]
     return "\n".join((TABLE_HEAD, *rows))
 

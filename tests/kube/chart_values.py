@@ -1,4 +1,4 @@
-"""Sets of values that the Helm chart is tested with."""
+"""Sets of values for tests of the Helm chart."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ VALUE_SETS: Final[dict[str, dict[str, Any]]] = {
     "redis": REDIS,
     "redis of a new format": {"planner": {**REDIS["planner"], "recreate": True}},
     "redis in a Secret": {"planner": {"store": {"redis": {"existingSecret": "redis", "existingSecretKey": "u"}}}},
-    "hooks in the planner": {
-        "planner": {"hooks": ["webhook", "controller", "scaler"]},
+    "integrations in the planner": {
+        "planner": {"integrations": ["webhook", "controller", "scaler"]},
         "keda": {"enabled": True},
     },
     "KEDA, monitored": {"keda": {"enabled": True, "replicas": 2}, **MONITORED},
@@ -31,32 +31,32 @@ VALUE_SETS: Final[dict[str, dict[str, Any]]] = {
                 "clientCertificates": True,
                 "certManager": {"enabled": True, "issuerRef": {"name": "ca", "kind": "ClusterIssuer"}},
             },
-            "hooks": ["controller"],
+            "integrations": ["controller"],
         },
         "webhook": {"certificates": {"mode": "certManager", "issuerRef": {"name": "ca", "kind": "ClusterIssuer"}}},
         "keda": {"enabled": True},
         **MONITORED,
     },
-    "Secrets of others": {
+    "existing Secrets": {
         "planner": {
             "auth": {"existingSecret": "tokens"},
             "tls": {"enabled": True, "existingSecret": "tls"},
             "store": {"redis": {"existingSecret": "redis"}},
         },
         "webhook": {"certificates": {"mode": "secret", "existingSecret": "webhook"}, "caBundle": BUNDLE},
-        "instances": {"tlsSecret": "instances-tls", "files": "none"},
+        "instances": {"tlsSecret": "instances-tls", "injectionMode": "none"},
     },
     "open": {"planner": {"auth": {"enabled": False}}, "networkPolicy": {"enabled": False}},
     "open, with Redis": {**REDIS, "planner": {**REDIS["planner"], "auth": {"enabled": False}}},
-    "planner elsewhere": {
+    "external planner": {
         "planner": {"enabled": False, "url": "https://planner.example", "auth": {"existingSecret": "tokens"}},
         "keda": {"enabled": True},
     },
-    "webhook elsewhere": {"webhook": {"url": "https://192.0.2.1:9443/", "caBundle": BUNDLE}},
-    "planner alone": {"webhook": {"enabled": False}, "controller": {"enabled": False}},
-    "instances guarded": {
+    "external webhook": {"webhook": {"url": "https://192.0.2.1:9443/", "caBundle": BUNDLE}},
+    "planner only": {"webhook": {"enabled": False}, "controller": {"enabled": False}},
+    "instance network policy": {
         "networkPolicy": {
-            "instances": {"enabled": True, "morePorts": [{"port": 15000, "endPort": 17000}]},
+            "instances": {"enabled": True, "extraPorts": [{"port": 15000, "endPort": 17000}]},
         },
     },
     "no topology, no roles": {
@@ -65,7 +65,7 @@ VALUE_SETS: Final[dict[str, dict[str, Any]]] = {
         "monitoring": {"dashboard": {"enabled": False}},
     },
     "many namespaces": {
-        "instances": {"namespaces": ["team-a", "team-b"], "files": "init", "image": "rfork-files:1"},
+        "instances": {"namespaces": ["team-a", "team-b"], "injectionMode": "init", "injectionImage": "rfork-files:1"},
         "networkPolicy": {
             "instances": {
                 "enabled": True,
@@ -75,7 +75,7 @@ VALUE_SETS: Final[dict[str, dict[str, Any]]] = {
             "plannerFrom": [{"namespaceSelector": {"matchLabels": {"role": "operators"}}}],
         },
     },
-    "everything that Pods can have": {
+    "all Pod options": {
         "image": {"digest": f"sha256:{'0' * 64}", "pullSecrets": [{"name": "registry"}]},
         "pods": {
             "annotations": {"a": "1"},
@@ -89,7 +89,7 @@ VALUE_SETS: Final[dict[str, dict[str, Any]]] = {
             "priorityClassName": "system-cluster-critical",
         },
         "planner": {
-            "settings": {"max_body": 8 << 20, "lease_ttl_s": 0.5},
+            "settings": {"max_requests_per_s": 8 << 20, "lease_ttl_s": 0.5},
             "extraEnv": [{"name": "A", "value": "b"}],
             "podAnnotations": {"a": "3"},
             "service": {"type": "LoadBalancer", "annotations": {"internal": "true"}},

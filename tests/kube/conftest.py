@@ -1,6 +1,6 @@
-"""What tests against a real API server share. See `tests.kube.control_plane` for how to use it.
+"""Fixtures for tests with a real API server. See `tests.kube.control_plane`.
 
-Every test in this folder has the marker ``kube`` and, unless it says otherwise, five minutes.
+Every test in this directory has the marker ``kube`` and, by default, a timeout of five minutes.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from tests.kube.control_plane import ControlPlane, control_plane
 from tests.kube.watch_recorder import Post
 
 TIMEOUT_S = 300
-# Read once, before any fixture hides RFORK_* from the tests.
+# Read before any fixture hides RFORK_* from the tests.
 TOOLS = {name: os.environ.get(f"RFORK_TEST_{name.upper()}", "") for name in ("helm", "kubectl")}
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what is in this folder, before ``-m`` chooses; processes start slower than others may."""
+    """Mark the tests in this directory before ``-m`` selects, with a longer timeout."""
     for item in items:
         if item.path.is_relative_to(Path(__file__).parent):
             item.add_marker(pytest.mark.kube)
@@ -39,21 +39,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
-    """A control plane for all tests: leave it running, and what is not in your namespace alone."""
+    """A control plane shared by all tests. Keep it running, and change only objects of your namespace."""
     with control_plane(tmp_path_factory.mktemp("kube")) as ready:
         yield ready
 
 
 @pytest.fixture(scope="session")
 def admin(plane: ControlPlane) -> Iterator[Client]:
-    """An administrator's client."""
+    """A client with administrator rights."""
     with Client(KubeConfig.from_file(plane.kubeconfig), trust_env=False) as client:
         yield client
 
 
 @pytest.fixture
 def namespace(admin: Client) -> Iterator[str]:
-    """A namespace of the test's own; its end is begun with the test's, and not waited for."""
+    """A namespace for the test. Its deletion starts after the test and is not awaited."""
     name = f"t-{secrets.token_hex(4)}"
     admin.create(Namespace(metadata=ObjectMeta(name=name)))
     yield name
@@ -66,7 +66,7 @@ def namespace(admin: Client) -> Iterator[str]:
 
 @pytest.fixture
 async def cluster(plane: ControlPlane, namespace: str) -> AsyncIterator[Cluster]:
-    """The cluster, as an administrator."""
+    """The cluster, with administrator rights."""
     made = connect(KubernetesSettings(kubeconfig=plane.kubeconfig, namespace=namespace))
     yield made
     await made.close()
@@ -74,7 +74,7 @@ async def cluster(plane: ControlPlane, namespace: str) -> AsyncIterator[Cluster]
 
 @pytest.fixture
 def post(plane: ControlPlane) -> Iterator[Post]:
-    """Creates an object: ``post(path, document)`` gives it as it was made."""
+    """Create an object with ``post(path, document)`` and return it."""
     with plane.client() as api:
 
         def create(path: str, document: Document) -> Document:
@@ -88,18 +88,18 @@ def post(plane: ControlPlane) -> Iterator[Post]:
 
 @pytest.fixture(scope="session")
 def helm() -> Path:
-    """The program helm (RFORK_TEST_HELM; `make test-kube` has one), or the test is skipped."""
+    """The helm binary (RFORK_TEST_HELM; `make test-kube` installs one). Skips the test without it."""
     return _require_tool("helm")
 
 
 @pytest.fixture(scope="session")
 def kubectl() -> Path:
-    """The program kubectl (RFORK_TEST_KUBECTL; `make test-kube` has one), or the test is skipped."""
+    """The kubectl binary (RFORK_TEST_KUBECTL; `make test-kube` installs one). Skips the test without it."""
     return _require_tool("kubectl")
 
 
 def _require_tool(name: str) -> Path:
     path = Path(TOOLS[name] or f"no-{name}")
     if not path.is_file():
-        pytest.skip(f"no {name}: RFORK_TEST_{name.upper()} names none; `make test-kube` brings one")
+        pytest.skip(f"no {name}: RFORK_TEST_{name.upper()} is not set; `make test-kube` installs one")
     return path

@@ -1,6 +1,6 @@
-"""What a kubelet makes of a container, without a container: its environment, its command, a process.
+"""Runs a container's command as a plain process: environment, probes and hooks as a kubelet does.
 
-Files of volumes are not there. Where a test has a stand-in for one, it says so by `NodeEnvironment.mounts`.
+Volumes are not mounted. A test can provide stand-ins for their files with `NodeEnvironment.mounts`.
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ KEYED_FIELD: Final = re.compile(r"metadata\.(annotations|labels)\['(.+)'\]")
 
 
 class MissingReference(Exception):
-    """A container names a Secret, a ConfigMap or a key that is not there: it cannot start (yet)."""
+    """A container refers to a Secret, a ConfigMap or a key that does not exist: it cannot start (yet)."""
 
 
 @dataclass(frozen=True)
 class NodeEnvironment:
-    """What the "node" gives to all containers."""
+    """Properties of the "node" for all containers."""
 
     environment: Mapping[str, str] = field(
         default_factory=lambda: {
-            # Containers say `python`, and mean this one.
+            # `python` in a container means this Python.
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
             "HOME": os.environ.get("HOME", "/"),
             "LANG": "C.UTF-8",
             "PYTHONUNBUFFERED": "1",
             "HF_HUB_OFFLINE": "1",
-            # The code that is tested, where that is not the installed one.
+            # The tested code, if it differs from the installed one.
             **({"PYTHONPATH": path} if (path := os.environ.get("PYTHONPATH")) else {}),
         }
     )
-    """What an image would set."""
+    """Environment of the image."""
     mounts: Mapping[str, str] = field(default_factory=dict)
-    """Folders of this machine by the path that they are mounted at: replaced wherever a value names one."""
+    """Directories of this machine by mount path: replaced wherever a value contains the path."""
 
 
 Find = Callable[[str, str], Document | None]
-"""The Secret (``secrets``) or ConfigMap (``configmaps``) of a name in the Pod's namespace."""
+"""Returns the Secret (``secrets``) or ConfigMap (``configmaps``) of a name in the Pod's namespace."""
 
 
 class Container:
-    """One container of a Pod, as one process after another."""
+    """One container of a Pod: a sequence of processes."""
 
     def __init__(self, pod: Document, spec: Document, node_environment: NodeEnvironment, log: Path) -> None:
         self.name = str(spec["name"])
@@ -70,7 +70,7 @@ class Container:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, find: Find) -> None:
-        """Start it, again if need be. Raises MissingReference, and OSError where there is no such program."""
+        """Start or restart it. Raises MissingReference, and OSError if the program does not exist."""
         environment = resolve(self.spec, self._pod, find)
         self._environment = {**self._node_environment.environment, "HOSTNAME": self._pod["metadata"]["name"]}
         self._environment |= {name: self._mounted(value) for name, value in environment.items()}
@@ -79,7 +79,7 @@ class Container:
 
     @property
     def exit_code(self) -> int | None:
-        """Of the last process; None while one runs, or none was started."""
+        """Exit code of the last process. None while one runs, or if none was started."""
         return self._process.poll() if self._process is not None else None
 
     def wait(self) -> int:
@@ -87,7 +87,7 @@ class Container:
         return self._process.wait() if self._process is not None else 0
 
     def ready(self, client: httpx.Client, address: str) -> bool:
-        """Whether it runs, and its readiness probe (httpGet, exec) says yes."""
+        """Return True if it runs and its readiness probe (httpGet, exec) succeeds."""
         if self._process is None or self._process.poll() is not None:
             return False
         probe = self.spec.get("readinessProbe") or {}
@@ -105,7 +105,7 @@ class Container:
             return False
 
     def stop(self, grace_s: float) -> None:
-        """Run its preStop hook, send SIGTERM, wait, and SIGKILL it, all within `readiness_grace_s` seconds."""
+        """Run its preStop hook, send SIGTERM, wait, and send SIGKILL, all within `grace_s` seconds."""
         process = self._process
         if process is None:
             return
@@ -119,7 +119,7 @@ class Container:
         self.kill()
 
     def kill(self) -> None:
-        """SIGKILL it, and all that it started."""
+        """Send SIGKILL to it and its children."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -127,7 +127,7 @@ class Container:
 
     def _run(self, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
         if not command:
-            raise FileNotFoundError("the container names no command, and there is no image to have one")
+            raise FileNotFoundError("the container has no command, and there is no image to provide one")
         words = [self._mounted(expand(word, environment)) for word in command]
         with self._log.open("ab") as log:
             return subprocess.Popen(
@@ -141,7 +141,7 @@ class Container:
             )
 
     def _execute(self, command: Sequence[str], limit_s: float) -> bool:
-        """Run a command in the container, which sees its environment; whether it succeeds in time."""
+        """Run a command with the container's environment. Returns True if it succeeds in time."""
         try:
             process = self._run([word.replace("$", "$$") for word in command], {})
         except OSError:
@@ -162,7 +162,7 @@ class Container:
 
 
 def resolve(container: Document, pod: Document, find: Find) -> dict[str, str]:
-    """A container's own variables, as the kubelet computes them, in their order. Raises MissingReference."""
+    """Compute a container's variables in order, as the kubelet does. Raises MissingReference."""
     variables: dict[str, str] = {}
     for each in container.get("env") or ():
         source = each.get("valueFrom")
@@ -174,7 +174,7 @@ def resolve(container: Document, pod: Document, find: Find) -> dict[str, str]:
 
 
 def expand(text: str, variables: Mapping[str, str]) -> str:
-    """Put in variables for ``$(NAME)``; ``$$`` is ``$``, and what nobody set is left as it stands."""
+    """Expand ``$(NAME)``; ``$$`` becomes ``$``, and unknown names stay as they are."""
 
     def put(match: re.Match[str]) -> str:
         return "$" if match[1] is None else variables.get(match[1], match[0])
@@ -188,7 +188,7 @@ def _from(source: Document, pod: Document, find: Find) -> str | None:
     for reference_key, resource in (("secretKeyRef", "secrets"), ("configMapKeyRef", "configmaps")):
         if reference_key in source:
             return _key(source[reference_key], resource, find)
-    raise MissingReference(f"this kubelet knows nothing of {sorted(source)}")
+    raise MissingReference(f"this kubelet does not support {sorted(source)}")
 
 
 def _field(path: str, pod: Document) -> str:

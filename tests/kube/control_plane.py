@@ -1,20 +1,21 @@
 """A real Kubernetes control plane for tests: etcd, kube-apiserver with RBAC, kube-controller-manager.
 
-There is no scheduler and no kubelet: Pods stay Pending until `tests.kube.kubelet` takes them, or a test
-patches their status. The ServiceAccount admission is off, so Pods get no token. All listen on 127.0.0.1.
+There is no scheduler and no kubelet: Pods stay Pending until `tests.kube.kubelet` runs them, or a test
+patches their status. ServiceAccount admission is off, so Pods get no token. All processes listen on
+127.0.0.1.
 
-In a test, through the fixtures of `tests/kube/conftest.py` (each test has a namespace of its own)::
+In a test, use the fixtures of `tests/kube/conftest.py` (each test has its own namespace)::
 
     def test_it(plane: ControlPlane, admin: Client, namespace: str) -> None:
         admin.create(ServiceAccount(metadata=ObjectMeta(name="rfork-controller", namespace=namespace)))
-        kubeconfig = plane.kubeconfig_for(namespace, "rfork-controller")  # RFORK_K8S_KUBECONFIG, KUBECONFIG
-        start("rfork", "hook", "controller", environment={"RFORK_K8S_KUBECONFIG": str(kubeconfig)})
+        kubeconfig = plane.kubeconfig_for(namespace, "rfork-controller")  # KUBECONFIG
+        start("rfork", "k8s", "controller", environment={"KUBECONFIG": str(kubeconfig)})
         assert plane.calls(f"system:serviceaccount:{namespace}:rfork-controller") == ...
 
-or by hand: ``with control_plane(folder) as plane: …``. `plane.kubeconfig` is an administrator's.
+or directly: ``with control_plane(folder) as plane: …``. `plane.kubeconfig` is an administrator's.
 
-The binaries are found as controller-runtime's envtest finds them: in the folder KUBEBUILDER_ASSETS. etcd may
-be on the PATH instead. Without them a test is skipped, and says so. Versions from 1.20 on are known to start.
+The binaries are found as by controller-runtime's envtest: in the directory KUBEBUILDER_ASSETS. etcd may be on
+the PATH instead. Without them, tests are skipped with a message. Kubernetes 1.20 and newer are known to work.
 """
 
 from __future__ import annotations
@@ -44,18 +45,18 @@ from tests.ports import free_ports
 
 ASSETS_VARIABLE: Final = "KUBEBUILDER_ASSETS"
 SETUP_HINT: Final = (
-    f"set {ASSETS_VARIABLE} to a folder with kube-apiserver, as setup-envtest of "
-    "sigs.k8s.io/controller-runtime fills it, and with kube-controller-manager, to be put beside it"
+    f"set {ASSETS_VARIABLE} to a directory with kube-apiserver, as created by setup-envtest of "
+    "sigs.k8s.io/controller-runtime, and add kube-controller-manager to it"
 )
 START_S: Final = 180.0
 STOP_S: Final = 10.0
 CONTROLLERS: Final = "deployment,replicaset,statefulset,garbagecollector,namespace,serviceaccount,disruption"
-"""What of the controller-manager runs; enough for scaling, rolling out, deleting and disruption budgets."""
+"""Enabled controllers: enough for scaling, rollouts, deletion and disruption budgets."""
 
 
 @dataclass(frozen=True)
 class Binaries:
-    """Where the three programs are."""
+    """Paths of the three programs."""
 
     etcd: Path
     api_server: Path
@@ -64,7 +65,7 @@ class Binaries:
 
 @dataclass(frozen=True)
 class AuditedCall:
-    """One call that the API server answered, by its audit log."""
+    """One completed call, from the API server's audit log."""
 
     user: str
     verb: str
@@ -72,7 +73,7 @@ class AuditedCall:
     group: str
     """API group; empty: core."""
     resource: str
-    """Its plural, and its part: ``pods``, ``pods/status``."""
+    """Plural name, with subresource: ``pods``, ``pods/status``."""
     namespace: str
     name: str
     code: int
@@ -80,7 +81,7 @@ class AuditedCall:
 
 
 def find_binaries() -> Binaries:
-    """The programs, or skip the test with what is missing."""
+    """Return the programs, or skip the test and name the missing ones."""
     folder = os.environ.get(ASSETS_VARIABLE, "")
     if not folder:
         pytest.skip(f"no Kubernetes control plane: {SETUP_HINT}")
@@ -95,7 +96,7 @@ def find_binaries() -> Binaries:
 
 @contextlib.contextmanager
 def control_plane(folder: Path) -> Iterator[ControlPlane]:
-    """A control plane whose files lie in `folder`, ready; ended, whatever happened, at the end."""
+    """A running control plane with its files in `folder`; stopped at the end in any case."""
     plane = ControlPlane(folder, find_binaries())
     try:
         plane.start()
@@ -105,7 +106,7 @@ def control_plane(folder: Path) -> Iterator[ControlPlane]:
 
 
 class Program:
-    """One of its processes. What it writes goes to a file, and so into what is said if it does not start."""
+    """One process of the control plane. If it does not start, the error includes its output."""
 
     def __init__(self, name: str, command: Sequence[str], folder: Path, launcher: Executor) -> None:
         self.name = name
@@ -115,7 +116,7 @@ class Program:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, ready_url: str, client: httpx.Client) -> None:
-        """Start it and wait until `ready_url` answers 200; RuntimeError with the end of its log otherwise."""
+        """Start it and wait until `ready_url` returns 200. Raises RuntimeError with the end of its log."""
         with self._log.open("ab") as log:
             self._process = process = self._launcher.submit(self._open, log).result()
         deadline = time.monotonic() + START_S
@@ -128,7 +129,7 @@ class Program:
                     return
             except httpx.HTTPError as error:
                 last_status = error
-            time.sleep(0.05)  # between two looks
+            time.sleep(0.05)  # poll interval
         code = process.poll()
         self.stop()
         tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-30:])
@@ -138,7 +139,7 @@ class Program:
         return subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
 
     def stop(self, *, kill: bool = False) -> None:
-        """End it: SIGTERM, then SIGKILL; with `kill` SIGKILL at once. Doing so again is harmless."""
+        """Send SIGTERM, then SIGKILL; with `kill` SIGKILL immediately. Idempotent."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -151,7 +152,7 @@ class Program:
 
 
 class ControlPlane:
-    """See the module. Not for use from several threads at once."""
+    """The running control plane. Not thread-safe."""
 
     def __init__(self, folder: Path, binaries: Binaries) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -166,10 +167,11 @@ class ControlPlane:
         _write_pair(authority.issue_cert("127.0.0.1", "localhost"), folder, "server")
         _write_service_account_key(folder)
         self.kubeconfig = self._certificate_config(authority, "admin")
-        """Of an administrator."""
+        """An administrator's kubeconfig."""
         manager_config = self._certificate_config(authority, "controller-manager")
         self._client = self.client()
-        # The "parent" that none may outlive is the thread that started it: one that lives as long as this.
+        # The death signal is bound to the thread that starts a process, so this thread lives as long as the
+        # object.
         self._launcher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="control-plane")
         self._etcd = Program("etcd", self._etcd_command(binaries.etcd, peer_port), folder, self._launcher)
         self._api_server = Program("kube-apiserver", self._api_command(binaries.api_server), folder, self._launcher)
@@ -181,42 +183,42 @@ class ControlPlane:
         )
 
     def start(self) -> None:
-        """Start all three. Raises RuntimeError with a program's log; `stop` is needed then too."""
+        """Start all three. Raises RuntimeError with a program's log; call `stop` even then."""
         self._etcd.start(f"http://127.0.0.1:{self._etcd_port}/health", self._client)
         self.start_api_server()
-        with httpx.Client(verify=False) as unchecked:  # its certificate is its own
+        with httpx.Client(verify=False) as unchecked:  # its certificate is self-signed
             self._manager.start(f"https://127.0.0.1:{self._manager_port}/healthz", unchecked)
 
     def stop(self) -> None:
-        """End all. Doing so again is harmless."""
+        """Stop all. Idempotent."""
         for program in (self._manager, self._api_server, self._etcd):
             program.stop(kill=program is not self._manager)
         self._client.close()
         self._launcher.shutdown()
 
     def kill_api_server(self) -> None:
-        """SIGKILL the API server; everything it knew stays in etcd."""
+        """Kill the API server with SIGKILL; its state stays in etcd."""
         self._api_server.stop(kill=True)
 
     def start_api_server(self) -> None:
-        """Start it on the port it had, and wait until it is ready. Raises RuntimeError with its log."""
+        """Start it on its previous port and wait until it is ready. Raises RuntimeError with its log."""
         self._api_server.start(f"{self.url}/readyz", self._client)
 
     def client(self) -> httpx.Client:
-        """An administrator's client for paths of the API (``/api/v1/…``); to be closed."""
+        """Return an administrator's HTTP client for API paths (``/api/v1/…``). Close it after use."""
         context = ssl.create_default_context(cafile=self.ca)
         context.load_cert_chain(self.folder / "admin.pem")
         return httpx.Client(base_url=self.url, verify=context, timeout=10.0)
 
     def compact(self) -> None:
-        """Let etcd forget every revision but the last, as it does now and then."""
+        """Compact etcd: it forgets all revisions but the last, as it does periodically."""
         etcd = f"http://127.0.0.1:{self._etcd_port}/v3"
         header = self._client.post(f"{etcd}/maintenance/status", json={}).raise_for_status().json()["header"]
         compaction = {"revision": header["revision"], "physical": True}
         self._client.post(f"{etcd}/kv/compaction", json=compaction).raise_for_status()
 
     def kubeconfig_for(self, namespace: str, service_account: str) -> Path:
-        """A kubeconfig with a token of a ServiceAccount that is there; `namespace` is its default."""
+        """Return a kubeconfig with a token of an existing ServiceAccount; `namespace` is its default."""
         path = f"api/v1/namespaces/{namespace}/serviceaccounts/{service_account}/token"
         request = {
             "apiVersion": "authentication.k8s.io/v1",
@@ -230,12 +232,12 @@ class ControlPlane:
         return self._config(f"{namespace}-{service_account}", {"token": token}, namespace)
 
     def calls(self, user: str | None = None) -> list[AuditedCall]:
-        """Every call to a resource that was answered so far, oldest first; those of one user, if named.
+        """Return the completed calls to resources, oldest first, optionally of one user only.
 
-        A ServiceAccount's user is ``system:serviceaccount:NAMESPACE:NAME``. A watch is told of as it ends.
+        A ServiceAccount's user is ``system:serviceaccount:NAMESPACE:NAME``. A watch is logged when it ends.
         """
         with self.audit.open() as log:
-            # The last line may still be being written.
+            # The last line may be incomplete.
             events = [json.loads(line) for line in log if line.endswith("\n")]
         return [_call(event) for event in events if "objectRef" in event and user in (None, event["user"]["username"])]
 
@@ -267,7 +269,7 @@ class ControlPlane:
             "--allow-privileged=true", "--profiling=false",
             f"--audit-log-path={self.audit}", f"--audit-policy-file={policy}",
         ]  # fmt: skip
-        # Until 1.23 it listens on a second port, without TLS, if it is not told otherwise.
+        # Until 1.23 it also listens on a port without TLS by default.
         return [*command, "--insecure-port=0"] if self.version < (1, 24) else command
 
     def _manager_command(self, program: Path, kubeconfig: Path) -> list[str]:
@@ -280,7 +282,7 @@ class ControlPlane:
         return [*command, "--port=0"] if self.version < (1, 24) else command
 
     def _certificate_config(self, authority: trustme.CA, name: str) -> Path:
-        # Without a name to be reached by, its list of names were empty, which Go refuses to look at.
+        # Without a server name its list of names would be empty, which Go rejects.
         pair = authority.issue_cert(name, common_name=name, organization_name="system:masters")
         _write_pair(pair, self.folder, name)
         files = {"client-certificate": f"{name}.crt", "client-key": f"{name}.key"}
@@ -316,22 +318,22 @@ def _call(event: dict[str, Any]) -> AuditedCall:
 
 
 def _version(api_server: Path) -> tuple[int, int]:
-    """Of a program that says ``Kubernetes v1.20.2``."""
+    """Return the version of a program that prints ``Kubernetes v1.20.2``."""
     output = subprocess.run([api_server, "--version"], capture_output=True, text=True, check=True).stdout
     match = re.search(r"v(\d+)\.(\d+)", output)
     if match is None:
-        raise RuntimeError(f"{api_server} --version said {output!r}")
+        raise RuntimeError(f"unexpected output of {api_server} --version: {output!r}")
     return int(match[1]), int(match[2])
 
 
 def parent_death_launcher() -> list[str]:
-    """What to put before a command so that it ends with the *thread* that started it, if it can be had."""
+    """Return a command prefix that ends the process with the *thread* that started it, if available."""
     program = shutil.which("setpriv")
     return [program, "--pdeathsig", "KILL", "--"] if program is not None else []
 
 
 def _write_pair(pair: trustme.LeafCert, folder: Path, name: str) -> None:
-    """NAME.crt, NAME.key, and both in NAME.pem."""
+    """Write NAME.crt, NAME.key, and both to NAME.pem."""
     (folder / f"{name}.crt").write_bytes(b"".join(part.bytes() for part in pair.cert_chain_pems))
     pair.private_key_pem.write_to_path(folder / f"{name}.key")
     pair.private_key_and_cert_chain_pem.write_to_path(folder / f"{name}.pem")

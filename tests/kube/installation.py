@@ -1,7 +1,7 @@
-"""The chart, installed for a test's namespace by real helm, and its processes on this machine.
+"""Installs the chart for a test's namespace with helm, and runs its processes on this machine.
 
-There is no kubelet that could run the chart's own Pods. So each process gets the environment that the chart
-gives its container, less what only a cluster has (its DNS, its mounts), and the ServiceAccount's token.
+No kubelet runs the chart's own Pods. So each process gets the environment of its container in the chart,
+without what only a cluster provides (DNS, mounts), and the ServiceAccount's token.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ STOP_S: Final = 15.0
 
 
 class Installation:
-    """One release. Not for use from several threads at once."""
+    """One release. Not thread-safe."""
 
     def __init__(self, plane: ControlPlane, admin: Client, helm: Path, namespace: str, folder: Path) -> None:
         self.release = f"rfork-{namespace}"
         self.namespace = f"{namespace}-rfork"
-        """Of the release's own objects: their Pods are none of the test's."""
+        """Namespace of the release's own objects, separate from the test's Pods."""
         self.folder = folder
         self._plane, self._admin, self._helm = plane, admin, helm
         ports = dict(zip(("planner", "webhook", "controller", "scaler"), free_ports(4), strict=True))
@@ -47,17 +47,17 @@ class Installation:
         self.values: dict[str, Any] = {
             "bind": "127.0.0.1",
             "logs": {"json": False},
-            "instances": {"namespaces": [namespace], "plannerUrl": self.planner, "files": "none"},
+            "instances": {"namespaces": [namespace], "plannerUrl": self.planner, "injectionMode": "none"},
             "planner": {"service": {"port": self.planner_port}},
             "webhook": {"port": self.webhook_port, "healthPort": ports["webhook"]},
-            "controller": {"healthPort": ports["controller"], "leaseSeconds": 3, "lookSeconds": 0.5},
+            "controller": {"healthPort": ports["controller"], "leaseDurationSeconds": 3, "pollIntervalSeconds": 0.5},
             "keda": {"enabled": True, "healthPort": ports["scaler"]},
         }
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._probes: dict[str, str] = {}
 
     def helm(self, verb: Literal["install", "upgrade", "uninstall"], **changed: Any) -> None:
-        """`helm VERB` with `values`, and `changed` ones at their top. The webhook is on this machine."""
+        """Run `helm VERB` with `values`, and `changed` ones at their top level."""
         words = [verb, self.release, "--namespace", self.namespace]
         words += ["--create-namespace"] if verb == "install" else []
         if verb == "uninstall":
@@ -89,13 +89,13 @@ class Installation:
         self._wait_ready(name, f"{self._probes[name]}/readyz")
 
     def kill(self, name: str) -> None:
-        """SIGKILL a process."""
+        """Kill a process with SIGKILL."""
         process = self._processes.pop(name)
         process.kill()
         process.wait()
 
     def stop(self) -> None:
-        """End all processes."""
+        """Stop all processes."""
         for process in self._processes.values():
             process.terminate()
         for process in self._processes.values():
@@ -106,12 +106,12 @@ class Installation:
         self._processes.clear()
 
     def cpu_s(self, name: str) -> float:
-        """The CPU seconds that a process has used."""
+        """Return the CPU seconds used by a process."""
         fields = Path(f"/proc/{self._processes[name].pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def metric(self, name: str, sample: str, **labels: str) -> float:
-        """What a hook's process tells Prometheus: the sum over all samples that have these labels."""
+        """Return a metric of an integration's process: the sum over all samples with these labels."""
         text = httpx.get(f"{self._probes[name]}/metrics", timeout=5, trust_env=False).raise_for_status().text
         return sum(
             each.value
@@ -121,16 +121,16 @@ class Installation:
         )
 
     def log(self, name: str) -> str:
-        """What a process has written."""
+        """Return the output of a process."""
         return (self.folder / f"{name}.log").read_text(errors="replace")
 
     def secret(self, name: str, key: str) -> str:
-        """A value out of a Secret of the namespace."""
+        """Return a value of a Secret in the namespace."""
         found = self._admin.get(Secret, name, namespace=self.namespace)
         return base64.b64decode((found.data or {})[key]).decode()
 
     def client(self) -> httpx.Client:
-        """An operator's client of the planner."""
+        """Return a client of the planner with an operator token."""
         token = self.secret(f"{self.release}-planner", "operator-token")
         return httpx.Client(
             base_url=self.planner,
@@ -140,7 +140,7 @@ class Installation:
         )
 
     def user(self, component: Component) -> str:
-        """Whom the API server takes the process for."""
+        """Return the user name of the process at the API server."""
         return f"system:serviceaccount:{self.namespace}:{self.release}-{component}"
 
     def _environment(self, component: Component, spec: dict[str, Any]) -> Mapping[str, str]:
@@ -149,7 +149,7 @@ class Installation:
             if value.startswith("<") and "/" in value:
                 value = self.secret(*value[1:-1].split("/"))
             variables[name] = value
-        variables["RFORK_K8S_IDENTITY"] = f"{component}-{os.getpid()}-{len(self._processes)}"
+        variables["POD_NAME"] = f"{component}-{os.getpid()}-{len(self._processes)}"
         variables["RFORK_K8S_WEBHOOK_HOSTS"] = "127.0.0.1,localhost"
         variables["RFORK_PLANNER"] = self.planner
         if tokens := variables.get("RFORK_PLANNER_TOKENS_FILE"):
@@ -158,7 +158,7 @@ class Installation:
             variables["RFORK_PLANNER_TOKENS_FILE"] = str(file)
         if component in ("webhook", "controller"):
             account = f"{self.release}-{component}"
-            variables["RFORK_K8S_KUBECONFIG"] = str(self._plane.kubeconfig_for(self.namespace, account))
+            variables["KUBECONFIG"] = str(self._plane.kubeconfig_for(self.namespace, account))
         return variables
 
     def _wait_ready(self, name: str, url: str) -> None:
@@ -170,13 +170,13 @@ class Installation:
                 last_response = response.text
                 if response.status_code == 200:
                     return
-            time.sleep(0.05)  # between two looks
+            time.sleep(0.05)  # poll interval
         raise RuntimeError(f"{name} is not ready: {last_response}\n{self.log(name)[-3000:]}")
 
 
 @contextlib.contextmanager
 def installed(plane: ControlPlane, admin: Client, helm: Path, namespace: str, folder: Path) -> Iterator[Installation]:
-    """The chart installed, no process started yet; uninstalled at the end, so that no webhook is left."""
+    """Install the chart without starting processes; uninstall it at the end, so that no webhook is left."""
     made = Installation(plane, admin, helm, namespace, folder)
     made.helm("install")
     try:

@@ -1,16 +1,16 @@
-"""A stand-in for scheduler and kubelet: Pods of one namespace become processes of this machine.
+"""Replaces scheduler and kubelet: runs the Pods of one namespace as processes of this machine.
 
 ::
 
     with Kubelet(plane, namespace, tmp_path) as kubelet:
-        admin.create(deployment)      # its Pods are bound, started, probed, and come to be Ready
+        admin.create(deployment)      # its Pods are bound, started, probed, and become Ready
         print(kubelet.log("pod-name"))
 
-It makes Nodes of its own (`nodes`: their names and labels), binds each new Pod to the next one, gives it an
-address in 127.1.0.0/16, runs its init containers and then its containers as processes, posts its status, and
-on deletion does what a kubelet does: preStop, SIGTERM, the grace period, SIGKILL, and the object's end. Init
-containers named ``rfork-files`` are skipped: rfork is installed here. There are no images, volumes, limits,
-liveness or startup probes. Processes that end are started again, as `restartPolicy: Always` says.
+It creates its own Nodes (`nodes`: their names and labels), binds each new Pod to the next one, gives it an
+address in 127.1.0.0/16, runs its init containers and then its containers as processes, and posts its status.
+On deletion it runs preStop, sends SIGTERM, waits for the grace period, sends SIGKILL, and deletes the object.
+Init containers named ``rfork-files`` are skipped, because rfork is installed here. There are no images,
+volumes, limits, liveness or startup probes. Processes that exit are restarted (`restartPolicy: Always`).
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from tests.kube.control_plane import ControlPlane
 
 SKIPPED: Final = frozenset({"rfork-files"})
 POLL_INTERVAL_S: Final = 0.1
-"""Between two looks at the Pods, and at what became of their processes."""
+"""Interval between two polls of the Pods and their processes."""
 RESTART_S: Final = 1.0
 NODES: Final[Mapping[str, Mapping[str, str]]] = {"node-a": {}, "node-b": {}}
 MERGE: Final = {"Content-Type": "application/strategic-merge-patch+json"}
 _addresses = itertools.count(2)
-"""Never the same one twice: another test's processes may still listen on theirs."""
+"""Each address is used once, because another test's processes may still listen on theirs."""
 
 
 class Kubelet:
-    """See the module. Names of Nodes get the namespace as a prefix, for Nodes are in none."""
+    """Stand-in kubelet. Node names are prefixed with the namespace, because Nodes are cluster-scoped."""
 
     def __init__(
         self,
@@ -93,22 +93,22 @@ class Kubelet:
             raise self.failures[0]
 
     def log(self, pod: str) -> str:
-        """What the containers of a Pod wrote so far, also of one that is gone."""
+        """Return the output of a Pod's containers so far, even if it was deleted."""
         path = self.log_path(pod)
         return path.read_text(errors="replace") if path.exists() else ""
 
     def log_path(self, pod: str) -> Path:
-        """Where that is written."""
+        """Path of that output."""
         return self._folder / f"{pod}.log"
 
     def find(self, resource: str, name: str) -> Document | None:
-        """A Secret or ConfigMap; None where there is none."""
+        """Return a Secret or ConfigMap, or None if it does not exist."""
         response = self.api.get(f"{self._secrets}/{resource}/{name}")
         return response.json() if response.is_success else None
 
     def _run(self) -> None:
         while not self._stopping.wait(POLL_INTERVAL_S):
-            with contextlib.suppress(httpx.HTTPError):  # the API server may be away: the next look
+            with contextlib.suppress(httpx.HTTPError):  # the API server may be down: retry in the next poll
                 self._reconcile(self.api.get(self.pods).raise_for_status().json()["items"])
 
     def _reconcile(self, pods: list[Document]) -> None:
@@ -118,16 +118,16 @@ class Kubelet:
                 self._runners[uid] = PodRunner(self, pod, next(self._next_node))
             self._runners[uid].pod = pod
         for uid in self._runners.keys() - {pod["metadata"]["uid"] for pod in pods}:
-            self._runners[uid].abandon()  # its object is gone, by force
+            self._runners[uid].abandon()  # its object was force-deleted
 
 
 class PodRunner(threading.Thread):
-    """One Pod, from its binding to its end."""
+    """Runs one Pod, from its binding to its end."""
 
     def __init__(self, kubelet: Kubelet, pod: Document, node: str) -> None:
         super().__init__(name=pod["metadata"]["name"])
         self.pod = pod
-        """As it was seen last."""
+        """The Pod as last observed."""
         number = next(_addresses)
         self._address = f"127.1.{number // 250}.{number % 250 + 1}"
         self._kubelet = kubelet
@@ -140,11 +140,11 @@ class PodRunner(threading.Thread):
         self.start()
 
     def abandon(self) -> None:
-        """Kill what runs, and let the object be."""
+        """Kill its processes without touching the object."""
         self._abandoned.set()
 
     def run(self) -> None:
-        """The life of the Pod."""
+        """Run the Pod until its end."""
         try:
             self._bind()
             if self._initialise():
@@ -153,7 +153,7 @@ class PodRunner(threading.Thread):
         except httpx.HTTPStatusError as error:
             if error.response.status_code not in (404, 409):  # it was deleted meanwhile
                 self._kubelet.failures.append(error)
-        except Exception as error:  # a bug of this stand-in: the test shall see it
+        except Exception as error:  # a bug in this stand-in must fail the test
             self._kubelet.failures.append(error)
         finally:
             for container in self._made:
@@ -169,11 +169,11 @@ class PodRunner(threading.Thread):
             binding = {"metadata": {"name": self.name}, "target": target}
             self._kubelet.api.post(f"{self._path}/binding", json=binding).raise_for_status()
         self._post("Pending", [])
-        # As it is now: with its node, its address, and what the binding's webhooks wrote.
+        # Its current state: with its node, its address, and changes by webhooks for bindings.
         self.pod = self._kubelet.api.get(self._path).raise_for_status().json()
 
     def _initialise(self) -> bool:
-        """Run the init containers, one after another; False if the Pod's end came first."""
+        """Run the init containers in order. Returns False if the Pod's end came first."""
         for spec in self.pod["spec"].get("initContainers", ()):
             container = self._container(spec)
             while spec["name"] not in SKIPPED and not self._ending:
@@ -196,12 +196,12 @@ class PodRunner(threading.Thread):
                     starts[container] = time.monotonic()
                     self._start(container)
             ready = [each.ready(self._kubelet.probes, self._address) for each in containers]
-            with contextlib.suppress(httpx.TransportError):  # the API server may be away
+            with contextlib.suppress(httpx.TransportError):  # the API server may be down
                 self._post("Running", [_status(*each) for each in zip(containers, ready, strict=True)])
             self._abandoned.wait(POLL_INTERVAL_S)
 
     def _end(self) -> None:
-        """What a kubelet does with a Pod that is deleted."""
+        """Terminate a deleted Pod, as a kubelet does."""
         if self._abandoned.is_set():
             return
         grace_s = float(self.pod["metadata"].get("deletionGracePeriodSeconds") or 0)
@@ -229,7 +229,7 @@ class PodRunner(threading.Thread):
                 log.write(f"kubelet: cannot start {container.name}: {error}\n")
 
     def _post(self, phase: str, containers: list[Document]) -> None:
-        """Post the status, if it is another one than was posted last."""
+        """Post the status if it changed."""
         containers_ready = bool(containers) and all(each["ready"] for each in containers)
         seen = {each["type"]: each["status"] for each in self.pod.get("status", {}).get("conditions", ())}
         gates = [gate["conditionType"] for gate in self.pod["spec"].get("readinessGates", ())]

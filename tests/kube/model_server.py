@@ -1,9 +1,9 @@
-"""A server as users have them, small: a module that forks itself, gives itself on, and answers over HTTP.
+"""A small model server: forks its module, becomes a seed, and serves HTTP.
 
-``python tests/kube/model_server.py PORT MEBIBYTES [SECONDS [FOLDER]]`` in a container that the webhook changed:
-all else comes from RFORK_*. Its own loader makes weights of a fixed seed, and takes SECONDS; with a FOLDER it
-loads the checkpoint in there instead (see `write_checkpoint`). /health answers 200
-once the weights are there; /digest says their SHA-256 and how they came; /metrics looks like vLLM's.
+``python tests/kube/model_server.py PORT MEBIBYTES [SECONDS [FOLDER]]`` in an injected container; everything
+else comes from RFORK_*. Its own loader creates weights with a fixed random seed and takes SECONDS; with a
+FOLDER it loads the checkpoint in there instead (see `write_checkpoint`). /health returns 200 once the weights
+are loaded; /digest returns their SHA-256 and how they were loaded; /metrics imitates vLLM's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TENSORS = 8
 
 
 def new_module(mebibytes: int) -> nn.Module:
-    """Return a module of this size, whose weights may be anything."""
+    """Return a module of this size with arbitrary weights."""
     return nn.ParameterList(
         nn.Parameter(torch.empty((mebibytes << 18) // TENSORS, dtype=torch.float32), requires_grad=False)
         for _ in range(TENSORS)
@@ -36,14 +36,14 @@ def new_module(mebibytes: int) -> nn.Module:
 
 
 def fill(module: nn.Module, seed: int) -> None:
-    """Give the module the weights of this seed."""
+    """Fill the module with the weights of this random seed."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in module.parameters():
         parameter.data.uniform_(generator=generator)
 
 
 def write_checkpoint(folder: Path, mebibytes: int, seed: int) -> str:
-    """Write a checkpoint that a server of this size can load; return the digest that it then answers."""
+    """Write a checkpoint that a server of this size can load, and return its digest."""
     module = new_module(mebibytes)
     fill(module, seed)
     folder.mkdir()

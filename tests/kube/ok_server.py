@@ -1,4 +1,4 @@
-"""A server that has nothing to do with rfork: ``python answers.py PORT`` answers 200 to everything."""
+"""A server without rfork: ``python ok_server.py PORT`` returns 200 for every request."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 
 class OkHandler(BaseHTTPRequestHandler):
-    """200, whatever is asked for."""
+    """Returns 200 for every request."""
 
     def do_GET(self) -> None:
         self.send_response(200)

@@ -1,4 +1,4 @@
-"""The Helm chart as it is rendered, away from any cluster: objects, Pods, processes."""
+"""The rendered Helm chart, without a cluster: objects, Pods, processes."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 from planner.metrics import Metrics
 from rfork import settings
 from rfork.settings import InstanceSettings, KubernetesSettings, PlannerSettings, TlsSettings
+from rfork.settings.unknown_variables import variables
 from tests.kube.chart import (
     CHART,
     CLUSTER_WIDE,
@@ -28,20 +29,20 @@ from tests.kube.chart_values import REDIS, VALUE_SETS
 
 ROOT = Path(__file__).parents[2]
 VERSIONS = ("1.25.0", "1.37.0")
-"""The oldest that there are schemas of, and the latest."""
+"""The oldest version with schemas, and the latest."""
 FOREIGN = ("cert-manager.io/", "monitoring.coreos.com/")
-"""API groups that Kubernetes itself has no schemas of."""
+"""API groups without schemas in Kubernetes."""
 
 
-def test_lint_finds_nothing(helm: Path) -> None:
-    """`helm lint --strict` takes the chart."""
+def test_lint_passes(helm: Path) -> None:
+    """`helm lint --strict` accepts the chart."""
     assert "1 chart(s) linted, 0 chart(s) failed" in helm_run(helm, "lint", "--strict", str(CHART))
 
 
 @pytest.mark.parametrize("kubernetes", VERSIONS)
 @pytest.mark.parametrize("values", VALUE_SETS.values(), ids=VALUE_SETS)
-def test_every_object_is_one_of_kubernetes(helm: Path, values: dict[str, Any], kubernetes: str) -> None:
-    """Whatever the values, each object has the fields of its kind and no others, and lies where it should."""
+def test_every_object_is_valid(helm: Path, values: dict[str, Any], kubernetes: str) -> None:
+    """For all sets of values, each object matches its kind's schema and has the right namespace."""
     objects = render(helm, values, kubernetes=kubernetes)
     for each in objects:
         if not each["apiVersion"].startswith(FOREIGN):
@@ -53,23 +54,19 @@ def test_every_object_is_one_of_kubernetes(helm: Path, values: dict[str, Any], k
 
 @pytest.mark.parametrize("values", VALUE_SETS.values(), ids=VALUE_SETS)
 def test_pods_meet_the_restricted_standard(helm: Path, values: dict[str, Any]) -> None:
-    """Every Pod passes the Pod Security Standard `restricted`, but for a host network that was asked for."""
+    """Every Pod meets the Pod Security Standard `restricted`, unless the host network was requested."""
     expected = ["hostNetwork"] if values.get("webhook", {}).get("hostNetwork") else []
     specs = pod_specs(render(helm, values))
     assert expected == [broken for spec in specs.values() for broken in beyond_restricted(spec)]
-    # And no Service of the namespace becomes an option of rfork's.
+    # Service links are off: Services of the namespace must not become settings of rfork.
     assert {False} == {spec["enableServiceLinks"] for spec in specs.values()}
 
 
 @pytest.mark.parametrize("values", VALUE_SETS.values(), ids=VALUE_SETS)
-def test_processes_take_their_variables(helm: Path, values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each RFORK_* variable that a Pod gets is an option, and each process can be told what it gets."""
+def test_processes_accept_their_variables(helm: Path, values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each RFORK_* variable of a Pod is a setting, and its process accepts the value."""
     settings_classes = (PlannerSettings, KubernetesSettings, InstanceSettings, TlsSettings)
-    known = {
-        f"{settings_class.model_config.get('env_prefix')}{field.upper()}"
-        for settings_class in settings_classes
-        for field in settings_class.model_fields
-    }
+    known = set(variables())
     for spec in pod_specs(render(helm, values)).values():
         environment_variables = environment(spec)
         assert set() == {name for name in environment_variables if name.startswith("RFORK_")} - known
@@ -93,15 +90,15 @@ def test_processes_take_their_variables(helm: Path, values: dict[str, Any], monk
 def test_planners_share_a_store(
     helm: Path, values: dict[str, Any], replicas: int, strategy: str, store: str | None
 ) -> None:
-    """One planner with its own memory, never two at a time; or several that share Redis."""
+    """A planner without Redis is never run twice; several planners share Redis."""
     planner = find_object(render(helm, values), "Deployment", "rfork-planner")
     assert (replicas, strategy) == (planner["spec"]["replicas"], planner["spec"]["strategy"]["type"])
     assert store == environment(planner["spec"]["template"]["spec"]).get("RFORK_PLANNER_STORE")
 
 
-def test_hooks_in_the_planner_are_reached_there(helm: Path) -> None:
-    """With hooks in the planner's process there is one Deployment, and all Services lead to it."""
-    objects = render(helm, VALUE_SETS["hooks in the planner"])
+def test_integrations_in_the_planner(helm: Path) -> None:
+    """With all integrations in the planner there is one Deployment, and all Services select it."""
+    objects = render(helm, VALUE_SETS["integrations in the planner"])
     assert ["rfork-planner"] == list(pod_specs(objects))
     ports = {each["name"] for each in pod_specs(objects)["rfork-planner"]["containers"][0]["ports"]}
     services = [each["spec"] for each in objects if each["kind"] == "Service"]
@@ -111,9 +108,9 @@ def test_hooks_in_the_planner_are_reached_there(helm: Path) -> None:
     )
 
 
-def test_older_clusters_get_what_they_know(helm: Path) -> None:
-    """On 1.20 budgets are of policy/v1beta1, and no policy has a range of ports that would be dropped."""
-    objects = render(helm, VALUE_SETS["instances guarded"], kubernetes="1.20.2")
+def test_old_clusters_get_supported_objects(helm: Path) -> None:
+    """On 1.20, budgets are policy/v1beta1, and no NetworkPolicy has port ranges, which would be dropped."""
+    objects = render(helm, VALUE_SETS["instance network policy"], kubernetes="1.20.2")
     assert {"policy/v1beta1"} == {each["apiVersion"] for each in objects if each["kind"] == "PodDisruptionBudget"}
     assert "endPort" not in json.dumps(objects)
     assert "rfork-instances" not in {each["metadata"]["name"] for each in objects}
@@ -127,14 +124,14 @@ def test_older_clusters_get_what_they_know(helm: Path) -> None:
         ({}, ("init", "rfork:0.1.0")),
         ({"image": {"repository": "registry/rfork", "tag": "7"}}, ("init", "registry/rfork:7")),
         ({"image": {"digest": f"sha256:{'0' * 64}"}}, ("init", f"rfork@sha256:{'0' * 64}")),
-        ({"instances": {"image": "files:1"}}, ("init", "files:1")),
-        # A Pod's own annotation may still ask for files.
-        ({"instances": {"files": "none"}}, ("none", "rfork:0.1.0")),
-        ({"instances": {"files": "image"}}, ("image", "rfork:0.1.0")),
+        ({"instances": {"injectionImage": "files:1"}}, ("init", "files:1")),
+        # A Pod's own annotation may still request files.
+        ({"instances": {"injectionMode": "none"}}, ("none", "rfork:0.1.0")),
+        ({"instances": {"injectionMode": "image"}}, ("image", "rfork:0.1.0")),
     ],
 )
-def test_files_come_from_the_charts_own_image(helm: Path, values: dict[str, Any], expected: tuple[str, str]) -> None:
-    """Unless another is named, the image of the chart's processes brings rfork's files to instances."""
+def test_files_come_from_the_charts_image(helm: Path, values: dict[str, Any], expected: tuple[str, str]) -> None:
+    """By default the image of the chart's processes also provides rfork's files for instances."""
     environment_variables = environment(pod_specs(render(helm, values))["rfork-webhook"])
     assert expected == (
         environment_variables["RFORK_K8S_INJECTION_MODE"],
@@ -146,8 +143,8 @@ def test_files_come_from_the_charts_own_image(helm: Path, values: dict[str, Any]
     ("kubernetes", "expected"),
     [("1.20.2", "false"), ("1.34.9", "false"), ("v1.35.0-gke.1", "true"), ("1.37.0", "true")],
 )
-def test_webhook_knows_whether_images_are_mounted(helm: Path, kubernetes: str, expected: str) -> None:
-    """Volumes of images are there from 1.35 on; before, a Pod with one would be refused, or wait for ever."""
+def test_image_volumes_need_kubernetes_1_35(helm: Path, kubernetes: str, expected: str) -> None:
+    """On older clusters, a Pod with an image volume would be rejected or wait forever."""
     environment_variables = environment(pod_specs(render(helm, kubernetes=kubernetes))["rfork-webhook"])
     assert expected == environment_variables["RFORK_K8S_IMAGE_VOLUMES"]
 
@@ -161,21 +158,21 @@ def test_webhook_knows_whether_images_are_mounted(helm: Path, kubernetes: str, e
     ],
 )
 def test_pods_run_on_linux(helm: Path, selected: dict[str, str], expected: dict[str, str]) -> None:
-    """Every Pod keeps to Nodes of Linux, and to those that were asked for."""
+    """Every Pod is limited to Linux Nodes, in addition to the configured labels."""
     specs = pod_specs(render(helm, {"pods": {"nodeSelector": selected}, "keda": {"enabled": True}}))
     assert dict.fromkeys(specs, expected) == {name: spec["nodeSelector"] for name, spec in specs.items()}
 
 
 @pytest.mark.parametrize("values", VALUE_SETS.values(), ids=VALUE_SETS)
-def test_each_variable_is_told_once(helm: Path, values: dict[str, Any]) -> None:
-    """No container has a variable twice, which a server-side apply refuses; hooks of one process share it."""
+def test_each_variable_is_set_once(helm: Path, values: dict[str, Any]) -> None:
+    """Server-side apply rejects duplicate variables; integrations in one process share them."""
     for spec in pod_specs(render(helm, values)).values():
         variable_names = [each["name"] for each in spec["containers"][0]["env"]]
         assert sorted(set(variable_names)) == sorted(variable_names)
 
 
 def test_probes_with_mutual_tls(helm: Path) -> None:
-    """The kubelet shows no certificate: where callers must, the planner is only seen to listen."""
+    """The kubelet has no client certificate: with mTLS, the planner's probe only checks the port."""
     tls = {"planner": {"tls": {"enabled": True, "existingSecret": "t"}}}
     mutual = {"planner": {"tls": {**tls["planner"]["tls"], "clientCertificates": True}}}
     probes = [
@@ -185,8 +182,8 @@ def test_probes_with_mutual_tls(helm: Path) -> None:
     assert {"port": "http"} == probes[1]["tcpSocket"]
 
 
-def test_dashboard_asks_for_metrics_that_there_are() -> None:
-    """Each metric of the dashboard is one that the planner or a hook tells; no two panels overlap."""
+def test_the_dashboard_uses_existing_metrics() -> None:
+    """Each metric of the dashboard exists in the planner or an integration; panels do not overlap."""
     dashboard = json.loads((CHART / "dashboards" / "rfork.json").read_text())
     dashboard_metrics = {
         name
@@ -210,12 +207,12 @@ def test_dashboard_asks_for_metrics_that_there_are() -> None:
 
 @functools.lru_cache(maxsize=1024)
 def check(document: str, kubernetes: str) -> None:
-    """Validate an object; most are the same in many sets of values. Raises ValidationError."""
+    """Validate an object. Cached, because many sets of values share objects. Raises ValidationError."""
     kubernetes_validate.validate(json.loads(document), kubernetes, strict=True)
 
 
 def beyond_restricted(spec: Document) -> list[str]:
-    """What of a Pod the standard `restricted` refuses (kubernetes.io, "Pod Security Standards")."""
+    """Return the violations of the standard `restricted` (kubernetes.io, "Pod Security Standards")."""
     pod = spec.get("securityContext", {})
     broken = [name for name in ("hostNetwork", "hostPID", "hostIPC") if spec.get(name)]
     allowed_volume_types = {
@@ -238,7 +235,8 @@ def beyond_restricted(spec: Document) -> list[str]:
             "runAsNonRoot": own.get("runAsNonRoot", pod.get("runAsNonRoot")) is True,
             "runAsUser": own.get("runAsUser", pod.get("runAsUser")) != 0,
             "seccompProfile": own.get("seccompProfile", pod.get("seccompProfile")) == {"type": "RuntimeDefault"},
-            "readOnlyRootFilesystem": own.get("readOnlyRootFilesystem") is True,  # ours, beyond the standard
+            "readOnlyRootFilesystem": own.get("readOnlyRootFilesystem")
+            is True,  # our own rules, in addition to the standard
             "hostPort": not any(port.get("hostPort") for port in container.get("ports", ())),
         }
         broken += [name for name, met in checks.items() if not met]

@@ -1,4 +1,4 @@
-"""The Helm chart on a real API server: installed, upgraded while its hooks have written, uninstalled."""
+"""The Helm chart on a real API server: installed, upgraded after its integrations wrote data, uninstalled."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ NAMESPACED: tuple[type[Any], ...] = (
     ServiceAccount,
 )
 ELSEWHERE = ("KEDA, monitored", "cert-manager", "cert-manager's own issuer, mTLS", "many namespaces")
-"""Sets of values that need kinds, or namespaces, that the cluster lacks."""
+"""Sets of values that need kinds or namespaces that the cluster lacks."""
 KEY, CERTIFICATE, AUTHORITY = b"a key", b"a certificate", b"an authority"
 
 
 @dataclass(frozen=True)
 class HelmRelease:
-    """A release of the chart in a namespace of its own; its name is the namespace's."""
+    """A release of the chart in its own namespace, which also is its name."""
 
     helm: Path
     plane: ControlPlane
@@ -57,11 +57,11 @@ class HelmRelease:
 
     @property
     def fullname(self) -> str:
-        """What the names of its objects begin with."""
+        """Prefix of the names of its objects."""
         return f"{self.namespace}-rfork"
 
     def run(self, verb: str, *words: str, values: Document | None = None) -> str:
-        """helm VERB; raises HelmFailed."""
+        """Run helm VERB. Raises HelmFailed."""
         chart = () if verb == "uninstall" else (str(CHART),)
         return helm_run(
             self.helm, verb, self.namespace, *chart, "--namespace", self.namespace, *words,
@@ -69,7 +69,7 @@ class HelmRelease:
         )  # fmt: skip
 
     def objects(self) -> list[str]:
-        """Everything in its namespace that is not the cluster's own, and what it has beside: KIND/NAME."""
+        """Return its objects as KIND/NAME, including cluster-scoped ones."""
         found = [
             f"{kind.__name__}/{each.metadata.name}"
             for kind in NAMESPACED
@@ -84,16 +84,16 @@ class HelmRelease:
         ]
 
     def secret(self, name: str) -> dict[str, str]:
-        """The data of a Secret, in base64."""
+        """Return the data of a Secret, in base64."""
         return dict(self.admin.get(Secret, name, namespace=self.namespace).data or {})
 
     def bundles(self) -> list[str | None]:
-        """The caBundle of each of its webhooks, in base64."""
+        """Return the caBundle of each of its webhooks, in base64."""
         found = self.admin.get(MutatingWebhookConfiguration, self.fullname).webhooks or []
         return [hook.clientConfig.caBundle or None for hook in found]
 
     def settings(self, component: str) -> KubernetesSettings:
-        """As a Pod of that component would have them, with its ServiceAccount's rights."""
+        """Return the settings of a Pod of that component, with its ServiceAccount's rights."""
         return KubernetesSettings(
             namespace=self.namespace,
             kubeconfig=self.plane.kubeconfig_for(self.namespace, f"{self.fullname}-{component}"),
@@ -102,7 +102,7 @@ class HelmRelease:
 
 @pytest.fixture
 def release(helm: Path, plane: ControlPlane, admin: Client, namespace: str) -> Iterator[HelmRelease]:
-    """A release that is not installed yet; whatever is left of it at the end goes."""
+    """A release that is not installed yet; removed at the end."""
     here = HelmRelease(helm, plane, admin, namespace)
     yield here
     for kind in CLUSTER_WIDE:
@@ -111,8 +111,8 @@ def release(helm: Path, plane: ControlPlane, admin: Client, namespace: str) -> I
                 admin.delete(kind, each.metadata.name)
 
 
-def test_install_makes_what_it_should_and_says_what_next(release: HelmRelease) -> None:
-    """Everything is there after an install, the release's Deployments too, and the notes tell what to do."""
+def test_install_creates_all_objects_and_prints_notes(release: HelmRelease) -> None:
+    """All objects exist after an install, including Deployments, and the notes list the next steps."""
     output = release.run("install")
     deployments = release.admin.list(Deployment, namespace=release.namespace)
     name = release.fullname
@@ -126,26 +126,26 @@ def test_install_makes_what_it_should_and_says_what_next(release: HelmRelease) -
     assert policy not in release.objects()
 
     output = release.run("upgrade", values={"networkPolicy": {"instances": {"enabled": True}}})
-    # 1.20, on which tests may run, has no ranges of ports: who thinks instances are guarded is told.
+    # Kubernetes 1.20 has no port ranges: the notes warn that the instances get no policy.
     guarded = policy in release.objects()
     assert (guarded, not guarded) == (
-        "does not know `endPort`, nobody reaches the engines" in output,
+        "without support for `endPort` the engines become unreachable" in output,
         "instances got no NetworkPolicy" in output,
     )
 
 
-def test_dry_run_on_the_server_takes_all_and_makes_nothing(release: HelmRelease) -> None:
-    """`--dry-run=server` passes every object by the API server, and leaves nothing behind."""
+def test_a_dry_run_on_the_server_creates_nothing(release: HelmRelease) -> None:
+    """`--dry-run=server` validates every object on the API server."""
     values = {"keda": {"enabled": True}, "planner": {"store": {"redis": {"url": "redis://redis:6379/0"}}}}
     assert "kind: MutatingWebhookConfiguration" in release.run("install", "--dry-run=server", values=values)
     assert [] == release.objects()
 
 
 @pytest.mark.parametrize("server_side", ["true", "false"])
-async def test_upgrade_keeps_what_hooks_wrote(release: HelmRelease, server_side: str) -> None:
-    """An upgrade changes what its values say; tokens, certificate, caBundle and leader stay as they are.
+async def test_an_upgrade_keeps_data_of_the_integrations(release: HelmRelease, server_side: str) -> None:
+    """An upgrade applies changed values; tokens, certificate, caBundle and leader stay as they are.
 
-    What the hooks write they write with the rights that the chart grants them.
+    The data is written with the rights that the chart grants.
     """
     applied = f"--server-side={server_side}"
     release.run("install", applied)
@@ -190,8 +190,8 @@ async def test_upgrade_keeps_what_hooks_wrote(release: HelmRelease, server_side:
 
 
 @pytest.mark.parametrize("server_side", ["true", "false"])
-def test_any_values_can_follow_any(release: HelmRelease, server_side: str) -> None:
-    """One release goes through sets of values with little in common: what one leaves hinders no other."""
+def test_upgrades_between_any_values(release: HelmRelease, server_side: str) -> None:
+    """One release is upgraded through very different sets of values without conflicts."""
     applied = f"--server-side={server_side}"
     release.run("install", applied)
     sets = {name: values for name, values in VALUE_SETS.items() if name not in ELSEWHERE}
@@ -204,17 +204,17 @@ def test_any_values_can_follow_any(release: HelmRelease, server_side: str) -> No
 
 
 async def test_uninstall_leaves_nothing(release: HelmRelease) -> None:
-    """After an uninstall nothing is left, not even what the hooks wrote."""
+    """After an uninstall no object is left, including those that integrations wrote."""
     release.run("install")
     await _write_certificate(release)
     await _lead(release, "controller-1")
     release.run("uninstall", "--cascade=background")
-    # Deployments go by a finalizer-free delete; there is no kubelet here that would keep Pods.
+    # Deployments are deleted without finalizers, and no kubelet keeps Pods.
     assert [] == release.objects()
 
 
-async def test_hooks_may_do_no_more(release: HelmRelease) -> None:
-    """The webhook reads no other Secret, the planner's least of all; the controller no other Lease."""
+async def test_rights_of_webhook_and_controller_are_minimal(release: HelmRelease) -> None:
+    """The webhook can read no other Secret, in particular not the planner's; the controller no other Lease."""
     release.run("install")
     store = connect_secrets(release.settings("webhook"))
     try:
@@ -230,8 +230,8 @@ async def test_hooks_may_do_no_more(release: HelmRelease) -> None:
         await cluster.close()
 
 
-async def test_controller_marks_pods_and_changes_none(release: HelmRelease) -> None:
-    """Conditions and annotations of a Pod are the controller's to write; what it runs is not, nor its end."""
+async def test_the_controller_can_only_change_status_and_annotations(release: HelmRelease) -> None:
+    """It can write conditions and annotations of a Pod, but neither change its spec nor delete it."""
     release.run("install")
     release.admin.create(pod(release.namespace, "mine"))
     settings = release.settings("controller")
@@ -251,7 +251,7 @@ async def test_controller_marks_pods_and_changes_none(release: HelmRelease) -> N
         ):
             with pytest.raises(ApiError, match="forbidden"):
                 change()
-        # The status is let through, and the rest of such a patch has no effect.
+        # The status is accepted; the rest of the patch has no effect.
         controller.patch(Pod.Status, "mine", image, namespace=release.namespace)
     marked = release.admin.get(Pod, "mine", namespace=release.namespace)
     assert marked.metadata is not None
@@ -265,8 +265,8 @@ async def test_controller_marks_pods_and_changes_none(release: HelmRelease) -> N
     )
 
 
-async def test_webhook_sees_who_leads_and_takes_nothing(release: HelmRelease) -> None:
-    """The Lease that the controller takes can be read by the webhook, and by no means be written."""
+async def test_the_webhook_can_only_read_the_lease(release: HelmRelease) -> None:
+    """It can read the controller's Lease but not write it."""
     release.run("install")
     await _lead(release, "controller-1")
     name = f"{release.fullname}-controller"
@@ -281,7 +281,7 @@ async def test_webhook_sees_who_leads_and_takes_nothing(release: HelmRelease) ->
 
 
 def test_tokens_reach_the_namespaces_of_instances(release: HelmRelease) -> None:
-    """Each namespace that instances run in gets a token of its own, and loses it with the release."""
+    """Each namespace with instances gets its own token, which is removed with the release."""
     other = f"{release.namespace}-team"
     release.admin.create(Namespace(metadata=ObjectMeta(name=other)))
     try:
@@ -295,8 +295,8 @@ def test_tokens_reach_the_namespaces_of_instances(release: HelmRelease) -> None:
         release.admin.delete(Namespace, other, grace_period=0)
 
 
-def test_a_second_release_does_not_take_what_is_there(release: HelmRelease) -> None:
-    """Objects of another release, or nobody's, are not taken over: the install fails and says which."""
+def test_a_second_release_does_not_adopt_existing_objects(release: HelmRelease) -> None:
+    """If objects belong to another release or none, the install fails and names them."""
     release.run("install", values={"controller": {"enabled": False}})
     with pytest.raises(HelmFailed, match="cannot be imported into the current release"):
         helm_run(
@@ -305,8 +305,8 @@ def test_a_second_release_does_not_take_what_is_there(release: HelmRelease) -> N
         )  # fmt: skip
 
 
-def test_kubectl_takes_what_helm_renders(release: HelmRelease, kubectl: Path, tmp_path: Path) -> None:
-    """Whoever renders with helm and applies with kubectl gets the same: nothing needs helm itself."""
+def test_rendered_manifests_work_with_kubectl(release: HelmRelease, kubectl: Path, tmp_path: Path) -> None:
+    """Rendering with helm and applying with kubectl gives the same result."""
     text = helm_run(
         release.helm, "template", release.namespace, str(CHART), "--namespace", release.namespace,
         "--kube-version", "{}.{}".format(*release.plane.version), values={},
@@ -322,7 +322,7 @@ def test_kubectl_takes_what_helm_renders(release: HelmRelease, kubectl: Path, tm
 
 
 async def _write_certificate(release: HelmRelease) -> None:
-    """As the webhook does: its certificate into the Secret, its authority into the configuration."""
+    """Write what the webhook writes: its certificate to the Secret, its CA to the configuration."""
     store = connect_secrets(release.settings("webhook"))
     try:
         name = f"{release.fullname}-webhook-tls"
@@ -337,7 +337,7 @@ async def _write_certificate(release: HelmRelease) -> None:
 
 
 async def _lead(release: HelmRelease, holder: str) -> None:
-    """As the controller does: take the Lease."""
+    """Acquire the Lease as the controller does."""
     cluster = cluster_client.connect(release.settings("controller"))
     try:
         name = f"{release.fullname}-controller"

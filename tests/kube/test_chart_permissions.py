@@ -1,4 +1,4 @@
-"""Who may do what by the Helm chart: tokens, roles, the webhook's reach, and who reaches which port."""
+"""Permissions of the Helm chart: tokens, roles, the webhook's selectors, and NetworkPolicies."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ REVIEW = {
 
 
 def test_tokens_have_roles(helm: Path) -> None:
-    """The controller has the operator's, the scaler only looks, and each namespace has one of its own."""
+    """The controller has the operator token, the scaler the reader token, and each namespace its own."""
     objects = render(helm, {"keda": {"enabled": True}, "instances": {"namespaces": ["team-a", "team-b"]}})
     secret_data = {
         key: decoded(value) for key, value in find_object(objects, "Secret", "rfork-planner")["data"].items()
@@ -41,7 +41,7 @@ def test_tokens_have_roles(helm: Path) -> None:
     lines += [f"instance {token} # {team}\n" for team, token in teams.items()]
     assert "".join(lines) == secret_data["tokens"]
     drawn = (
-        secret_data["lease-secret"],
+        secret_data["lease-keys"],
         secret_data["operator-token"],
         secret_data["reader-token"],
         *teams.values(),
@@ -67,14 +67,14 @@ def test_tokens_have_roles(helm: Path) -> None:
             {"keda": {"enabled": True}},
             {"planner": False, "webhook": True, "controller": True, "scaler": False},
         ),
-        (VALUE_SETS["hooks in the planner"], {"planner": True}),
-        (VALUE_SETS["planner alone"], {"planner": False}),
+        (VALUE_SETS["integrations in the planner"], {"planner": True}),
+        (VALUE_SETS["planner only"], {"planner": False}),
     ],
 )
-def test_only_who_asks_the_api_server_has_a_token(
+def test_only_clients_of_the_api_server_have_a_token(
     helm: Path, values: dict[str, Any], expected: dict[str, bool]
 ) -> None:
-    """A ServiceAccount's token is mounted where a hook asks the API server, and nowhere else."""
+    """A ServiceAccount token is mounted only for integrations that use the API server."""
     objects = render(helm, values)
     accounts = {
         each["metadata"]["name"].removeprefix("rfork-"): each["automountServiceAccountToken"]
@@ -87,8 +87,8 @@ def test_only_who_asks_the_api_server_has_a_token(
     }
 
 
-def test_roles_grant_what_the_hooks_do_and_no_more(helm: Path) -> None:
-    """What each hook may do, in full."""
+def test_roles_are_minimal(helm: Path) -> None:
+    """The complete rights of each integration."""
     objects = render(helm)
     granted = {
         (each["kind"], each["metadata"]["name"]): [
@@ -139,24 +139,24 @@ def test_roles_grant_what_the_hooks_do_and_no_more(helm: Path) -> None:
         ),
         ({"webhook": {"topology": {"enabled": False}}, "controller": {"enabled": False}}, {"rfork-webhook"}),
         ({"rbac": {"create": False}}, set()),
-        (VALUE_SETS["planner alone"], set()),
+        (VALUE_SETS["planner only"], set()),
     ],
 )
-def test_what_is_not_needed_is_not_granted(helm: Path, values: dict[str, Any], expected: set[str]) -> None:
-    """A webhook with no own certificate, Nodes and gates may do nothing; others can make the roles."""
+def test_unneeded_rights_are_not_granted(helm: Path, values: dict[str, Any], expected: set[str]) -> None:
+    """A webhook without its own certificate, topology and gates has no rights; `rbac.create` is respected."""
     kinds = ("Role", "ClusterRole", "RoleBinding", "ClusterRoleBinding")
     assert expected == {each["metadata"]["name"] for each in render(helm, values) if each["kind"] in kinds}
 
 
 @pytest.mark.parametrize(("enabled", "watched"), [(True, True), (False, False)])
-def test_nodes_are_watched_where_that_is_granted(helm: Path, enabled: bool, watched: bool) -> None:
-    """The webhook is told whether it may, so that it does not ask in vain for ever."""
+def test_nodes_are_watched_only_if_granted(helm: Path, enabled: bool, watched: bool) -> None:
+    """The webhook's setting matches its rights, so that it does not retry forever."""
     objects = render(helm, {"webhook": {"topology": {"enabled": enabled}}})
     topology_setting = environment(pod_specs(objects)["rfork-webhook"])["RFORK_K8S_INJECT_TOPOLOGY"]
     rules = find_object(objects, "ClusterRole", "rfork-webhook")["rules"]
     webhook_names = [hook["name"] for hook in find_object(objects, "MutatingWebhookConfiguration", "rfork")["webhooks"]]
     assert (watched,) * 3 == (
-        KubernetesSettings.model_validate({"topology": topology_setting}).inject_topology,
+        KubernetesSettings.model_validate({"inject_topology": topology_setting}).inject_topology,
         any("nodes" in rule["resources"] for rule in rules),
         "bindings.rfork.dev" in webhook_names,
     )
@@ -164,9 +164,9 @@ def test_nodes_are_watched_where_that_is_granted(helm: Path, enabled: bool, watc
 
 @pytest.mark.parametrize("kubernetes", ["1.20.2", "1.21.0", "1.37.0"])
 @pytest.mark.parametrize("controller", [True, False])
-def test_webhook_looks_at_the_lease_that_the_controller_takes(helm: Path, kubernetes: str, controller: bool) -> None:
-    """Both are told of the one Lease there is, and for how long it holds; the webhook may see it, no more."""
-    values = {"controller": {"enabled": controller, "leaseSeconds": 7}}
+def test_webhook_and_controller_use_the_same_lease(helm: Path, kubernetes: str, controller: bool) -> None:
+    """Both get its name and duration; the webhook may only read it."""
+    values = {"controller": {"enabled": controller, "leaseDurationSeconds": 7}}
     objects = render(helm, values, kubernetes=kubernetes)
     environments = [environment(spec) for name, spec in pod_specs(objects).items() if name != "rfork-planner"]
     assert {("rfork-controller", "7")} == {
@@ -190,7 +190,7 @@ def test_webhook_looks_at_the_lease_that_the_controller_takes(helm: Path, kubern
             "In",
             ["team-a", "rfork-system"],
         ),
-        # Namespaces have no such label there.
+        # Namespaces have no name label in this version.
         ({"instances": {"namespaces": ["team-a"]}}, "1.20.2", "NotIn", ["kube-system", "rfork-system"]),
         (
             {"instances": {"namespaces": ["team-a", "rfork-system"]}},
@@ -200,10 +200,10 @@ def test_webhook_looks_at_the_lease_that_the_controller_takes(helm: Path, kubern
         ),
     ],
 )
-def test_webhook_sees_pods_of_models(
+def test_the_webhook_selects_pods_of_models(
     helm: Path, values: dict[str, Any], kubernetes: str, operator: str, namespaces: list[str]
 ) -> None:
-    """Pods with the label, in namespaces that have a token; in all but the system's if none is named."""
+    """Pods with the label, in namespaces with a token; by default all but the system's."""
     objects = render(helm, values, kubernetes=kubernetes)
     configuration = find_object(objects, "MutatingWebhookConfiguration", "rfork")
     seen = {"matchExpressions": [{"key": "kubernetes.io/metadata.name", "operator": operator, "values": namespaces}]}
@@ -237,20 +237,20 @@ def test_webhook_sees_pods_of_models(
     ] == configuration["webhooks"]
 
 
-def test_webhook_sees_what_it_is_told_to(helm: Path) -> None:
-    """A namespaceSelector of the user's goes before instances.namespaces, for both webhooks."""
+def test_a_namespace_selector_has_priority(helm: Path) -> None:
+    """A namespaceSelector overrides instances.namespaces, for both webhooks."""
     chosen = {"matchLabels": {"team": "a"}}
     values = {"webhook": {"namespaceSelector": chosen}, "instances": {"namespaces": ["team-a"]}}
     configuration = find_object(render(helm, values), "MutatingWebhookConfiguration", "rfork")
     assert [chosen] * 2 == [hook["namespaceSelector"] for hook in configuration["webhooks"]]
 
 
-def test_webhook_is_asked_where_it_answers(helm: Path) -> None:
+def test_webhook_paths_exist(helm: Path) -> None:
     """The paths of the configuration are routes of the webhook's application."""
     configuration = find_object(render(helm), "MutatingWebhookConfiguration", "rfork")
     webhook_paths = {hook["clientConfig"]["service"]["path"] for hook in configuration["webhooks"]}
-    hooks = KubernetesSettings()
-    app = admission_app(hooks, "http://planner:8700", NodeTopology(hooks), CollectorRegistry())
+    settings = KubernetesSettings()
+    app = admission_app(settings, "http://planner:8700", NodeTopology(settings), CollectorRegistry())
     with TestClient(app) as client:
         assert {200} == {client.post(path, json=REVIEW).status_code for path in webhook_paths}
 
@@ -259,7 +259,7 @@ def test_webhook_is_asked_where_it_answers(helm: Path) -> None:
     ("values", "expected"),
     [
         (
-            VALUE_SETS["webhook elsewhere"],
+            VALUE_SETS["external webhook"],
             ({"url": "https://192.0.2.1:9443/mutate", "caBundle": BUNDLE}, None),
         ),
         (
@@ -278,10 +278,10 @@ def test_webhook_is_asked_where_it_answers(helm: Path) -> None:
         ),
     ],
 )
-def test_webhook_can_be_elsewhere_or_be_vouched_for_by_others(
+def test_an_external_webhook_and_cert_manager(
     helm: Path, values: dict[str, Any], expected: tuple[Document, str | None]
 ) -> None:
-    """A webhook outside of the cluster is named by URL; cert-manager is told where to write the caBundle."""
+    """An external webhook is addressed by URL; cert-manager is configured to write the caBundle."""
     configuration = find_object(render(helm, values), "MutatingWebhookConfiguration", "rfork")
     annotations = configuration["metadata"].get("annotations", {})
     assert expected == (
@@ -295,23 +295,23 @@ def test_webhook_can_be_elsewhere_or_be_vouched_for_by_others(
     [
         ({}, {}, [(1, 18699), (18764, 18799), (18864, 65535)]),
         (
-            {"morePorts": [{"port": 15000, "endPort": 17000}]},
+            {"extraPorts": [{"port": 15000, "endPort": 17000}]},
             {},
             [(1, 14999), (17001, 18699), (18764, 18799), (18864, 65535)],
         ),
-        ({}, {"peerPort": 1, "httpPort": 65534, "ports": 2}, [(3, 65533)]),
+        ({}, {"peerPort": 1, "httpPort": 65534, "portRangeSize": 2}, [(3, 65533)]),
         (
-            {"morePorts": [{"port": 18690, "endPort": 18800}, {"port": 9}]},
-            {"ports": 1},
+            {"extraPorts": [{"port": 18690, "endPort": 18800}, {"port": 9}]},
+            {"portRangeSize": 1},
             [(1, 8), (10, 18689), (18801, 65535)],
         ),
         ({"enginePorts": [8000, 30000]}, {}, [(8000, 8000), (30000, 30000)]),
     ],
 )
-def test_only_instances_reach_what_is_rforks(
+def test_only_instances_reach_rforks_ports(
     helm: Path, guard: dict[str, Any], instances: dict[str, Any], expected: list[tuple[int, int]]
 ) -> None:
-    """Where that is asked for, everyone reaches the engines' ports and no port of a peer; instances do."""
+    """With the policy, the engines' ports are open to all, and rfork's ports only to instances."""
     values = {"networkPolicy": {"instances": {"enabled": True, **guard}}, "instances": instances}
     policy = find_object(render(helm, values), "NetworkPolicy", "rfork-instances")["spec"]
     among, any_namespace = policy["ingress"]
@@ -330,14 +330,14 @@ def test_only_instances_reach_what_is_rforks(
 
 
 @pytest.mark.parametrize("values", [{}, {"networkPolicy": {"instances": {"enginePorts": [8000]}}}])
-def test_instances_are_guarded_only_where_asked(helm: Path, values: dict[str, Any]) -> None:
-    """A policy for Pods that are not the chart's own would open or shut what others decide on."""
+def test_instances_get_a_policy_only_on_request(helm: Path, values: dict[str, Any]) -> None:
+    """A policy for Pods outside the chart affects access that others decide on."""
     policies = {each["metadata"]["name"] for each in render(helm, values) if each["kind"] == "NetworkPolicy"}
     assert {"rfork-planner", "rfork-webhook", "rfork-controller"} == policies
 
 
 def test_instances_of_all_namespaces_reach_one_another(helm: Path) -> None:
-    """Each namespace has a policy, which lets the other namespaces' instances in, and who else is named."""
+    """Each namespace has a policy that allows instances of the other namespaces, and configured peers."""
     objects = render(helm, VALUE_SETS["many namespaces"])
     ours = {"matchExpressions": [{"key": names.MODEL, "operator": "Exists"}]}
     assert {
@@ -358,5 +358,5 @@ def test_instances_of_all_namespaces_reach_one_another(helm: Path) -> None:
 
 
 def decoded(value: str) -> str:
-    """Text of a Secret's data."""
+    """Decode a Secret's data."""
     return base64.b64decode(value).decode()

@@ -1,4 +1,4 @@
-"""Calls of the hooks to a real API server: rights, Pods, Events, Leases, and an election over one."""
+"""The client of the integrations with a real API server: rights, Pods, Events, Leases, and an election."""
 
 from __future__ import annotations
 
@@ -39,32 +39,32 @@ RULES = [
 
 @pytest.fixture
 async def other(plane: ControlPlane, namespace: str) -> AsyncIterator[Cluster]:
-    """The cluster, through another client."""
+    """The cluster through another client."""
     made = connect(KubernetesSettings(kubeconfig=plane.kubeconfig, namespace=namespace))
     yield made
     await made.close()
 
 
-async def test_the_role_is_enough(
+async def test_the_documented_role_is_sufficient(
     plane: ControlPlane, admin: Client, namespace: str, post: Post, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Without rights nothing is raised or seen, and one line says why; the rights of the table are enough."""
-    admin.create(ServiceAccount(metadata=ObjectMeta(name="hook", namespace=namespace)))
-    settings = KubernetesSettings(kubeconfig=plane.kubeconfig_for(namespace, "hook"), namespace=namespace)
+    """Without rights, one log line has the reason and nothing is raised; the documented rights are enough."""
+    admin.create(ServiceAccount(metadata=ObjectMeta(name="integration", namespace=namespace)))
+    settings = KubernetesSettings(kubeconfig=plane.kubeconfig_for(namespace, "integration"), namespace=namespace)
     cluster = connect(settings)
-    user = f"system:serviceaccount:{namespace}:hook"
+    user = f"system:serviceaccount:{namespace}:integration"
     async with recording(cluster.pods()) as recorder:
         with pytest.raises(ClusterUnavailable, match=r"403 .* is forbidden"):
             await cluster.read_lease("none", namespace)
-        await asyncio.sleep(2)  # tries again meanwhile
+        await asyncio.sleep(2)  # retries meanwhile
         assert [] == recorder.events
-        assert 1 == sum("watch_failed of=pods" in record.getMessage() for record in caplog.records)
+        assert 1 == sum("watch failed, retrying resource=pods" in record.getMessage() for record in caplog.records)
         assert {403} == {call.code for call in plane.calls(user)}
         refused = len(plane.calls(user))
         rules = [{"apiGroups": list(a), "resources": list(b), "verbs": list(c)} for a, b, c in RULES]
         rbac = "/apis/rbac.authorization.k8s.io/v1"
         post(f"{rbac}/clusterroles", {"metadata": {"name": namespace}, "rules": rules})
-        subject = {"kind": "ServiceAccount", "name": "hook", "namespace": namespace}
+        subject = {"kind": "ServiceAccount", "name": "integration", "namespace": namespace}
         role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": namespace}
         binding = {"metadata": {"name": namespace}, "roleRef": role, "subjects": [subject]}
         post(f"{rbac}/clusterrolebindings", binding)
@@ -87,8 +87,8 @@ async def test_the_role_is_enough(
     assert [] == [call for call in late if call.code == 403]
 
 
-async def test_events_are_counted_up(cluster: Cluster, other: Cluster, admin: Client, namespace: str) -> None:
-    """One like it is the same Event, whichever replica tells it; where that one is gone, it is a new one."""
+async def test_equal_events_are_incremented(cluster: Cluster, other: Cluster, admin: Client, namespace: str) -> None:
+    """An equal Event of any replica is the same object; after its deletion a new one is created."""
     admin.create(pod(namespace, "mine"))
     mine = await observe_pod(cluster, namespace, "mine")
 
@@ -113,7 +113,7 @@ async def test_events_are_counted_up(cluster: Cluster, other: Cluster, admin: Cl
 
 
 async def test_conditions_and_annotations(cluster: Cluster, admin: Client, namespace: str) -> None:
-    """A condition keeps the time of its last transition; what others wrote stays as it is."""
+    """A condition keeps the time of its last transition; data of others stays as it is."""
     theirs = {"type": "example.com/theirs", "status": "True"}
     admin.create(pod(namespace, "mine"))
     admin.patch(Pod.Status, "mine", {"status": {"conditions": [theirs]}}, namespace=namespace)
@@ -141,10 +141,10 @@ async def test_conditions_and_annotations(cluster: Cluster, admin: Client, names
     assert {"example.com/theirs": True, "ours": True} == (await observe_pod(cluster, namespace, "mine")).conditions
 
 
-async def test_annotations_come_by_a_way_that_leads_to_no_specification(
+async def test_annotations_are_written_through_the_status_subresource(
     cluster: Cluster, admin: Client, namespace: str
 ) -> None:
-    """A Pod's status takes its annotations; an image and what else the Pod is told stay as they are there."""
+    """It accepts annotations; the image and the rest of the spec do not change."""
     made = admin.create(pod(namespace, "mine"))
     mine = await observe_pod(cluster, namespace, "mine")
     await cluster.annotate(mine, {"a": "1", "b": "2"})
@@ -164,10 +164,10 @@ async def test_annotations_come_by_a_way_that_leads_to_no_specification(
     assert made.spec == admin.get(Pod, "mine", namespace=namespace).spec
 
 
-async def test_the_webhook_sees_who_leads(
+async def test_the_webhook_observes_the_leader(
     plane: ControlPlane, cluster: Cluster, admin: Client, namespace: str, post: Post
 ) -> None:
-    """Allowed to get the one Lease, and no more: from the leader's first renewals on until it gives up."""
+    """With the right to get one Lease, from the leader's first renewals until its release."""
     admin.create(ServiceAccount(metadata=ObjectMeta(name="webhook", namespace=namespace)))
     settings = KubernetesSettings(
         kubeconfig=plane.kubeconfig_for(namespace, "webhook"),
@@ -210,8 +210,8 @@ async def test_the_webhook_sees_who_leads(
     assert 200 in {call.code for call in calls}
 
 
-async def test_a_pod_that_is_gone(cluster: Cluster, admin: Client, namespace: str) -> None:
-    """One that took the name of another is not taken for it."""
+async def test_a_deleted_pod(cluster: Cluster, admin: Client, namespace: str) -> None:
+    """Another Pod of the same name is not changed."""
     admin.create(pod(namespace, "mine"))
     mine = await observe_pod(cluster, namespace, "mine")
     for other in (
@@ -225,8 +225,8 @@ async def test_a_pod_that_is_gone(cluster: Cluster, admin: Client, namespace: st
     assert {} == (await observe_pod(cluster, namespace, "mine")).annotations
 
 
-async def test_a_lease_between_two_clients(cluster: Cluster, other: Cluster, namespace: str) -> None:
-    """Who writes a version that is not the newest any more is told so, whatever it writes."""
+async def test_two_clients_of_one_lease(cluster: Cluster, other: Cluster, namespace: str) -> None:
+    """A write with an outdated version is a conflict."""
     assert "" == (await cluster.read_lease("it", namespace)).version
     first = await cluster.write_lease("it", namespace, "a", 14.2, "")
     assert ("a", 15.0) == (first.holder, first.duration_s)
@@ -245,7 +245,7 @@ async def test_a_lease_between_two_clients(cluster: Cluster, other: Cluster, nam
 
 
 async def test_an_election(cluster: Cluster, other: Cluster, namespace: str) -> None:
-    """Of two processes one leads; as it stops in order, the other one does."""
+    """One of two processes leads; when it stops, the other one leads."""
     led: asyncio.Queue[str] = asyncio.Queue()
 
     async def act(name: str) -> None:
@@ -259,7 +259,7 @@ async def test_an_election(cluster: Cluster, other: Cluster, namespace: str) -> 
     async with asyncio.timeout(SOON_S):
         assert "a" == await led.get()
         tasks["b"] = asyncio.create_task(elections["b"].run(lambda: act("b")))
-        await asyncio.sleep(6)  # longer than the Lease lives unrenewed
+        await asyncio.sleep(6)  # longer than the Lease's duration
         assert (True, False, True) == (elections["a"].is_leader, elections["b"].is_leader, led.empty())
         tasks["a"].cancel()
         assert "b" == await led.get()

@@ -1,7 +1,7 @@
-"""The controller as a process, beside a real API server and a real planner: what it goes on through.
+"""The controller as a process, with a real API server and a real planner: crashes and outages.
 
-There are no engines: the test asks for the Pods' forks and registers their instances, over REST, as they
-would. The planner never forgets them by itself here, so whatever is removed, the controller removed.
+There are no engines: the test requests the Pods' forks and registers their instances over REST, as engines
+would. The planner does not expire instances here, so only the controller removes them.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ PROBE: Final = {"httpGet": {"path": "/health", "port": 8000}}
 
 @pytest.fixture
 def fleet(plane: ControlPlane, admin: Client, helm: Path, namespace: str, tmp_path: Path) -> Iterator[Installation]:
-    """The chart, with a planner that forgets nobody, and plans at once."""
+    """The chart, with a planner that expires no instance and plans immediately."""
     with installed(plane, admin, helm, namespace, tmp_path) as made:
-        made.values["planner"]["settings"] = {"forget_s": NEVER_S, "gather_s": 0}
-        made.values["controller"]["graceSeconds"] = GRACE_S
+        made.values["planner"]["settings"] = {"instance_ttl_s": NEVER_S, "scaleup_wait_s": 0}
+        made.values["controller"]["readinessGraceSeconds"] = GRACE_S
         made.start("planner")
         yield made
 
 
 @pytest.fixture
 def planner(fleet: Installation) -> Iterator[httpx.Client]:
-    """An operator's client of it."""
+    """A client of the planner with an operator token."""
     with fleet.client() as client:
         yield client
 
 
 class ServedDeployment:
-    """A Deployment whose Pods ask for forks, and what is known of it."""
+    """A Deployment whose Pods request forks, and queries about it."""
 
     def __init__(self, admin: Client, namespace: str, planner: httpx.Client) -> None:
         self._admin, self._namespace, self._planner = admin, namespace, planner
@@ -60,7 +60,7 @@ class ServedDeployment:
                 "replicas": 0,
                 "selector": {"matchLabels": {"app": NAME}},
                 "template": {
-                    # As if the webhook, which does not run here, had seen them.
+                    # As if injected by the webhook, which does not run here.
                     "metadata": {"labels": labels, "annotations": {names.INJECTED: "1"}},
                     "spec": {
                         "readinessGates": [{"conditionType": names.WEIGHTS_READY}],
@@ -73,24 +73,24 @@ class ServedDeployment:
         self.uid = str(made.metadata.uid if made.metadata else "")
 
     def scale(self, replicas: int) -> None:
-        """Want so many."""
+        """Set the number of replicas."""
         self._admin.patch(Deployment, NAME, {"spec": {"replicas": replicas}}, namespace=self._namespace)
 
     def scale_and_wait(self, replicas: int) -> list[str]:
-        """Want so many, and wait for their Pods: the UIDs of those that are new."""
+        """Set the number of replicas, wait for their Pods, and return the UIDs of the new ones."""
         before = set(self.pods())
         self.scale(replicas)
-        until(lambda: len(self.pods()) == replicas, f"there are no {replicas} Pods")
+        until(lambda: len(self.pods()) == replicas, f"{replicas} Pods")
         return sorted(set(self.pods()) - before)
 
     def pods(self) -> dict[str, str]:
-        """Names by UID, of those that are not about to end."""
+        """Return the names of Pods that are not terminating, by UID."""
         found = self._admin.list(Pod, namespace=self._namespace)
         living = [pod.metadata for pod in found if pod.metadata and not pod.metadata.deletionTimestamp]
         return {str(each.uid): str(each.name) for each in living}
 
     def gate(self, uid: str) -> tuple[str, str]:
-        """Status and reason of the condition that a Pod's gate is for; nothing yet: empty."""
+        """Return status and reason of the gate's condition; empty without one."""
         status = self._admin.get(Pod, self.pods()[uid], namespace=self._namespace).status
         for each in (status.conditions if status else None) or ():
             if each.type == names.WEIGHTS_READY:
@@ -98,29 +98,29 @@ class ServedDeployment:
         return "", ""
 
     def containers_ready(self, uid: str) -> None:
-        """What the kubelet says once the engine answers."""
+        """Set the conditions that the kubelet sets once the engine responds."""
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         ready = {"type": "ContainersReady", "status": "True", "lastTransitionTime": now}
         status = {"phase": "Running", "conditions": [ready]}
         self._admin.patch(Pod.Status, self.pods()[uid], {"status": status}, namespace=self._namespace)
 
     def kill(self, uid: str) -> None:
-        """`kubectl delete pod --force`: nobody waits for its end."""
+        """Delete it with `kubectl delete pod --force`, without waiting."""
         self._admin.delete(Pod, self.pods()[uid], namespace=self._namespace, grace_period=0)
 
     def register(self, uid: str) -> None:
-        """A Pod's one rank serves."""
+        """Register a Pod's only rank as serving."""
         report = instance(uid).report
         self._put(f"/v1/instances/{report.instance_id}", report)
 
     def request_fork(self, uid: str) -> None:
-        """A Pod's one rank asks for its fork."""
+        """Request a fork for a Pod's only rank."""
         report = instance(uid, "loading", chunks=0, weights_id=None).report
         fork_request = ForkRequest(fork_id=f"f-{uid}", instance=report).model_dump(mode="json")
         self._planner.post("/v1/forks", json=fork_request).raise_for_status()
 
     def finish_fork(self, uid: str, source: str) -> None:
-        """Its fork has ended well, and it serves."""
+        """Finish its fork successfully; it serves."""
         sources = {instance_id(source): IMAGE_BYTES}
         finish = ForkResult(outcome="forked", seconds=3.1, bytes_read=IMAGE_BYTES, sources=sources)
         path = f"/v1/forks/f-{uid}/finish"
@@ -128,18 +128,18 @@ class ServedDeployment:
         self.register(uid)
 
     def instances(self) -> set[str]:
-        """UIDs of the Pods whose instance the planner knows."""
+        """Return the UIDs of the Pods whose instance the planner knows."""
         views = self._planner.get("/v1/instances").raise_for_status().json()["items"]
         return {view["report"]["instance_id"][: len(self.uid)] for view in views}
 
     def expected(self) -> int:
-        """Replicas of this Deployment that the planner still expects."""
+        """Return the replicas of this Deployment that the planner still expects."""
         views = self._planner.get("/v1/scaleups").raise_for_status().json()
         mine = [view for view in views if view["scaleup"]["scaleup_id"] == self.uid]
-        return sum(view["scaleup"]["replicas"] - view["arrived"] for view in mine)
+        return sum(view["scaleup"]["replicas"] - view["arrived_count"] for view in mine)
 
     def events(self, reason: str) -> dict[str, int]:
-        """How often each object was told something, by its name."""
+        """Return the number of Events of each object, by its name."""
         found = self._admin.list(Event, namespace=self._namespace)
         counts: dict[str, int] = {}
         for event in found:
@@ -154,73 +154,73 @@ class ServedDeployment:
 
 @pytest.fixture
 def served(admin: Client, namespace: str, planner: httpx.Client) -> ServedDeployment:
-    """The Deployment, with no replica yet."""
+    """The Deployment, without replicas yet."""
     return ServedDeployment(admin, namespace, planner)
 
 
 def start_first_pod(served: ServedDeployment) -> str:
-    """The UID of the only Pod, whose instance serves and whose gate is open."""
+    """Return the UID of the only Pod, whose instance serves and whose gate is open."""
     (first,) = served.scale_and_wait(1)
     served.register(first)
-    until(lambda: served.gate(first) == ("True", "Serving"), "the first's gate is not open")
+    until(lambda: served.gate(first) == ("True", "Serving"), "the first Pod's gate to open")
     return first
 
 
 def is_leader(fleet: Installation, name: str) -> bool:
-    """Whether the replica is the one that acts."""
+    """Return True if the replica is the leader."""
     return fleet.metric(name, "rfork_controller_leader") == 1
 
 
 def reconcile_count(fleet: Installation, name: str) -> float:
-    """How often it has reconciled."""
+    """Return the number of reconciles."""
     return fleet.metric(name, "rfork_controller_reconcile_seconds_count")
 
 
 def action_count(fleet: Installation, name: str, action: str) -> float:
-    """How often it has done something."""
+    """Return the number of completed actions."""
     return fleet.metric(name, "rfork_controller_actions_total", action=action)
 
 
 def announcement_count(fleet: Installation, served: ServedDeployment) -> int:
-    """How often the planner was told of the Deployment's replicas."""
+    """Return the number of announcements of the Deployment's replicas to the planner."""
     lines = fleet.log("planner").splitlines()
     return sum("scale-up announced" in line and served.uid in line for line in lines)
 
 
 def wait_reconciled(fleet: Installation, name: str) -> None:
-    """Wait until it has looked at the planner, and acted by what it saw, since this was called."""
-    enough = reconcile_count(fleet, name) + 7  # they are a tenth of a second apart, looks are half a second
-    until(lambda: reconcile_count(fleet, name) >= enough, f"{name} does not go on")
+    """Wait until the replica has polled the planner and reconciled after this call."""
+    enough = reconcile_count(fleet, name) + 7  # reconciles are a tenth of a second apart, polls half a second
+    until(lambda: reconcile_count(fleet, name) >= enough, f"{name} to reconcile")
 
 
-def test_the_leader_is_killed_while_replicas_come(fleet: Installation, served: ServedDeployment) -> None:
-    """The other takes over: the scale-up is announced once more at most, each fork is told of once."""
+def test_the_leader_is_killed_during_a_scale_up(fleet: Installation, served: ServedDeployment) -> None:
+    """The other takes over: the scale-up is announced at most once more, each fork is reported once."""
     fleet.start("controller", "a")
     fleet.start("controller", "b", RFORK_K8S_HEALTH_PORT=str(free_ports(1)[0]))
-    until(lambda: is_leader(fleet, "a") != is_leader(fleet, "b"), "nobody leads")
+    until(lambda: is_leader(fleet, "a") != is_leader(fleet, "b"), "a leader")
     leader, other = ("a", "b") if is_leader(fleet, "a") else ("b", "a")
     first = start_first_pod(served)
     second, third, fourth = served.scale_and_wait(4)
-    until(lambda: served.expected() == 3, "three are not announced")
+    until(lambda: served.expected() == 3, "three announced replicas")
     served.request_fork(second)
     served.request_fork(third)
-    until(lambda: served.expected() == 1, "those that came are still expected")
+    until(lambda: served.expected() == 1, "arrived replicas to be counted")
     served.finish_fork(second, first)
-    until(lambda: len(served.events("Forked")) == 1, "the first fork is not told of")
+    until(lambda: len(served.events("Forked")) == 1, "the Event of the first fork")
     before, scaleup_events = announcement_count(fleet, served), served.events("ScaleUp")
 
     fleet.kill(leader)
-    until(lambda: is_leader(fleet, other), "the other does not lead")
+    until(lambda: is_leader(fleet, other), "the other replica to lead")
     wait_reconciled(fleet, other)
     assert 1 == served.expected()
     assert announcement_count(fleet, served) - before <= 1
     served.finish_fork(third, first)
     served.request_fork(fourth)
-    until(lambda: served.expected() == 0, "the scale-up is not withdrawn")
+    until(lambda: served.expected() == 0, "the scale-up to be withdrawn")
     served.finish_fork(fourth, first)
     new = [second, third, fourth]
-    until(lambda: all(served.gate(uid) == ("True", "Forked") for uid in new), "gates are shut")
-    until(lambda: len(served.events("Forked")) == 3, "forks are not told of")
+    until(lambda: all(served.gate(uid) == ("True", "Forked") for uid in new), "open gates")
+    until(lambda: len(served.events("Forked")) == 3, "Events of the forks")
     wait_reconciled(fleet, other)
     assert dict.fromkeys((served.pods()[uid] for uid in new), 1) == served.events("Forked")
     assert scaleup_events == served.events("ScaleUp")
@@ -228,65 +228,65 @@ def test_the_leader_is_killed_while_replicas_come(fleet: Installation, served: S
     assert 0 == action_count(fleet, other, "remove")
 
 
-def test_the_api_server_is_killed_and_started(
+def test_the_api_server_is_killed_and_restarted(
     fleet: Installation, served: ServedDeployment, plane: ControlPlane
 ) -> None:
-    """Without it the controller does not lead; with it, it goes on, and has lost nothing that it knew."""
+    """Without it the controller does not lead; afterwards it continues with all of its state."""
     fleet.start("controller")
     first = start_first_pod(served)
     (second,) = served.scale_and_wait(2)
     served.register(second)
-    until(lambda: served.gate(second)[0] == "True", "the second's gate is not open")
+    until(lambda: served.gate(second)[0] == "True", "the second Pod's gate to open")
     plane.kill_api_server()
     try:
-        until(lambda: not is_leader(fleet, "controller"), "it leads without renewing its Lease")
+        until(lambda: not is_leader(fleet, "controller"), "leadership to end without renewals")
         assert {first, second} == served.instances()
     finally:
         plane.start_api_server()
     served.scale_and_wait(4)
-    until(lambda: served.expected() == 2, "nothing is announced any more")
+    until(lambda: served.expected() == 2, "an announcement after the restart")
     assert {first, second} == served.instances()
     served.kill(second)
-    until(lambda: served.instances() == {first}, "the dead are not removed any more")
+    until(lambda: served.instances() == {first}, "instances of dead Pods to be removed")
     assert 0 == fleet.log("controller").count("Traceback")
 
 
-def test_a_pod_is_deleted_by_force(fleet: Installation, served: ServedDeployment) -> None:
-    """Its instance is removed from the planner, and no other; the one in its place is expected."""
+def test_a_pod_is_force_deleted(fleet: Installation, served: ServedDeployment) -> None:
+    """Its instance is removed from the planner, and no other; its replacement is expected."""
     fleet.start("controller")
     first = start_first_pod(served)
     (second,) = served.scale_and_wait(2)
     served.register(second)
-    until(lambda: served.expected() == 0, "the second is still expected")
+    until(lambda: served.expected() == 0, "the second Pod to arrive")
     served.kill(first)
-    until(lambda: served.instances() == {second}, "the dead are not removed")
-    until(lambda: served.expected() == 1, "the one in its place is not expected")
+    until(lambda: served.instances() == {second}, "the dead Pod's instance to be removed")
+    until(lambda: served.expected() == 1, "the replacement to be expected")
     assert 1 == action_count(fleet, "controller", "remove")
 
 
-def test_the_planner_is_killed_and_started(fleet: Installation, served: ServedDeployment) -> None:
-    """Gates open while it is away; what it forgot is neither removed nor shut again, and it is told anew."""
+def test_the_planner_is_killed_and_restarted(fleet: Installation, served: ServedDeployment) -> None:
+    """Gates open during the outage and stay open; nothing is removed; scale-ups are announced again."""
     fleet.start("controller")
     first = start_first_pod(served)
     (second,) = served.scale_and_wait(2)
-    until(lambda: served.expected() == 1, "the second is not announced")
+    until(lambda: served.expected() == 1, "the second Pod to be announced")
     served.request_fork(second)
     served.containers_ready(second)
-    # Withdrawn: so the controller has seen that the planner knows it, as one that is loading still.
-    until(lambda: served.expected() == 0, "the second is still expected")
+    # Withdrawn: so the controller has observed that the planner knows it, still loading.
+    until(lambda: served.expected() == 0, "the second Pod to arrive")
     assert "True" != served.gate(second)[0]
     fleet.kill("planner")
-    until(lambda: served.gate(second) == ("True", "UnknownToPlanner"), "the gate stays shut")
+    until(lambda: served.gate(second) == ("True", "UnknownToPlanner"), "the gate to open")
     (third,) = served.scale_and_wait(3)
 
     fleet.start("planner")
-    until(lambda: served.expected() == 1, "the third is not announced to the new one")
+    until(lambda: served.expected() == 1, "the third Pod to be announced to the new planner")
     served.register(first)
     served.register(second)
     wait_reconciled(fleet, "controller")
     assert {first, second} == served.instances()
     assert [("True", "Serving"), ("True", "UnknownToPlanner")] == [served.gate(first), served.gate(second)]
     served.register(third)
-    until(lambda: served.gate(third) == ("True", "Serving"), "the third's gate does not open")
+    until(lambda: served.gate(third) == ("True", "Serving"), "the third Pod's gate to open")
     assert 0 == action_count(fleet, "controller", "remove")
     assert {first, second, third} == set(served.pods())

@@ -1,7 +1,7 @@
-"""Blocks of pages that need a cluster: read from their pages, and run word for word on a real API server.
+"""Runs the documentation's blocks that need a cluster, verbatim, on a real API server.
 
-What a test puts in their place: the release's name and namespaces by its own, and a stand-in for docker, of
-which there is none: it says what it is asked to build.
+Each test replaces the release's name and namespaces with its own, and docker with a stub that prints its
+arguments.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ echo docker: "$@"
 """
 
 
-@pytest.mark.parametrize("block", blocks_run_by(__file__), ids=lambda block: block.where)
-def test_the_chart_is_installed_as_the_pages_say(
+@pytest.mark.parametrize("block", blocks_run_by(__file__), ids=lambda block: block.location)
+def test_the_documented_installation(
     block: PageBlock,
     plane: ControlPlane,
     admin: Client,
@@ -45,7 +45,7 @@ def test_the_chart_is_installed_as_the_pages_say(
     namespace: str,
     tmp_path: Path,
 ) -> None:
-    """The release is there, with the webhook; and where the page labels a workload, its Pods will fork."""
+    """The release exists, with the webhook; if the page labels a workload, its Pods will fork."""
     for name, program in (("helm", helm), ("kubectl", kubectl)):
         (tmp_path / name).symlink_to(program)
     (tmp_path / "docker").write_text(DOCKER)
@@ -92,7 +92,7 @@ def test_the_chart_is_installed_as_the_pages_say(
 
 
 def workload(name: str, namespace: str) -> Deployment:
-    """A Deployment that serves a model, before anybody labelled it."""
+    """Return an unlabelled Deployment that serves a model."""
     labels = {"app": name}
     pod = PodSpec(containers=[Container(name="engine", image="none")])
     return Deployment(

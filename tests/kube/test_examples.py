@@ -1,8 +1,8 @@
-"""deploy/examples/kubernetes: each document is valid, goes with the others, and comes through the webhook.
+"""deploy/examples/kubernetes: documents are valid, consistent, and accepted by the webhook.
 
-No API server is needed. Kinds of Kubernetes' own are checked against its schemas, strictly; for those of KEDA
-and LeaderWorkerSet the fields that are known are written down here, after their CRDs (keda.sh/v1alpha1,
-leaderworkerset.x-k8s.io/v1): only those that the examples may use.
+No API server is needed. Kubernetes' own kinds are validated strictly against its schemas. For KEDA and
+LeaderWorkerSet, the fields that the examples may use are listed here, after their CRDs (keda.sh/v1alpha1,
+leaderworkerset.x-k8s.io/v1).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from planner.integrations.kubernetes import names
 from planner.integrations.kubernetes.inject import inject
 from planner.integrations.kubernetes.pod_request import InjectionRequest, parse_request
 from rfork.settings import InstanceSettings, KubernetesSettings, StorageSettings
+from rfork.settings.env import variables_of
 
 Document = dict[str, Any]
 FOLDER = Path(__file__).parents[2] / "deploy" / "examples" / "kubernetes"
@@ -28,12 +29,12 @@ FILES = ("lws-tp8.yaml", "rdma.yaml", "s3-irsa.yaml", "same-host.yaml", "sglang-
 VERSION = "1.37"
 HOOK = KubernetesSettings(injection_mode="init", injection_image="rfork:0.1.0")
 USERS_ANNOTATIONS = {
-    names.MODEL_NAME, names.CONTAINER, names.ENGINE, names.INJECT, names.SNAPSHOT, names.FILES,
-    names.SAME_HOST, names.DRAIN_S, names.REQUIRED, names.REPLICA_PODS,
+    names.MODEL_NAME, names.CONTAINER, names.ENGINE, names.INJECT, names.SNAPSHOT, names.INJECTION_MODE,
+    names.SAME_HOST, names.DRAIN_TIMEOUT_S, names.FAIL_IF_NOT_FORKED, names.REPLICA_PODS,
 }  # fmt: skip
 
-# A field's shape: a type, a set of words, a list of one shape, or an object with its fields; those with !
-# must be there. `...` is checked elsewhere.
+# Shape of a field: a type, a set of words, a list of one shape, or an object with its fields, of which those
+# with ! are required. `...` is checked elsewhere.
 Shape = type | set[str] | list[Any] | dict[str, Any] | Any
 POLICY = {"type!": {"Percent", "Pods"}, "value!": int, "periodSeconds!": int}
 RULES = {"stabilizationWindowSeconds": int, "selectPolicy": {"Max", "Min", "Disabled"}, "policies": [POLICY]}
@@ -74,7 +75,7 @@ KNOWN: dict[tuple[str, str], Shape] = {
 
 
 def documents(file: str) -> list[Document]:
-    """What a file holds."""
+    """Return the documents of a file."""
     return list(yaml.safe_load_all((FOLDER / file).read_text("utf-8")))
 
 
@@ -82,7 +83,7 @@ ALL = [(file, each) for file in FILES for each in documents(file)]
 
 
 def templates(document: Document) -> Iterator[Document]:
-    """The Pod templates of a workload."""
+    """Return the Pod templates of a workload."""
     spec: Document = document.get("spec", {})
     group = spec.get("leaderWorkerTemplate", {})
     for found in (spec.get("template"), group.get("leaderTemplate"), group.get("workerTemplate")):
@@ -97,13 +98,13 @@ by_template = pytest.mark.parametrize(("file", "template"), TEMPLATES, ids=[file
 
 
 def pod(template: Document) -> Document:
-    """A Pod of the template, as the API server would be sent it."""
+    """Return a Pod of the template, as sent to the API server."""
     metadata = {**template["metadata"], "name": "pod-0", "namespace": "default"}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
 
 
 def shape_errors(value: object, shape: Shape, at: str = "spec") -> Iterator[str]:
-    """What of a value is not of the shape."""
+    """Return the violations of the shape."""
     if shape is ...:
         return
     if isinstance(shape, set):
@@ -123,15 +124,15 @@ def shape_errors(value: object, shape: Shape, at: str = "spec") -> Iterator[str]
         yield f"{at} is {value!r}"
 
 
-def test_these_are_the_examples() -> None:
-    """Each file of the folder is looked at, and says in its first line what it is."""
+def test_all_examples_are_covered() -> None:
+    """Each file of the directory is tested, and its first line describes it."""
     assert list(FILES) == sorted(file.name for file in FOLDER.iterdir())
     assert [] == [file for file in FILES if not re.match(r"# \w.*[.:]\n", (FOLDER / file).read_text("utf-8"))]
 
 
 @pytest.mark.parametrize(("file", "document"), ALL, ids=[f"{file}-{each['kind']}" for file, each in ALL])
 def test_each_document_is_valid(file: str, document: Document) -> None:
-    """By Kubernetes' own schemas, or by the fields that are known of the kind."""
+    """By Kubernetes' schemas, or by the known fields of the kind."""
     api_type = document["apiVersion"], document["kind"]
     if api_type in KNOWN:
         assert {"apiVersion", "kind", "metadata", "spec"} == set(document)
@@ -142,13 +143,13 @@ def test_each_document_is_valid(file: str, document: Document) -> None:
 
 @by_template
 def test_each_template_is_a_valid_pod(file: str, template: Document) -> None:
-    """By Kubernetes' schema, those in a LeaderWorkerSet as well."""
+    """By Kubernetes' schema, including those in a LeaderWorkerSet."""
     kubernetes_validate.validate(pod(template), VERSION, strict=True)
 
 
 @by_file
 def test_labels_and_annotations(file: str) -> None:
-    """The model is named on the workload and on each template; only annotations for users are used."""
+    """The model is named on the workload and on each template; only user annotations are used."""
     for _, workload in (each for each in WORKLOADS if each[0] == file):
         model = workload["metadata"]["labels"][names.MODEL]
         for template in templates(workload):
@@ -161,8 +162,8 @@ def test_labels_and_annotations(file: str) -> None:
 
 
 @by_template
-def test_each_server_is_probed_and_bounded(file: str, template: Document) -> None:
-    """Probes of a port that is there, requests and limits, and an image of a fixed version."""
+def test_each_server_has_probes_and_limits(file: str, template: Document) -> None:
+    """Probes of existing ports, requests and limits, and an image with a fixed version."""
     (container,) = template["spec"]["containers"]
     ports = {port["name"] for port in container["ports"]}
     assert {container[probe]["httpGet"]["port"] for probe in ("startupProbe", "readinessProbe")} <= ports
@@ -171,8 +172,8 @@ def test_each_server_is_probed_and_bounded(file: str, template: Document) -> Non
 
 
 @by_file
-def test_what_refers_to_one_another_is_there(file: str) -> None:
-    """Services select a template and a port of it; scalers name a workload."""
+def test_references_are_valid(file: str) -> None:
+    """Services select a template and one of its ports; scalers name a workload."""
     found = documents(file)
     servers = [template for workload in found for template in templates(workload)]
     scaled = {(each["apiVersion"], each["kind"], each["metadata"]["name"]) for each in found}
@@ -191,18 +192,21 @@ def test_what_refers_to_one_another_is_there(file: str) -> None:
 
 
 @by_template
-def test_variables_are_options(file: str, template: Document) -> None:
-    """Each RFORK_* is an option that rfork has, and none is one that the webhook sets."""
-    known = {f"RFORK_{name.upper()}" for name in InstanceSettings.model_fields} | {
-        f"RFORK_STORAGE_{name.upper()}" for name in StorageSettings.model_fields
+def test_variables_are_settings(file: str, template: Document) -> None:
+    """Each RFORK_* is a setting of rfork, and none is set by the webhook."""
+    known = {
+        variable
+        for settings_class in (InstanceSettings, StorageSettings)
+        for name in settings_class.model_fields
+        for variable in variables_of(settings_class, name)
     }
     provided = {each["name"] for each in template["spec"]["containers"][0].get("env", ())}
     assert set() == {name for name in provided if name.startswith("RFORK_")} - known
 
 
 @by_template
-def test_the_webhook_has_nothing_to_say(file: str, template: Document) -> None:
-    """Each Pod is injected without a note; what comes out is valid, and asks for the load format."""
+def test_injection_has_no_notes(file: str, template: Document) -> None:
+    """Each Pod is injected without a note; the result is valid and has the load format."""
     original = pod(template)
     request = parse_request(original)
     assert isinstance(request, InjectionRequest), request
@@ -212,12 +216,12 @@ def test_the_webhook_has_nothing_to_say(file: str, template: Document) -> None:
     assert made["metadata"]["annotations"][names.INJECTED]
     container = made["spec"]["containers"][0]
     assert ["--load-format", "rfork"] == [*container.get("command", ()), *container.get("args", ())][-2:]
-    uses_init_container = template["metadata"]["annotations"][names.FILES] == "init"
+    uses_init_container = template["metadata"]["annotations"][names.INJECTION_MODE] == "init"
     assert uses_init_container == bool(made["spec"].get("initContainers"))
 
 
-def test_what_each_example_shows() -> None:
-    """The Pods that come out of the webhook have what the file is about."""
+def test_each_example_shows_its_subject() -> None:
+    """The injected Pods have what the file is about."""
     pods = {}
     for file, template in TEMPLATES:
         request = parse_request(pod(template))
@@ -238,8 +242,8 @@ def test_what_each_example_shows() -> None:
     assert all({"--tp-size=8", "--nnodes=2"} <= set(server["args"]) for server in servers)
 
 
-def test_triggers_are_what_the_scaler_takes() -> None:
-    """Each trigger of KEDA's is one; its model is the one that the Pods report, its port the engine's."""
+def test_triggers_are_valid() -> None:
+    """The scaler accepts each trigger; its model is the Pods' model, its port the engine's."""
     found = documents("vllm-keda.yaml")
     scaled = next(each for each in found if each["kind"] == "ScaledObject")
     (template,) = (template for each in found for template in templates(each))

@@ -1,4 +1,4 @@
-"""What is seen of a real API server, through everything that ends a watch."""
+"""Watches of a real API server, through everything that ends a watch."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from tests.kube.control_plane import ControlPlane
 from tests.kube.watch_recorder import LABELS, SOON_S, Post, pod, pod_upserted, recording, workload
 
 
-async def test_pods_come_change_and_go(cluster: Cluster, admin: Client, namespace: str) -> None:
-    """Pods with the label are listed, then each change is told; one without it is never seen."""
+async def test_pod_changes_are_delivered(cluster: Cluster, admin: Client, namespace: str) -> None:
+    """Pods with the label are listed, then each change is delivered; other Pods are never seen."""
     admin.create(pod(namespace, "first"))
     async with recording(cluster.pods()) as recorder:
         listed = await recorder.until(lambda event: isinstance(event, Synced))
@@ -51,8 +51,8 @@ async def test_pods_come_change_and_go(cluster: Cluster, admin: Client, namespac
         assert "other" not in event_names
 
 
-async def test_what_is_seen_of_a_pod(cluster: Cluster, admin: Client, namespace: str, post: Post) -> None:
-    """Its owner, its node, its gates, its conditions, and since when its containers are ready."""
+async def test_parsed_fields_of_a_pod(cluster: Cluster, admin: Client, namespace: str, post: Post) -> None:
+    """Its owner, node, gates, conditions, and since when its containers are ready."""
     made = workload("Deployment", "web", 1)
     made["spec"]["template"]["spec"]["readinessGates"] = [{"conditionType": names.WEIGHTS_READY}]
     async with recording(cluster.pods()) as recorder:
@@ -80,10 +80,10 @@ async def test_what_is_seen_of_a_pod(cluster: Cluster, admin: Client, namespace:
         assert last.item.conditions["ContainersReady"]
 
 
-async def test_workloads_of_all_kinds_are_one_stream(
+async def test_workloads_of_all_kinds_are_merged(
     cluster: Cluster, namespace: str, post: Post, admin: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Deployments and StatefulSets are listed together; LeaderWorkerSets once there is such a kind."""
+    """Deployments and StatefulSets are listed together; LeaderWorkerSets once the kind exists."""
     monkeypatch.setattr(informer, "RECHECK_S", 0.5)
     apps = f"/apis/apps/v1/namespaces/{namespace}"
     post(f"{apps}/deployments", workload("Deployment", "web", 3))
@@ -118,7 +118,7 @@ async def test_workloads_of_all_kinds_are_one_stream(
 
 
 def created_soon(post: Post, namespace: str, lws: Document) -> None:
-    """Create an object of a kind that has only just been defined."""
+    """Create an object of a kind that was just defined."""
     deadline = time.monotonic() + SOON_S
     while True:
         try:
@@ -147,8 +147,8 @@ def lws_definition() -> Document:
     }
 
 
-async def test_nodes_are_seen(cluster: Cluster, admin: Client, namespace: str) -> None:
-    """Nodes come with their labels, and go."""
+async def test_nodes_are_observed(cluster: Cluster, admin: Client, namespace: str) -> None:
+    """With their labels, including deletions."""
     async with recording(cluster.nodes()) as recorder:
         await recorder.until(lambda event: isinstance(event, Synced))
         admin.create(Node(metadata=ObjectMeta(name=namespace, labels={"zone": "a"})))
@@ -161,10 +161,10 @@ async def test_nodes_are_seen(cluster: Cluster, admin: Client, namespace: str) -
         await recorder.until(lambda event: isinstance(event, Deleted) and event.item.name == namespace)
 
 
-async def test_an_api_server_that_died_comes_back(
+async def test_watches_survive_a_crash_of_the_api_server(
     cluster: Cluster, plane: ControlPlane, admin: Client, namespace: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Watches live through its SIGKILL and a compaction: all is listed again, and then told as before."""
+    """After a SIGKILL and a compaction everything is listed again, then watched as before."""
     admin.create(pod(namespace, "before"))
     async with recording(cluster.pods()) as pods, recording(cluster.workloads()) as workloads:
         await pods.until(lambda event: isinstance(event, Synced))
@@ -188,7 +188,7 @@ async def test_an_api_server_that_died_comes_back(
 
 
 class CompactedClient(ApiServer):
-    """Its first watch begins at a revision that was compacted long ago."""
+    """Starts its first watch at a revision that was compacted long ago."""
 
     watches = 0
 
@@ -201,8 +201,8 @@ class CompactedClient(ApiServer):
             yield event
 
 
-async def test_a_version_that_was_forgotten(plane: ControlPlane, admin: Client, namespace: str) -> None:
-    """After a 410 all is listed anew, and the watch goes on from there."""
+async def test_an_expired_version(plane: ControlPlane, admin: Client, namespace: str) -> None:
+    """After a 410 everything is listed again, and the watch continues from there."""
     await asyncio.to_thread(plane.compact)
     settings = KubernetesSettings(kubeconfig=plane.kubeconfig, namespace=namespace)
     server = open_server(settings)
@@ -219,23 +219,23 @@ async def test_a_version_that_was_forgotten(plane: ControlPlane, admin: Client, 
     await server.close()
 
 
-async def test_a_connection_that_is_silent(cluster: Cluster, namespace: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A watch that says nothing for longer than the server lets one live is taken for dead."""
+async def test_a_silent_connection(cluster: Cluster, namespace: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A watch that is silent for longer than the server's timeout counts as dead."""
     monkeypatch.setattr(informer, "SILENCE_S", 0.2)
     async with recording(cluster.nodes()) as recorder:
         for again in range(3):
             await recorder.until(lambda event: isinstance(event, Synced), after=again)
 
 
-async def test_a_watch_that_ends_in_order_goes_on(
+async def test_a_watch_that_ends_normally_continues(
     cluster: Cluster, admin: Client, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server ends each watch after a while: nothing is listed again for that."""
+    """The server ends each watch after a while, which causes no new list."""
     monkeypatch.setattr(informer, "WATCH_S", 1)
     monkeypatch.setattr(informer, "MIN_WATCH_S", 0.1)
     async with recording(cluster.pods()) as recorder:
         await recorder.until(lambda event: isinstance(event, Synced))
-        await asyncio.sleep(2.5)  # two watches long
+        await asyncio.sleep(2.5)  # for the duration of two watches
         admin.create(pod(namespace, "late"))
         await recorder.until(pod_upserted("late"))
         assert 1 == sum(isinstance(event, Synced) for event in recorder.events)

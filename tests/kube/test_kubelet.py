@@ -1,4 +1,4 @@
-"""The stand-in kubelet: a Deployment becomes processes, and ends."""
+"""The stand-in kubelet: a Deployment runs as processes, and ends."""
 
 from __future__ import annotations
 
@@ -75,16 +75,16 @@ def deployment(replicas: int) -> dict[str, object]:
 
 
 def until(predicate: Callable[[], bool], what: str) -> None:
-    """Look until it holds; TimeoutError otherwise."""
+    """Poll until the predicate is true. Raises TimeoutError."""
     deadline = time.monotonic() + 60
     while not predicate():
         if time.monotonic() > deadline:
-            raise TimeoutError(what)
+            raise TimeoutError(f"timed out waiting for {what}")
         time.sleep(0.1)
 
 
-def test_a_deployment_runs_scales_and_ends(plane: ControlPlane, admin: Client, namespace: str, tmp_path: Path) -> None:
-    """Two replicas are Ready once their gates open; one goes, then both, each with its preStop hook."""
+def test_a_deployment_runs_scales_and_stops(plane: ControlPlane, admin: Client, namespace: str, tmp_path: Path) -> None:
+    """Two replicas are Ready once their gates open; one ends, then both, each with its preStop hook."""
 
     def pods() -> list[Pod]:
         return list(admin.list(Pod, namespace=namespace))
@@ -107,7 +107,7 @@ def test_a_deployment_runs_scales_and_ends(plane: ControlPlane, admin: Client, n
             assert 201 == made.status_code, made.text
         until(
             lambda: sum(condition_is_true(pod, "ContainersReady") for pod in pods()) == 2,
-            "containers are ready",
+            "ready containers",
         )
         both = pods()
         assert 0 == ready()
@@ -119,12 +119,12 @@ def test_a_deployment_runs_scales_and_ends(plane: ControlPlane, admin: Client, n
             assert ["first", expected_output] == kubelet.log(name or "").splitlines()[:2]
             gate = {"status": {"conditions": [{"type": "example.com/open", "status": "True"}]}}
             admin.patch(Pod.Status, name or "", gate, namespace=namespace)
-        until(lambda: ready() == 2, "both are ready")
+        until(lambda: ready() == 2, "two ready Pods")
         scale(1)
-        until(lambda: len(pods()) == 1, "one is left")
+        until(lambda: len(pods()) == 1, "one Pod")
         assert 1 == ready()
         scale(0)
-        until(lambda: not pods(), "none is left")
+        until(lambda: not pods(), "no Pods")
         for pod in both:
             name = (pod.metadata.name if pod.metadata else "") or ""
             assert [f"preStop of {namespace}/{name}", "SIGTERM"] == kubelet.log(name).splitlines()[-2:]

@@ -29,9 +29,9 @@ COMPONENTS: Final[tuple[Component, ...]] = ("planner", "controller", "webhook")
 
 @pytest.fixture
 def fleet(plane: ControlPlane, admin: Client, helm: Path, namespace: str, tmp_path: Path) -> Iterator[Installation]:
-    """The chart with all of its processes; the planner waits long enough for processes on a busy machine."""
+    """The chart with all processes. The planner waits long enough for processes on a busy machine."""
     with installed(plane, admin, helm, namespace, tmp_path) as made:
-        made.values["planner"]["settings"] = {"gather_s": 4}
+        made.values["planner"]["settings"] = {"scaleup_wait_s": 4}
         for component in COMPONENTS:
             made.start(component)
         yield made
@@ -39,20 +39,20 @@ def fleet(plane: ControlPlane, admin: Client, helm: Path, namespace: str, tmp_pa
 
 @pytest.fixture
 def planner(fleet: Installation) -> Iterator[httpx.Client]:
-    """An operator's client of it."""
+    """A client of the planner with an operator token."""
     with fleet.client() as client:
         yield client
 
 
 @pytest.fixture
 def seen(plane: ControlPlane, admin: Client, namespace: str, tmp_path: Path) -> Iterator[NamespaceView]:
-    """What happens in a namespace whose Pods run."""
+    """View of a namespace whose Pods run."""
     with Kubelet(plane, namespace, tmp_path / "pods", nodes=NODES):
         yield NamespaceView(admin, namespace)
 
 
 def server_command(folder: Path) -> list[str]:
-    """Start a server that loads a checkpoint."""
+    """Return the command of a server that loads a checkpoint."""
     return [sys.executable, str(SERVER), str(PORT), str(MEBIBYTES), "0", str(folder)]
 
 
@@ -63,7 +63,7 @@ def uids(seen: NamespaceView) -> set[str]:
 def wait_serving(
     seen: NamespaceView, app: str, replicas: int, digest: str, *, without: AbstractSet[str] = frozenset()
 ) -> None:
-    """Wait until so many Pods of a Deployment are Ready with these weights, and those `without` are gone."""
+    """Wait until this many Pods are Ready with these weights, and those in `without` are deleted."""
 
     def done() -> bool:
         pods = [pod for pod in seen.pods() if pod.metadata and (pod.metadata.labels or {})["app"] == app]
@@ -72,12 +72,12 @@ def wait_serving(
             return False
         return all(digest_of(pod) == digest for pod in pods)
 
-    until(done, f"{app} does not serve these weights")
+    until(done, f"{app} to serve these weights")
 
 
 def wait_other_pods_removed(planner: httpx.Client, pods: AbstractSet[str]) -> None:
-    """Wait until the planner knows no other Pods: those that drain are sources still."""
-    until(lambda: versions(planner).keys() <= pods, "old Pods do not end")
+    """Wait until the planner knows no other Pods: draining Pods are still sources."""
+    until(lambda: versions(planner).keys() <= pods, "old Pods to end")
 
 
 def digest_of(pod: Pod) -> str:
@@ -85,7 +85,7 @@ def digest_of(pod: Pod) -> str:
     try:
         return str(httpx.get(f"http://{address}:{PORT}/digest", timeout=10).json()["digest"])
     except httpx.HTTPError:
-        return ""  # it is about to end
+        return ""  # it is terminating
 
 
 def versions(planner: httpx.Client) -> dict[str, str]:
@@ -95,7 +95,7 @@ def versions(planner: httpx.Client) -> dict[str, str]:
 
 
 def sources(planner: httpx.Client, pods: set[str]) -> dict[str, set[str]]:
-    """Of each of these Pods, the UIDs of the Pods that it read weights from; empty: it loaded by itself."""
+    """Return for each Pod the UIDs of the Pods that it read weights from; empty if it loaded from storage."""
     found: dict[str, set[str]] = {}
     for fork in planner.get("/v1/forks", params={"limit": 1000}).raise_for_status().json()["items"]:
         uid = fork["instance_id"][:36]
@@ -106,7 +106,7 @@ def sources(planner: httpx.Client, pods: set[str]) -> dict[str, set[str]]:
 
 
 def patch_container(admin: Client, namespace: str, name: str, container: dict[str, Any]) -> None:
-    """Change the container in the Pod template, which begins a rollout."""
+    """Change the container in the Pod template, which starts a rollout."""
     template = {"spec": {"containers": [{"name": "server", **container}]}}
     admin.patch(Deployment, name, {"spec": {"template": template}}, namespace=namespace)
 
@@ -120,7 +120,7 @@ def test_a_rollout_loads_new_weights_once(
     namespace: str,
     tmp_path: Path,
 ) -> None:
-    """The first new Pod loads its files, the others fork from it, and so it goes on the way back."""
+    """The first new Pod loads its files, the others fork from it; the same on the rollback."""
     old, new = (write_checkpoint(tmp_path / name, MEBIBYTES, seed) for seed, name in enumerate(("v1", "v2")))
     admin.create(deployment(MODEL, 2, server_command(tmp_path / "v1"), engine="pytorch"), namespace=namespace)
     wait_serving(seen, MODEL, 2, old)
@@ -134,16 +134,16 @@ def test_a_rollout_loads_new_weights_once(
         assert after == read.keys()
         assert 1 == sum(not peers for peers in read.values())
         assert set().union(*read.values()) < after
-    until(lambda: len(seen.events("FirstOfVersion")) == 2, "nobody is told why two Pods loaded by themselves")
+    until(lambda: len(seen.events("FirstOfVersion")) == 2, "Events for two Pods that loaded from storage")
     for _, message in seen.events("FirstOfVersion"):
-        assert message.startswith("loads by itself: first of version files:")
+        assert message.startswith("loaded from storage: first of version files:")
         assert "instances serve files:" in message
     assert [] == seen.events("FellBack")
     assert [] == seen.events("MixedVersions")
 
 
 @pytest.mark.slow
-def test_a_rollout_of_the_same_weights_forks_from_old_pods(
+def test_a_rollout_with_the_same_weights_forks_from_old_pods(
     fleet: Installation,
     seen: NamespaceView,
     planner: httpx.Client,
@@ -151,7 +151,7 @@ def test_a_rollout_of_the_same_weights_forks_from_old_pods(
     namespace: str,
     tmp_path: Path,
 ) -> None:
-    """An environment variable changes: no Pod loads its files again."""
+    """Only an environment variable changes: no Pod loads its files again."""
     expected = write_checkpoint(tmp_path / "v1", MEBIBYTES, 1)
     admin.create(deployment(MODEL, 1, server_command(tmp_path / "v1"), engine="pytorch"), namespace=namespace)
     wait_serving(seen, MODEL, 1, expected)
@@ -160,13 +160,13 @@ def test_a_rollout_of_the_same_weights_forks_from_old_pods(
     wait_serving(seen, MODEL, 1, expected, without=before)
     (new,) = uids(seen)
     assert {new: before} == sources(planner, {new})
-    until(lambda: bool(seen.events("Forked")), "the fork is not told of")
+    until(lambda: bool(seen.events("Forked")), "the Event of the fork")
     ((_, message),) = seen.events("Forked")
     assert ", version files:" in message
 
 
 @pytest.mark.slow
-def test_a_canary_shares_weights_with_its_own_version_only(
+def test_a_canary_shares_weights_only_with_its_own_version(
     fleet: Installation,
     seen: NamespaceView,
     planner: httpx.Client,
@@ -174,7 +174,7 @@ def test_a_canary_shares_weights_with_its_own_version_only(
     namespace: str,
     tmp_path: Path,
 ) -> None:
-    """Two versions that Pods state, side by side under one model, are each scaled up."""
+    """Two versions that Pods state, concurrently under one model, are each scaled up."""
     digests: dict[str, str] = {}
     members: dict[str, set[str]] = {}
     for seed, version in enumerate(("stable", "canary")):

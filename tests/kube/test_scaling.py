@@ -1,7 +1,7 @@
-"""The whole loop: scale, mutate, plan, fork, ready, told; with real processes and real bytes.
+"""The complete cycle with real processes and bytes: scale, inject, plan, fork, ready, Events.
 
-One test goes through the life of a Deployment: what it costs is the processes that it starts, so it looks at
-all that the installation says and does on the way. The others are about what may be missing.
+Starting processes is slow, so one test covers the life of a Deployment and checks everything on the way. The
+others cover outages and rejections.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ NODES: Final = {
 
 @pytest.fixture
 def fleet(plane: ControlPlane, admin: Client, helm: Path, namespace: str, tmp_path: Path) -> Iterator[Installation]:
-    """The chart, with a planner that waits long enough for processes on a busy machine to gather."""
+    """The chart, with a planner that waits long enough to batch processes on a busy machine."""
     with installed(plane, admin, helm, namespace, tmp_path) as made:
-        made.values["planner"]["settings"] = {"gather_s": 4}
+        made.values["planner"]["settings"] = {"scaleup_wait_s": 4}
         made.start("planner")
         yield made
 
 
 def deployment(name: str, replicas: int, command: list[str], **annotations: str) -> Deployment:
-    """One whose Pods run a command, labelled twice; keywords are annotations, `model_name` is model-name."""
+    """Return a Deployment whose Pods run a command. Keywords are annotations: `model_name` is model-name."""
     labels = {"app": name, names.MODEL: name}
     pod_annotations = {f"{names.PREFIX}{key.replace('_', '-')}": value for key, value in annotations.items()}
     container = {
@@ -73,24 +73,24 @@ def deployment(name: str, replicas: int, command: list[str], **annotations: str)
 
 
 def server(name: str, replicas: int, *, seconds: float = 0.0, **annotations: str) -> Deployment:
-    """One of the servers that fork themselves."""
+    """Return a Deployment of servers that fork themselves."""
     command = [sys.executable, str(SERVER), str(PORT), str(MEBIBYTES), str(seconds)]
     return deployment(name, replicas, command, engine="pytorch", **annotations)
 
 
 class NamespaceView:
-    """What a test sees of its namespace."""
+    """View of the test's namespace."""
 
     def __init__(self, admin: Client, namespace: str) -> None:
         self._admin, self._namespace = admin, namespace
 
     def pods(self) -> list[Pod]:
-        """Those that are not about to end."""
+        """Return the Pods that are not terminating."""
         found = self._admin.list(Pod, namespace=self._namespace)
         return [pod for pod in found if pod.metadata and not pod.metadata.deletionTimestamp]
 
     def ready(self) -> list[str]:
-        """Names of the Pods that are Ready."""
+        """Return the names of the Ready Pods."""
         return [
             str(pod.metadata.name)
             for pod in self.pods()
@@ -100,17 +100,17 @@ class NamespaceView:
         ]
 
     def annotations(self, app: str) -> list[dict[str, str]]:
-        """Those of the Pods of one Deployment."""
+        """Return the annotations of one Deployment's Pods."""
         metadata = [pod.metadata for pod in self.pods() if pod.metadata]
         return [each.annotations or {} for each in metadata if (each.labels or {}).get("app") == app]
 
     def events(self, reason: str) -> list[tuple[str, str]]:
-        """All Events with that reason: the name of what each is about, and its message."""
+        """Return all Events with that reason: the object's name and the message."""
         found = self._admin.list(Event, namespace=self._namespace)
         return [(str(event.involvedObject.name), str(event.message)) for event in found if event.reason == reason]
 
     def digests(self) -> set[str]:
-        """What the servers say that their weights are."""
+        """Return the weight digests reported by the servers."""
         found: set[str] = set()
         for pod in self.pods():
             address = pod.status.podIP if pod.status else None
@@ -122,19 +122,19 @@ class NamespaceView:
 def test_a_deployment_scales_by_forking(
     fleet: Installation, plane: ControlPlane, admin: Client, namespace: str, tmp_path: Path
 ) -> None:
-    """1 to 4: one plan for three forks, equal bytes, Events; back to 1: the dead are forgotten."""
+    """1 to 4: one plan for three forks, equal bytes, Events; back to 1: removed Pods' instances are removed."""
     fleet.start("controller")
     fleet.start("webhook")
-    until(lambda: "a controller leads" in fleet.log("webhook"), "no gate is given")
+    until(lambda: "a leading controller" in fleet.log("webhook"), "Pods with a readiness gate")
     seen = NamespaceView(admin, namespace)
     with Kubelet(plane, namespace, tmp_path / "pods", nodes=NODES), fleet.client() as planner:
         admin.create(server("llama", 1), namespace=namespace)
-        until(lambda: len(seen.ready()) == 1, "the first is not ready")
+        until(lambda: len(seen.ready()) == 1, "the first Pod to be ready")
         (first,) = seen.ready()
         assert {"two": 0, "three or four": 0} == plan_batch_counts(planner)
 
         scale(admin, namespace, "llama", 4)
-        until(lambda: len(seen.ready()) == 4, "the others are not ready")
+        until(lambda: len(seen.ready()) == 4, "the other Pods to be ready")
         assert {"two": 0, "three or four": 1} == plan_batch_counts(planner)
         assert 1 == len(seen.digests())
 
@@ -152,49 +152,51 @@ def test_a_deployment_scales_by_forking(
             view["report"]["placement"]["pod"] for view in views
         }
 
-        until(lambda: len(seen.events("Forked")) == 3, "three forks are told of")
+        until(lambda: len(seen.events("Forked")) == 3, "Events of three forks")
         assert all("forked 33.6 MB from" in message for _, message in seen.events("Forked"))
         assert first not in dict(seen.events("Forked"))
         assert ("llama", "3 replicas are expected: they fork from 1 seed") in seen.events("ScaleUp")
-        until(lambda: all(deletion_cost(pod) for pod in seen.pods()), "each seed has a cost")
+        until(lambda: all(deletion_cost(pod) for pod in seen.pods()), "deletion costs of all seeds")
 
         scale(admin, namespace, "llama", 1)
-        until(lambda: len(planner.get("/v1/instances").json()["items"]) == 1, "the dead are forgotten")
-        until(lambda: len(seen.pods()) == 1, "one is left")
-    fleet.stop()  # a watch is in the audit log once it has ended
+        until(lambda: len(planner.get("/v1/instances").json()["items"]) == 1, "instances of deleted Pods to be removed")
+        until(lambda: len(seen.pods()) == 1, "one Pod")
+    fleet.stop()  # the audit log has a watch only once it has ended
     for component, spare in UNUSED_RULES.items():
         rights = granted_rules(admin, fleet, component)
         calls = used_rules(plane, fleet, component, namespace)
         assert (set(), spare) == (calls - rights, rights - calls)
 
 
-def test_pods_start_where_everything_is_away(
+def test_pods_start_without_webhook_or_planner(
     fleet: Installation, plane: ControlPlane, admin: Client, namespace: str, tmp_path: Path
 ) -> None:
-    """Without webhook a Pod starts unchanged, and it is said; without planner the next loads by itself."""
+    """Without the webhook a Pod starts unchanged, without the planner it loads from storage; both with an
+    Event.
+    """
     fleet.start("controller")
     fleet.start("webhook")
     seen = NamespaceView(admin, namespace)
     fleet.kill("webhook")
     with Kubelet(plane, namespace, tmp_path / "pods", nodes=NODES):
         admin.create(deployment("plain", 1, [*OK_SERVER_COMMAND, str(PORT)]), namespace=namespace)
-        until(lambda: len(seen.ready()) == 1, "the Pod that nobody changed is not ready")
-        until(lambda: bool(seen.events("NotSeen")), "nobody says that the webhook did not see it")
+        until(lambda: len(seen.ready()) == 1, "the unchanged Pod to be ready")
+        until(lambda: bool(seen.events("WebhookBypassed")), "the Event about the bypassed webhook")
         admin.delete(Deployment, "plain", namespace=namespace)
 
         fleet.start("webhook")
         fleet.kill("planner")
         admin.create(server("alone", 1), namespace=namespace)
-        until(lambda: len(seen.ready()) == 1, "the Pod without a planner is not ready")
+        until(lambda: len(seen.ready()) == 1, "the Pod without a planner to be ready")
         (pod,) = [pod for pod in seen.pods() if (pod.metadata and (pod.metadata.labels or {})["app"] == "alone")]
         assert names.INJECTED in ((pod.metadata.annotations or {}) if pod.metadata else {})
-        until(lambda: "alone" in dict(seen.events("PlannerAway")), "nobody says that the planner is away")
+        until(lambda: "alone" in dict(seen.events("PlannerUnavailable")), "the Event about the planner")
 
 
-def test_what_cannot_be_changed_starts_and_is_told(
+def test_rejected_pods_start_with_an_event(
     fleet: Installation, plane: ControlPlane, admin: Client, namespace: str, tmp_path: Path
 ) -> None:
-    """A command that is no engine's, a shell's, and two engines in one Pod: each Event says what to do."""
+    """An unknown command, a shell's command, and two engines in one Pod: each Event has the remedy."""
     fleet.start("webhook")
     fleet.start("controller")
     seen = NamespaceView(admin, namespace)
@@ -207,7 +209,7 @@ def test_what_cannot_be_changed_starts_and_is_told(
         two,
     ):
         admin.create(made, namespace=namespace)
-    until(lambda: len(seen.events("NotInjected")) == 3, "three Pods are told of")
+    until(lambda: len(seen.events("NotInjected")) == 3, "Events of three Pods")
     messages = {name.split("-")[0]: message for name, message in seen.events("NotInjected")}
     assert (True, True, True) == (
         "neither vLLM nor SGLang" in messages["unknown"],
@@ -218,20 +220,20 @@ def test_what_cannot_be_changed_starts_and_is_told(
 
 
 OK_SERVER_COMMAND: Final = [sys.executable, str(Path(__file__).with_name("answers.py"))]
-"""A server that is no engine, and answers everything."""
+"""A server that is no engine and returns 200 for every request."""
 UNUSED_RULES: Final[dict[Component, set[tuple[str, str, str]]]] = {
     "controller": {
-        # This cluster has no LeaderWorkerSets: they are looked for, and not found.
+        # This cluster has no LeaderWorkerSets: only lists, without a result.
         ("watch", "leaderworkerset.x-k8s.io", "leaderworkersets"),
-        # The chart makes the Lease; somebody may delete it.
+        # The chart creates the Lease, but it may be deleted.
         ("create", "coordination.k8s.io", "leases"),
-        # Nothing is told twice here: tests/kube/test_cluster_client.py does that.
+        # No Event occurs twice here; tests/kube/test_cluster_client.py covers that.
         ("patch", "", "events"),
     },
-    # As the Lease.
+    # As for the Lease.
     "webhook": {("create", "", "secrets")},
 }
-"""What the chart grants, and this life of a Deployment does not need."""
+"""Rights that the chart grants and this test does not use."""
 
 
 def scale(admin: Client, namespace: str, name: str, replicas: int) -> None:
@@ -243,12 +245,12 @@ def deletion_cost(pod: Pod) -> str | None:
 
 
 def plan_batch_counts(planner: httpx.Client) -> dict[str, float]:
-    """How many plans were made so far for two forks, and for three or four."""
+    """Return the number of plans so far for two forks, and for three or four."""
     cumulative_counts = {
         sample.labels["le"]: sample.value
         for family in text_string_to_metric_families(planner.get("/metrics").text)
         for sample in family.samples
-        if sample.name == "rfork_planner_plan_forks_bucket"
+        if sample.name == "rfork_planner_plan_batch_size_bucket"
     }
     return {
         "two": cumulative_counts["2.0"] - cumulative_counts["1.0"],
@@ -257,7 +259,7 @@ def plan_batch_counts(planner: httpx.Client) -> dict[str, float]:
 
 
 def granted_rules(admin: Client, fleet: Installation, component: Component) -> set[tuple[str, str, str]]:
-    """Verb, API group and resource of each rule that the chart gives to a component."""
+    """Return verb, API group and resource of each rule that the chart grants to a component."""
     name = f"{fleet.release}-{component}"
     rules = [
         *(admin.get(ClusterRole, name).rules or ()),
@@ -275,9 +277,9 @@ def granted_rules(admin: Client, fleet: Installation, component: Component) -> s
 def used_rules(
     plane: ControlPlane, fleet: Installation, component: Component, namespace: str
 ) -> set[tuple[str, str, str]]:
-    """The same of what it has called. A call that was refused is an error here.
+    """Return the same for its calls. A rejected call is an error here.
 
-    Those of a test before that is being deleted refuse everybody: 403 is also what says so.
+    Watches of a previous test's namespace that is being deleted get 403 and are ignored.
     """
     calls: list[AuditedCall] = plane.calls(fleet.user(component))
     own = ("", namespace, fleet.namespace)

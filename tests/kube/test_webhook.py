@@ -1,7 +1,7 @@
-"""The webhook as a process, beside a real API server: its certificates, another webhook, its absence.
+"""The webhook as a process, with a real API server: its certificates, another webhook, its failure.
 
-The chart is installed; the API server calls one replica, by a URL. Of a second one it is seen by handshakes
-that what it shows is trusted, for in a cluster a Service may send any call to either.
+The chart is installed; the API server calls one replica, by a URL. A second one is tested with TLS
+handshakes, because in a cluster a Service may send any call to either.
 """
 
 from __future__ import annotations
@@ -33,27 +33,29 @@ from tests.ports import free_ports
 
 FAST_POLL: Final = {"RFORK_K8S_POLL_INTERVAL_S": "0.2"}
 MESHED: Final = {"mesh": "yes"}
-"""The label of Pods that the other webhook gives a sidecar."""
+"""Label of Pods to which the other webhook adds a sidecar."""
 SIDECAR: Final = {"name": "mesh", "image": "mesh:1", "args": ["proxy"]}
 EXPIRED: Final = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 @pytest.fixture
-def hooks(plane: ControlPlane, admin: Client, helm: Path, namespace: str, tmp_path: Path) -> Iterator[Installation]:
-    """The chart, with no process: Pods are not told whether there is a planner."""
+def installation(
+    plane: ControlPlane, admin: Client, helm: Path, namespace: str, tmp_path: Path
+) -> Iterator[Installation]:
+    """The chart without processes. The webhook does not need a planner."""
     with installed(plane, admin, helm, namespace, tmp_path) as made:
         yield made
 
 
 class LabelledPods:
-    """Pods with the label, created by a test as others create theirs."""
+    """Pods with the label, created by a test."""
 
     def __init__(self, admin: Client, namespace: str) -> None:
         self._admin, self._namespace = admin, namespace
         self.made = 0
 
     def create(self, labels: Mapping[str, str] | None = None, *, dry_run: bool = False) -> Pod:
-        """A further one, as the API server answers."""
+        """Create a Pod and return the API server's response."""
         document = {
             "metadata": {"generateName": "engine-", "labels": {names.MODEL: "llama", **(labels or {})}},
             "spec": {"containers": [{"name": "engine", "image": "none", "command": ["vllm", "serve", "m"]}]},
@@ -63,7 +65,7 @@ class LabelledPods:
         return self._admin.create(pod, namespace=self._namespace, dry_run=dry_run)
 
     def injected(self) -> bool:
-        """Whether a further one is changed. One that is not is as it was written."""
+        """Create a Pod and return True if it was injected; if not, it must be unchanged."""
         made = self.create()
         assert made.metadata is not None
         assert made.spec is not None
@@ -78,136 +80,137 @@ class LabelledPods:
         return False
 
 
-def test_replicas_share_their_certificate_whatever_becomes_of_it(
-    hooks: Installation, admin: Client, namespace: str
+def test_replicas_share_their_certificate_through_failures(
+    installation: Installation, admin: Client, namespace: str
 ) -> None:
-    """Two replicas: the caBundle emptied, the Secret deleted, then broken; Pods are injected all the time."""
+    """The caBundle is emptied, the Secret deleted, then corrupted; Pods are injected all the time."""
     pods, (port, health) = LabelledPods(admin, namespace), free_ports(2)
-    hooks.start("webhook", "a", **FAST_POLL)
-    hooks.start("webhook", "b", RFORK_K8S_WEBHOOK_PORT=str(port), RFORK_K8S_HEALTH_PORT=str(health), **FAST_POLL)
-    secret = f"{hooks.release}-webhook-tls"
-    until(lambda: all(bundles(admin, hooks)), "nobody sets the caBundle")
-    until(pods.injected, "no Pod is injected")
+    installation.start("webhook", "a", **FAST_POLL)
+    installation.start("webhook", "b", RFORK_K8S_WEBHOOK_PORT=str(port), RFORK_K8S_HEALTH_PORT=str(health), **FAST_POLL)
+    secret = f"{installation.release}-webhook-tls"
+    until(lambda: all(bundles(admin, installation)), "the caBundle to be set")
+    until(pods.injected, "an injected Pod")
 
-    # Whoever empties it takes the API server's trust: until it is set again Pods start unchanged.
-    emptied = admin.get(MutatingWebhookConfiguration, hooks.release)
+    # Without the caBundle the API server does not trust the webhook: until it is restored, Pods start
+    # unchanged.
+    emptied = admin.get(MutatingWebhookConfiguration, installation.release)
     for each in emptied.webhooks or ():
         each.clientConfig.caBundle = None
     admin.replace(emptied)
-    until(lambda: all(bundles(admin, hooks)), "nobody sets the caBundle again")
-    until(pods.injected, "no Pod is injected once the caBundle is there again")
+    until(lambda: all(bundles(admin, installation)), "the caBundle to be restored")
+    until(pods.injected, "an injected Pod with the restored caBundle")
 
     def wait_while_pods_injected(predicate: Callable[[], bool], what: str) -> None:
         def check_pods_injected() -> bool:
             assert pods.injected()
-            for bundle in bundles(admin, hooks):
+            for bundle in bundles(admin, installation):
                 handshake(port, bundle)
             return predicate()
 
         until(check_pods_injected, what)
 
     def certificate_change_counts() -> list[float]:
-        return [hooks.metric(name, "rfork_webhook_certificate_changes_total") for name in ("a", "b")]
+        return [installation.metric(name, "rfork_webhook_certificate_changes_total") for name in ("a", "b")]
 
     def replaced(before: str) -> bool:
-        found = admin.list(Secret, namespace=hooks.namespace, fields={"metadata.name": secret})
+        found = admin.list(Secret, namespace=installation.namespace, fields={"metadata.name": secret})
         return any((each.data or {}).get(certs.CA) not in (None, before) for each in found)
 
     begun = certificate_change_counts()
-    first = authority_of(admin, hooks, secret)
-    admin.delete(Secret, secret, namespace=hooks.namespace)
-    wait_while_pods_injected(lambda: replaced(first), "nobody makes a new Secret")
+    first = authority_of(admin, installation, secret)
+    admin.delete(Secret, secret, namespace=installation.namespace)
+    wait_while_pods_injected(lambda: replaced(first), "a new Secret")
     wait_while_pods_injected(
-        lambda: all(len(certs.authorities(bundle)) == 2 for bundle in bundles(admin, hooks)),
-        "the authorities before and after are not both trusted",
+        lambda: all(len(certs.authorities(bundle)) == 2 for bundle in bundles(admin, installation)),
+        "both CAs in the caBundle",
     )
     wait_while_pods_injected(
         lambda: certificate_change_counts() == [count + 1 for count in begun],
-        "the new one is not shown by both",
+        "the new certificate on both replicas",
     )
 
-    second = authority_of(admin, hooks, secret)
+    second = authority_of(admin, installation, secret)
     broken = {"tls.crt": base64.b64encode(b"rubbish").decode(), "tls.key": ""}
-    admin.patch(Secret, secret, {"data": {**broken, "ca.crt": None}}, namespace=hooks.namespace)
-    wait_while_pods_injected(lambda: replaced(second), "nobody replaces what is broken")
+    admin.patch(Secret, secret, {"data": {**broken, "ca.crt": None}}, namespace=installation.namespace)
+    wait_while_pods_injected(lambda: replaced(second), "the corrupt Secret to be replaced")
     wait_while_pods_injected(
         lambda: certificate_change_counts() == [count + 2 for count in begun],
-        "the third is not shown by both",
+        "the third certificate on both replicas",
     )
-    assert any("the certificate's Secret is broken" in hooks.log(name) for name in ("a", "b"))
+    assert any("replacing an unusable certificate Secret" in installation.log(name) for name in ("a", "b"))
     assert pods.made == len(list(admin.list(Pod, namespace=namespace)))
 
 
-def test_a_certificate_of_others_that_expired(
-    hooks: Installation, admin: Client, namespace: str, tmp_path: Path
+def test_an_external_certificate_expires(
+    installation: Installation, admin: Client, namespace: str, tmp_path: Path
 ) -> None:
-    """Pods start unchanged, and log and metric say why; the renewed one is shown without a restart."""
+    """Pods start unchanged, log and metric have the reason; a renewed certificate is used without a restart."""
     pods, issuer, mount = LabelledPods(admin, namespace), trustme.CA(), tmp_path / "tls"
     bundle = base64.b64encode(issuer.cert_pem.bytes()).decode()
-    hooks.values["webhook"] |= {
+    installation.values["webhook"] |= {
         "certificates": {"mode": "secret", "existingSecret": "tls"},
         "caBundle": bundle,
     }
-    hooks.helm("upgrade")
+    installation.helm("upgrade")
     write_mounted_secret(mount, issuer.issue_cert("127.0.0.1", not_after=EXPIRED))
-    hooks.start("webhook", RFORK_K8S_CERTIFICATE_DIR=str(mount), **FAST_POLL)
+    installation.start("webhook", RFORK_K8S_CERTIFICATE_DIR=str(mount), **FAST_POLL)
     with pytest.raises(ssl.SSLCertVerificationError, match="expired"):
-        handshake(hooks.webhook_port, issuer.cert_pem.bytes())
+        handshake(installation.webhook_port, issuer.cert_pem.bytes())
     assert not pods.injected()
-    assert 0 == hooks.metric("webhook", "rfork_webhook_certificate_valid")
-    assert EXPIRED.timestamp() == hooks.metric("webhook", "rfork_webhook_certificate_not_after_seconds")
-    assert 1 == hooks.log("webhook").count("CERTIFICATE HAS EXPIRED")
+    assert 0 == installation.metric("webhook", "rfork_webhook_certificate_valid")
+    assert EXPIRED.timestamp() == installation.metric("webhook", "rfork_webhook_certificate_not_after_seconds")
+    assert 1 == installation.log("webhook").count("webhook certificate expired")
 
     write_mounted_secret(mount, issuer.issue_cert("127.0.0.1"))
-    until(lambda: hooks.metric("webhook", "rfork_webhook_certificate_valid") == 1, "the new one is not shown")
-    until(pods.injected, "no Pod is injected")
-    assert 2 == hooks.metric("webhook", "rfork_webhook_certificate_changes_total")
-    assert 0 == hooks.metric("webhook", "rfork_webhook_certificate_troubles_total")
+    until(lambda: installation.metric("webhook", "rfork_webhook_certificate_valid") == 1, "the renewed certificate")
+    until(pods.injected, "an injected Pod")
+    assert 2 == installation.metric("webhook", "rfork_webhook_certificate_changes_total")
+    assert 0 == installation.metric("webhook", "rfork_webhook_certificate_errors_total")
 
 
-def test_another_webhook_adds_a_container_after_it(hooks: Installation, admin: Client, namespace: str) -> None:
-    """The Pod is reviewed once more, and gets what it gets without the other one, or in a dry run."""
+def test_another_webhook_adds_a_container_afterwards(installation: Installation, admin: Client, namespace: str) -> None:
+    """The Pod is reviewed again, with the same result as without the other webhook, or in a dry run."""
     pods = LabelledPods(admin, namespace)
-    hooks.start("webhook", **FAST_POLL)
-    until(pods.injected, "no Pod is injected")
+    installation.start("webhook", **FAST_POLL)
+    until(pods.injected, "an injected Pod")
     alone = pods.create()
     assert without_mesh(alone) == without_mesh(pods.create(dry_run=True))
     with mesh(admin, namespace):
-        # The API server may need a moment to hear of the other webhook.
-        until(lambda: containers(pods.create(MESHED))[0] == SIDECAR["name"], "there is no sidecar")
-        before = review_count(hooks)
+        # The API server may need a moment to notice the other webhook.
+        until(lambda: containers(pods.create(MESHED))[0] == SIDECAR["name"], "a sidecar")
+        before = review_count(installation)
         both = pods.create(MESHED)
-        assert 2 == review_count(hooks) - before
+        assert 2 == review_count(installation) - before
     assert ["mesh", "engine"] == containers(both)
     assert without_mesh(alone) == without_mesh(both)
-    assert 0 == hooks.log("webhook").count("review failed")
+    assert 0 == installation.log("webhook").count("review failed")
 
 
-def test_a_webhook_that_died_holds_no_pod_up(hooks: Installation, admin: Client, namespace: str) -> None:
-    """Killed: Pods are created as they are written; started again: the next are injected."""
+def test_a_crashed_webhook_blocks_no_pod(installation: Installation, admin: Client, namespace: str) -> None:
+    """After a SIGKILL Pods are created unchanged; after a restart the next ones are injected."""
     pods = LabelledPods(admin, namespace)
-    hooks.start("webhook", **FAST_POLL)
-    until(pods.injected, "no Pod is injected")
-    hooks.kill("webhook")
+    installation.start("webhook", **FAST_POLL)
+    until(pods.injected, "an injected Pod")
+    installation.kill("webhook")
     assert [False] * 3 == [pods.injected() for _ in range(3)]
-    hooks.start("webhook", **FAST_POLL)
+    installation.start("webhook", **FAST_POLL)
     assert pods.injected()
 
 
-def bundles(admin: Client, hooks: Installation) -> list[bytes]:
-    """The caBundle of each webhook of the release."""
-    found = admin.get(MutatingWebhookConfiguration, hooks.release).webhooks or []
+def bundles(admin: Client, installation: Installation) -> list[bytes]:
+    """Return the caBundle of each webhook of the release."""
+    found = admin.get(MutatingWebhookConfiguration, installation.release).webhooks or []
     assert 2 == len(found)
     return [base64.b64decode(each.clientConfig.caBundle or "") for each in found]
 
 
-def authority_of(admin: Client, hooks: Installation, secret: str) -> str:
-    """The authority in the webhook's Secret, in base64."""
-    return str((admin.get(Secret, secret, namespace=hooks.namespace).data or {})[certs.CA])
+def authority_of(admin: Client, installation: Installation, secret: str) -> str:
+    """Return the CA in the webhook's Secret, in base64."""
+    return str((admin.get(Secret, secret, namespace=installation.namespace).data or {})[certs.CA])
 
 
 def handshake(port: int, bundle: bytes) -> None:
-    """As an API server that trusts the bundle. Raises ssl.SSLError where what is shown is not of it."""
+    """Do a TLS handshake that trusts the bundle. Raises ssl.SSLError if the certificate is not signed by it."""
     context = ssl.create_default_context(cadata=bundle.decode())
     with (
         socket.create_connection(("127.0.0.1", port), timeout=5) as connection,
@@ -217,7 +220,7 @@ def handshake(port: int, bundle: bytes) -> None:
 
 
 def write_mounted_secret(folder: Path, pair: trustme.LeafCert) -> None:
-    """Put a certificate into a folder as the kubelet does with a Secret: all of its files change at once."""
+    """Write a certificate to a directory as the kubelet mounts a Secret: all files change atomically."""
     folder.mkdir(exist_ok=True)
     data = folder / f"..{len(list(folder.iterdir()))}"
     data.mkdir()
@@ -231,17 +234,17 @@ def write_mounted_secret(folder: Path, pair: trustme.LeafCert) -> None:
 
 
 def containers(pod: Pod) -> list[str]:
-    """Their names, in order."""
+    """Return their names, in order."""
     return [each.name for each in (pod.spec.containers if pod.spec else ())]
 
 
-def review_count(hooks: Installation) -> float:
-    """How often the webhook was asked about a Pod."""
-    return hooks.metric("webhook", "rfork_webhook_reviews_total", path="mutate")
+def review_count(installation: Installation) -> float:
+    """Return the number of Pod reviews."""
+    return installation.metric("webhook", "rfork_webhook_reviews_total", path="mutate")
 
 
 def without_mesh(pod: Pod) -> dict[str, Any]:
-    """What the Pod is to be, less what the other webhook adds."""
+    """Return the expected Pod without the other webhook's additions."""
     document = pod.to_dict()
     spec = dict(document["spec"])
     spec["containers"] = [each for each in spec["containers"] if each["name"] != SIDECAR["name"]]
@@ -250,7 +253,7 @@ def without_mesh(pod: Pod) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def mesh(admin: Client, namespace: str) -> Iterator[None]:
-    """Another webhook, called after rfork's: it puts a container before those of Pods with `MESHED`."""
+    """Another webhook, called after rfork's, which inserts a container into Pods with `MESHED`."""
     issuer = trustme.CA()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     issuer.issue_cert("127.0.0.1").configure_cert(context)
@@ -269,7 +272,7 @@ def mesh(admin: Client, namespace: str) -> Iterator[None]:
         },
         "rules": [{"apiGroups": [""], "apiVersions": ["v1"], "operations": ["CREATE"], "resources": ["pods"]}],
     }
-    # They are called in the order of their names.
+    # Webhooks are called in the order of their names.
     document = {"metadata": {"name": f"zz-{namespace}"}, "webhooks": [webhook]}
     try:
         admin.create(cast(MutatingWebhookConfiguration, MutatingWebhookConfiguration.from_dict(document)))
@@ -281,7 +284,7 @@ def mesh(admin: Client, namespace: str) -> Iterator[None]:
 
 
 class MeshHandler(BaseHTTPRequestHandler):
-    """Answers AdmissionReviews."""
+    """Handles AdmissionReviews."""
 
     def do_POST(self) -> None:
         review_request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["request"]

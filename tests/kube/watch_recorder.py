@@ -1,4 +1,4 @@
-"""What tests of the hooks' seam to a cluster share: to hear what it says, and objects to make."""
+"""Records watch events of a cluster, and creates test objects."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from planner.integrations.kubernetes.manifests import Document
 SOON_S: Final = 60.0
 LABELS: Final = {names.MODEL: "tiny"}
 Post = Callable[[str, Document], Document]
-"""Creates an object of a path; its answer."""
+"""Creates an object at a path and returns it."""
 ObservedT = TypeVar("ObservedT")
 
 
 class WatchRecorder(Generic[ObservedT]):
-    """What an iterator of the cluster said so far."""
+    """Events of an iterator of the cluster so far."""
 
     def __init__(self, events: AsyncIterator[WatchEvent[ObservedT]]) -> None:
         self.events: list[WatchEvent[ObservedT]] = []
@@ -39,7 +39,7 @@ class WatchRecorder(Generic[ObservedT]):
     async def until(
         self, predicate: Callable[[WatchEvent[ObservedT]], bool], *, after: int = 0
     ) -> WatchEvent[ObservedT]:
-        """The first piece of news that it holds for, and what came before it."""
+        """Return the first event that matches, and those before it."""
         async with asyncio.timeout(SOON_S), self._more:
             while True:
                 for each in self.events[after:]:
@@ -72,7 +72,7 @@ def pod(namespace: str, name: str, labels: Mapping[str, str] = LABELS) -> Pod:
 def pod_upserted(
     name: str, condition: Callable[[ObservedPod], bool] = lambda _: True
 ) -> Callable[[WatchEvent[ObservedPod]], bool]:
-    """Whether news is of a Pod that came, or changed."""
+    """Return a predicate that matches an upserted Pod."""
     return lambda event: isinstance(event, Upserted) and event.item.name == name and condition(event.item)
 
 
@@ -87,7 +87,7 @@ def workload(workload_kind: str, name: str, replicas: int) -> Document:
 
 
 async def observe_pod(cluster: Cluster, namespace: str, name: str) -> ObservedPod:
-    """A Pod, as the cluster sees it now."""
+    """Return a Pod as the cluster observes it now."""
     async with recording(cluster.pods()) as recorder:
         first = await recorder.until(lambda event: isinstance(event, Synced))
         assert isinstance(first, Synced)

@@ -1,10 +1,10 @@
-"""A clock that stands still until the test moves it."""
+"""Clock that advances only when a test sets it."""
 
 from __future__ import annotations
 
 
 class FakeClock:
-    """`now`, in seconds."""
+    """Callable clock; `now` is in seconds."""
 
     def __init__(self, now: float = 100.0) -> None:
         self.now = now

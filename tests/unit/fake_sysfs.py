@@ -1,4 +1,4 @@
-"""Trees of files that look like sysfs on machines that the tests do not have."""
+"""Directory trees that simulate sysfs of various machines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NO_GID = "0000:0000:0000:0000:0000:0000:0000:0000"
 
 @dataclass(frozen=True)
 class PciDevice:
-    """A PCI device: its way below /sys/devices, and its NUMA node."""
+    """A PCI device: its path below /sys/devices, and its NUMA node."""
 
     sysfs_path: str
     numa_node: int = 0
@@ -24,7 +24,7 @@ class PciDevice:
 
 @dataclass(frozen=True)
 class Nic(PciDevice):
-    """An RDMA device's card, and its port."""
+    """The network card of an RDMA device, and its port."""
 
     state: str = "4: ACTIVE"
     link_layer: str = "InfiniBand"
@@ -32,7 +32,7 @@ class Nic(PciDevice):
 
 
 def build_sysfs(root: Path, gpus: list[PciDevice], nics: Mapping[str, Nic]) -> Path:
-    """Write the tree under `root`/sys; returns that."""
+    """Write the tree under `root`/sys and return that path."""
     sysfs = root / "sys"
     (sysfs / "class" / "infiniband").mkdir(parents=True)
     (sysfs / "bus" / "pci" / "devices").mkdir(parents=True)
@@ -56,20 +56,20 @@ def build_sysfs(root: Path, gpus: list[PciDevice], nics: Mapping[str, Nic]) -> P
 
 
 def hgx_sysfs(root: Path) -> Path:
-    """Eight GPUs, each below a PCIe switch with a card of its own; four such on each socket."""
+    """Eight GPUs, each under a PCIe switch with its own card; four per socket."""
     gpus, nics = [], {}
     for index in range(8):
         bus = 0x10 + 0x10 * index
         switch = f"pci0000:{bus:02x}/0000:{bus:02x}:01.0/0000:{bus + 1:02x}:00.0"
         gpus.append(PciDevice(f"{switch}/0000:{bus + 2:02x}:00.0/0000:{bus + 3:02x}:00.0", index // 4))
-        # The last ones first: names are in no order.
+        # In reverse order, so that names are not sorted by location.
         sysfs_path = f"{switch}/0000:{bus + 2:02x}:01.0/0000:{bus + 4:02x}:00.0"
         nics[f"mlx5_{7 - index}"] = Nic(sysfs_path, index // 4)
     return build_sysfs(root, gpus, nics)
 
 
 def two_socket_sysfs(root: Path) -> Path:
-    """GPUs and cards each below a root of their own, on two sockets."""
+    """GPUs and cards, each under its own root port, on two sockets."""
     return build_sysfs(
         root,
         [

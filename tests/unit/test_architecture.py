@@ -1,4 +1,4 @@
-"""What holds for the repository as a whole: generated code, public names, which room may know which."""
+"""Rules of the repository as a whole: layers, generated code, public names, documentation of packages."""
 
 from __future__ import annotations
 
@@ -20,80 +20,86 @@ GENERATED = {
     "rfork/peer/v1": "proto/rfork/v1/peer.proto",
     "planner/integrations/keda/v1": "proto/externalscaler/externalscaler.proto",
 }
-"""Folders of generated code, and what `make proto` makes it of."""
+"""Folders of generated code, and the protocol from which `make proto` generates each."""
 
-# Which rooms of `rfork` each room may import from. Every arrow points down this list.
-FOUNDATION = {
+BASE = {
     "errors",
     "settings",
-    "fields",
-    "wire",
+    "schema",
     "logs",
-    "signals",
-    "niceness",
-    "commands",
+    "shutdown",
+    "thread_priority",
+    "engine_command",
     "tracing",
-    "certificate",
+    "tls_expiry",
     "tls_files",
     "grpc_credentials",
     "weights_version",
 }
-MAY_IMPORT: dict[str, set[str]] = {
+MIDDLE = BASE | {"image", "transport", "storage", "planner_client", "peer"}
+ALLOWED_IMPORTS: dict[str, set[str]] = {
     "errors": set(),
-    "fields": set(),
-    "wire": {"fields"},
+    "schema": set(),
     "logs": set(),
-    "signals": set(),
-    "niceness": {"logs"},
-    "settings": {"errors", "fields"},
+    "shutdown": set(),
+    "thread_priority": {"logs"},
+    "settings": {"errors", "schema"},
     "tracing": {"errors", "settings", "logs"},
-    "commands": {"errors"},
-    "weights_version": {"wire"},
-    "certificate": set(),
-    "tls_files": {"certificate", "errors", "logs", "settings"},
+    "engine_command": {"errors"},
+    "weights_version": {"schema"},
+    "tls_expiry": set(),
+    "tls_files": {"tls_expiry", "errors", "logs", "settings"},
     "grpc_credentials": {"errors", "logs", "settings"},
-    "image": FOUNDATION,
-    "transport": FOUNDATION | {"image"},
-    "storage": FOUNDATION | {"image", "transport"},
-    "control": FOUNDATION | {"image"},
-    "peer": FOUNDATION | {"image", "transport", "control"},
-    "seed": FOUNDATION | {"image", "transport", "storage", "control", "peer"},
-    "fork": FOUNDATION | {"image", "transport", "storage", "control", "peer", "seed"},
-    "artifacts": FOUNDATION | {"image", "transport", "storage", "control", "peer", "seed", "fork"},
-    "engines": FOUNDATION | {"image", "transport", "storage", "control", "peer", "seed", "fork", "artifacts"},
-    "cli": FOUNDATION | {"image", "transport", "storage", "control", "peer", "seed", "fork", "artifacts", "engines"},
+    "image": BASE,
+    "transport": BASE | {"image"},
+    "storage": BASE | {"image", "transport"},
+    "planner_client": BASE | {"image"},
+    "peer": BASE | {"image", "transport", "planner_client"},
+    "testing": MIDDLE,
+    "diagnostics": MIDDLE,
+    "source": MIDDLE,
+    "receiver": MIDDLE | {"source"},
+    "artifacts": MIDDLE | {"source", "receiver"},
+    "engines": MIDDLE | {"source", "receiver", "artifacts", "_api"},
+    "_api": MIDDLE | {"source", "receiver", "engines"},
+    "cli": MIDDLE | {"_api", "source", "receiver", "artifacts", "engines", "diagnostics"},
 }
-# All that the planner may know of the other side; none of it imports torch.
-PLANNER_MAY_IMPORT = {
+"""The packages of `rfork` that each package may import. Every import points up this list.
+
+`_api` and `engines` are one layer: the public functions use the engines' argument checks, and `fork_pretrained` builds
+on the public functions. That no two modules import each other is a test of its own.
+"""
+
+PLANNER_ALLOWED_IMPORTS = {
     "rfork.engine_command",
-    "rfork.planner_client.lease",
-    "rfork.planner_client.ownership",
     "rfork.errors",
-    "rfork.schema.types",
-    "rfork.tls_expiry",
     "rfork.grpc_credentials",
     "rfork.image.ranges",
     "rfork.logs",
+    "rfork.planner_client.lease",
+    "rfork.planner_client.ownership",
+    "rfork.schema",
     "rfork.settings",
+    "rfork.tls_expiry",
     "rfork.tls_files",
     "rfork.tracing",
     "rfork.weights_version",
-    "rfork.schema",
 }
+"""Modules of `rfork` that the planner may import. None of them imports torch."""
 
 ENVIRONMENT_WRITERS = {
-    "rfork/cli/demo/processes.py": "starts processes without the settings of the demo's own",
-    "rfork/cli/launch.py": "the engine that it starts gets what the launcher has",
-    "rfork/engines/sglang/flags.py": "flags of SGLang's launcher become settings of its processes",
-    "rfork/engines/vllm/engine_manager.py": "the name of a server, for the processes of its engine",
-    "rfork/transport/collective/nccl.py": "what NCCL reads",
-    "rfork/transport/mooncake/library.py": "what Mooncake reads",
+    "rfork/cli/demo/processes.py": "starts processes without the demo's own settings",
+    "rfork/cli/launch.py": "passes the launcher's environment to the engine",
+    "rfork/engines/sglang/flags.py": "turns flags of SGLang's launcher into settings of its processes",
+    "rfork/engines/vllm/engine_manager.py": "passes the replica's name to the engine's processes",
+    "rfork/transport/collective/nccl.py": "sets variables that NCCL reads",
+    "rfork/transport/mooncake/library.py": "sets variables that Mooncake reads",
 }
-"""Who touches the environment beside `rfork.settings`, and why: to hand it on, not to be told by it."""
+"""Modules outside `rfork.settings` that access the environment, and the reason: each passes values on, none is configured by it."""
 
 
 def modules_of(package: str) -> Iterator[tuple[str, ast.Module]]:
-    """Dotted name and syntax tree of every module under a package that is not generated."""
+    """Yield the dotted name and syntax tree of every module under a package that is not generated."""
     for path in sorted((ROOT / package).rglob("*.py")):
         if str(path.parent.relative_to(ROOT)) not in GENERATED:
             parts = path.relative_to(ROOT).with_suffix("").parts
@@ -101,7 +107,7 @@ def modules_of(package: str) -> Iterator[tuple[str, ast.Module]]:
 
 
 def imports_of(tree: ast.Module) -> Iterator[str]:
-    """Each module a tree imports, at its top or inside functions; ``from a import b`` gives ``a.b``."""
+    """Yield each module that a tree imports, at its top or inside functions; ``from a import b`` yields ``a.b``."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (name.name for name in node.names)
@@ -110,34 +116,35 @@ def imports_of(tree: ast.Module) -> Iterator[str]:
 
 
 def package_of(module: str) -> str:
-    """The room a module of `rfork` is in: the second part of its name."""
+    """Return the package of `rfork` that contains a module: the second part of its name."""
     return module.split(".")[1]
 
 
-def test_every_room_has_its_arrows() -> None:
-    """Each package and module directly under rfork/ is a room whose allowed imports are written down."""
+def test_every_package_has_a_layer() -> None:
+    """Each package and module directly under rfork/ has a list of allowed imports."""
     packages = {path.stem for path in (ROOT / "rfork").iterdir() if path.suffix == ".py" or path.is_dir()}
-    assert set(MAY_IMPORT) == packages - {"__init__", "__main__", "__pycache__"}
+    assert set(ALLOWED_IMPORTS) == packages - {"__init__", "__main__", "__pycache__"}
 
 
-@pytest.mark.parametrize("package", sorted(MAY_IMPORT))
-def test_arrows_between_rooms_point_one_way(package: str) -> None:
-    """A room imports from the rooms below it and from no other; only the command starts the planner."""
+@pytest.mark.parametrize("package", sorted(ALLOWED_IMPORTS))
+def test_imports_point_one_way(package: str) -> None:
+    """A package imports only from the layers below it; only the command line imports the planner."""
     wrong = [
         f"{module} imports {imported}"
         for module, tree in modules_of("rfork")
         if module.startswith(f"rfork.{package}.") or module == f"rfork.{package}"
         for imported in imports_of(tree)
         if (
-            imported.startswith("rfork.") and package_of(imported) not in MAY_IMPORT[package] | {package, "__version__"}
+            imported.startswith("rfork.")
+            and package_of(imported) not in ALLOWED_IMPORTS[package] | {package, "__version__"}
         )
         or (imported.split(".")[0] == "planner" and package != "cli")
     ]
     assert [] == wrong
 
 
-def test_planner_knows_only_what_both_sides_share() -> None:
-    """The planner imports wire models and their like from rfork, and never torch."""
+def test_the_planner_imports_only_shared_modules() -> None:
+    """The planner imports schemas and other shared modules from rfork, and never torch."""
     wrong = [
         f"{module} imports {imported}"
         for module, tree in modules_of("planner")
@@ -145,23 +152,23 @@ def test_planner_knows_only_what_both_sides_share() -> None:
         if imported.split(".")[0] == "torch"
         or (
             imported.startswith("rfork.")
-            and not any(imported == known or imported.startswith(f"{known}.") for known in PLANNER_MAY_IMPORT)
-            # `from rfork import wire` and `from rfork.image import ranges` name a module, not what is in it.
-            and imported not in PLANNER_MAY_IMPORT | {"rfork.__version__"}
+            and not any(imported == known or imported.startswith(f"{known}.") for known in PLANNER_ALLOWED_IMPORTS)
+            # `from rfork import schema` and `from rfork.image import ranges` import a module, not a name in it.
+            and imported not in PLANNER_ALLOWED_IMPORTS | {"rfork.__version__"}
         )
     ]
     assert [] == wrong
 
 
 def cycle_among(packages: tuple[str, ...]) -> list[str]:
-    """Modules that import one another in a circle, at their top, in functions or for type checkers alone."""
+    """Return modules that import one another in a cycle, including imports in functions and for type checkers."""
     trees = {name: tree for package in packages for name, tree in modules_of(package)}
 
     def imported_by(name: str) -> Iterator[str]:
         for imported in imports_of(trees[name]):
             while imported and imported not in trees:
                 imported = imported.rpartition(".")[0]
-            # `rfork` itself is imported for its version; its public names it loads when they are asked for.
+            # `rfork` itself is imported for its version; it loads its public names lazily.
             if imported not in {"", "rfork", name}:
                 yield imported
 
@@ -172,13 +179,13 @@ def cycle_among(packages: tuple[str, ...]) -> list[str]:
     return []
 
 
-def test_no_module_imports_one_that_imports_it() -> None:
-    """Modules can be read from the bottom up: there is no circle, for type checkers alone neither."""
+def test_there_are_no_import_cycles() -> None:
+    """No modules import each other in a cycle, not even for type checkers."""
     assert [] == cycle_among(("rfork", "planner", "benchmarks", "deploy"))
 
 
-def test_only_settings_are_told_by_the_environment() -> None:
-    """`rfork.settings` reads it; who else touches it hands it on to another process or library."""
+def test_only_settings_read_the_environment() -> None:
+    """Only `rfork.settings` is configured by environment variables; the listed modules pass them on."""
     accessing = {
         f"{module.replace('.', '/')}.py"
         for package in ("rfork", "planner")
@@ -190,19 +197,19 @@ def test_only_settings_are_told_by_the_environment() -> None:
 
 
 def test_public_names() -> None:
-    """These are the names that users of the package may rely on, and each of them is there."""
+    """The package exports exactly these names, and each of them exists."""
     expected = [
-        "ArtifactReport", "ArtifactSettings", "ForkReport", "LoadReport", "Rank", "RforkError", "Settings",
-        "StorageSettings", "__version__", "artifacts", "capture", "fork", "fork_pretrained", "load",
-        "load_tensors", "no_init", "open", "report_of", "save", "seed", "tensors",
+        "ArtifactReport", "ArtifactSettings", "ForkReport", "InstanceSettings", "LoadReport", "Rank", "RforkError",
+        "StorageSettings", "__version__", "artifacts", "capture", "fork", "fork_pretrained", "fork_report",
+        "iter_tensors", "load", "load_tensors", "no_init", "open_tensors", "save", "seed",
     ]  # fmt: skip
     assert expected == rfork.__all__
     assert [] == [name for name in expected if getattr(rfork, name) is None]
 
 
 @pytest.mark.parametrize("folder", sorted(GENERATED))
-def test_generated_protocol_code_is_fresh(folder: str, tmp_path: Path) -> None:
-    """The code in a folder of generated code is what `make proto` makes of its protocol."""
+def test_generated_protocol_code_is_up_to_date(folder: str, tmp_path: Path) -> None:
+    """Committed generated code equals the output of `make proto`."""
     protocol = Path(GENERATED[folder])
     command = [
         sys.executable, "-m", "grpc_tools.protoc", f"-I{folder}={protocol.parent}",
@@ -216,7 +223,7 @@ def test_generated_protocol_code_is_fresh(folder: str, tmp_path: Path) -> None:
     assert generated == committed
 
 
-def test_every_test_says_what_holds() -> None:
+def test_every_test_has_a_docstring() -> None:
     """Each test function has a docstring."""
     undocumented = [
         f"{path.relative_to(ROOT)}: {node.name}"
@@ -228,8 +235,8 @@ def test_every_test_says_what_holds() -> None:
     assert [] == undocumented
 
 
-def test_every_package_has_its_line() -> None:
-    """Each package of rfork and planner, and each test folder, is named in docs/structure.md."""
+def test_the_structure_page_lists_every_package() -> None:
+    """docs/structure.md has one line for each package of rfork and planner, and for each test folder."""
     packages = {
         str(path.parent.relative_to(ROOT)) for top in ("rfork", "planner") for path in (ROOT / top).rglob("__init__.py")
     }
@@ -240,8 +247,8 @@ def test_every_package_has_its_line() -> None:
     assert set() == {name for name in expected if f"| `{name}` |" not in page}
 
 
-def test_the_threat_model_names_tests_that_exist() -> None:
-    """A promise of the page on security is kept by the test that it names."""
+def test_the_security_page_names_existing_tests() -> None:
+    """Every test that docs/security.md names as proof of a promise exists."""
     named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "security.md").read_text()))
     found = {
         name for path in (ROOT / "tests").rglob("*.py") for name in re.findall(r"def (test_\w+)", path.read_text())

@@ -32,7 +32,7 @@ def test_generated_versions_are_shown_by_their_first_characters(version: str | N
         (FIRST, True),
         (SEVERAL, False),
         (f"{SEVERAL}; {FIRST}", False),
-        ("NoSource: no instance holds m", False),
+        ("NoSource: no instance has m", False),
     ],
 )
 def test_the_first_of_a_version_is_known_by_its_reason(reason: str, is_first: bool) -> None:

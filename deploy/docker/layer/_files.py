@@ -1,12 +1,12 @@
-"""Only in rfork as files (/opt/rfork of a container whose image lacks it): finds its dependencies.
+"""Finds rfork's dependencies in a container that has rfork as files only (/opt/rfork).
 
-`rfork` imports this first of all, in each process of the engine. What the image has goes before what is added
-here, so nothing of it is replaced. Where something of it is too old for rfork, rfork says so, once in each
-process that loads, and the engine loads its weights by itself; ``RFORK_FAIL_IF_NOT_FORKED`` makes that an error. Then
-nothing stays added, either: engines look what there is, and would use a package that does not go with theirs.
+`rfork` imports this first in each process of the engine. The image's packages have priority, so nothing is
+replaced. If one of them is too old, rfork logs the reason once per loading process and the engine loads the
+weights itself; with ``RFORK_FAIL_IF_NOT_FORKED`` that is an error. In this case no path stays added, because
+engines detect installed packages and would use incompatible ones.
 
-Nothing but the standard library is imported at the top, and nothing newer than Python 3.9 is used: an image's
-Python may be one that there are no dependencies for.
+Only the standard library is imported at the top, with the syntax of Python 3.9, because the image's Python
+may be a version without dependencies here.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 PATH = Path(__file__).resolve().parents[1]
-"""What is on PYTHONPATH; resolved, as `rfork launch` links to the package from elsewhere."""
+"""The directory on PYTHONPATH; resolved, because `rfork launch` links to the package from elsewhere."""
 DEPENDENCIES = PATH.parent / "deps"
 ABI_TAG = "cp{}{}{}".format(*sys.version_info[:2], "t" if sysconfig.get_config_var("Py_GIL_DISABLED") else "")
-"""This Python, as wheels name it."""
+"""This Python version, as wheels name it."""
 LOAD_FORMAT = "rfork"
 NEEDED = (
     "google.protobuf",
@@ -44,16 +44,16 @@ NEEDED = (
     "structlog",
     "xxhash",
 )
-"""Modules that have to be found, whatever the metadata says."""
+"""Modules that must be importable, whatever the metadata claims."""
 TRIED = (
     "rfork.planner_client.client",
     "rfork.logs",
     "rfork.peer.v1.peer_pb2_grpc",
     "grpc_health.v1.health_pb2_grpc",
 )
-"""Modules of rfork that import those, and nothing that costs much beside."""
+"""Modules of rfork that import those cheaply."""
 NOT_OURS = frozenset({"torch"})
-"""The engine's, whatever its version."""
+"""Packages of the engine; any version is accepted."""
 
 
 def _extend_path() -> None:
@@ -63,7 +63,7 @@ def _extend_path() -> None:
 
 
 def _leave_path() -> None:
-    """Processes that the engine spawns get the path as it is here: it is left before any is."""
+    """Remove the path before the engine spawns processes, which would inherit it."""
     sys.path[:] = [each for each in sys.path if each != str(DEPENDENCIES / ABI_TAG)]
 
 
@@ -91,44 +91,44 @@ def sglang() -> None:
 
 @lru_cache(maxsize=1)
 def unusable_reason() -> str:
-    """Why rfork cannot run in this image, in one line; empty where it can."""
+    """Return why rfork cannot run in this image, in one line; empty if it can."""
     if not (DEPENDENCIES / ABI_TAG).is_dir():
         supported = ", ".join(sorted(each.name for each in DEPENDENCIES.glob("cp*"))) or "no Python"
         return f"rfork's files in {PATH.parent} are for {supported}, and this Python is {ABI_TAG}"
     try:
         wrong = list(dict.fromkeys(_version_problems()))
         unverified = [] if wrong else list(dict.fromkeys(_unverified_packages()))
-    except Exception as error:  # metadata of other packages may be anything; the engine has to start
-        return f"the packages of this image cannot be looked at ({type(error).__name__}: {error})"
+    except Exception as error:  # metadata of other packages may be malformed; the engine must start
+        return f"cannot inspect the packages of this image ({type(error).__name__}: {error})"
     if unverified:
-        # What packages ask of one another is often more than they need: the imports tell.
+        # Packages often require more than they need, so the imports decide.
         try:
             for module in TRIED:
                 importlib.import_module(module)
-        except Exception as error:  # of whatever kind: it is a package's own way to say that it does not fit
+        except Exception as error:  # any exception: packages report incompatibility in their own ways
             return f"{'; '.join(unverified)} ({type(error).__name__}: {error})"
     return "; ".join(wrong)
 
 
 def _version_problems() -> Iterator[str]:
-    """What of rfork's own dependencies is not as it must be."""
+    """Return the problems with rfork's own dependencies."""
     ours = metadata.Distribution.at(next(PATH.glob("rfork-*.dist-info")))
     yield from _unmet_requirements(ours.requires or (), "rfork")
     for module in NEEDED:
-        # A package of the image may hide the rest of its name space, as an old `google` does.
+        # A package of the image may hide the rest of its namespace, as an old `google` does.
         if importlib.util.find_spec(module) is None:
             yield f"this image hides the module {module}"
 
 
 def _unverified_packages() -> Iterator[str]:
-    """What those among rfork's files ask for, and the image has otherwise."""
+    """Return unmet requirements of the packages among rfork's files."""
     for added in metadata.distributions(path=[str(DEPENDENCIES / ABI_TAG)]):
         if metadata.distribution(added.metadata["Name"]).version == added.version:
             yield from _unmet_requirements(added.requires or (), added.metadata["Name"])
 
 
 def _unmet_requirements(lines: Iterable[str], by: str) -> Iterator[str]:
-    """Requirements that what Python finds first does not meet."""
+    """Return the requirements that the first installed version does not meet."""
     from packaging.requirements import Requirement
 
     for requirement in map(Requirement, lines):
@@ -144,21 +144,21 @@ def _unmet_requirements(lines: Iterable[str], by: str) -> Iterator[str]:
 
 
 def _disable_vllm_plugin() -> None:
-    """Have vLLM take ``--load-format rfork`` for its own."""
+    """Make vLLM accept ``--load-format rfork`` and load with its own loader."""
     from vllm.config import replace
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-    class ByItself(DefaultModelLoader):  # type: ignore[misc]  # vLLM has no types
+    class DefaultLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM has no types
         def __init__(self, load_config: Any) -> None:
             _log_status(logging.getLogger("vllm.rfork"))
             super().__init__(replace(load_config, load_format="auto", model_loader_extra_config={}))
 
-    register_model_loader(LOAD_FORMAT)(ByItself)
+    register_model_loader(LOAD_FORMAT)(DefaultLoader)
 
 
 def _disable_sglang_plugin() -> None:
-    """Have SGLang take ``--load-format rfork`` for its own; and ``--rfork-*``, as far as they are known."""
+    """Make SGLang accept ``--load-format rfork`` and known ``--rfork-*`` flags, and load with its own loader."""
     from sglang.srt.arg_groups.choices import LOAD_FORMAT_CHOICES, add_load_format_choices
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -171,7 +171,7 @@ def _disable_sglang_plugin() -> None:
         _extend_path()
         try:
             from rfork.engines.sglang.flags import add
-        except Exception:  # whatever is too old: then there are no flags
+        except Exception:  # if anything is too old, there are no flags
             return
         finally:
             _leave_path()
@@ -186,11 +186,11 @@ def _disable_sglang_plugin() -> None:
 
 @lru_cache(maxsize=1)
 def _log_status(log: logging.Logger) -> None:
-    """Say why rfork is off. Raises RuntimeError where the server must not start without it."""
-    # The settings themselves may not be there: pydantic may be what is too old.
+    """Log why rfork is off. Raises RuntimeError if the server must not start without it."""
+    # The settings module may be unusable, for example if pydantic is too old.
     if os.environ.get("RFORK_FAIL_IF_NOT_FORKED", "").lower() in ("1", "true", "yes", "on", "y", "t"):
         raise RuntimeError(f"this server cannot be forked: {unusable_reason()} (unset RFORK_FAIL_IF_NOT_FORKED)")
-    log.warning("rfork is off, the engine loads its weights by itself: %s", unusable_reason())
+    log.warning("rfork is off, falling back to the engine's loader: %s", unusable_reason())
 
 
 _extend_path()

@@ -1,7 +1,7 @@
-"""The rfork command of a container that has rfork as files only; `rfork` beside it starts this.
+"""The rfork command in a container that has rfork as files only; started by the script `rfork`.
 
-A process of rfork's own: here its dependencies go before the image's, which may be too old. What it starts
-(`rfork launch`) gets none of that: only `sys.path` is changed.
+In this process rfork's dependencies precede the image's, which may be too old. Child processes (`rfork
+launch`) are not affected: only `sys.path` changes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ FILES = Path(__file__).resolve().parents[1]
 
 def main() -> None:
     """Run the command."""
-    # Python put this file's folder first, where `rfork` would be this very file.
+    # Python put this file's directory first, where `rfork` would be this file.
     sys.path[:] = [each for each in sys.path if Path(each).resolve() != FILES / "bin"]
     dependencies = FILES / "deps" / f"cp{sys.version_info[0]}{sys.version_info[1]}"
     if not dependencies.is_dir():

@@ -1,11 +1,11 @@
-"""A plain nn.Module, given by one process and forked by another.
+"""A plain nn.Module, seeded by one process and forked by another.
 
     rfork planner &
     python module.py seed --planner http://127.0.0.1:8700 &
     python module.py fork --planner http://127.0.0.1:8700
 
-The fork prints what it got, from whom and how fast, and a checksum that is the seed's. It gives the weights
-onwards as long as it runs: end the seed, start a third, and that forks from the second. With `--once` it ends
+The fork prints the size, the source, the speed, and a checksum equal to the seed's. It is a seed itself while
+it runs: stop the first seed, start a third process, and that forks from the second. With `--once` it exits
 instead. Needs: pip install rfork.
 """
 
@@ -21,27 +21,27 @@ from torch import nn
 import rfork
 
 NAME = "mlp"
-"""Seeds and forks meet under it: a name for these very weights, with the revision where there are several."""
+"""Seeds and forks meet under this name, so it must be unique for these weights, including their revision."""
 
 
 def build() -> nn.Module:
-    """The module in its final layout: both sides build the same, and only the seed's values count."""
+    """Build the module in its final layout. Both sides build the same, and only the seed's values count."""
     return nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024))
 
 
 def checksum(module: nn.Module) -> float:
-    """What it computes from a fixed input."""
+    """Return a value computed from a fixed input."""
     with torch.inference_mode():
         return float(module(torch.linspace(-1, 1, 1024)).double().sum())
 
 
 def seed_module(planner: str | None) -> None:
-    """The seed: somebody has to have the weights first. Here they are random, in earnest they are loaded."""
+    """Be the first seed. Here the weights are random; a real program loads them."""
     module = build()
     with rfork.seed(module, model=NAME, planner=planner) as seed:
-        seed.wait_registered(10)  # the planner knows it: who asks from now on gets it as a source
+        seed.wait_registered(10)  # registered with the planner: new forks get it as a source
         print(f"seeding, checksum {checksum(module):.9f}", flush=True)
-        while True:  # what serves tells how long it takes, so that forks do not slow it down
+        while True:  # report each step's duration, so that forks do not slow it down
             with seed.measure_step():
                 checksum(module)
             if signal.sigtimedwait([signal.SIGTERM, signal.SIGINT], 0.05) is not None:
@@ -49,7 +49,7 @@ def seed_module(planner: str | None) -> None:
 
 
 def fork_module(planner: str | None, *, once: bool) -> None:
-    """The target: any values in, the seed's out. From here on it gives them onwards."""
+    """Be a target: replace the initial values by the seed's, then serve as a source."""
     module = build()
     report = rfork.fork(module, model=NAME, planner=planner)
     print(report.line(), flush=True)
@@ -61,13 +61,13 @@ def fork_module(planner: str | None, *, once: bool) -> None:
 
 
 def main() -> None:
-    """Be one of the two."""
+    """Run as a seed or a fork."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("role", choices=["seed", "fork"])
     parser.add_argument("--planner", help="URL of the planner [RFORK_PLANNER]")
-    parser.add_argument("--once", action="store_true", help="end after the fork")
+    parser.add_argument("--once", action="store_true", help="exit after the fork")
     options = parser.parse_args()
-    # Waited for above, on this thread: blocked here, before there are others.
+    # Signals are awaited above, on this thread: block them before other threads start.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGINT])
     try:
         if options.role == "seed":

@@ -5,11 +5,11 @@
     python server.py HuggingFaceTB/SmolLM2-135M-Instruct --planner http://127.0.0.1:8700 --port 8001
     curl 127.0.0.1:8001/generate -H 'Content-Type: application/json' -d '{"prompt": "Paris is"}'
 
-Both are started alike: the first finds nobody and reads its checkpoint, the second forks from it. Each
-answers on /health from the start, with 503 until every chunk of its weights is verified. SIGTERM ends it in
-order: the answers under way are given, and who forks from it may finish, for RFORK_DRAIN_TIMEOUT_S seconds.
+Both are started in the same way: the first finds no seed and reads its checkpoint, the second forks from it.
+Each serves /health from the start, with 503 until every chunk of its weights is verified. On SIGTERM it stops
+cleanly: requests in progress are completed, and its readers may finish within RFORK_DRAIN_TIMEOUT_S seconds.
 
-Needs: pip install 'rfork[transformers]'. All options of rfork (RFORK_*) hold here too.
+Needs: pip install 'rfork[transformers]'. All settings of rfork (RFORK_*) apply.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ import rfork
 
 
 class Prompt(BaseModel):
-    """What is to be continued."""
+    """Text to continue."""
 
     prompt: str
     max_new_tokens: Annotated[int, Field(ge=1, le=1024)] = 32
@@ -50,7 +50,7 @@ class Completion(BaseModel):
 
 
 class Generator:
-    """A model and its tokenizer: one prompt at a time, the likeliest token at each step."""
+    """A model and its tokenizer: one prompt at a time, greedy decoding."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         self._model = model
@@ -60,7 +60,7 @@ class Generator:
         self._seed = report.seed if report is not None else None
 
     def generate(self, prompt: Prompt) -> Completion:
-        """Continue the prompt, until the model says that it is done."""
+        """Continue the prompt until the end-of-sequence token."""
         new = self._tokenizer(prompt.prompt, return_tensors="pt")["input_ids"].to(self._model.device)
         tokens: list[int] = []
         with self._lock, torch.inference_mode():
@@ -75,12 +75,12 @@ class Generator:
         return Completion(tokens=tokens, text=str(self._tokenizer.decode(tokens, skip_special_tokens=True)))
 
     def _step(self) -> AbstractContextManager[object]:
-        """Around a unit of work that is alike each time: forks read more slowly while it takes longer."""
+        """Context of one decoding step: forks are throttled while steps take longer."""
         return self._seed.measure_step() if self._seed is not None else nullcontext()
 
 
 class Service:
-    """The web application. It is up before its model is, and says so."""
+    """The web application. It serves before its model is loaded, and reports so."""
 
     def __init__(self) -> None:
         self.generator: Generator | None = None
@@ -90,33 +90,33 @@ class Service:
         self.app.post("/generate")(self.generate)
 
     def health(self) -> dict[str, str]:
-        """200 once the weights are whole, and until it is about to end."""
+        """200 once the weights are complete, until the shutdown starts."""
         self._ready()
         if self.is_draining:
-            raise HTTPException(503, "about to end")
+            raise HTTPException(503, "shutting down")
         return {"status": "ready"}
 
     def generate(self, prompt: Prompt) -> Completion:
-        """The likeliest continuation of a prompt."""
+        """Return the greedy continuation of a prompt."""
         return self._ready().generate(prompt)
 
     def _ready(self) -> Generator:
         if self.generator is None:
-            raise HTTPException(503, "the weights are not whole yet")
+            raise HTTPException(503, "the weights are not complete yet")
         return self.generator
 
 
 def main() -> None:
     """Serve until SIGTERM or Ctrl-C."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("model", help="a folder, or a model of the hub")
+    parser.add_argument("model", help="a directory, or a model of the hub")
     parser.add_argument("--planner", help="URL of the planner [RFORK_PLANNER]")
     parser.add_argument("--name", help="name of the model; seeds and forks meet under it")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # each call to the planner
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # every call to the planner
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, terminate)
     try:
@@ -129,20 +129,20 @@ def main() -> None:
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM or Ctrl-C came."""
+    """SIGTERM or Ctrl-C was received."""
 
     received = False
 
 
 def terminate(number: int, frame: FrameType | None) -> None:
-    """The main thread, wherever it is, leaves its blocks in order."""
-    # Python drops what is raised in a finalizer or a weak reference's callback: then `serve` sees this.
+    """Interrupt the main thread, which leaves its context managers in order."""
+    # Python drops exceptions raised in a finalizer or a weakref callback: `serve` checks this event then.
     Terminated.received = True
     raise Terminated
 
 
 def serve(options: argparse.Namespace) -> None:
-    """Listen, get the model, and serve, until Terminated."""
+    """Listen, load the model, and serve until Terminated."""
     service = Service()
     with listening(service.app, options.host, options.port) as url:
         log_event("listening", url=url)
@@ -153,21 +153,21 @@ def serve(options: argparse.Namespace) -> None:
             if not Terminated.received:
                 log_event("ready", weights=report.line() if report is not None else "loaded by transformers")
             while not Terminated.received:
-                time.sleep(1)  # no longer: a signal that comes as it begins is heard when it ends
+                time.sleep(1)  # not longer: a signal during the wait is handled at its end
         finally:
             service.is_draining = True
             if report is not None and report.seed is not None:
-                report.seed.drain(report.seed.settings.drain_timeout_s)  # while answers are still given
+                report.seed.drain(report.seed.settings.drain_timeout_s)  # while requests are still being completed
                 report.seed.close()
 
 
 @contextmanager
 def listening(app: FastAPI, host: str, port: int) -> Iterator[str]:
-    """Serve on another thread, at the URL that is given; in the end the answers under way are sent."""
+    """Serve on another thread and yield the URL; at the end requests in progress are completed."""
     server = uvicorn.Server(uvicorn.Config(app, host=host, port=port, log_level="warning"))
-    socket = server.config.bind_socket()  # here, so that a port that is taken ends the process
+    socket = server.config.bind_socket()  # bind here, so that an occupied port ends the process
     socket.listen()
-    server.config.load()  # imports on this thread: one that SIGTERM interrupts must not hold up the other
+    server.config.load()  # import on this thread: an import interrupted by SIGTERM must not block the other
     thread = threading.Thread(target=server.run, args=([socket],), name="http")
     thread.start()
     try:
@@ -178,7 +178,7 @@ def listening(app: FastAPI, host: str, port: int) -> Iterator[str]:
 
 
 def log_event(event: str, **values: str) -> None:
-    """One line of JSON."""
+    """Print one line of JSON."""
     print(json.dumps({"event": event, **values}), flush=True)
 
 

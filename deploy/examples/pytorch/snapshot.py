@@ -1,9 +1,9 @@
-"""Weights to a file and back, without a planner: on disk, in S3 or anywhere else that rfork writes to.
+"""Saves weights to a file and loads them again, without a planner: on disk, in S3 or any supported storage.
 
     python snapshot.py /tmp/models/mlp/
     python snapshot.py s3://bucket/models/mlp/        # pip install 'rfork[s3]'
 
-Saves a module as a snapshot, reads it back in four ways, and compares. Needs: pip install rfork.
+Saves a module as a snapshot, reads it in four ways, and compares. Needs: pip install rfork.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import rfork
 
 
 def build() -> nn.Module:
-    """Any module; both sides build the same."""
+    """Build any module; both sides build the same."""
     return nn.Sequential(nn.Embedding(1000, 256), nn.LayerNorm(256), nn.Linear(256, 1000))
 
 
 def same(one: nn.Module, other: nn.Module) -> bool:
-    """Whether two modules hold the same values."""
+    """Return True if two modules have equal values."""
     theirs = other.state_dict()
     return all(torch.equal(tensor, theirs[name]) for name, tensor in one.state_dict().items())
 
@@ -31,7 +31,7 @@ def same(one: nn.Module, other: nn.Module) -> bool:
 def main() -> None:
     """Write, read, compare."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("uri", help="folder to write to: a path, file:///…, s3://…")
+    parser.add_argument("uri", help="destination: a path, file:///…, s3://…")
     uri = parser.parse_args().uri
     try:
         roundtrip(uri)
@@ -40,17 +40,17 @@ def main() -> None:
 
 
 def roundtrip(uri: str) -> None:
-    """All four ways; each must give what was saved."""
+    """Save, then load in all four ways; each must return the saved values."""
     module = build()
     saved = rfork.save(module, uri)
     print(f"saved {saved.nbytes} bytes to {saved.uri}")
 
-    # 1. Into a module that exists: straight into its tensors, every chunk checked against its digest.
+    # 1. Into an existing module: directly into its tensors, with every chunk verified.
     into = build()
     report = rfork.load(into, uri)
     print(f"loaded {report.tensors} tensors, verified: {report.verified}, same: {same(module, into)}")
 
-    # 2. Into one that was built without memory or initial values: nothing is held twice.
+    # 2. Into a module that was built without memory or initial values: no second copy.
     with rfork.no_init():
         empty = build()
     rfork.load(empty, uri)

@@ -1,18 +1,18 @@
-"""A model over two processes, tensor parallel by PyTorch itself, forked rank by rank.
+r"""A tensor-parallel PyTorch model in two processes, forked rank by rank.
 
     rfork planner &
     python tensor_parallel.py --make model.safetensors
-    torchrun --standalone --nproc-per-node 2 tensor_parallel.py --planner http://127.0.0.1:8700 \\
+    torchrun --standalone --nproc-per-node 2 tensor_parallel.py --planner http://127.0.0.1:8700 \
         --checkpoint model.safetensors &
     torchrun --standalone --nproc-per-node 2 tensor_parallel.py --planner http://127.0.0.1:8700
 
-The ranks of the first replica find nobody, and each reads its part of the checkpoint; the second has none,
-and its ranks fork, each from the one that holds the same part. Parts of one shape are told apart by
-`rfork.Rank`: a rank never takes another one's. Each process says what it got as a line of JSON, and seeds it
-until SIGTERM.
+The ranks of the first replica find no seed, and each reads its part of the checkpoint. The second replica has
+no checkpoint: each of its ranks forks from the rank with the same part. Parts of equal shape are
+distinguished by `rfork.Rank`, so a rank never gets another rank's part. Each process prints its result as a
+line of JSON, and is a seed until SIGTERM.
 
-A fork needs no collective: ranks may fork at other times, and from other replicas. What a rank falls back to
-must need none either, for it may be alone in that.
+A fork needs no collective: ranks may fork at different times and from different replicas. The fallback of a
+rank must not need one either, because other ranks may not fall back.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ BY_ROWS = ("out", "down")
 
 
 class ParallelLayer(nn.Module):
-    """Attention and a perceptron. Each rank has its share of the heads, and of the inner width."""
+    """Attention and MLP. Each rank has its share of the heads and of the inner width."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class ParallelLayer(nn.Module):
         self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Batch, position, width."""
+        """`x`: batch, position, width."""
         inner = self.before(x)
         query, key, value = (
             project(inner).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
@@ -76,13 +76,13 @@ class ParallelModel(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits of the token that follows each position."""
+        """Return the logits of the token that follows each position."""
         logits: torch.Tensor = self.head(self.layers(self.embedding(tokens)))
         return logits
 
 
 def sharded(ranks: int) -> ParallelModel:
-    """This rank's part of the model, its memory not written yet."""
+    """Build this rank's part of the model with uninitialized memory."""
     with torch.device("meta"):
         model = ParallelModel()
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
@@ -94,7 +94,7 @@ def sharded(ranks: int) -> ParallelModel:
 
 
 def read_part(model: nn.Module, checkpoint: str, rank: int, ranks: int) -> None:
-    """Fill this rank's part from a file of the whole model: what others need is not read."""
+    """Fill this rank's part from a file of the complete model, without reading the other parts."""
     with safe_open(checkpoint, framework="pt") as weights, torch.no_grad():
         for name, parameter in model.named_parameters():
             checkpoint_slice, part = weights.get_slice(name), parameter.detach()
@@ -110,7 +110,7 @@ def read_part(model: nn.Module, checkpoint: str, rank: int, ranks: int) -> None:
 
 @torch.inference_mode()
 def generate(model: nn.Module) -> tuple[list[int], str]:
-    """What the model makes of the prompt: the likeliest tokens, and a hash of the logits."""
+    """Return greedy tokens for a prompt, and a hash of the logits."""
     tokens = torch.tensor([PROMPT])
     digest = hashlib.sha256()
     for _ in range(TOKENS):
@@ -121,7 +121,7 @@ def generate(model: nn.Module) -> tuple[list[int], str]:
 
 
 def serve(options: argparse.Namespace) -> None:
-    """Fork or load this rank's part, answer, and seed it until the process is told to end."""
+    """Fork or load this rank's part, generate, and seed it until a signal arrives."""
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     checkpoint: str | None = options.checkpoint
@@ -138,7 +138,7 @@ def serve(options: argparse.Namespace) -> None:
         result = {"tokens": tokens, "logits": logits, "weights_id": report.weights_id}
         print(json.dumps({"event": "ready", "rank": rank, "weights": report.line(), **result}), flush=True)
         while True:
-            time.sleep(1)  # no longer: a signal that comes as it begins is heard when it ends
+            time.sleep(1)  # not longer: a signal during the wait is handled at its end
     finally:
         if report.seed is not None:
             report.seed.close(report.seed.settings.drain_timeout_s)
@@ -146,11 +146,11 @@ def serve(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """One rank, or a checkpoint."""
+    """Run one rank, or write a checkpoint."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--make", metavar="FILE", help="write a random model, and end")
+    parser.add_argument("--make", metavar="FILE", help="write a random model, then exit")
     parser.add_argument("--planner", help="URL of the planner [RFORK_PLANNER]")
-    parser.add_argument("--checkpoint", metavar="FILE", help="what to read where nobody holds the weights")
+    parser.add_argument("--checkpoint", metavar="FILE", help="file to read if no seed exists")
     parser.add_argument("--name", default="tensor-parallel", help="seeds and forks meet under it")
     options = parser.parse_args()
     if options.make is not None:

@@ -1,12 +1,12 @@
-"""An autoscaler in a few lines: say how many replicas come, start them, and they share one plan.
+r"""A small autoscaler: announces how many replicas will start, then starts them, so that they share one plan.
 
-    python autoscaler.py --planner http://127.0.0.1:8700 --model mlp --replicas 2 -- \\
+    python autoscaler.py --planner http://127.0.0.1:8700 --model mlp --replicas 2 -- \
         python ../pytorch/module.py fork --planner http://127.0.0.1:8700 --once
 
-Announced replicas are planned together however far apart they arrive: the first waits a moment
-(RFORK_PLANNER_SCALEUP_WAIT_S) for the last. Without it all works too, with several plans. The planner's own
-controller announces workloads of Kubernetes; this is for all others. Needs: pip install httpx.
-Where the planner asks for tokens, RFORK_TOKEN is an operator's.
+Announced replicas are planned together even if they arrive at different times: the first one waits a moment
+(RFORK_PLANNER_SCALEUP_WAIT_S) for the last. Without the announcement everything works too, with several
+plans. The planner's controller announces Kubernetes workloads; this script is for all others. Needs: pip
+install httpx. If the planner requires tokens, set RFORK_TOKEN to an operator token.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import httpx
 
 
 def announce(client: httpx.Client, scaleup: str, model: str, replicas: int) -> None:
-    """Say that so many are about to come; none: nobody is waited for any more."""
+    """Announce this number of replicas. Zero withdraws the scale-up."""
     body = {"scaleup_id": scaleup, "model": model, "replicas": replicas, "expires_in_s": 300, "announced_by": "example"}
     scaleup_info = client.post("/v1/scaleups", json=body).raise_for_status().json()
     print(f"announced {replicas}: {scaleup_info['reason']}", flush=True)
 
 
 def start(command: list[str], replicas: int) -> list[subprocess.Popen[bytes]]:
-    """Start them all. RFORK_REPLICA tells one from another, so that one that starts again counts once."""
+    """Start all replicas. RFORK_REPLICA identifies each one, so that a restarted replica counts once."""
     return [
         subprocess.Popen(command, env={**os.environ, "RFORK_REPLICA": f"example-{number}"})
         for number in range(replicas)
@@ -39,9 +39,9 @@ def main() -> None:
     """Announce, start, wait."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--planner", default=os.environ.get("RFORK_PLANNER", "http://127.0.0.1:8700"))
-    parser.add_argument("--model", required=True, help="name that the replicas fork under")
+    parser.add_argument("--model", required=True, help="model name of the replicas")
     parser.add_argument("--replicas", type=int, default=2)
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="what starts one of them")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="command that starts one replica")
     options = parser.parse_args()
     token = os.environ.get("RFORK_TOKEN")
     headers = {"Authorization": f"Bearer {token}"} if token else None
@@ -51,7 +51,7 @@ def main() -> None:
         with httpx.Client(base_url=options.planner, headers=headers, timeout=10) as client:
             announce(client, scaleup, options.model, options.replicas)
             codes = [replica.wait() for replica in start(command, options.replicas)]
-            print(f"replicas ended with {codes}", flush=True)
+            print(f"replicas exited with {codes}", flush=True)
             client.delete(f"/v1/scaleups/{scaleup}").raise_for_status()
     except httpx.HTTPStatusError as error:
         sys.exit(error.response.text)

@@ -1,1 +1,1 @@
-"""What the reference pages are made of, read from the code itself whenever the site is built (`pages`)."""
+"""Generators of the reference pages, which read the code at each build (`pages`)."""

@@ -1,4 +1,4 @@
-"""The command line: every command of `rfork`, with its arguments and options, from typer's own tree."""
+"""CLI reference: every command of `rfork` with its arguments and options, from typer's command tree."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from docs.site.reference.markdown import anchor_of, block, code, heading, nowrap
 from rfork.cli.app import app
 
 ENVIRONMENT = re.compile(r"\s*\[env: ([A-Z0-9_]+)\]")
-"""How an option's text names the setting that it goes before."""
+"""Phrase with which an option's help names the setting that it overrides."""
 VALUES = {
     "<str>": "TEXT",
     "<int>": "NUMBER",
@@ -27,19 +27,19 @@ VALUES = {
 
 @dataclass(frozen=True)
 class CliCommand:
-    """A command that does something, by its whole name."""
+    """An executable command and its full name."""
 
     name: str
     command: TyperCommand
 
 
 def commands() -> Iterator[CliCommand]:
-    """All of them, in the order of `rfork --help`."""
+    """Return all commands in the order of `rfork --help`."""
     yield from _walk_commands("rfork", cast(TyperGroup, get_command(app)))
 
 
 def page() -> str:
-    """A section for each command."""
+    """Render one section for each command."""
     return "\n".join(_section(each) for each in commands())
 
 
@@ -57,7 +57,7 @@ def _section(each: CliCommand) -> str:
     usage = _plain(" ".join(each.command.collect_usage_pieces(context)))
     parts = [heading(2, each.name, anchor_of(each.name)), block(f"{each.name} {usage}")]
     parts.append(_prose(each.command.help or "") + "\n")
-    parameters = cast(list[TyperArgument | TyperOption], each.command.params)  # typer makes no others
+    parameters = cast(list[TyperArgument | TyperOption], each.command.params)  # typer creates no other types
     visible = [each for each in parameters if not each.hidden]
     arguments = [
         [code(_plain("".join(each.get_usage_pieces(context)))), _text(each)[0], _default(each)]
@@ -74,19 +74,19 @@ def _section(each: CliCommand) -> str:
         if isinstance(each, TyperOption) and each.name != "help"
     ]
     if arguments:
-        parts.append(table(["argument", "what it is", "default"], arguments))
+        parts.append(table(["argument", "meaning", "default"], arguments))
     if options:
-        parts.append(table(["option", "value", "what it says", "setting", "default"], options))
+        parts.append(table(["option", "value", "description", "setting", "default"], options))
     return "\n".join(parts)
 
 
 def _plain(usage: str) -> str:
-    """Without the braces that typer puts around what must be given."""
+    """Return the usage without the braces that typer puts around required arguments."""
     return re.sub(r"\{([^|}]+)\}", r"\1", usage).replace("......", "...")
 
 
 def _prose(text: str) -> str:
-    """A command's help: its paragraphs, and lines of examples as code."""
+    """Render a command's help: paragraphs, and example lines as code."""
     paragraphs = [part for part in re.split(r"\n\s*\n", text.replace("\b", "").strip()) if part.strip()]
     return "\n\n".join(block(part) if part.startswith("    ") else part.strip() for part in paragraphs)
 
@@ -98,14 +98,14 @@ def _option_description(option: TyperOption) -> list[str]:
 
 
 def _text(parameter: TyperOption | TyperArgument) -> tuple[str, str]:
-    """What it says of itself, and the variable of its setting."""
+    """Return a parameter's help and the variable of its setting."""
     text = parameter.help or ""
     found = ENVIRONMENT.search(text)
     return ENVIRONMENT.sub("", text).replace("[", "(").replace("]", ")"), found[1] if found else ""
 
 
 def _value(option: TyperOption, context: typer.Context) -> str:
-    """What follows the option; nothing for a flag."""
+    """Return the value placeholder of an option; empty for a flag."""
     record = option.get_help_record(context)
     last = record[0].rpartition(" ")[2] if record is not None and not option.is_flag else ""
     return "" if not last or last.startswith("-") else nowrap_code(VALUES.get(last, last))

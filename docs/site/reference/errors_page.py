@@ -1,4 +1,4 @@
-"""Errors: the tree of `rfork.errors`, and what a process that ends with one of them exits with."""
+"""Errors reference: the tree of `rfork.errors`, and the exit code of each error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rfork.errors import RforkError
 
 
 def tree() -> str:
-    """The tree as the module draws it."""
+    """Return the tree as drawn in the module's docstring."""
     text = (errors.__doc__ or "").partition("::\n\n")[2]
     lines = []
     for line in text.splitlines():
@@ -21,7 +21,7 @@ def tree() -> str:
 
 
 def error_classes(base: type[RforkError] = RforkError) -> Iterator[type[RforkError]]:
-    """All classes of errors, each behind that which it is a kind of."""
+    """Return all error classes, each after its base class."""
     yield base
     for error_class in base.__subclasses__():
         if error_class.__module__ == errors.__name__:
@@ -29,7 +29,7 @@ def error_classes(base: type[RforkError] = RforkError) -> Iterator[type[RforkErr
 
 
 def page() -> str:
-    """A table of all of them."""
+    """Render a table of all errors."""
     rows = (
         [
             nowrap_code(error_class.__name__, anchor_of(error_class.__name__)),
@@ -40,7 +40,7 @@ def page() -> str:
         ]
         for error_class in error_classes()
     )
-    return table(["error", "a kind of", "whose fault", "exit code", "what it means"], rows)
+    return table(["error", "base", "fault of", "exit code", "meaning"], rows)
 
 
 def _text(error_class: type[RforkError]) -> str:

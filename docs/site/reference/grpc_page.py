@@ -1,4 +1,4 @@
-"""gRPC: services and messages of `proto/`, with the comments that stand there, as protoc reads them."""
+"""gRPC reference: services and messages of `proto/` with their comments, as protoc reads them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ PROTO = Path(__file__).parents[3] / "proto"
 PEER = "rfork/v1/peer.proto"
 SCALER = "externalscaler/externalscaler.proto"
 MESSAGE, SERVICE, FIELD, METHOD, NESTED = 4, 6, 2, 2, 3
-"""Numbers of fields in descriptor.proto, of which a comment's place is made."""
+"""Field numbers of descriptor.proto that form a comment's path."""
 
 SourcePath = tuple[int, ...]
 
 
 @cache
 def file_descriptor(name: str) -> FileDescriptorProto:
-    """One file of `proto/`, with its comments. Raises RuntimeError where protoc does not take it."""
+    """Return one file of `proto/` with its comments. Raises RuntimeError if protoc rejects it."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "descriptors")
         protoc_command = [
@@ -40,12 +40,12 @@ def file_descriptor(name: str) -> FileDescriptorProto:
             name,
         ]
         if protoc.main(protoc_command):
-            raise RuntimeError(f"protoc does not take proto/{name}")
+            raise RuntimeError(f"protoc rejects proto/{name}")
         return FileDescriptorSet.FromString(out.read_bytes()).file[0]
 
 
 def page(name: str) -> str:
-    """Services with their calls, then messages with their fields."""
+    """Render services with their calls, then messages with their fields."""
     file = file_descriptor(name)
     comments = {
         tuple(location.path): (location.leading_comments, location.trailing_comments)
@@ -68,7 +68,7 @@ def page(name: str) -> str:
 
 
 def messages(name: str) -> Iterator[tuple[str, DescriptorProto]]:
-    """All messages of a file that are no maps' entries, by their names."""
+    """Return all messages of a file by name, except map entries."""
     yield from _all(file_descriptor(name).message_type, "")
 
 
@@ -96,13 +96,13 @@ def _message(
         ]
         for index, field in enumerate(message.field)
     ]
-    yield table(["number", "field", "type", "what it says"], rows) if rows else "No fields.\n"
+    yield table(["number", "field", "type", "description"], rows) if rows else "No fields.\n"
     for index, nested in enumerate(message.nested_type):
         yield from _message(nested, (*at, NESTED, index), comments, f"{name}.{nested.name}")
 
 
 def _comment(comments: Mapping[SourcePath, tuple[str, str]], at: SourcePath) -> str:
-    """What stands before it, or behind it on its line."""
+    """Return the comment before a definition, or the one at the end of its line."""
     leading, trailing = comments.get(at, ("", ""))
     lines = (line.removeprefix(" ") for line in (leading or trailing).splitlines())
     return "\n".join(lines).strip()

@@ -1,4 +1,4 @@
-"""Tables, code and links as Markdown has them."""
+"""Markdown tables, code and links."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table without its empty columns; cells are Markdown, and one of several lines is made one."""
+    """Render a table without its empty columns; cells are Markdown, and line breaks in a cell are removed."""
     found = list(rows)
     kept = [column for column in range(len(header)) if any(row[column] for row in found)]
     lines = [[line[column] for column in kept] for line in (header, ["---"] * len(header), *found)]
@@ -17,54 +17,54 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def cell(text: str) -> str:
-    """A text that can stand in a table."""
+    """Escape a text for use in a table cell."""
     return " ".join(text.split()).replace("|", "\\|")
 
 
 def code(text: str) -> str:
-    """A text as code; nothing for an empty one. A bar in it does not end a table's cell."""
+    """Render a text as code; empty for an empty text. A bar is escaped for table cells."""
     return f"`{text}`" if text else ""
 
 
 def nowrap_code(text: str, anchor: str = "") -> str:
-    """A name as code that is never broken into two lines, and a place that links can mean."""
+    """Render a name as code that does not wrap, with an anchor."""
     anchor_attribute = f' id="{anchor}"' if anchor else ""
     return f'<code{anchor_attribute} style="white-space: nowrap">{html.escape(text)}</code>'
 
 
 def codes(texts: Iterable[str]) -> str:
-    """Several, with commas between them."""
+    """Render several texts as code, separated by commas."""
     return ", ".join(code(text) for text in texts)
 
 
 def block(text: str, language: str = "text") -> str:
-    """Lines of code."""
+    """Render a fenced code block."""
     return f"```{language}\n{text.rstrip()}\n```\n"
 
 
 def as_json(value: object) -> str:
-    """A value as lines of JSON."""
+    """Render a value as formatted JSON."""
     return block(json.dumps(value, indent=2, ensure_ascii=False), "json")
 
 
 def collapsible(title: str, body: str) -> str:
-    """What is shown once somebody opens it."""
+    """Render a collapsible section."""
     inside = "\n".join(f"    {line}".rstrip() for line in body.rstrip().splitlines())
     return f'??? example "{title}"\n\n{inside}\n'
 
 
 def heading(level: int, text: str, anchor: str) -> str:
-    """A heading with an anchor that stays whatever its words are."""
+    """Render a heading with an anchor that does not depend on its words."""
     return f"{'#' * level} {text} {{#{anchor}}}\n"
 
 
 def anchor_of(*words: str) -> str:
-    """Words as an anchor: lower case, with one hyphen for all else between them."""
+    """Return an anchor: lower case, with one hyphen for every run of other characters."""
     return re.sub(r"[^a-z0-9_]+", "-", "-".join(words).lower()).strip("-")
 
 
 def sentence(text: str) -> str:
-    """Comments and descriptions as a sentence: the first letter large, a full stop behind."""
+    """Turn a comment or description into a sentence: capitalise it and add a full stop."""
     text = " ".join(text.split())
     if not text:
         return ""

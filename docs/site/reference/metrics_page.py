@@ -1,4 +1,4 @@
-"""Metrics: what planner and hooks expose, read from their own registries."""
+"""Metrics reference: metrics of the planner and its integrations, read from their registries."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ UNITS = (("_seconds", "seconds"), ("_bytes", "bytes"), ("_efficiency", "share, 0
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric as the page tells it."""
+    """One metric of the page."""
 
     name: str
     metric_type: str
@@ -37,10 +37,10 @@ class Metric:
 
 
 def registries() -> Mapping[str, CollectorRegistry]:
-    """What each process registers, by who it is."""
+    """Return the registry of each process, by the name of the process."""
     return {
         "Planner": PlannerMetrics().registry,
-        "Every hook": _integrations(),
+        "Every integration": _integrations(),
         "Webhook": _webhook(),
         "Controller": _controller(),
         "Scaler": _scaler(),
@@ -48,7 +48,7 @@ def registries() -> Mapping[str, CollectorRegistry]:
 
 
 def metrics(registry: CollectorRegistry) -> Iterator[Metric]:
-    """All that are rfork's own, in the order of registration."""
+    """Return all metrics of rfork, in the order of registration."""
     labels = {
         collector._name: tuple(collector._labelnames)
         for collector in registry._collector_to_names
@@ -62,7 +62,7 @@ def metrics(registry: CollectorRegistry) -> Iterator[Metric]:
 
 
 def page() -> str:
-    """A table for each process."""
+    """Render a table for each process."""
     parts = []
     for component, registry in registries().items():
         parts.append(heading(2, component, anchor_of(component)))
@@ -76,7 +76,7 @@ def page() -> str:
             ]
             for each in metrics(registry)
         )
-        parts.append(table(["metric", "type", "labels", "unit", "what it counts"], rows))
+        parts.append(table(["metric", "type", "labels", "unit", "description"], rows))
     return "\n".join(parts)
 
 
@@ -104,7 +104,7 @@ def _controller() -> CollectorRegistry:
 
 
 def _scaler() -> CollectorRegistry:
-    # Nobody is asked: only what they register is looked at.
+    # No planner is contacted: only the registered metrics are read.
     status, no_planner = IntegrationStatus("scaler"), cast(PlannerApi, None)
     Scaler(MetricSource(no_planner, cast(EngineClient, None), time.monotonic, status.registry), status)
     return status.registry

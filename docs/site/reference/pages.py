@@ -1,6 +1,6 @@
-"""Which part of a page is made of what: a line ``<!-- generated: NAME -->`` stands for what NAME makes.
+"""Generated parts of pages: a line ``<!-- generated: NAME -->`` is replaced by the output of NAME.
 
-The build of the site asks for it (`docs/site/build.py`), so that no page is ever older than the code.
+The build of the site (`docs/site/build.py`) generates them each time, so that no page is older than the code.
 """
 
 from __future__ import annotations
@@ -36,5 +36,5 @@ PARTS: Final[Mapping[str, Callable[[], str]]] = {
 
 
 def fill_markers(markdown: str) -> str:
-    """A page with all of its parts. Raises KeyError for a name that nothing makes."""
+    """Return a page with all generated parts. Raises KeyError for an unknown name."""
     return MARKER.sub(lambda found: PARTS[found[1]](), markdown)

@@ -1,4 +1,6 @@
-"""Python: every name that `rfork` exports, and what those return, as blocks for mkdocstrings."""
+"""Python reference: every exported name of `rfork`, and the types that these return, as blocks for
+mkdocstrings.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from docs.site.reference.markdown import heading
 
 @dataclass(frozen=True)
 class ApiGroup:
-    """Names that are told together: exported ones, or where others live that those return."""
+    """Names that share a section: exported names, or modules of the types that they return."""
 
     title: str
     text: str
@@ -34,27 +36,27 @@ MEMBERS = {
     "rfork.errors.RforkError": ("kind",),
     "rfork.schema.instances.Rank": ("key",),
 }  # fmt: skip
-"""Which methods and properties of a class are for users, where it has any."""
+"""Public methods and properties of a class that has others."""
 
 NOT_CONSTRUCTED = frozenset(
     {"rfork.source.seed.Seed", "rfork.storage.module_io.lazy.LazyTensors", "rfork.image.memory.Image"}
 )
-"""Classes whose objects users get and never make: how that is done is not shown."""
+"""Classes whose objects users receive but do not construct: their constructors are not shown."""
 
 GROUPS = (
     ApiGroup(
         "Fork and seed",
-        "The target calls `fork` or `fork_pretrained`, the source `seed`; a target is a source from then on.",
+        "The target calls `fork` or `fork_pretrained`, the source `seed`. A target is a source afterwards.",
         ("fork", "fork_pretrained", "report_of", "seed", "rfork.source.seed.Seed"),
     ),
     ApiGroup(
-        "What a fork tells",
+        "Report of a fork",
         "",
         ("ForkReport", "rfork.receiver.report.SourceShare", "RforkError"),
     ),
     ApiGroup(
         "Tensor files",
-        "On disk, in object stores and behind HTTP. They run in the process that calls them: no planner.",
+        "Disk, object stores and HTTP. These functions run in the calling process and need no planner.",
         (
             "load",
             "LoadReport",
@@ -68,17 +70,17 @@ GROUPS = (
     ),
     ApiGroup(
         "Images",
-        "What is moved: the tensors of a module as one line of bytes.",
+        "The data model: the tensors of a module as one range of bytes.",
         ("capture", "rfork.image.memory.Image", "rfork.image.layout.Layout", "rfork.image.manifest.Manifest"),
     ),
     ApiGroup(
         "Ranks and settings",
-        "Read from the environment where none are given; [Settings](settings.md) has all of them.",
+        "Read from the environment unless passed; [Settings](settings.md) lists all of them.",
         ("Rank", "Settings", "StorageSettings", "ArtifactSettings"),
     ),
     ApiGroup(
         "Artifacts",
-        "Caches of compiled kernels, as a second image: `rfork.artifacts`.",
+        "Caches of compiled kernels as a second image: `rfork.artifacts`.",
         (
             "rfork.artifacts.client.fetch",
             "rfork.artifacts.server.seed",
@@ -103,24 +105,24 @@ MKDOCSTRINGS_OPTIONS = {
     "show_labels": "false",
     "show_attribute_values": "false",
 }
-"""How each is shown."""
+"""Options of mkdocstrings."""
 PLAIN = frozenset({"__version__", "artifacts"})
-"""Exported names that need no section: the version, and a module whose names have theirs."""
+"""Exported names without a section: the version, and a module whose names have their own."""
 
 
 def home_of(name: str) -> str:
-    """Where an exported name lives: `rfork.fork` is also the name of a room, so it is told from there."""
+    """Return the dotted path of an exported name's definition."""
     return name if "." in name else f"{getattr(rfork, name).__module__}.{name}"
 
 
 def group_sections() -> Iterator[str]:
-    """All names on the page."""
+    """Return all sections of the page."""
     for group in GROUPS:
         yield from group.names
 
 
 def page() -> str:
-    """A section for each group."""
+    """Render one section for each group."""
     parts = []
     for group in GROUPS:
         parts.append(heading(2, group.title, group.title.lower().replace(" ", "-")))
@@ -130,7 +132,7 @@ def page() -> str:
 
 
 def rendered_name(name: str) -> str:
-    """What users write for it."""
+    """Return the name as users write it."""
     if "." not in name:
         return f"rfork.{name}"
     if name.startswith("rfork.artifacts."):

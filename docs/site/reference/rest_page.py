@@ -1,4 +1,6 @@
-"""REST: every route of the planner, its role, bodies, answers and problems, from its OpenAPI document."""
+"""REST reference: every route of the planner with role, bodies, responses and problems, from its OpenAPI
+document.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from planner.http_errors import MEDIA_TYPE, TYPES
 from rfork.settings import PlannerSettings
 
 Document = Mapping[str, Any]
-"""A part of an OpenAPI document: JSON as the specification has it."""
+"""A part of an OpenAPI document, as specified JSON."""
 
 TITLES = {
     "instances": "Instances",
@@ -36,30 +38,30 @@ TITLES = {
 }
 LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 GUARD = 1e9
-"""A limit from here on only keeps numbers sane: it says nothing to people."""
+"""Limits from here on are sanity checks and are not documented."""
 
 
 @cache
 def openapi() -> Document:
-    """The document of a planner that asks for tokens, so that each route names its role."""
+    """Return the OpenAPI document of a planner with tokens, so that each route names its role."""
     return create_app(PlannerSettings.model_validate({"token": "reference"})).openapi()
 
 
 def operations() -> Iterator[tuple[str, str, Document]]:
-    """Method, path and operation of each route."""
+    """Return method, path and operation of each route."""
     for path, methods in openapi()["paths"].items():
         for method, operation in methods.items():
             yield method.upper(), path, operation
 
 
 def page_routes() -> str:
-    """All routes, resource by resource."""
+    """Render all routes, grouped by resource."""
     by_tag: defaultdict[str, list[tuple[str, str, Document]]] = defaultdict(list)
     for method, path, operation in operations():
         by_tag[(operation.get("tags") or ["others"])[0]].append((method, path, operation))
     parts = [
         table(
-            ["route", "role", "what it does"],
+            ["route", "role", "description"],
             (
                 [
                     f"[{code(f'{method} {path}')}](#{anchor_of(method, path)})",
@@ -78,11 +80,11 @@ def page_routes() -> str:
 
 
 def page_schemas() -> str:
-    """All bodies, with their fields."""
+    """Render all schemas with their fields."""
     parts = []
     for name, schema in sorted(openapi()["components"]["schemas"].items()):
         if name in ("HTTPValidationError", "ValidationError"):
-            continue  # FastAPI's own, which the planner's problems stand in for
+            continue  # FastAPI's own, replaced by the planner's problems
         parts.append(heading(3, name, anchor_of(name)))
         if schema.get("description"):
             parts.append(" ".join(schema["description"].split()).replace("``", "`") + "\n")
@@ -91,7 +93,7 @@ def page_schemas() -> str:
 
 
 def page_problems() -> str:
-    """Every problem that a route's own description names, with its routes."""
+    """Render every problem that a route's description names, with its routes."""
     found: defaultdict[tuple[str, int, str], list[str]] = defaultdict(list)
     for method, path, operation in operations():
         for response in operation["responses"].values():
@@ -103,14 +105,14 @@ def page_problems() -> str:
     rows = []
     for (slug, status, detail), routes in sorted(found.items(), key=lambda each: (each[0][1], each[0][0])):
         where = "most routes" if len(routes) >= every // 2 else codes(routes)
-        detail_text = "" if detail == "what is wrong, in one line" else f"“{detail}”"
+        detail_text = "" if detail == "one line that describes the problem" else f"“{detail}”"
         rows.append([nowrap_code(slug, f"problem-{slug}"), str(status), detail_text, where])
-    return table(["problem", "status", "for example", "of"], rows)
+    return table(["problem", "status", "example", "of"], rows)
 
 
 def role_of(path: str, operation: Document) -> str:
-    """The role that a route needs."""
-    return "none: open to all" if path in OPEN_PATHS else str(operation.get("x-rfork-role", "operator"))
+    """Return the role that a route requires."""
+    return "none: public" if path in OPEN_PATHS else str(operation.get("x-rfork-role", "operator"))
 
 
 def _summary(operation: Document) -> str:
@@ -133,7 +135,7 @@ def _route(method: str, path: str, operation: Document) -> str:
             ]
             for each in parameters
         )
-        parts.append(table(["parameter", "where", "type", "what it is"], rows))
+        parts.append(table(["parameter", "where", "type", "meaning"], rows))
     parts += _body(operation)
     parts += _responses(operation)
     return "\n".join(parts)
@@ -165,12 +167,12 @@ def _responses(operation: Document) -> Iterator[str]:
                 examples.append(collapsible(f"Answer {status}: {name}", _example_block(example["value"])))
         headers = codes(name for name in response.get("headers", {}) if name != "X-Request-Id")
         rows.append([status, types or slugs, _response_description(response), headers])
-    yield table(["status", "what comes", "when", "headers"], rows)
+    yield table(["status", "response", "when", "headers"], rows)
     yield from examples
 
 
 def _response_description(response: Document) -> str:
-    """What an answer says of itself, unless it is no more than FastAPI's word for all of them."""
+    """Return a response's description, unless it is FastAPI's default."""
     description = str(response.get("description", ""))
     return "" if description == "Successful Response" else sentence(description)
 
@@ -180,7 +182,7 @@ def _example_block(example: object) -> str:
 
 
 def _without_defaults(value: Any) -> Any:
-    """An example without the fields that say nothing."""
+    """Return an example without fields that equal their defaults."""
     if isinstance(value, Mapping):
         kept = {key: _without_defaults(each) for key, each in value.items()}
         return {key: each for key, each in kept.items() if each not in (None, [], {})}
@@ -201,7 +203,7 @@ def _fields(schema: Document) -> str:
         for name, field in schema.get("properties", {}).items()
     )
     description = list(rows)
-    return table(["field", "type", "without it", "what it says"], description) if description else "No fields.\n"
+    return table(["field", "type", "default", "description"], description) if description else "No fields.\n"
 
 
 def _default(field: Document) -> str:
@@ -227,7 +229,7 @@ def _bounds(field: Document) -> str:
 
 
 def type_of(schema: Document) -> str:
-    """A schema in a few words; another one by a link to its fields."""
+    """Describe the type of a schema; link to other schemas."""
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
         return f"[{name}](#{anchor_of(name)})"

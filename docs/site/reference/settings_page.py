@@ -1,9 +1,9 @@
-"""Settings: every option of `rfork.settings`, with its variable, its type and what it does."""
+"""Settings: every setting of `rfork.settings`, with its variable, type, default and description."""
 
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -15,6 +15,8 @@ from pydantic_settings import BaseSettings
 
 from docs.site.reference.markdown import anchor_of, cell, code, heading, nowrap_code, sentence, table
 from rfork import settings
+from rfork.settings.cache_dirs import CacheDirs
+from rfork.settings.env import is_advanced, is_external, variables_of
 
 ORDER = (
     settings.InstanceSettings,
@@ -26,7 +28,7 @@ ORDER = (
     settings.KubernetesSettings,
     settings.SidecarSettings,
 )
-"""Those that most people need first; any that is missing here comes behind."""
+"""The classes that most users need come first; a class that is missing here comes last."""
 
 WORDS = {
     str: "text",
@@ -36,54 +38,79 @@ WORDS = {
     Path: "path",
     SecretStr: "secret",
 }
-COMPUTED = "(worked out)"
-"""Defaults that differ from machine to machine."""
+COMPUTED = "(detected)"
+"""Defaults that differ between machines."""
+
+OTHER_VARIABLES = [
+    ["`AWS_ACCESS_KEY_ID`, `AWS_PROFILE`, `AWS_CA_BUNDLE`, …", "Credentials and configuration of S3."],
+    ["`HF_HUB_CACHE`, `HUGGINGFACE_HUB_CACHE`, `HF_HOME`", "Location of the Hugging Face cache."],
+]
+"""Variables that no settings class has as a field."""
 
 
 @dataclass(frozen=True)
 class SettingsOption:
-    """One option as the page tells it."""
+    """One setting, as a row of the page. `variables`: those that set it, in order of precedence."""
 
-    variable: str
+    variables: tuple[str, ...]
     name: str
     type_name: str
     default: str
     text: str
+    group: Literal["documented", "advanced", "external"]
+
+    @property
+    def variable(self) -> str:
+        """The preferred environment variable."""
+        return self.variables[0]
 
 
 def settings_classes() -> tuple[type[BaseSettings], ...]:
-    """All classes of settings, in the page's order."""
+    """Return all settings classes, in the page's order."""
     found = [value for value in vars(settings).values() if isinstance(value, type)]
     rest = [each for each in found if issubclass(each, BaseSettings) and each not in ORDER]
     return (*ORDER, *sorted(rest, key=lambda each: each.__name__))
 
 
 def options(settings_class: type[BaseSettings]) -> Iterator[SettingsOption]:
-    """The options of a class, in the order in which it has them."""
-    prefix = str(settings_class.model_config.get("env_prefix", ""))
+    """Yield the settings of a class, in the order of its fields."""
     for name, field in settings_class.model_fields.items():
-        variable = str(field.validation_alias or prefix + name.upper())
-        yield SettingsOption(variable, name, _type(field.annotation, field), _default(field), field.description or "")
+        yield SettingsOption(
+            variables_of(settings_class, name),
+            name,
+            _type(field.annotation, field),
+            _default(field),
+            field.description or "",
+            "external" if is_external(settings_class, name) else "advanced" if is_advanced(field) else "documented",
+        )
 
 
 def page() -> str:
-    """A table for each class."""
+    """Return a table per class, one of the advanced settings, and one of variables of other projects."""
     parts = []
     for settings_class in settings_classes():
         prefix = str(settings_class.model_config.get("env_prefix", ""))
         parts.append(heading(2, f"{settings_class.__name__} ({prefix}…)", anchor_of(settings_class.__name__)))
         parts.append("\n".join(line.strip() for line in (settings_class.__doc__ or "").splitlines()).strip() + "\n")
-        rows = (
-            [
-                nowrap_code(each.variable, anchor_of(each.variable)),
-                each.type_name,
-                each.default,
-                sentence(each.text),
-            ]
-            for each in options(settings_class)
-        )
-        parts.append(table(["variable", "type", "default", "what it says"], rows))
+        parts.append(_table(each for each in options(settings_class) if each.group == "documented"))
+    everything = [each for settings_class in settings_classes() for each in options(settings_class)]
+    parts.append(heading(2, "Advanced", "advanced"))
+    parts.append("The defaults of these settings are right for almost everyone. They may change between releases.\n")
+    parts.append(_table(each for each in everything if each.group == "advanced"))
+    parts.append(heading(2, "Variables of other projects", "external"))
+    parts.append("rfork reads these variables with the meaning that the projects that own them define.\n")
+    external = [*(each for each in everything if each.group == "external"), *options(CacheDirs)]
+    rows = ([code(", ".join(each.variables)).replace(", ", "`, `"), sentence(each.text)] for each in external)
+    parts.append(table(["variable", "purpose"], [*rows, *OTHER_VARIABLES]))
     return "\n".join(parts)
+
+
+def _table(options_of_table: Iterable[SettingsOption]) -> str:
+    rows = (
+        [nowrap_code(each.variable, anchor_of(each.variable)), each.type_name, each.default, sentence(each.text)]
+        for each in options_of_table
+    )
+    return table(["variable", "type", "default", "description"], rows)
 
 
 def _default(field: FieldInfo) -> str:

@@ -1,1 +1,1 @@
-"""KEDA's external scaler: how many replicas the planner's and the engines' load asks for."""
+"""External scaler for KEDA: computes the replicas needed from the load of the planner and the engines."""

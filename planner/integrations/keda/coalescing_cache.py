@@ -1,4 +1,4 @@
-"""One look for all who ask within a second: hundreds of triggers ask for the same things."""
+"""Cache that shares one fetch among concurrent callers: hundreds of triggers need the same values."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ Clock = Callable[[], float]
 class _CachedFetch(Generic[Value]):
     task: asyncio.Task[Value]
     fresh_until: float | None = None
-    """None while it is under way."""
+    """None while the fetch is in progress."""
 
 
 class CoalescingCache(Generic[Key, Value]):
-    """`fetch` of a key, at most once in `ttl_s` seconds, however many ask for it. Of one event loop.
+    """Calls `fetch` at most once per key and `ttl_s` seconds. For one event loop.
 
-    What a fetch raises is what all get who shared it. A caller that goes away does not end it for the others.
+    All callers that share a fetch get its result or its exception. Cancelling one caller does not cancel the
+    fetch.
     """
 
     def __init__(self, fetch: Callable[[Key], Awaitable[Value]], ttl_s: float, clock: Clock) -> None:
@@ -33,23 +34,23 @@ class CoalescingCache(Generic[Key, Value]):
         self._fetches: dict[Key, _CachedFetch[Value]] = {}
 
     async def get(self, key: Key) -> Value:
-        """The value of a key, no older than `ttl_s` when it is asked for."""
+        """Return the value of a key, at most `ttl_s` seconds old."""
         now = self._clock()
         cached_fetch = self._fetches.get(key)
         if cached_fetch is None or (cached_fetch.fresh_until is not None and now >= cached_fetch.fresh_until):
             self._fetches = {each: other for each, other in self._fetches.items() if _is_fresh(other, now)}
-            cached_fetch = self._fetches[key] = _CachedFetch(asyncio.create_task(self._start_fetch(key)))
+            cached_fetch = self._fetches[key] = _CachedFetch(asyncio.create_task(self._run_fetch(key)))
             cached_fetch.task.add_done_callback(partial(self._on_fetch_done, cached_fetch))
         return await asyncio.shield(cached_fetch.task)
 
     async def close(self) -> None:
-        """End what is under way."""
+        """Cancel fetches in progress."""
         tasks = [cached_fetch.task for cached_fetch in self._fetches.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _start_fetch(self, key: Key) -> Value:
+    async def _run_fetch(self, key: Key) -> Value:
         return await self._fetch(key)
 
     def _on_fetch_done(self, cached_fetch: _CachedFetch[Value], _: asyncio.Task[Value]) -> None:

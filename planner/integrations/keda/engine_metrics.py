@@ -1,4 +1,4 @@
-"""What engines tell at /metrics, asked over HTTP with bounds on time, size and number."""
+"""HTTP client for the engines' /metrics, with limits on time, size and concurrency."""
 
 from __future__ import annotations
 
@@ -15,23 +15,25 @@ from rfork.errors import SettingsError
 from rfork.grpc_credentials import CANNOT, PEM
 from rfork.settings import TlsSettings, host_port
 
+ENGINE_TIMEOUT_S: Final = 2.0
+"""Timeout of one engine's /metrics."""
 MAX_BYTES: Final = 8 << 20
-"""Of one page; a busy vLLM with many engines tells less than one MiB."""
+"""Maximum size of one page. A busy vLLM with many engines sends less than 1 MiB."""
 MAX_CONCURRENT: Final = 512
-"""Engines that are asked at one time, of all models."""
+"""Maximum number of concurrent requests, over all models."""
 HOST: Final = re.compile(r"[A-Za-z0-9._-]+|[0-9A-Fa-f:.]+")
-"""Nothing that would make another URL of it: instances say themselves where they are."""
+"""Hosts come from the instances themselves, so characters that would change the URL are rejected."""
 
 
 class EngineUnreachable(Exception):
-    """An engine does not say what it does; the text follows its host's name in a sentence."""
+    """An engine does not return its metrics. The text completes a sentence that begins with the host name."""
 
 
 class EngineMetricsClient:
-    """Asks engines, each within `timeout_s`. Runs in the scaler's process."""
+    """Reads the metrics of engines, each within `timeout_s`. Runs in the scaler's process."""
 
     def __init__(self, timeout_s: float, tls: TlsSettings, transport: httpx.AsyncBaseTransport | None = None) -> None:
-        """`transport` replaces the sockets, for tests."""
+        """`transport` replaces the network in tests."""
         self._timeout_s = timeout_s
         self._request_slots = asyncio.Semaphore(MAX_CONCURRENT)
         self._client = httpx.AsyncClient(
@@ -41,30 +43,30 @@ class EngineMetricsClient:
             follow_redirects=False,
             timeout=timeout_s,
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=MAX_CONCURRENT),
-            # Compressed, a small answer could be a large page.
+            # A small compressed response could expand to a very large page.
             headers={"Accept": "text/plain;version=0.0.4", "Accept-Encoding": "identity"},
         )
 
     async def read(self, host: str, *, scheme: str, port: int, path: str) -> MetricPage:
-        """What the engine at `host` tells. Raises EngineUnreachable."""
+        """Return the metrics of the engine at `host`. Raises EngineUnreachable."""
         if not HOST.fullmatch(host):
-            raise EngineUnreachable("is no name of a host")
+            raise EngineUnreachable("is not a valid host name")
         url = f"{scheme}://{host_port(host, port)}{path}"
         async with self._request_slots:
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    return parse_metrics(await self._body_with_timeout(url))
+                    return parse_metrics(await self._body_with_retry(url))
             except TimeoutError:
-                raise EngineUnreachable(f"did not answer {url} within {self._timeout_s:g} s") from None
+                raise EngineUnreachable(f"did not respond at {url} within {self._timeout_s:g} s") from None
             except httpx.TimeoutException:
-                raise EngineUnreachable(f"did not answer {url} within {self._timeout_s:g} s") from None
+                raise EngineUnreachable(f"did not respond at {url} within {self._timeout_s:g} s") from None
             except (httpx.HTTPError, httpx.InvalidURL) as error:
-                raise EngineUnreachable(f"did not answer {url}: {error or type(error).__name__}") from None
+                raise EngineUnreachable(f"did not respond at {url}: {error or type(error).__name__}") from None
             except ValueError as error:
-                raise EngineUnreachable(f"answers {url} with no Prometheus metrics: {error}"[:300]) from None
+                raise EngineUnreachable(f"did not return Prometheus metrics at {url}: {error}"[:300]) from None
 
-    async def _body_with_timeout(self, url: str) -> bytes:
-        """Asked once more if the pooled connection was dead: engines close those that nobody used for 5 s."""
+    async def _body_with_retry(self, url: str) -> bytes:
+        """Retries once if a pooled connection was closed: engines close connections that were idle for 5 s."""
         try:
             return await self._body(url)
         except DEAD_CONNECTION:
@@ -74,24 +76,24 @@ class EngineMetricsClient:
         body = bytearray()
         async with self._client.stream("GET", url) as response:
             if response.status_code != httpx.codes.OK:
-                raise EngineUnreachable(f"answers {url} with HTTP {response.status_code}")
+                raise EngineUnreachable(f"returned HTTP {response.status_code} at {url}")
             async for part in response.aiter_raw():
                 body += part
                 if len(body) > MAX_BYTES:
-                    raise EngineUnreachable(f"answers {url} with more than {MAX_BYTES >> 20} MiB")
+                    raise EngineUnreachable(f"returned more than {MAX_BYTES >> 20} MiB at {url}")
         return bytes(body)
 
     async def close(self) -> None:
-        """Let go of connections."""
+        """Close all connections."""
         await self._client.aclose()
 
 
 def _context(tls: TlsSettings) -> ssl.SSLContext:
-    """For engines behind https: trusts ``RFORK_TLS_CA`` where it is set, else the system's authorities."""
+    """Return a TLS context for HTTPS engines that trusts ``RFORK_TLS_CA`` if set, else the system's CAs."""
     try:
         context = ssl.create_default_context(cafile=tls.ca)
         if tls.certificate is not None:
             context.load_cert_chain(tls.certificate, tls.key)
-    except OSError as error:  # ssl.SSLError is one
+    except OSError as error:  # includes ssl.SSLError
         raise SettingsError(f"{CANNOT}: {error}", hint=PEM) from error
     return context

@@ -1,4 +1,4 @@
-"""Answers triggers: asks the planner, and the engines that it lists, once a second for all of them."""
+"""Evaluates triggers: polls the planner and its engines, at most once a second for all triggers."""
 
 from __future__ import annotations
 
@@ -28,30 +28,35 @@ from rfork.schema import InstanceInfo
 from rfork.tracing import NO_SPAN, NOOP_TRACER, Span, Tracer, current_context
 
 CACHE_TTL_S: Final = 1.0
-"""How old an answer may be."""
+"""Maximum age of a cached value."""
 HOST_RETENTION_S: Final = 20.0
-"""How long an engine is asked that the planner does not list any more: some heartbeats."""
+"""Time for which an engine that the planner no longer lists is still polled: a few heartbeats."""
 WARMUP_S: Final = 10.0
-"""How long after its start the scaler takes "no engine" for "none yet": a planner that started with it (an
-upgrade, a lost node) lists nobody until their next heartbeats."""
+"""Time after the start during which a list without engines counts as incomplete: a planner that started at
+the same time (an upgrade, a lost node) lists instances only after their next heartbeats.
+"""
 
 
 MAX_CONCURRENT: Final = 64
-"""Engines of one model that are asked at one time: where they do not answer, those of another go on."""
+"""Maximum concurrent requests to the engines of one model: if they do not respond, other models are not
+delayed.
+"""
 MAX_SILENT_ENDPOINTS: Final = 1000
-"""Ways in which engines are asked of which it is remembered who was silent: any caller may name others."""
+"""Maximum number of endpoints whose silent engines are remembered: endpoints come from triggers, so their
+number is not bounded otherwise.
+"""
 
 
 class EngineClient(Protocol):
-    """How an engine is asked."""
+    """Interface to read an engine's metrics."""
 
     async def read(self, host: str, *, scheme: str, port: int, path: str) -> MetricPage:
-        """What it tells. Raises EngineUnreachable."""
+        """Return the engine's metrics. Raises EngineUnreachable."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineEndpoint:
-    """The engines of one model, and how they are asked."""
+    """The engines of one model, and the address of their metrics."""
 
     model: str
     scheme: Scheme
@@ -60,7 +65,10 @@ class EngineEndpoint:
 
 
 class MetricSource:
-    """What triggers ask for. Of one event loop; what it raises is PlannerUnavailable, or signals.MetricUnavailable."""
+    """Returns current readings for triggers. For one event loop.
+
+    Raises PlannerUnavailable or signals.MetricUnavailable.
+    """
 
     def __init__(
         self,
@@ -75,26 +83,26 @@ class MetricSource:
         self._engines = engines
         self._clock = clock
         self._instances: CoalescingCache[str, tuple[InstanceInfo, ...]] = CoalescingCache(
-            self._list, CACHE_TTL_S, clock
+            self._list_instances, CACHE_TTL_S, clock
         )
         self._forks: CoalescingCache[None, Mapping[str, int]] = CoalescingCache(self._count_forks, CACHE_TTL_S, clock)
         self._scaleups: CoalescingCache[None, Mapping[str, AnnouncedReplicas]] = CoalescingCache(
-            self._prefetch, CACHE_TTL_S, clock
+            self._list_scaleups, CACHE_TTL_S, clock
         )
         self._engine_reports: CoalescingCache[EngineEndpoint, EngineReports] = CoalescingCache(
-            self._query_engine, CACHE_TTL_S, clock
+            self._poll_engines, CACHE_TTL_S, clock
         )
         self._warm_at = clock() + WARMUP_S
         self._hosts: dict[str, dict[str, float]] = {}
-        """Until when each host of a model is asked."""
+        """For each model: its hosts, and the time until which each is polled."""
         self._silent: dict[EngineEndpoint, frozenset[str]] = {}
         self._engine_requests = Counter(
-            "rfork_scaler_engine_looks", "Engines asked for their metrics", ["answer"], registry=registry
+            "rfork_scaler_engine_requests", "Requests for an engine's metrics", ["result"], registry=registry
         )
         self._log = logger("planner.integrations.keda")
 
     async def read(self, trigger: Trigger) -> TriggerReading:
-        """What the trigger measures now."""
+        """Return the trigger's current value."""
         if trigger.metric == "forks":
             return signals.fork_reading(trigger, (await self._forks.get(None)).get(trigger.model, 0))
         if trigger.metric not in ENGINE_METRICS:
@@ -107,20 +115,20 @@ class MetricSource:
         reading = signals.reading_without_engines(await self._expected_replicas(trigger.model), engines.loading_ranks)
         if not reading.active and self._clock() < self._warm_at:
             raise MetricUnavailable(
-                f"the planner lists no instance of {trigger.model}: the scaler has just started, "
-                "and does not know yet whether there is none"
+                f"the planner lists no instance of {trigger.model}, but the scaler has just started and the list "
+                "may be incomplete"
             )
         return reading
 
     async def close(self) -> None:
-        """End what is under way."""
+        """Cancel fetches in progress."""
         for cache in (self._engine_reports, self._instances, self._forks, self._scaleups):
             await cache.close()
 
     async def _expected_replicas(self, model: str) -> AnnouncedReplicas:
         return (await self._scaleups.get(None)).get(model, signals.NO_SCALEUP)
 
-    async def _list(self, model: str) -> tuple[InstanceInfo, ...]:
+    async def _list_instances(self, model: str) -> tuple[InstanceInfo, ...]:
         with self._planner_span("/v1/instances"):
             return await self._planner_api.instances(model=model)
 
@@ -128,17 +136,17 @@ class MetricSource:
         with self._planner_span("/v1/forks"):
             return signals.forking_ranks(await self._planner_api.forks())
 
-    async def _prefetch(self, _: None) -> Mapping[str, AnnouncedReplicas]:
+    async def _list_scaleups(self, _: None) -> Mapping[str, AnnouncedReplicas]:
         with self._planner_span("/v1/scaleups"):
             return signals.expected_replicas(await self._planner_api.scaleups())
 
     def _planner_span(self, route: str) -> AbstractContextManager[Span]:
-        """The span of a look at the planner; of a call for which nothing was known any more, or of none."""
+        """Return a span for a request to the planner, or a no-op span if the caller is not traced."""
         if current_context() is None:
             return NO_SPAN
         return self._tracer.span(f"GET {route}", kind="client", method="GET", route=route)
 
-    async def _query_engine(self, endpoint: EngineEndpoint) -> EngineReports:
+    async def _poll_engines(self, endpoint: EngineEndpoint) -> EngineReports:
         instances = await self._instances.get(endpoint.model)
         hosts = signals.hosts_to_poll(self._hosts.get(endpoint.model, {}), instances, self._clock(), HOST_RETENTION_S)
         self._hosts[endpoint.model] = hosts
@@ -146,27 +154,27 @@ class MetricSource:
             del self._hosts[endpoint.model]
         request_slots = asyncio.Semaphore(MAX_CONCURRENT)
         traced = self._tracer if current_context() is not None else NOOP_TRACER
-        with traced.span("ask engines", kind="client", model=endpoint.model, engines=len(hosts)) as span:
+        with traced.span("poll engines", kind="client", model=endpoint.model, engines=len(hosts)) as span:
             found = await asyncio.gather(*(self._read_engine(host, endpoint, request_slots) for host in hosts))
             span.set(silent=sum(isinstance(result, str) for result in found))
         results = dict(zip(hosts, found, strict=True))
         engines = EngineReports(
             reported={host: page for host, page in results.items() if not isinstance(page, str)},
-            # Of one that the planner does not list any more, silence says nothing.
+            # A failure of an engine that the planner no longer lists has no meaning.
             silent={
                 host: reason for host, reason in results.items() if isinstance(reason, str) and hosts[host] == math.inf
             },
             loading_ranks=signals.loading_ranks(instances),
         )
-        self._engine_requests.labels("told").inc(len(engines.reported))
-        self._engine_requests.labels("silent").inc(len(engines.silent))
+        self._engine_requests.labels("ok").inc(len(engines.reported))
+        self._engine_requests.labels("failed").inc(len(engines.silent))
         self._log_silent(endpoint, engines)
         return engines
 
     async def _read_engine(
         self, host: str, endpoint: EngineEndpoint, request_slots: asyncio.Semaphore
     ) -> MetricPage | str:
-        """What the engine tells, or why nothing is known of it."""
+        """Return the engine's metrics, or the reason why there are none."""
         async with request_slots:
             try:
                 return await self._engines.read(host, scheme=endpoint.scheme, port=endpoint.port, path=endpoint.path)
@@ -174,22 +182,22 @@ class MetricSource:
                 return str(error)
 
     def _log_silent(self, endpoint: EngineEndpoint, engines: EngineReports) -> None:
-        """A line when other engines are silent than before."""
+        """Log a line if the set of silent engines changed."""
         silent = frozenset(engines.silent)
         if silent == self._silent.pop(endpoint, frozenset()):
             if silent:
-                self._silent[endpoint] = silent  # as the one that was looked at last
+                self._silent[endpoint] = silent  # move it to the end: it was checked most recently
             return
         if silent:
             while len(self._silent) >= MAX_SILENT_ENDPOINTS:
                 del self._silent[next(iter(self._silent))]
             self._silent[endpoint] = silent
             self._log.warning(
-                "engines left out", model=endpoint.model, silent=len(silent), told=len(engines.reported),
+                "engines left out", model=endpoint.model, silent=len(silent), reporting=len(engines.reported),
                 reasons=_sample_reasons(engines.silent),
             )  # fmt: skip
         elif engines.reported:
-            self._log.info("all engines answer again", model=endpoint.model, told=len(engines.reported))
+            self._log.info("all engines respond again", model=endpoint.model, reporting=len(engines.reported))
 
 
 def _sample_reasons(reasons: Mapping[str, str], limit: int = 5) -> list[str]:

@@ -1,4 +1,4 @@
-"""KEDA's external scaler: the gRPC service that KEDA's operator calls, and the process that serves it."""
+"""External scaler for KEDA: the gRPC service that KEDA's operator calls, and the server that runs it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import Counter, Gauge
 
 from planner.integrations.health import IntegrationStatus
-from planner.integrations.keda.engine_metrics import EngineMetricsClient
+from planner.integrations.keda.engine_metrics import ENGINE_TIMEOUT_S, EngineMetricsClient
 from planner.integrations.keda.metric_source import MetricSource
 from planner.integrations.keda.signals import MetricUnavailable, TriggerReading
 from planner.integrations.keda.triggers import InvalidTrigger, Trigger, parse_trigger
@@ -38,22 +38,22 @@ if TYPE_CHECKING:
 SERVICE: Final = "externalscaler.ExternalScaler"
 MAX_REQUEST_BYTES: Final = 256 << 10
 PING_S: Final = 60.0
-"""How often a silent connection is asked whether anybody is there: streams would wait for ever."""
+"""Keepalive interval of idle connections. Without keepalive, streams would wait forever for a lost client."""
 STOP_GRACE_S: Final = 1.0
 
 
 class CallContext(Protocol):
-    """What is asked of a call's context."""
+    """The part of grpc.aio.ServicerContext that is used here."""
 
     def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]] | None:
-        """What the caller sent beside the request."""
+        """Return the metadata that the caller sent with the request."""
 
     async def abort(self, code: grpc.StatusCode, details: str = "") -> NoReturn:
         """End the call with an error."""
 
 
 class _CallRejected(Exception):
-    """A call that cannot be answered; its text says why."""
+    """A call that cannot be completed. Its text is the reason."""
 
     def __init__(self, code: grpc.StatusCode, reason: str) -> None:
         super().__init__(reason)
@@ -61,16 +61,19 @@ class _CallRejected(Exception):
 
 
 class Scaler(ExternalScalerServicer):
-    """Answers KEDA: INVALID_ARGUMENT where metadata is no trigger, UNAVAILABLE where a value is not known."""
+    """KEDA's ExternalScaler service.
+
+    Returns INVALID_ARGUMENT for invalid trigger metadata, and UNAVAILABLE if a value is unknown.
+    """
 
     def __init__(self, metric_source: MetricSource, status: IntegrationStatus, tracer: Tracer = NOOP_TRACER) -> None:
-        """Each call is a span, but for streams, which may last for ever."""
+        """Each call gets a span. Streams, which have no fixed end, get one for their first response only."""
         self._metric_source = metric_source
         self._tracer = tracer
         self._shutdown = asyncio.Event()
-        self._streams = Gauge("rfork_scaler_streams", "Push triggers that are listening", registry=status.registry)
+        self._streams = Gauge("rfork_scaler_streams", "Open streams of push triggers", registry=status.registry)
         self._call_counter = Counter(
-            "rfork_scaler_answers", "Answers to KEDA", ["call", "code"], registry=status.registry
+            "rfork_scaler_calls", "Calls from KEDA", ["call", "code"], registry=status.registry
         )
         self._log = logger("planner.integrations.keda")
 
@@ -79,7 +82,7 @@ class Scaler(ExternalScalerServicer):
         request: pb.ScaledObjectRef,
         context: Context[pb.ScaledObjectRef, pb.IsActiveResponse],
     ) -> pb.IsActiveResponse:
-        """Whether the trigger has anything to do."""
+        """Return True if the trigger is active."""
         _, reading = await self._measure("IsActive", request, context)
         return pb.IsActiveResponse(result=reading.active)
 
@@ -88,7 +91,7 @@ class Scaler(ExternalScalerServicer):
         request: pb.ScaledObjectRef,
         context: Context[pb.ScaledObjectRef, pb.GetMetricSpecResponse],
     ) -> pb.GetMetricSpecResponse:
-        """The trigger's metric and its target; asks nobody."""
+        """Return the trigger's metric name and target. Needs no planner and no engine."""
         try:
             trigger = self._trigger("GetMetricSpec", request)
         except _CallRejected as rejection:
@@ -106,7 +109,7 @@ class Scaler(ExternalScalerServicer):
         request: pb.GetMetricsRequest,
         context: Context[pb.GetMetricsRequest, pb.GetMetricsResponse],
     ) -> pb.GetMetricsResponse:
-        """The metric's value, under the trigger's own name for it whatever name is asked for."""
+        """Return the metric's value. Always uses the trigger's own metric name, whatever name was requested."""
         trigger, reading = await self._measure("GetMetrics", request.scaledObjectRef, context)
         value = pb.MetricValue(
             metricName=trigger.name, metricValue=math.ceil(reading.value), metricValueFloat=reading.value
@@ -118,9 +121,9 @@ class Scaler(ExternalScalerServicer):
         request: pb.ScaledObjectRef,
         context: Context[pb.ScaledObjectRef, pb.IsActiveResponse],
     ) -> AsyncIterator[pb.IsActiveResponse]:
-        """The state at once and at each change; ends with the scaler.
+        """Stream the trigger's state: once immediately, then after each change, until the scaler stops.
 
-        While the state is not known, what was said last holds: KEDA's own looks tell it what is wrong.
+        While the state is unknown, nothing is sent; KEDA gets the error from its own polls.
         """
         trigger, reading = await self._measure("StreamIsActive", request, context)
         active = reading.active
@@ -135,7 +138,7 @@ class Scaler(ExternalScalerServicer):
                     yield pb.IsActiveResponse(result=active)
 
     def end(self) -> None:
-        """End all streams in order, so that KEDA opens them anew at once."""
+        """End all streams cleanly, so that KEDA reopens them immediately."""
         self._shutdown.set()
 
     async def _shutdown_within(self, seconds: float) -> bool:
@@ -146,12 +149,12 @@ class Scaler(ExternalScalerServicer):
             return False
 
     def _log_transition(self, trigger: Trigger, active: bool) -> None:
-        self._log.info("trigger turned", model=trigger.model, metric=trigger.metric, active=active)
+        self._log.info("trigger state changed", model=trigger.model, metric=trigger.metric, active=active)
 
     async def _measure(
         self, call: str, request: pb.ScaledObjectRef, context: CallContext
     ) -> tuple[Trigger, TriggerReading]:
-        """The trigger and what it measures now, in a span; a call that cannot be answered is ended."""
+        """Return the trigger and its reading, inside a span. A call that cannot be completed is aborted."""
         with self._tracer.span(
             f"{SERVICE}/{call}",
             kind="server",
@@ -168,7 +171,7 @@ class Scaler(ExternalScalerServicer):
             except _CallRejected as error:
                 rejection = error
                 span.set(rpc_status=error.code.name)
-                if error.code is not grpc.StatusCode.INVALID_ARGUMENT:  # which is the caller's own
+                if error.code is not grpc.StatusCode.INVALID_ARGUMENT:  # an error of the caller
                     span.fail(error)
             else:
                 span.set(rpc_status="OK", value=reading.value, active=reading.active)
@@ -177,16 +180,16 @@ class Scaler(ExternalScalerServicer):
         await self._abort(call, context, rejection)
 
     def _trigger(self, call: str, request: pb.ScaledObjectRef) -> Trigger:
-        """What is asked. Raises _Refusal."""
+        """Parse the trigger of a request. Raises _CallRejected."""
         try:
             return parse_trigger(request.scalerMetadata)
         except InvalidTrigger as error:
             address = f"{request.namespace}/{request.name}"
-            self._log.warning("trigger refused", call=call, scaled_object=address, reason=str(error))
+            self._log.warning("invalid trigger", call=call, scaled_object=address, reason=str(error))
             raise _CallRejected(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from None
 
     async def _reading(self, trigger: Trigger) -> TriggerReading:
-        """What the trigger measures now. Raises _Refusal."""
+        """Return the trigger's current reading. Raises _CallRejected."""
         try:
             return await self._metric_source.read(trigger)
         except (PlannerUnavailable, MetricUnavailable) as error:
@@ -198,7 +201,7 @@ class Scaler(ExternalScalerServicer):
 
 
 def _caller(context: CallContext) -> TraceContext | None:
-    """The span that a call belongs to, where its caller tells one."""
+    """Return the caller's trace context, if the call carries one."""
     for key, value in context.invocation_metadata() or ():
         if key == TRACEPARENT:
             return TraceContext.parse(value)
@@ -210,19 +213,20 @@ async def run(
     planner_api: PlannerApi,
     status: IntegrationStatus,
     tracer: Tracer = NOOP_TRACER,
+    engine_timeout_s: float = ENGINE_TIMEOUT_S,
 ) -> None:
     """Serve KEDA at ``RFORK_K8S_BIND``:``RFORK_K8S_SCALER_PORT`` until cancelled.
 
-    Raises PortInUse, and SettingsError for an address or TLS files of no use.
+    Raises PortInUse, and SettingsError for an invalid address or unusable TLS files.
     """
     tls, log = load(TlsSettings), logger("planner.integrations.keda")
     credentials = server_credentials(tls)
-    engines = EngineMetricsClient(settings.engine_timeout_s, tls)
+    engines = EngineMetricsClient(engine_timeout_s, tls)
     metric_source = MetricSource(planner_api, engines, time.monotonic, status.registry, tracer)
     scaler, healthy = Scaler(metric_source, status, tracer), health.aio.HealthServicer()  # type: ignore[attr-defined]
     server = grpc.aio.server(
         options=[
-            ("grpc.so_reuseport", 0),  # or two processes could share one port unnoticed
+            ("grpc.so_reuseport", 0),  # otherwise two processes could share one port unnoticed
             ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
             ("grpc.keepalive_time_ms", round(PING_S * 1000)),
             ("grpc.keepalive_timeout_ms", 20_000),
@@ -237,11 +241,11 @@ async def run(
         await server.start()
         for service in ("", SERVICE):
             await healthy.set(service, health_pb2.HealthCheckResponse.SERVING)
-        log.info("scaler is up", address=host_port(settings.bind, port), tls=tls.serves)
+        log.info("scaler ready", address=host_port(settings.bind, port), tls=tls.serves)
         status.ready()
         await asyncio.get_running_loop().create_future()
     finally:
-        status.not_ready("it is ending")
+        status.not_ready("stopping")
         await healthy.enter_graceful_shutdown()
         scaler.end()
         await server.stop(STOP_GRACE_S)
@@ -255,6 +259,6 @@ def _listen(server: grpc.aio.Server, settings: KubernetesSettings, credentials: 
         if credentials is None:
             return server.add_insecure_port(address)
         return server.add_secure_port(address, credentials)
-    except RuntimeError:  # it binds and listens at once, and does not say what is wrong
+    except RuntimeError:  # gRPC binds and listens in one step and does not report the cause
         listen(settings.bind, settings.scaler_port, prefix="RFORK_K8S_", port_setting="SCALER_PORT").close()
         raise PortInUse(settings.bind, settings.scaler_port, setting="RFORK_K8S_SCALER_PORT") from None

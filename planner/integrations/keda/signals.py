@@ -1,4 +1,4 @@
-"""What is measured, out of what the planner lists and the engines tell. Pure."""
+"""Computes trigger readings from the planner's lists and the engines' metrics. Pure."""
 
 from __future__ import annotations
 
@@ -13,70 +13,72 @@ from prometheus_client.parser import text_string_to_metric_families
 from planner.integrations.keda.triggers import Metric, Trigger
 from rfork.schema import ForkInfo, InstanceInfo, ScaleUpInfo
 
-NAMES: Final[Mapping[Metric, tuple[str, ...]]] = {
+METRIC_NAMES: Final[Mapping[Metric, tuple[str, ...]]] = {
     "waiting": ("vllm:num_requests_waiting", "sglang:num_queue_reqs"),
     "running": ("vllm:num_requests_running", "sglang:num_running_reqs"),
     "kv_cache": ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage"),
 }
-"""What vLLM and SGLang call it, the newest name first; of several on one page, the first counts."""
-LINES: Final = tuple(f"{name}{after}".encode() for names in NAMES.values() for name in names for after in "{ ")
-"""How the lines begin that say something of these; a page has thousands of others."""
-RANKS: Final = frozenset({"tp_rank", "pp_rank", "moe_ep_rank"})
-"""Labels that tell ranks of one scheduler apart."""
+"""Metric names in vLLM and SGLang, newest first. If a page has several, the first one counts."""
+LINE_PREFIXES: Final = tuple(
+    f"{name}{after}".encode() for names in METRIC_NAMES.values() for name in names for after in "{ "
+)
+"""Prefixes of the lines that contain these metrics. A page has thousands of other lines."""
+RANK_LABELS: Final = frozenset({"tp_rank", "pp_rank", "moe_ep_rank"})
+"""Labels that distinguish the ranks of one scheduler."""
 
 MAX_SAMPLES: Final = 4000
 MAX_SAMPLE_BYTES: Final = 4096
-"""Of what is read of one page: one that has gone wrong must not hold all other triggers for seconds."""
+"""Limits for one page: a broken page must not delay all other triggers by seconds."""
 
 MetricPage = Mapping[Metric, float]
-"""What one engine tells."""
+"""Metrics of one engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineReports:
-    """What the engines of one model told at one look."""
+    """Result of polling the engines of one model once."""
 
     reported: Mapping[str, MetricPage]
     """By host."""
     silent: Mapping[str, str]
-    """Why nothing is known of an engine that serves, by host."""
+    """By host: the reason why a serving engine returned no metrics."""
     loading_ranks: int = 0
-    """Ranks that load their weights now."""
+    """Number of ranks that are loading their weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class TriggerReading:
-    """The answer to a trigger."""
+    """Value and state of a trigger."""
 
     value: float
-    """Of all replicas together: KEDA and the HPA divide it by `target`."""
+    """Total over all replicas. KEDA and the HPA divide it by `target`."""
     active: bool
-    """Whether there is anything to do; if not, KEDA may scale to zero."""
+    """False: KEDA may scale to zero."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnnouncedReplicas:
-    """The largest scale-up under way, of those that some replica is missing of."""
+    """The largest scale-up that is still missing replicas."""
 
     replicas: int = 0
-    """As announced."""
+    """Number of announced replicas."""
     missing: int = 0
-    """Of these, those that have not come."""
+    """Number of these that have not arrived."""
 
 
 NO_SCALEUP: Final = AnnouncedReplicas()
 
 
 class MetricUnavailable(Exception):
-    """Engines serve, and none of them says what is asked: a value is not known, which is not zero."""
+    """Engines serve, but none of them reports the metric: its value is unknown, which is not zero."""
 
 
 def parse_metrics(body: bytes) -> MetricPage:
-    """What an engine's ``/metrics`` says; a metric that is not there is left out. Raises ValueError.
+    """Parse an engine's ``/metrics``. Missing metrics are left out. Raises ValueError.
 
-    Label sets (data-parallel engines behind one server) are summed, of the KV cache's use averaged.
+    Label sets (data-parallel engines of one server) are summed; the usage of the KV cache is averaged.
     """
-    lines = [line for line in body.split(b"\n") if line.startswith(LINES)]
+    lines = [line for line in body.split(b"\n") if line.startswith(LINE_PREFIXES)]
     if len(lines) > MAX_SAMPLES or any(len(line) > MAX_SAMPLE_BYTES for line in lines):
         raise ValueError(f"more than {MAX_SAMPLES} samples, or one of more than {MAX_SAMPLE_BYTES} bytes")
     samples: dict[str, list[tuple[Mapping[str, str], float]]] = {}
@@ -86,10 +88,10 @@ def parse_metrics(body: bytes) -> MetricPage:
             for sample in family.samples:
                 if 0 <= sample.value < math.inf:
                     samples.setdefault(sample.name, []).append((sample.labels, sample.value))
-    except IndexError as error:  # the parser's way with some lines that are none
+    except IndexError as error:  # raised by the parser for some malformed lines
         raise ValueError(str(error)) from error
     page: dict[Metric, float] = {}
-    for metric, names in NAMES.items():
+    for metric, names in METRIC_NAMES.items():
         found = next((samples[name] for name in names if name in samples), None)
         if found is not None:
             values = _totals(found)
@@ -98,28 +100,29 @@ def parse_metrics(body: bytes) -> MetricPage:
 
 
 def _totals(samples: list[tuple[Mapping[str, str], float]]) -> list[float]:
-    """Of each scheduler its total, once.
+    """Return one total per scheduler.
 
-    SGLang with priorities tells the total under ``priority=""`` and each priority's part beside it; it can be
-    told to have all ranks of one scheduler say the same (``--enable-metrics-for-all-schedulers``).
+    SGLang with priorities reports the total under ``priority=""`` in addition to one value per priority, and
+    with ``--enable-metrics-for-all-schedulers`` all ranks of a scheduler report the same value.
     """
     unlabelled = [each for each in samples if not each[0].get("priority")] or samples
     schedulers: dict[frozenset[tuple[str, str]], float] = {}
     for labels, value in unlabelled:
-        scheduler = frozenset(label for label in labels.items() if label[0] not in RANKS)
+        scheduler = frozenset(label for label in labels.items() if label[0] not in RANK_LABELS)
         schedulers[scheduler] = max(value, schedulers.get(scheduler, 0.0))
     return list(schedulers.values())
 
 
 def engine_host(view: InstanceInfo) -> str:
-    """The host of an instance's address, an IPv6 address without brackets."""
+    """Return the host of an instance's address; IPv6 addresses without brackets."""
     return view.report.address.rpartition(":")[0].strip("[]")
 
 
 def engine_hosts(instances: Iterable[InstanceInfo]) -> tuple[str, ...]:
-    """Where engines answer: one host for each server that serves.
+    """Return one host for each serving server.
 
-    A server of many ranks, on however many nodes, listens where its first rank is. A draft has none.
+    A server with several ranks, on any number of nodes, listens on the node of its first rank. Ranks of a
+    speculative model have no server.
     """
     found = {
         engine_host(view)
@@ -133,9 +136,12 @@ def engine_hosts(instances: Iterable[InstanceInfo]) -> tuple[str, ...]:
 def hosts_to_poll(
     known: Mapping[str, float], instances: Iterable[InstanceInfo], now: float, keep_s: float
 ) -> dict[str, float]:
-    """Until when each host is asked: for ever while it is listed as serving, `ttl_s` more if nothing is.
+    """Return for each host the time until which it is polled.
 
-    A planner that restarted knows nobody until their next heartbeats: they still serve, if they answer.
+    There is no limit while it is listed as serving; afterwards it is polled for `keep_s` more.
+
+    A planner that restarted lists instances only after their next heartbeats. Until then, an engine that
+    responds still serves.
     """
     views = tuple(instances)
     listed = {engine_host(view) for view in views}
@@ -146,10 +152,10 @@ def hosts_to_poll(
 
 
 def expected_replicas(scaleups: Iterable[ScaleUpInfo]) -> dict[str, AnnouncedReplicas]:
-    """What is announced and has not come yet, by model.
+    """Return the announced replicas that have not arrived, by model.
 
-    The largest, not the sum: Pods that an autoscaler announced are announced by the controller again when it
-    sees them, and a sum of both would ask for more of them each time.
+    Only the largest scale-up counts: Pods that an autoscaler announced are announced by the controller again
+    when it sees them, and a sum would request more Pods each time.
     """
     found: dict[str, AnnouncedReplicas] = {}
     for view in scaleups:
@@ -161,33 +167,34 @@ def expected_replicas(scaleups: Iterable[ScaleUpInfo]) -> dict[str, AnnouncedRep
 
 
 def forking_ranks(forks: Iterable[ForkInfo]) -> Counter[str]:
-    """Ranks that receive their weights now, by model."""
+    """Return the number of ranks that are receiving their weights, by model."""
     return Counter(fork.model for fork in forks if fork.state in ("planning", "running"))
 
 
 def scaleup_reading(trigger: Trigger, expected: AnnouncedReplicas) -> TriggerReading:
-    """`expected`: as many replicas as were announced, until all of them came; active while one is missing."""
+    """Reading of `expected`: the announced replicas until all have arrived. Active while one is missing."""
     return TriggerReading(float(expected.replicas), expected.missing > trigger.activation)
 
 
 def fork_reading(trigger: Trigger, running: int) -> TriggerReading:
-    """`forks`: those under way."""
+    """Reading of `forks`: the number of forks in progress."""
     return TriggerReading(float(running), running > trigger.activation)
 
 
 def engine_reading(trigger: Trigger, engines: EngineReports) -> TriggerReading:
-    """A metric of engines, where some serve. Raises MetricUnavailable where none of these tells it.
+    """Reading of an engine metric while engines serve. Raises MetricUnavailable if none reports it.
 
-    Silent ones are left out of a sum. Of the KV cache's use, `activation` is compared with the average, and
-    the value is the average times the engines, which the HPA divides by the replicas again.
+    Silent engines are left out of a sum. For the usage of the KV cache, `activation` is compared with the
+    average, and the value is the average times the number of engines, because the HPA divides by the number
+    of replicas.
     """
     reported = [page[trigger.metric] for page in engines.reported.values() if trigger.metric in page]
     if not reported:
-        names = " or ".join(NAMES[trigger.metric])
-        reason = {**dict.fromkeys(engines.reported, f"tells no {names}"), **engines.silent}
+        names = " or ".join(METRIC_NAMES[trigger.metric])
+        reason = {**dict.fromkeys(engines.reported, f"does not report {names}"), **engines.silent}
         raise MetricUnavailable(
-            f"{trigger.metric} of {trigger.model} is not known: {_listing(reason)}"
-            + ("; SGLang tells metrics if it is started with --enable-metrics" if engines.reported else "")
+            f"{trigger.metric} of {trigger.model} is unknown: {_listing(reason)}"
+            + ("; SGLang reports metrics only if started with --enable-metrics" if engines.reported else "")
         )
     level = total = sum(reported)
     if trigger.metric == "kv_cache":
@@ -197,17 +204,17 @@ def engine_reading(trigger: Trigger, engines: EngineReports) -> TriggerReading:
 
 
 def reading_without_engines(expected: AnnouncedReplicas, loading: int) -> TriggerReading:
-    """A metric of engines, where none serves: there is something to do if replicas are announced, or load."""
+    """Reading of an engine metric when no engine serves: active if replicas are announced or loading."""
     return TriggerReading(0.0, expected.missing > 0 or loading > 0)
 
 
 def loading_ranks(instances: Iterable[InstanceInfo]) -> int:
-    """Ranks that load their weights."""
+    """Return the number of ranks that are loading their weights."""
     return sum(view.report.state == "loading" for view in instances)
 
 
 def _listing(reasons: Mapping[str, str], limit: int = 3) -> str:
-    """A few of them, for people."""
+    """Return the first few reasons as text."""
     named = [f"{host} {reason}" for host, reason in sorted(reasons.items())[:limit]]
     more = len(reasons) - len(named)
     return "; ".join(named) + (f"; and {more} more" if more > 0 else "")

@@ -1,4 +1,4 @@
-"""What a trigger of a ScaledObject asks for, out of its metadata. Pure."""
+"""Parses the metadata of a ScaledObject's trigger. Pure."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ Metric = Literal["waiting", "running", "kv_cache", "forks", "expected"]
 Scheme = Literal["http", "https"]
 
 ENGINE_METRICS: Final[frozenset[Metric]] = frozenset({"waiting", "running", "kv_cache"})
-"""Metrics that the engines tell; the planner knows the others."""
+"""Metrics read from the engines. All others come from the planner."""
 KEYS: Final = ("model", "metric", "target", "activation", "port", "path", "scheme", "poll")
 FROM_ENVIRONMENT: Final = "FromEnv"
-"""KEDA passes a key that ends so with the value that the variable has in the scaled container."""
+"""For a key with this suffix, KEDA passes the value of that environment variable of the scaled container."""
 PATH: Final = re.compile(r"/[!-\"$->@-~]{0,255}")
-"""Of printable characters, without a query or a fragment."""
+"""Printable characters, without a query or a fragment."""
 MAX_MODEL_CHARS: Final = 1024
 MAX_KEYS: Final = 100
-"""Of the metadata: each that is not known is compared with those that are."""
+"""Maximum number of metadata keys: each unknown key is compared with all known ones."""
 MIN_TARGET: Final = 0.001
 """Kubernetes counts in thousandths."""
 MAX_NUMBER: Final = 1e12
 
 
 class InvalidTrigger(ValueError):
-    """The metadata cannot be used; one sentence that names the key, and what is allowed."""
+    """The metadata is invalid. The text is one sentence that names the key and the allowed values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,50 +39,50 @@ class Trigger:
     model: str
     metric: Metric
     target: float
-    """How much of the metric one replica is to have."""
+    """Amount of the metric per replica."""
     activation: float = 0.0
-    """There is something to do while the metric is above it."""
+    """The trigger is active while the metric is above this value."""
     port: int = 0
-    """The engines' HTTP port; 0: the planner alone is asked."""
+    """The engines' HTTP port. 0: only the planner is polled."""
     path: str = "/metrics"
     scheme: Scheme = "http"
     poll: float = 2.0
-    """Seconds between two looks, of a stream."""
+    """Poll interval of a stream, in seconds."""
 
     @property
     def name(self) -> str:
-        """The metric's name in Kubernetes: lower case, and another for each model."""
+        """Name of the metric in Kubernetes: lower case and unique per model."""
         digest = hashlib.sha256(self.model.encode()).hexdigest()[:10]
         return f"rfork-{self.metric.replace('_', '-')}-{digest}"
 
 
 def parse_trigger(metadata: Mapping[str, str]) -> Trigger:
-    """The trigger that the metadata describes. Raises InvalidTrigger.
+    """Parse the metadata of a trigger. Raises InvalidTrigger.
 
-    Keys that are KEDA's own are passed over, as are others that look like none of ours.
+    KEDA's own keys are ignored, as are unknown keys that do not resemble a known one.
     """
     if len(metadata) > MAX_KEYS:
-        raise InvalidTrigger(f"the metadata has {len(metadata)} keys: at most {MAX_KEYS} are read")
+        raise InvalidTrigger(f"the metadata has {len(metadata)} keys; the maximum is {MAX_KEYS}")
     values = {key: value.strip() for key, value in metadata.items() if key in KEYS and value.strip()}
     for key, value in metadata.items():
         plain = key.removesuffix(FROM_ENVIRONMENT)
         if plain != key and plain in KEYS and value.strip():
             values.setdefault(plain, value.strip())
         elif plain not in KEYS and (suggestion := difflib.get_close_matches(plain.lower(), KEYS, 1, 0.8)):
-            raise InvalidTrigger(f"`{key}` is no key of the metadata: write `{suggestion[0]}`")
-    model = _require(values, "model", "the name that the model's instances report")
+            raise InvalidTrigger(f"unknown metadata key `{key}`: did you mean `{suggestion[0]}`?")
+    model = _require(values, "model", "the model name that the instances report")
     if len(model) > MAX_MODEL_CHARS:
-        raise InvalidTrigger(f"`model` has at most {MAX_MODEL_CHARS} characters")
+        raise InvalidTrigger(f"`model` must have at most {MAX_MODEL_CHARS} characters")
     metric = _metric(_require(values, "metric", f"one of {', '.join(get_args(Metric))}"))
     if metric == "expected":
         values.setdefault("target", "1")
-    target = _number(_require(values, "target", "how much of it one replica is to have"), "target", MIN_TARGET)
+    target = _number(_require(values, "target", "amount of the metric per replica"), "target", MIN_TARGET)
     port = 0
     if metric in ENGINE_METRICS:
-        port = _port(_require(values, "port", "the engines' HTTP port, where they answer /metrics"))
+        port = _port(_require(values, "port", "the engines' HTTP port, which serves /metrics"))
     path = values.get("path", "/metrics")
     if not PATH.fullmatch(path):
-        raise InvalidTrigger(f"`path` begins with / and has no spaces, no ? and no #: not {path[:100]!r}")
+        raise InvalidTrigger(f"`path` must begin with / and contain no space, ? or #, not {path[:100]!r}")
     return Trigger(
         model=model,
         metric=metric,
@@ -106,7 +106,7 @@ def _metric(value: str) -> Metric:
         if value == known:
             found: Metric = known
             return found
-    raise InvalidTrigger(f"`metric` is one of {', '.join(get_args(Metric))}: not {value[:100]!r}")
+    raise InvalidTrigger(f"`metric` must be one of {', '.join(get_args(Metric))}, not {value[:100]!r}")
 
 
 def _scheme(value: str) -> Scheme:
@@ -114,7 +114,7 @@ def _scheme(value: str) -> Scheme:
         return "http"
     if value == "https":
         return "https"
-    raise InvalidTrigger(f"`scheme` is http or https: not {value[:100]!r}")
+    raise InvalidTrigger(f"`scheme` must be http or https, not {value[:100]!r}")
 
 
 def _number(value: str, key: str, min_value: float, max_value: float = MAX_NUMBER) -> float:
@@ -122,12 +122,12 @@ def _number(value: str, key: str, min_value: float, max_value: float = MAX_NUMBE
         number = float(value)
     except ValueError:
         number = math.nan
-    if not min_value <= number <= max_value:  # neither is NaN
-        raise InvalidTrigger(f"`{key}` is a number from {min_value:g} to {max_value:g}: not {value[:100]!r}")
+    if not min_value <= number <= max_value:  # also rejects NaN
+        raise InvalidTrigger(f"`{key}` must be a number from {min_value:g} to {max_value:g}, not {value[:100]!r}")
     return number
 
 
 def _port(value: str) -> int:
     if not (value.isascii() and value.isdigit() and len(value) <= 5 and 1 <= int(value) <= 65535):
-        raise InvalidTrigger(f"`port` is a number from 1 to 65535: not {value[:100]!r}")
+        raise InvalidTrigger(f"`port` must be a number from 1 to 65535, not {value[:100]!r}")
     return int(value)

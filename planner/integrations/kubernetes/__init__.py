@@ -1,1 +1,1 @@
-"""Kubernetes: a webhook that makes Pods fork, and a controller that sees them come and go."""
+"""Kubernetes integration: a webhook that makes Pods fork, and a controller that watches their workloads."""

@@ -1,9 +1,9 @@
-"""Calls to a Kubernetes API server: how it is reached, and what its answers mean.
+"""HTTP client for a Kubernetes API server.
 
-lightkube knows where the server is and how to show who one is: a Pod's token, which is read again when it was
-renewed, a kubeconfig's certificate, or a program that gives tokens. The calls are plain HTTP with JSON
-documents, because lightkube's own neither ask for bookmarks nor say which version a list may have: without
-those, each look at a busy cluster would read all of its Pods out of etcd.
+lightkube finds the server and its credentials: a Pod's token, reread after each renewal, a kubeconfig's
+certificate, or an exec plug-in. The calls themselves are plain HTTP with JSON documents, because lightkube's
+own calls neither request bookmarks nor set the version of a list. Without those, each list of a large cluster
+would read all of its Pods from etcd.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ except ImportError as error:
     raise MissingExtra("lightkube, for Kubernetes,", extra="kubernetes", why=str(error)) from None
 
 TIMEOUT_S: Final = 10.0
-"""Most seconds to connect, and between two parts of an answer."""
+"""Maximum seconds to connect, and between two parts of a response."""
 JSON: Final = "application/json"
 MERGE: Final = "application/merge-patch+json"
 WATCH_STARTED: Final = "OPENED"
-"""Type of an event that is not the API server's: it took the watch."""
+"""Type of a synthetic event: the API server accepted the watch."""
 STRATEGIC: Final = "application/strategic-merge-patch+json"
 
 
 class ApiError(ClusterUnavailable):
-    """The API server answered with an error; `status` is HTTP's, `reason` its own word for it."""
+    """The API server returned an error, with an HTTP `status` and the `reason` of its Status object."""
 
     def __init__(self, message: str, *, status: int, reason: str) -> None:
         super().__init__(message)
@@ -44,11 +44,11 @@ class ApiError(ClusterUnavailable):
 
 
 class ResourceVersionExpired(ClusterUnavailable):
-    """It does not know this resourceVersion: it forgot that far back, or has not come that far."""
+    """The API server does not have this resourceVersion: it is too old, or newer than the server's state."""
 
 
 class ApiServer:
-    """One API server, as one user."""
+    """One API server, accessed as one user."""
 
     def __init__(self, client: httpx2.AsyncClient) -> None:
         self._client = client
@@ -62,10 +62,10 @@ class ApiServer:
         content_type: str = JSON,
         parameters: Mapping[str, str] | None = None,
     ) -> Document:
-        """The answer to one request.
+        """Send one request and return the response.
 
-        Raises Gone (404), Conflict (409), Expired (410), Refused for every other error that the server
-        answers, and ClusterUnavailable where it does not.
+        Raises NotFound (404), ResourceConflict (409), ResourceVersionExpired (410), ApiError for all other
+        errors of the server, and ClusterUnavailable if it does not respond.
         """
         content = json.dumps(body).encode() if body is not None else None
         headers = {"Content-Type": content_type} if body is not None else None
@@ -83,9 +83,9 @@ class ApiServer:
     async def watch(
         self, path: str, parameters: Mapping[str, str], *, silence_s: float
     ) -> AsyncGenerator[Document, None]:
-        """The events of one watch until the server ends it, the first of which is one of type `WATCH_STARTED`.
+        """Yield the events of one watch until the server ends it. The first has the type `WATCH_STARTED`.
 
-        Raises as `call`, and ClusterUnavailable after `silence_s` seconds of silence.
+        Raises as `call` does, and ClusterUnavailable after `silence_s` seconds without data.
         """
         operation, timeout_config = f"WATCH {path}", httpx2.Timeout(TIMEOUT_S, read=silence_s)
         query = {**parameters, "watch": "true", "allowWatchBookmarks": "true"}
@@ -95,7 +95,7 @@ class ApiServer:
                     raise _to_error(operation, response.status_code, await response.aread())
                 yield {"type": WATCH_STARTED}
                 rest = b""
-                # Not httpx's lines: those end at characters too that JSON may hold as they are.
+                # Not httpx's line iterator: it also splits at characters that JSON strings may contain.
                 async for part in response.aiter_bytes():
                     *lines, rest = (rest + part).split(b"\n")
                     for line in filter(None, lines):
@@ -111,29 +111,30 @@ class ApiServer:
             raise _unavailable(operation, error) from error
 
     async def close(self) -> None:
-        """Let go of connections."""
+        """Close all connections."""
         await self._client.aclose()
 
 
 def open_server(settings: KubernetesSettings) -> ApiServer:
-    """The API server of `settings.kubeconfig`; without one, of the Pod that this is, else as kubectl would.
+    """Return a client for the API server of `settings.kubeconfig`, else of this Pod, else of
+    ~/.kube/config.
 
-    Connects to nothing yet. Raises SettingsError where it is not said how, or not so that it can be used.
-    (Importing this module raises MissingExtra without lightkube.)
+    Does not connect yet. Raises SettingsError if the configuration is missing or unusable. (Importing this
+    module raises MissingExtra without lightkube.)
     """
-    kubeconfig = str(settings.kubeconfig) if settings.kubeconfig is not None else "the Pod's, or KUBECONFIG"
+    kubeconfig = str(settings.kubeconfig) if settings.kubeconfig is not None else "the Pod's, or ~/.kube/config"
     try:
         found = KubeConfig.from_file(settings.kubeconfig) if settings.kubeconfig is not None else KubeConfig.from_env()
         config = found.get()
         if config is None or config.user is None:
-            raise SettingsError(f"the kubeconfig ({kubeconfig}) names no cluster, or no user")
+            raise SettingsError(f"the kubeconfig ({kubeconfig}) names no cluster or no user")
         client = AsyncClient(config, ConnectionParams(timeout=httpx2.Timeout(TIMEOUT_S)))
     except SettingsError:
         raise
-    except Exception as error:  # a file that others wrote can be wrong in every way there is
+    except Exception as error:  # a file from elsewhere can be wrong in any way
         raise SettingsError(
             f"cannot use the kubeconfig ({kubeconfig}): {error or type(error).__name__}",
-            hint="in a cluster: mount the ServiceAccount's token; outside: set RFORK_K8S_KUBECONFIG",
+            hint="in a cluster, mount the ServiceAccount's token; outside, set KUBECONFIG",
         ) from error
     client.headers["User-Agent"] = f"rfork/{__version__}"
     return ApiServer(client)
@@ -144,7 +145,7 @@ def _unavailable(operation: str, error: Exception) -> ClusterUnavailable:
 
 
 def _to_error(operation: str, code: int, content: bytes) -> Exception:
-    """The error for an answer that is one: a Status of Kubernetes, or what a proxy on the way says."""
+    """Convert an error response to an exception. Its body is a Kubernetes Status, or text from a proxy."""
     try:
         status = json.loads(content)
     except ValueError:
@@ -168,15 +169,15 @@ def _to_error(operation: str, code: int, content: bytes) -> Exception:
 
 
 def _unexpected_status(status: Document) -> bool:
-    """Whether a patch was refused because the object has another UID than it named."""
-    # The first since 1.21 or so, the second until then.
+    """Return True if a patch was rejected because the object has another UID than the patch."""
+    # The first text is used since Kubernetes 1.21, the second before.
     return "UID in precondition" in str(status.get("message")) or any(
         cause.get("field") == "metadata.uid" for cause in _causes(status)
     )
 
 
 def _causes(status: Document) -> list[Document]:
-    """What a Status gives as causes, if it is one: a proxy on the way may answer anything."""
+    """Return the causes of a Status, or nothing for other bodies, such as a proxy's."""
     details = status.get("details")
     causes = details.get("causes") if isinstance(details, dict) else None
     return [cause for cause in causes if isinstance(cause, dict)] if isinstance(causes, list) else []
@@ -186,7 +187,7 @@ def _document(operation: str, content: bytes) -> Document:
     try:
         document = json.loads(content)
     except ValueError as error:
-        raise ClusterUnavailable(f"{operation}: the answer is not JSON: {error}") from error
+        raise ClusterUnavailable(f"{operation}: the response is not JSON: {error}") from error
     if not isinstance(document, dict):
-        raise ClusterUnavailable(f"{operation}: the answer is no object")
+        raise ClusterUnavailable(f"{operation}: the response is not a JSON object")
     return document

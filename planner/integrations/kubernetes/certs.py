@@ -1,7 +1,7 @@
-"""The webhook's own certificates: made, read and judged. Pure but for random numbers.
+"""Certificates of the webhook: created, parsed and validated. Pure except for random numbers.
 
-Each certificate has an authority (CA) of its own, whose key is forgotten as soon as it has signed: nothing
-else can ever be signed by what the API server trusts.
+Each certificate has its own CA, whose key is discarded after signing, so nothing else can ever be signed by a
+CA that the API server trusts.
 """
 
 from __future__ import annotations
@@ -24,26 +24,27 @@ CERTIFICATE: Final = "tls.crt"
 KEY: Final = "tls.key"
 CA: Final = "ca.crt"
 PREVIOUS_CA_KEY: Final = "ca-earlier.crt"
-"""The Secret's keys: those of `kubernetes.io/tls`, and the authorities before the present one."""
+"""Keys of the Secret: those of `kubernetes.io/tls`, and the previous CAs."""
 CA_NAME: Final = "rfork webhook CA"
 DAY_S: Final = 86_400.0
 BACKDATE_S: Final = 3600.0
-"""By how much a certificate is valid before it was made, at most: clocks of a cluster differ."""
+"""Maximum time by which a certificate is backdated, because clocks in a cluster differ."""
 RENEW_AFTER: Final = 2 / 3
 MAX_PREVIOUS_CAS: Final = 2
-"""Authorities that stay trusted beside the present one. By number, not by age: a replica whose clock is far
-ahead must not take the trust from certificates that others rightly show. That some have ended by then does
-no harm, for nobody has their keys."""
+"""Number of previous CAs that stay trusted. Limited by number, not by age: a replica whose clock is ahead
+must not revoke the trust in certificates that others use correctly. Expired ones do no harm, because no one
+has their keys.
+"""
 NAME: Final = re.compile(r"(\*\.)?[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
 
 
 class InvalidCertificate(Exception):
-    """A certificate, its key or its authority cannot be used; the text says which, and why."""
+    """A certificate, its key or its CA is unusable. The text names it and the reason."""
 
 
 @dataclass(frozen=True)
 class CertPair:
-    """A certificate with its key, as a server shows it."""
+    """A certificate and its key, as a server uses them."""
 
     chain: bytes
     """PEM; the server's own certificate first."""
@@ -53,38 +54,38 @@ class CertPair:
     not_after: float
     """Seconds since the epoch."""
     hosts: frozenset[str]
-    """Names and addresses that it is for."""
+    """Names and addresses that it is valid for."""
 
-    def __repr__(self) -> str:  # or a log would hold the key
-        return f"Shown(not_before={self.not_before}, not_after={self.not_after}, hosts={sorted(self.hosts)})"
+    def __repr__(self) -> str:  # otherwise a log could contain the key
+        return f"CertPair(not_before={self.not_before}, not_after={self.not_after}, hosts={sorted(self.hosts)})"
 
     def valid(self, now: float) -> bool:
-        """Whether clients take it at `now`."""
+        """Return True if the certificate is valid at `now`."""
         return self.not_before <= now < self.not_after
 
     @property
     def renew_at(self) -> float:
-        """When two thirds of its life are over."""
+        """Time at which two thirds of the lifetime have passed."""
         return self.not_before + (self.not_after - self.not_before) * RENEW_AFTER
 
 
 @dataclass(frozen=True)
 class CertBundle:
-    """What replicas of the webhook share: a certificate, who signed it, and who signed those before."""
+    """State shared by the webhook's replicas: a certificate, its CA, and previous CAs."""
 
     pair: CertPair
     ca: bytes
     """PEM."""
     previous_cas: tuple[bytes, ...] = ()
-    """PEM, the latest first: replicas may still show certificates of theirs."""
+    """PEM, newest first. Other replicas may still use certificates of these."""
 
     @property
     def bundle(self) -> bytes:
-        """What the API server has to trust: PEM."""
+        """CAs that the API server must trust, as PEM."""
         return b"".join((self.ca, *self.previous_cas))
 
     def data(self) -> dict[str, bytes]:
-        """As the data of a Secret."""
+        """Return the data of a Secret."""
         return {
             CERTIFICATE: self.pair.chain,
             KEY: self.pair.key,
@@ -94,22 +95,22 @@ class CertBundle:
 
 
 def load_pair(chain: bytes, key: bytes) -> CertPair:
-    """A certificate chain and its key, from PEM. Raises InvalidCertificate."""
+    """Parse a certificate chain and its key from PEM. Raises InvalidCertificate."""
     try:
         leaf = x509.load_pem_x509_certificates(chain)[0]
     except ValueError as error:
-        raise InvalidCertificate(f"the certificate is no PEM: {error}") from None
+        raise InvalidCertificate(f"the certificate is not PEM: {error}") from None
     try:
         private = serialization.load_pem_private_key(key, password=None)
     except (ValueError, TypeError) as error:
-        raise InvalidCertificate(f"the key is no PEM without a password: {error}") from None
+        raise InvalidCertificate(f"the key is not unencrypted PEM: {error}") from None
     if _public(private.public_key()) != _public(leaf.public_key()):
-        raise InvalidCertificate("the key is not that of the certificate")
+        raise InvalidCertificate("the key does not belong to the certificate")
     return CertPair(chain, key, *_validity(leaf), _hosts(leaf))
 
 
 def load_bundle(data: Mapping[str, bytes]) -> CertBundle:
-    """What the Secret holds. Raises InvalidCertificate for one that was not made by `generate_bundle`, or is broken."""
+    """Parse the data of a Secret made by `generate_bundle`. Raises InvalidCertificate."""
     if missing := [name for name in (CERTIFICATE, KEY, CA) if not data.get(name)]:
         raise InvalidCertificate(f"{', '.join(missing)} missing")
     pair = load_pair(data[CERTIFICATE], data[KEY])
@@ -122,9 +123,10 @@ def load_bundle(data: Mapping[str, bytes]) -> CertBundle:
 
 
 def generate_bundle(hosts: Iterable[str], days: float, now: float, previous_cas: Iterable[bytes] = ()) -> CertBundle:
-    """A new certificate for `hosts` that lives for `days`, by a new authority.
+    """Create a certificate for `hosts`, valid for `days`, with a new CA.
 
-    `previous_cas` are PEM authorities that certificates may still be shown of, the latest first; not all are kept.
+    `previous_cas` are PEM CAs whose certificates may still be in use, newest first. Only the first ones are
+    kept.
     """
     hosts = sorted(set(hosts))
     lifetime_s = days * DAY_S
@@ -164,7 +166,7 @@ def generate_bundle(hosts: Iterable[str], days: float, now: float, previous_cas:
 
 
 def authorities(bundle: bytes) -> tuple[bytes, ...]:
-    """The authorities of ours in a PEM bundle, in its order; none where it is no PEM."""
+    """Return the CAs in a PEM bundle that were created here, in order. Empty if it is not PEM."""
     try:
         certificates = x509.load_pem_x509_certificates(bundle)
     except ValueError:
@@ -173,17 +175,17 @@ def authorities(bundle: bytes) -> tuple[bytes, ...]:
 
 
 def canonical(host: str) -> str:
-    """A DNS name, or an address as certificates spell it. Raises ValueError for what is neither."""
+    """Return a DNS name, or an address in canonical form. Raises ValueError for anything else."""
     try:
         return str(ipaddress.ip_address(host))
     except ValueError:
         if not NAME.fullmatch(host):
-            raise ValueError(f"{host!r} is neither a DNS name nor an address") from None
+            raise ValueError(f"{host!r} is neither a DNS name nor an IP address") from None
         return host
 
 
 def date(unix: float) -> str:
-    """A time for people: ISO 8601, UTC."""
+    """Format a time as ISO 8601, UTC."""
     return _time(unix).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 

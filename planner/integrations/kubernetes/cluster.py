@@ -1,6 +1,7 @@
-"""The seam to a cluster, in the words of the hooks: values that were seen, and what may be done.
+"""Interface to a Kubernetes cluster: the observed objects, and the operations on them.
 
-`planner.integrations.kubernetes.cluster_client` does it with a real API server; tests have a cluster in memory.
+`planner.integrations.kubernetes.cluster_client` implements it with an API server; tests use a cluster in
+memory.
 """
 
 from __future__ import annotations
@@ -14,20 +15,20 @@ EventType = Literal["Normal", "Warning"]
 
 
 class ClusterUnavailable(Exception):
-    """The API server does not answer, or refuses; its text says what was asked for and why it failed."""
+    """The API server did not respond, or rejected the request. The text names the request and the cause."""
 
 
 class ResourceConflict(Exception):
-    """The object is not as it was read (or is there already): read it again."""
+    """The object changed since it was read (or already exists): read it again."""
 
 
 class NotFound(Exception):
-    """There is no such object (any more)."""
+    """The object does not exist (any more)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectRef:
-    """Which object is meant, for Events."""
+    """Reference to an object, for Events."""
 
     kind: str
     api_version: str
@@ -43,12 +44,12 @@ class ObservedPod:
     namespace: str
     name: str
     uid: str
-    """What instance ids of its ranks begin with (RFORK_REPLICA)."""
+    """Prefix of the instance ids of its ranks (RFORK_REPLICA)."""
     labels: Mapping[str, str]
     annotations: Mapping[str, str]
     phase: Literal["Pending", "Running", "Succeeded", "Failed", "Unknown"]
     node: str | None
-    """Its node's name, once it is bound."""
+    """Name of its node, once it is scheduled."""
     owner: ObjectRef | None
     """Its controller: a ReplicaSet, a StatefulSet, …"""
     created_at: float
@@ -57,16 +58,17 @@ class ObservedPod:
     gates: tuple[str, ...]
     """Condition types of its readiness gates."""
     conditions: Mapping[str, bool] = field(default_factory=dict)
-    """Its conditions by type: whether each is True."""
+    """Conditions by type; True if the status is "True"."""
     containers_ready_at: float | None = None
-    """When its condition ContainersReady became True, if it is; seconds since the epoch, by its node."""
+    """When its condition ContainersReady became True, if it is; seconds since the epoch, by its node's clock."""
     has_readiness_probe: bool = False
-    """Whether ContainersReady says that its engine answers: the engine's container has a probe for that.
+    """True if the engine's container has a readiness or startup probe, so that ContainersReady means that the
+    engine responds.
 
-    Without one the condition is True as soon as the process runs.
+    Without a probe, the condition is True as soon as the process runs.
     """
     scheduled_at: float | None = None
-    """When it was bound to its node, if anybody says so; seconds since the epoch."""
+    """When it was scheduled to its node, if known; seconds since the epoch."""
 
     @property
     def key(self) -> str:
@@ -75,7 +77,7 @@ class ObservedPod:
 
     @property
     def ref(self) -> ObjectRef:
-        """Itself, for Events."""
+        """Reference for Events."""
         return ObjectRef("Pod", "v1", self.namespace, self.name, self.uid)
 
 
@@ -89,21 +91,21 @@ class ObservedWorkload:
     uid: str
     generation: int
     replicas: int
-    """Replicas of the model that it is to have (a LeaderWorkerSet: groups)."""
+    """Desired replicas of the model (LeaderWorkerSet: groups)."""
     template_labels: Mapping[str, str]
     template_annotations: Mapping[str, str]
     deleting: bool = False
 
     @property
     def ref(self) -> ObjectRef:
-        """Itself, for Events."""
+        """Reference for Events."""
         versions = {"LeaderWorkerSet": "leaderworkerset.x-k8s.io/v1"}
         return ObjectRef(self.kind, versions.get(self.kind, "apps/v1"), self.namespace, self.name, self.uid)
 
 
 @dataclass(frozen=True)
 class ObservedNode:
-    """A Node's labels."""
+    """Labels of a Node."""
 
     name: str
     labels: Mapping[str, str]
@@ -114,21 +116,21 @@ ObservedT = TypeVar("ObservedT")
 
 @dataclass(frozen=True)
 class Synced(Generic[ObservedT]):
-    """Everything there is of a kind, each time that it was listed: what is not in it is gone."""
+    """All objects of a kind, sent after each list. Objects that are not included no longer exist."""
 
     items: tuple[ObservedT, ...]
 
 
 @dataclass(frozen=True)
 class Upserted(Generic[ObservedT]):
-    """An object came, or changed."""
+    """An object was created or changed."""
 
     item: ObservedT
 
 
 @dataclass(frozen=True)
 class Deleted(Generic[ObservedT]):
-    """An object is gone; as it was last seen."""
+    """An object was deleted; its last known state."""
 
     item: ObservedT
 
@@ -138,53 +140,56 @@ WatchEvent = Synced[ObservedT] | Upserted[ObservedT] | Deleted[ObservedT]
 
 @dataclass(frozen=True)
 class ObservedLease:
-    """Who leads, by a Lease of `coordination.k8s.io/v1`."""
+    """State of a `coordination.k8s.io/v1` Lease, which elects the leader."""
 
     holder: str | None
     renewed: str
-    """Changes whenever the holder renews it: by its own clock each process sees how long ago."""
+    """Changes with each renewal. Observers measure its age with their own clocks."""
     duration_s: float
     version: str
-    """What `write_lease` has to name; empty: there is no Lease yet."""
+    """Required by `write_lease`. Empty: the Lease does not exist yet."""
 
 
 class Cluster(Protocol):
-    """What the controller and the webhook ask of a cluster.
+    """Operations of the controller and the webhook on a cluster.
 
-    The iterators begin with a `Synced`, go on for ever, and begin anew with another `Synced` where the API
-    server was away or forgot where they stood; meanwhile they log, once for each cause, and never raise.
+    The iterators start with a `Synced`, never end, and send a new `Synced` after the API server was
+    unavailable or had dropped the watch position. Meanwhile they log each cause once, and never raise.
     """
 
     def pods(self) -> AsyncIterator[WatchEvent[ObservedPod]]:
-        """Pods with the label `names.MODEL`, in all namespaces."""
+        """Yield Pods with the label `names.MODEL`, in all namespaces."""
 
     def workloads(self) -> AsyncIterator[WatchEvent[ObservedWorkload]]:
-        """Workloads with that label, all kinds in one `Synced`; a kind that the cluster lacks is none."""
+        """Yield workloads with that label, all kinds in one `Synced`. A missing kind counts as empty."""
 
     def nodes(self) -> AsyncIterator[WatchEvent[ObservedNode]]:
-        """All Nodes."""
+        """Yield all Nodes."""
 
     async def annotate(self, pod: ObservedPod, annotations: Mapping[str, str | None]) -> None:
-        """Set annotations of a Pod; None removes one. Raises Gone, ClusterUnavailable."""
+        """Set annotations of a Pod; None removes one. Raises NotFound, ClusterUnavailable."""
 
     async def set_condition(
         self, pod: ObservedPod, condition_type: str, *, status: bool, reason: str, message: str
     ) -> None:
-        """Set a condition of a Pod's status. Raises Gone, ClusterUnavailable."""
+        """Set a condition of a Pod's status. Raises NotFound, ClusterUnavailable."""
 
     async def emit_event(self, subject: ObjectRef, event_type: EventType, reason: str, message: str) -> None:
-        """Write an Event about an object; one like it that is still kept is counted up, whoever wrote it.
+        """Write an Event about an object, or increment the count of an equal Event of any replica.
 
         Raises ClusterUnavailable.
         """
 
     async def read_lease(self, name: str, namespace: str) -> ObservedLease:
-        """The Lease, or one without holder and version where there is none. Raises ClusterUnavailable."""
+        """Return the Lease; without holder and version if it does not exist. Raises ClusterUnavailable."""
 
     async def write_lease(
         self, name: str, namespace: str, holder: str | None, duration_s: float, version: str
     ) -> ObservedLease:
-        """Take, renew or give up a Lease that is still of `version`. Raises Conflict, ClusterUnavailable."""
+        """Acquire, renew or release a Lease that still has `version`.
+
+        Raises ResourceConflict, ClusterUnavailable.
+        """
 
     async def close(self) -> None:
-        """Let go of connections."""
+        """Close all connections."""

@@ -1,28 +1,26 @@
-"""The real cluster behind the seam of `planner.integrations.kubernetes.cluster`: calls to its API server.
+"""Implementation of `planner.integrations.kubernetes.cluster` with calls to an API server.
 
-What the controller's ServiceAccount must be allowed, and no more:
+The controller's ServiceAccount needs these permissions and no others:
 
-=============================  ==============================  =========================================
-API group                      resources                       verbs
-=============================  ==============================  =========================================
-(core)                         pods                            list, watch
-(core)                         pods/status                     patch
-(core)                         nodes                           list, watch
-(core)                         events                          create, patch
-apps                           deployments, statefulsets       list, watch
-leaderworkerset.x-k8s.io       leaderworkersets                list, watch
-coordination.k8s.io            leases (one, in its namespace)  get, create, update
-=============================  ==============================  =========================================
+=============================  ==============================  ========================================= API
+group                      resources                       verbs =============================
+==============================  ========================================= (core)                         pods
+list, watch (core)                         pods/status                     patch (core)
+nodes                           list, watch (core)                         events
+create, patch apps                           deployments, statefulsets       list, watch
+leaderworkerset.x-k8s.io       leaderworkersets                list, watch coordination.k8s.io
+leases (one, in its namespace)  get, create, update =============================
+==============================  =========================================
 
-The webhook needs of it ``list`` and ``watch`` of nodes (unless told no topology), and ``get`` of that Lease
-(unless told no readiness gate).
+The webhook needs ``list`` and ``watch`` of nodes (unless topology is off) and ``get`` of that Lease (unless
+the readiness gate is off).
 
-Annotations are written through the Pod's status too: an API server takes a Pod's metadata from there, and
-keeps the specification, so that whoever takes the controller's token cannot change what any Pod runs.
+Annotations are written through the Pod's status subresource: it accepts metadata and ignores the
+specification, so a stolen controller token cannot change what a Pod runs.
 
-A workload is chosen by the label `names.MODEL` of its own, not of its Pods: the API server can select by
-nothing else. One whose template alone has the label is not seen here; its Pods are, and fork all the same,
-only that nobody says so before they start.
+A workload is selected by its own label `names.MODEL`, not by that of its Pods, because the API server cannot
+select by the template. If only the template has the label, the workload is not observed; its Pods are
+observed and fork, but they are not announced before they exist.
 """
 
 from __future__ import annotations
@@ -58,15 +56,15 @@ from planner.integrations.kubernetes.parse import NO_LEASE, parse_lease, parse_n
 from rfork.settings import KubernetesSettings
 
 REPORTER: Final = "rfork.dev/controller"
-"""Who writes Events."""
+"""Source component of the Events."""
 ATTEMPTS: Final = 4
-"""Most times that an Event is written, where others write it at the same time."""
-MAX_MESSAGE: Final = 1000
-"""Characters of an Event's message; Kubernetes takes 1,024 bytes at most, and a name is not cut."""
+"""Maximum attempts to write an Event that others write at the same time."""
+MAX_MESSAGE_CHARS: Final = 1000
+"""Maximum characters of an Event's message. Kubernetes accepts 1,024 bytes, and names must not be cut."""
 
 
 class ApiServerCluster:
-    """See `Cluster`. For one event loop."""
+    """Implements `Cluster`. For one event loop."""
 
     def __init__(
         self,
@@ -80,8 +78,8 @@ class ApiServerCluster:
 
     def pods(self) -> AsyncIterator[WatchEvent[ObservedPod]]:
         """See `Cluster`."""
-        kind = Resource("pods", "/api/v1/pods", parse_pod, lambda pod: pod.uid, selector=names.MODEL)
-        return watch_forever(self._server, kind)
+        resource = Resource("pods", "/api/v1/pods", parse_pod, lambda pod: pod.uid, selector=names.MODEL)
+        return watch_forever(self._server, resource)
 
     def workloads(self) -> AsyncIterator[WatchEvent[ObservedWorkload]]:
         """See `Cluster`."""
@@ -113,7 +111,7 @@ class ApiServerCluster:
 
     async def emit_event(self, subject: ObjectRef, event_type: EventType, reason: str, message: str) -> None:
         """See `Cluster`."""
-        message = message if len(message) <= MAX_MESSAGE else f"{message[: MAX_MESSAGE - 1]}…"
+        message = message if len(message) <= MAX_MESSAGE_CHARS else f"{message[: MAX_MESSAGE_CHARS - 1]}…"
         namespace = subject.namespace or "default"
         name = _event_name(subject, event_type, reason, message)
         path = f"/api/v1/namespaces/{namespace}/events"
@@ -142,20 +140,24 @@ class ApiServerCluster:
             try:
                 await self._server.call("POST", path, body=event)
                 return
-            except NotFound as error:  # it is the namespace that is not there
+            except NotFound as error:  # the namespace does not exist
                 raise ClusterUnavailable(str(error)) from error
             except ResourceConflict:
-                pass  # it was told before, here or by another replica
+                pass  # written before, by this or another replica
             try:
                 await self._increment_event(f"{path}/{name}", stamp)
                 return
             except (NotFound, ResourceConflict):
-                continue  # its time was over just now, or another replica counted it up
-        raise ClusterUnavailable(f"Event {name}: others write it as well, {ATTEMPTS} times over")
+                continue  # it expired just now, or another replica incremented it
+        raise ClusterUnavailable(f"Event {name}: concurrent writes by others, {ATTEMPTS} attempts failed")
 
     async def _increment_event(self, path: str, stamp: str) -> None:
-        """Raises Gone, Conflict where somebody else wrote it meanwhile, and ClusterUnavailable."""
-        # The answer to a patch is the object as it is then: who may not get an Event learns its count so.
+        """Increment an Event's count.
+
+        Raises NotFound, ResourceConflict after a concurrent write, and ClusterUnavailable.
+        """
+        # The response to a patch is the current object, so the count can be read without permission to get
+        # Events.
         known = await self._server.call("PATCH", path, body={}, content_type=MERGE)
         counted = {
             "metadata": {"resourceVersion": known["metadata"]["resourceVersion"]},
@@ -183,7 +185,7 @@ class ApiServerCluster:
         stamp = now.replace("+00:00", "Z")
         unchanged = previous.get("holderIdentity") == holder
         spec = {
-            # One that nobody holds names nobody: an empty name is refused by some versions.
+            # Without a holder the field is omitted: some versions reject an empty name.
             **({"holderIdentity": holder} if holder is not None else {}),
             "leaseDurationSeconds": max(1, math.ceil(duration_s)),
             "acquireTime": previous.get("acquireTime", stamp) if unchanged else stamp,
@@ -202,7 +204,7 @@ class ApiServerCluster:
             lease["metadata"] |= {**known.get("metadata", {}), "resourceVersion": version}
             return self._lease(await self._server.call("PUT", _lease_path(namespace, name), body=lease))
         except NotFound as error:
-            if not version:  # it is the namespace that is not there
+            if not version:  # the namespace does not exist
                 raise ClusterUnavailable(str(error)) from error
             raise ResourceConflict(str(error)) from error
 
@@ -211,12 +213,12 @@ class ApiServerCluster:
         await self._server.close()
 
     async def _patch_status(self, pod: ObservedPod, content_type: str, patch: Document) -> None:
-        """Patch the Pod that was seen, and no other that has its name by now."""
+        """Patch the observed Pod, and no other Pod that has its name by now."""
         path = f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}/status"
         body = {**patch, "metadata": {**patch.get("metadata", {}), "uid": pod.uid}}
         try:
             await self._server.call("PATCH", path, body=body, content_type=content_type)
-        except ResourceConflict as error:  # its own writes passed one another by, more often than it tries
+        except ResourceConflict as error:  # concurrent writes of this client conflicted more often than it retries
             raise ClusterUnavailable(str(error)) from error
 
     def _lease(self, lease: Document) -> ObservedLease:
@@ -225,10 +227,10 @@ class ApiServerCluster:
 
 
 def connect(settings: KubernetesSettings) -> Cluster:
-    """The cluster of `settings.kubeconfig`, or of the Pod that this is; connects to nothing yet.
+    """Return the cluster of `settings.kubeconfig`, or of this Pod. Does not connect yet.
 
-    Raises SettingsError where it is not said how to reach it. Importing this module raises MissingExtra where
-    lightkube is not installed.
+    Raises SettingsError if no cluster is configured. Importing this module raises MissingExtra if lightkube
+    is not installed.
     """
     return ApiServerCluster(open_server(settings))
 
@@ -249,13 +251,13 @@ def _lease_path(namespace: str, name: str = "") -> str:
     return f"{path}/{name}" if name else path
 
 
-def _event_name(about: ObjectRef, kind: EventType, reason: str, message: str) -> str:
-    """One name for what is told again, by whichever replica: the API server lets it be created once."""
-    unchanged = json.dumps((about.kind, about.uid, kind, reason, message))
-    # A cut name may end in what no part of a name may end in.
-    return f"{about.name[:230].rstrip('.-')}.{hashlib.sha256(unchanged.encode()).hexdigest()[:16]}"
+def _event_name(subject: ObjectRef, event_type: EventType, reason: str, message: str) -> str:
+    """Return one name for equal Events of all replicas: the API server accepts only one object of that name."""
+    unchanged = json.dumps((subject.kind, subject.uid, event_type, reason, message))
+    # A truncated name may end in a character that a name must not end in.
+    return f"{subject.name[:230].rstrip('.-')}.{hashlib.sha256(unchanged.encode()).hexdigest()[:16]}"
 
 
 def _seconds(unix: float) -> str:
-    """As Kubernetes writes times: RFC 3339, UTC, whole seconds."""
+    """Format a time as Kubernetes does: RFC 3339, UTC, whole seconds."""
     return datetime.fromtimestamp(unix, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,4 +1,4 @@
-"""Which container of a Pod is the engine's, and what it starts. Runs in the webhook's process. Pure."""
+"""Finds the engine's container in a Pod, and the engine that it starts. Runs in the webhook's process. Pure."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from rfork.errors import SettingsError
 Engine = Literal["vllm", "sglang", "pytorch"]
 
 DEFAULT_CONTAINER: Final = "kubectl.kubernetes.io/default-container"
-"""Set by webhooks that add sidecars (Istio's): the container that was there before."""
+"""Set by webhooks that add sidecars (such as Istio's): the original container."""
 IMAGE_ENTRYPOINT: Final = (
-    "write the engine's own command (vllm serve …, sglang serve …, python3 -m sglang.launch_server …) as "
+    "write the engine's command (vllm serve …, sglang serve …, python3 -m sglang.launch_server …) as "
     f"command and args, or add --load-format rfork yourself and set {names.ENGINE}: pytorch"
 )
 
@@ -31,18 +31,18 @@ IMAGE_ENTRYPOINT: Final = (
 def find_engine_container(
     containers: Sequence[ContainerManifest], annotations: Mapping[str, str], engine: Engine | None
 ) -> ContainerManifest:
-    """The one that the annotation `names.CONTAINER` names, else what commands and images tell of themselves.
+    """Return the container named by the annotation `names.CONTAINER`, else find it by commands and images.
 
-    `engine` is what the Pod says it runs, if it does. See `pods.wanted`. Raises SettingsError.
+    `engine` is the engine that the Pod states, if any. See `pod_request.parse_request`. Raises SettingsError.
     """
     by_name = {container.name: container for container in containers}
     listed = ", ".join(by_name)
     if len(by_name) < len(containers):
-        raise SettingsError(f"two of the containers {listed} have one name", hint="give each its own")
+        raise SettingsError(f"two containers have the same name, of {listed}", hint="give each container its own name")
     if (name := annotations.get(names.CONTAINER)) is not None:
         if name in by_name:
             return by_name[name]
-        raise SettingsError(f"there is no container {name}", hint=f"{names.CONTAINER} has to name one of {listed}")
+        raise SettingsError(f"there is no container {name}", hint=f"{names.CONTAINER} must name one of {listed}")
     if engine != "pytorch":
         for engine_containers in (
             [each for each in containers if _served(each) is not None],
@@ -65,37 +65,37 @@ def find_engine_container(
         "",
     )
     raise SettingsError(
-        f"none of the containers {listed} starts vLLM or SGLang by its command{shell_containers}"
+        f"no command of the containers {listed} starts vLLM or SGLang{shell_containers}"
         if engine != "pytorch"
-        else f"any of the containers {listed} could be meant",
-        hint=f"name the engine's in the annotation {names.CONTAINER}, and, where its command is the image's "
-        f"own, the engine in {names.ENGINE}",
+        else f"the engine's container is ambiguous: {listed}",
+        hint=f"name the engine's container in the annotation {names.CONTAINER}; if it uses the image's own "
+        f"command, also name the engine in {names.ENGINE}",
     )
 
 
 def engine_of(container: ContainerManifest, declared: Engine | None) -> Engine:
-    """Which engine the container starts, and that it can be given a load format. Raises SettingsError."""
+    """Return the engine that the container starts. Raises SettingsError if it cannot be forked."""
     if declared == "pytorch":
         return declared
     found = _served(container)
     engine: EngineName | None = found.engine if found else declared if declared else _by_image(container)
     if declared and engine != declared:
         raise SettingsError(
-            f"container {container.name} starts {engine}, and not {declared}", hint=f"mend {names.ENGINE}"
+            f"container {container.name} starts {engine}, not {declared}", hint=f"correct {names.ENGINE}"
         )
     if found is None and (engine is None or container.command or _starts_with_a_shell(container)):
         raise SettingsError(f"container {container.name}: {_unsupported_reason(container)}", hint=IMAGE_ENTRYPOINT)
     if engine is None or not _words(container):
         raise SettingsError(
-            f"container {container.name} has neither command nor args, and an argument that is added would "
-            "take the place of the image's own",
+            f"container {container.name} has neither command nor args, and added arguments would "
+            "replace those of the image",
             hint="write the engine's arguments as args",
         )
     arguments = _words(container)[found.at if found else 0 :]
     if (chosen := load_format(arguments)) not in (None, LOAD_FORMAT):
         raise SettingsError(
-            f"container {container.name} asks for --load-format {chosen}",
-            hint="leave --load-format out; what nobody holds is loaded as without it",
+            f"container {container.name} sets --load-format {chosen}",
+            hint="remove --load-format; if no seed exists, the model loads as without it",
         )
     return engine
 
@@ -113,20 +113,20 @@ def _served(container: ContainerManifest) -> EngineCommand | None:
 
 def _unsupported_reason(container: ContainerManifest) -> str:
     if not _words(container):
-        return "its command is the image's own, which is not known here"
+        return "it uses the image's own command, which is unknown here"
     try:
         parse_engine_command(_words(container))
     except SettingsError as error:
         return str(error)
-    return "it starts no engine"  # not reached: it is asked for what starts none
+    return "it starts no engine"  # unreachable: only called for containers that start none
 
 
 def _by_image(container: ContainerManifest) -> EngineName | None:
-    """The engine that an image's own entrypoint starts with `args`, as far as its name tells.
+    """Return the engine that the image's entrypoint starts with `args`, as far as its name shows.
 
-    ``vllm-openai`` (and ``vllm-openai-…``) is vLLM's own image, whose entrypoint is the server. SGLang's has
-    none: an image that is named ``sglang`` counts only where its arguments begin with an option, as those of
-    a server do, and not with a program.
+    ``vllm-openai`` (and ``vllm-openai-…``) is vLLM's own image, whose entrypoint is the server. SGLang's
+    image has no entrypoint: an image named ``sglang`` counts only if its arguments begin with an option, as a
+    server's do, and not with a program.
     """
     if container.command or not container.args or _starts_with_a_shell(container):
         return None

@@ -1,4 +1,4 @@
-"""The environment that an instance in a Pod gets: variables of `rfork.settings.InstanceSettings`. Pure."""
+"""Environment variables of an instance in a Pod, see `rfork.settings.InstanceSettings`. Pure."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from rfork.settings import KubernetesSettings
 Variable = Document
 """An entry of a container's `env`."""
 
-FOLDER: Final = "/opt/rfork"
-"""Where rfork's files are mounted."""
-SOCKETS: Final = "/run/rfork"
-"""Where sockets of one host lie, in the node as in its Pods."""
-TLS: Final = "/etc/rfork/tls"
+FILES_DIR: Final = "/opt/rfork"
+"""Mount path of rfork's files."""
+SOCKET_DIR: Final = "/run/rfork"
+"""Directory of the sockets that instances on a node share; the same path on the node and in its Pods."""
+TLS_DIR: Final = "/etc/rfork/tls"
 TOKEN_KEY: Final = "token"
-"""The key of `KubernetesSettings.token_secret`."""
+"""Key in the Secret `KubernetesSettings.token_secret`."""
 PYTHON_PATH: Final = "PYTHONPATH"
 OWN_PYTHON_PATH: Final = "RFORK_OWN_PYTHONPATH"
-"""What PYTHONPATH would have been, where the Pod takes it from elsewhere."""
+"""Original value of PYTHONPATH, if the Pod sets it with `valueFrom`."""
 
 
 def environment(
@@ -33,10 +33,11 @@ def environment(
     same_host: bool,
     drains: bool,
 ) -> Iterator[Variable]:
-    """The variables, in the order that they may refer to one another in.
+    """Yield the variables, ordered so that each refers only to earlier ones.
 
-    With `hostNetwork` the Pod's address is its node's, and so is each port: instances of one node then take
-    the next free ones (RFORK_PORT_RANGE_SIZE). Annotations that the Pod's binding does not bring are empty, as unset.
+    With `hostNetwork`, the Pod shares the node's address and ports: further instances on the node use the
+    next free ports (RFORK_PORT_RANGE_SIZE). Annotations that are set at binding are empty if unknown, which
+    counts as unset.
     """
     yield _value("RFORK_PLANNER", planner_url)
     yield _value("RFORK_MODEL", request.model)
@@ -51,32 +52,32 @@ def environment(
     yield _field("RFORK_ADVERTISE", "status.podIP")
     yield _value("RFORK_PEER_PORT", str(settings.peer_port))
     yield _value("RFORK_HTTP_PORT", str(settings.http_port))
-    yield _value("RFORK_PORT_RANGE_SIZE", str(settings.ports))
+    yield _value("RFORK_PORT_RANGE_SIZE", str(settings.port_range_size))
     yield _field("RFORK_ZONE", f"metadata.annotations['{names.ZONE}']")
     yield _field("RFORK_RACK", f"metadata.annotations['{names.RACK}']")
     yield _field("RFORK_NVLINK", f"metadata.annotations['{names.NVLINK}']")
     token = {"name": settings.token_secret, "key": TOKEN_KEY, "optional": True}
     yield {"name": "RFORK_TOKEN", "valueFrom": {"secretKeyRef": token}}
     if settings.tls_secret:
-        yield _value("RFORK_TLS_CERTIFICATE", f"{TLS}/tls.crt")
-        yield _value("RFORK_TLS_KEY", f"{TLS}/tls.key")
-        yield _value("RFORK_TLS_CA", f"{TLS}/ca.crt")
+        yield _value("RFORK_TLS_CERTIFICATE", f"{TLS_DIR}/tls.crt")
+        yield _value("RFORK_TLS_KEY", f"{TLS_DIR}/tls.key")
+        yield _value("RFORK_TLS_CA", f"{TLS_DIR}/ca.crt")
     if request.snapshot is not None:
-        # Not escaped: who writes $(BUCKET) in the annotation means the container's.
+        # Not escaped: $(BUCKET) in the annotation refers to the container's variable.
         yield {"name": "RFORK_SNAPSHOT", "value": request.snapshot}
-    if request.required:
+    if request.fail_if_not_forked:
         yield _value("RFORK_FAIL_IF_NOT_FORKED", "1")
     if same_host:
-        yield _value("RFORK_UNIX_SOCKET_DIR", SOCKETS)
+        yield _value("RFORK_UNIX_SOCKET_DIR", SOCKET_DIR)
     if drains:
-        yield _value("RFORK_DRAIN_TIMEOUT_S", "0")  # the preStop hook has seen its readers off by then
+        yield _value("RFORK_DRAIN_TIMEOUT_S", "0")  # the preStop hook has already waited for the readers
 
 
 def python_path(variables: Iterable[Variable], folder: str, note: Callable[[str], None]) -> list[Variable]:
-    """The variables with the folder first in PYTHONPATH; again is harmless.
+    """Return the variables with the directory first in PYTHONPATH. Idempotent.
 
-    A value that the Pod takes from elsewhere cannot be added to: it gets another name, which is referred to.
-    What the image itself, or `envFrom`, sets as PYTHONPATH is not known here, and replaced.
+    A `valueFrom` cannot be extended: it is kept under another name and referenced. A PYTHONPATH from the
+    image or from `envFrom` is unknown here and gets replaced.
     """
     entries: list[Variable] = []
     found = False
@@ -87,7 +88,7 @@ def python_path(variables: Iterable[Variable], folder: str, note: Callable[[str]
         found = True
         before = variable.get("value") or ""
         if variable.get("valueFrom"):
-            note(f"{PYTHON_PATH} is set from elsewhere: it is kept as {OWN_PYTHON_PATH}, behind rfork's own")
+            note(f"{PYTHON_PATH} is set with valueFrom: its value is kept as {OWN_PYTHON_PATH}, after rfork's own path")
             entries.append({**variable, "name": OWN_PYTHON_PATH})
             before = f"$({OWN_PYTHON_PATH})"
         if folder not in before.split(":"):
@@ -97,14 +98,14 @@ def python_path(variables: Iterable[Variable], folder: str, note: Callable[[str]
 
 
 def includes(existing: object, injected: object) -> bool:
-    """Whether a document says all that ours says; it may say more, as where defaults were filled in."""
+    """Return True if a document contains everything of ours. It may contain more, such as defaults."""
     if isinstance(existing, Mapping) and isinstance(injected, Mapping):
         return all(key in existing and includes(existing[key], value) for key, value in injected.items())
     return existing == injected
 
 
 def _value(name: str, value: str) -> Variable:
-    # Kubernetes reads $$ as $, and $(NAME) as a reference.
+    # Kubernetes expands $$ to $, and $(NAME) to a variable.
     return {"name": name, "value": value.replace("$", "$$")}
 
 

@@ -1,9 +1,9 @@
-"""List, then watch, for ever: what there is of a kind, and how it changes.
+"""List and watch: streams the objects of a kind and their changes, forever.
 
-The first list may come out of the API server's cache; a later one may not be older than what was seen, or an
-object that came meanwhile would look gone. Watches are short, and begin again where they stood: the server
-ends each after `WATCH_S`, so that one which says nothing for longer stands on a connection that is dead.
-Bookmarks keep the place fresh where the objects watched hardly change, but others do.
+The first list may come from the API server's cache. A later one must not be older than what was seen, or an
+object created meanwhile would look deleted. Watches are short and resume where they ended: the server ends
+each after `WATCH_S`, so a longer silence means a dead connection. Bookmarks keep the position recent when the
+watched objects hardly change but others do.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from rfork.logs import logger
 WATCH_S: Final = 60
 SILENCE_S: Final = WATCH_S + 15.0
 MIN_WATCH_S: Final = 1.0
-"""A watch that ends sooner is no watch: what is between would otherwise be asked without a pause."""
+"""A watch that ends sooner counts as failed; otherwise it would be restarted without a pause."""
 BACKOFF_S: Final = 0.5
 MAX_BACKOFF_S: Final = 30.0
 RECHECK_S: Final = 300.0
-"""Seconds between two looks for a kind that the cluster lacks."""
+"""Seconds between two checks for a kind that the cluster lacks."""
 PAGE: Final = 500
-"""Most objects of one answer to a list, where the server cuts lists."""
+"""Page size of a list, on servers that paginate lists."""
 
 ObservedT = TypeVar("ObservedT")
 
 
 @dataclass(frozen=True)
 class Resource(Generic[ObservedT]):
-    """What is listed and watched, in all namespaces."""
+    """A resource to list and watch, in all namespaces."""
 
     name: str
     path: str
@@ -58,52 +58,52 @@ class Resource(Generic[ObservedT]):
     read: Callable[[Document], ObservedT]
     key: Callable[[ObservedT], Hashable]
     selector: str = ""
-    """Of labels."""
+    """Label selector."""
     optional: bool = False
-    """A cluster may lack it, or not let us see it: then there is none."""
+    """The cluster may lack the resource or deny access to it; then it counts as empty."""
 
 
 @dataclass
 class WatchCursor:
-    """Where a watch stands."""
+    """Position of a watch."""
 
     version: str = "0"
-    """resourceVersion; "0": anything the server has at hand, "": what is true now."""
+    """resourceVersion. "0": any version from the server's cache; "": the latest version."""
 
 
 @dataclass
 class WatchBackoff:
-    """How often in a row it failed, and what was said of that."""
+    """Backoff after consecutive failures of a watch, and their logging."""
 
     name: str
     failures: int = 0
     causes: set[str] = field(default_factory=set)
 
     def on_opened(self) -> None:
-        """The server took the watch."""
+        """The server accepted the watch."""
         if self.causes:
-            logger(__name__).info("watch_works", of=self.name)
+            logger(__name__).info("watch restored", resource=self.name)
             self.causes.clear()
 
     def reset(self) -> None:
-        """The watch brought something: the next failure is a first one."""
+        """The watch delivered something: the next failure counts as the first."""
         self.failures = 0
 
     def next_delay(self, error: Exception) -> float:
-        """Log it, if its cause was not yet; seconds to wait before trying again."""
+        """Log the error, once per cause, and return the seconds to wait before the next attempt."""
         cause = _cause(error)
         if isinstance(error, ResourceVersionExpired):
-            logger(__name__).debug("watch_expired", of=self.name, why=str(error))
+            logger(__name__).debug("watch expired, listing again", resource=self.name, reason=str(error))
         elif cause not in self.causes:
             self.causes.add(cause)
-            logger(__name__).warning("watch_failed", of=self.name, why=str(error))
+            logger(__name__).warning("watch failed, retrying", resource=self.name, reason=str(error))
         max_delay_s = min(MAX_BACKOFF_S, BACKOFF_S * 2.0 ** min(self.failures, 16))
         self.failures += 1
         return max_delay_s * random.uniform(0.5, 1.0)
 
 
 async def watch_forever(server: ApiServer, resource: Resource[ObservedT]) -> AsyncIterator[WatchEvent[ObservedT]]:
-    """See `Cluster`. Never raises, and never ends by itself: close it, or cancel its task."""
+    """See `Cluster`. Never raises and never ends: close it or cancel its task."""
     cursor, backoff = WatchCursor(), WatchBackoff(resource.name)
     while True:
         try:
@@ -128,7 +128,7 @@ async def watch_forever(server: ApiServer, resource: Resource[ObservedT]) -> Asy
 async def merge_watches(
     server: ApiServer, resources: Sequence[Resource[ObservedT]]
 ) -> AsyncIterator[WatchEvent[ObservedT]]:
-    """Several kinds as one: nothing is told before each was listed, and each `Synced` holds them all."""
+    """Merge the streams of several kinds. Starts when all are listed; each `Synced` has all of them."""
     queue: asyncio.Queue[tuple[int, WatchEvent[ObservedT] | None]] = asyncio.Queue()
     known: dict[int, dict[Hashable, ObservedT]] = {}
 
@@ -137,7 +137,7 @@ async def merge_watches(
             async for event in watch_forever(server, resources[number]):
                 queue.put_nowait((number, event))
         finally:
-            queue.put_nowait((number, None))  # its end is a bug, and may not look like a quiet cluster
+            queue.put_nowait((number, None))  # an ended stream is a bug and must not look like an idle cluster
 
     tasks = [asyncio.create_task(feed(number)) for number in range(len(resources))]
     try:
@@ -165,7 +165,7 @@ def _apply(
     number: int,
     key: Callable[[ObservedT], Hashable],
 ) -> None:
-    """Make `known` what it is after this news of one kind. A kind's first news is a Listed."""
+    """Update `known` from an event of one kind. The first event of a kind is a Synced."""
     match event:
         case Synced(items):
             known[number] = {key(item): item for item in items}
@@ -176,9 +176,9 @@ def _apply(
 
 
 async def _list(server: ApiServer, resource: Resource[ObservedT], cursor: WatchCursor) -> tuple[ObservedT, ...]:
-    """Everything there is; `cursor` is then where a watch goes on."""
+    """Return all objects, and move `cursor` to the position where a watch continues."""
     parameters = {"labelSelector": resource.selector} if resource.selector else {}
-    # A list with a version comes out of the server's cache only if it is asked for whole.
+    # A list with a version comes from the server's cache only if it is not paginated.
     parameters |= {"resourceVersion": cursor.version} if cursor.version else {"limit": str(PAGE)}
     items: list[ObservedT] = []
     while True:
@@ -194,7 +194,7 @@ async def _list(server: ApiServer, resource: Resource[ObservedT], cursor: WatchC
 async def _watch(
     server: ApiServer, resource: Resource[ObservedT], cursor: WatchCursor, backoff: WatchBackoff
 ) -> AsyncGenerator[WatchEvent[ObservedT], None]:
-    """What happens from `cursor` on, watch after watch, until one fails."""
+    """Yield the changes from `cursor` on, over successive watches, until one fails."""
     while True:
         parameters = {"resourceVersion": cursor.version, "timeoutSeconds": str(WATCH_S)}
         parameters |= {"labelSelector": resource.selector} if resource.selector else {}
@@ -211,33 +211,33 @@ async def _watch(
                     for seen in _parse(resource, document):
                         yield Deleted(seen) if event.get("type") == "DELETED" else Upserted(seen)
         if time.monotonic() - started_at < MIN_WATCH_S:
-            raise ClusterUnavailable(f"WATCH {resource.path}: ended as soon as it had begun")
+            raise ClusterUnavailable(f"WATCH {resource.path}: ended immediately")
         backoff.reset()
 
 
 def _metadata(document: object) -> Document:
-    """The metadata of what is meant to be an object; empty where it has none."""
+    """Return the metadata of a document; empty if it has none."""
     metadata = document.get("metadata") if isinstance(document, dict) else None
     return metadata if isinstance(metadata, dict) else {}
 
 
 def _parse(resource: Resource[ObservedT], document: Document) -> tuple[ObservedT, ...]:
-    """The object, or nothing for one that is not as its kind is: it may not hide the others."""
+    """Return the parsed object, or nothing if it is malformed: it must not hide the others."""
     try:
         return (resource.read(document),)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         name = _metadata(document).get("name")
-        logger(__name__).warning("object_not_understood", of=resource.name, name=name, why=repr(error))
+        logger(__name__).warning("malformed object ignored", resource=resource.name, name=name, reason=repr(error))
         return ()
 
 
 def _is_unavailable(error: Exception) -> bool:
-    """Whether the cluster has no such kind, or does not let us see it."""
+    """Return True if the cluster has no such kind, or denies access to it."""
     return isinstance(error, NotFound) or (isinstance(error, ApiError) and error.status == 403)
 
 
 def _cause(error: Exception) -> str:
-    """What stays the same in the texts of errors that have one cause."""
+    """Return the part of an error's text that is equal for equal causes."""
     if isinstance(error, ApiError):
         return f"{error.status} {error.reason}"
     return type(error.__cause__ or error).__name__

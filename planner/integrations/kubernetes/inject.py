@@ -1,13 +1,13 @@
-"""What becomes of a Pod that asks for rfork: its document as it is to be created. Pure.
+"""Injects rfork into a Pod's document. Pure.
 
-Runs in the webhook's process, for each CREATE, and again where another webhook changed the Pod after us
-(``reinvocationPolicy: IfNeeded``): by then the API server has filled in defaults, and sidecars have come. So
-nothing is compared with what we would write: what is there *by name* stays, whoever wrote it. What would be
-added twice (the grace period), or depends on the moment (the readiness gate), is added only where the Pod has
+Runs in the webhook's process for each CREATE, and again if another webhook changed the Pod afterwards
+(``reinvocationPolicy: IfNeeded``); by then the API server has filled in defaults and sidecars may have been
+added. So entries are compared by name only: existing entries stay. Additions that must
+happen once (the grace period) or that depend on the moment (the readiness gate) are made only if the Pod has
 no annotation `names.INJECTED` yet.
 
-Of several Pods that are one server (a LeaderWorkerSet's group) each has its own RFORK_REPLICA. That holds for
-draining too: each Pod's preStop sees off the readers of its own ranks, which are those that end with it.
+If several Pods form one server (a LeaderWorkerSet's group), each has its own RFORK_REPLICA, and each Pod's
+preStop hook waits for the readers of its own ranks.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from typing import Any, Final
 
 import rfork
 from planner.integrations.kubernetes import injection_files, names
-from planner.integrations.kubernetes.env_vars import FOLDER, SOCKETS, TLS, environment, includes, python_path
+from planner.integrations.kubernetes.env_vars import FILES_DIR, SOCKET_DIR, TLS_DIR, environment, includes, python_path
 from planner.integrations.kubernetes.manifests import Document
-from planner.integrations.kubernetes.pod_request import Files, InjectionRequest
+from planner.integrations.kubernetes.pod_request import InjectionMode, InjectionRequest
 from rfork.engine_command import ALLOWLISTS, LOAD_FORMAT, EngineName, load_format, plugin_allowlist
 from rfork.settings import KubernetesSettings
 
 SOCKETS_VOLUME: Final = "rfork-sockets"
 TLS_VOLUME: Final = "rfork-tls"
-GRACE_S: Final = 30
-"""Kubernetes' own terminationGracePeriodSeconds."""
+DEFAULT_GRACE_PERIOD_S: Final = 30
+"""Kubernetes' default terminationGracePeriodSeconds."""
 
 
 def inject(
@@ -39,41 +39,42 @@ def inject(
     *,
     has_leader: bool = False,
 ) -> tuple[Document, tuple[str, ...]]:
-    """The Pod as it is to be, and what could not be done, one sentence each; `pod` stays as it was.
+    """Return the injected Pod, and one sentence for each thing that could not be done. `pod` is not modified.
 
-    `pod` is the one that `request` was read off. Given its own result, with whatever others added, it returns
-    that, whatever `has_leader` is by then: whether a controller leads now, for a Pod whose readiness gate nobody
-    opens is never ready. Raises SettingsError where rfork would not be found by the engine, which then must
-    not be asked for, or where the cluster does not know what would bring it.
+    `request` was parsed from `pod`. Applied to its own result, with any additions of others, it returns the
+    same again, whatever `has_leader` is by then. `has_leader`: a controller leads now; without one, nothing
+    would open the readiness gate. Raises SettingsError if the engine would not find rfork, or if the cluster
+    does not support the injection mode.
 
-    With ``same-host: ipc`` the Pod gets the node's IPC and PID namespaces, which cuda_ipc needs for memory of
-    cudaMalloc: they let it see all processes of the node, so no setting does that, only the Pod's own
-    annotation. Where PodSecurity forbids host namespaces, or hostPath volumes, such a Pod is refused by the
-    API server: do not ask for them there. The kubelet makes the sockets' folder as root's; for other users
-    somebody has to open it, or forks go over the network.
+    ``same-host: ipc`` also sets the node's IPC and PID namespaces, which cuda_ipc needs for memory of
+    cudaMalloc. They expose all processes of the node, so only the Pod's own annotation can set them. If
+    PodSecurity forbids host namespaces or hostPath volumes, the API server rejects such a Pod. The kubelet
+    creates the socket directory as root; for other users it must be made writable, or forks use the network.
     """
     patch = _PodPatch(pod, request)
-    files_at = patch.files(request.files or settings.injection_mode, settings.injection_image, settings.image_volumes)
-    drains = patch.drain(settings.drain_timeout_s if request.drain_s is None else request.drain_s, files_at)
+    files_dir = patch.add_files(
+        request.injection_mode or settings.injection_mode, settings.injection_image, settings.image_volumes
+    )
+    drains = patch.add_drain_hook(
+        settings.drain_timeout_s if request.drain_timeout_s is None else request.drain_timeout_s, files_dir
+    )
     same_host = request.same_host or ("true" if settings.same_host else "false")
     if same_host != "false":
-        patch.sockets()
+        patch.mount_sockets()
     if same_host == "ipc":
-        patch.host_namespaces()
+        patch.set_host_namespaces()
     if settings.tls_secret:
-        patch.tls(settings.tls_secret)
+        patch.mount_tls(settings.tls_secret)
     if settings.readiness_gate and has_leader:
-        patch.gate()
-    patch.probe()
-    patch.variables(
-        environment(request, settings, planner_url, same_host=same_host != "false", drains=drains), files_at
-    )
-    patch.command()
+        patch.add_readiness_gate()
+    patch.check_probe()
+    patch.add_env(environment(request, settings, planner_url, same_host=same_host != "false", drains=drains), files_dir)
+    patch.add_load_format()
     return patch.finish(), tuple(patch.notes)
 
 
 class _PodPatch:
-    """A copy of one Pod while it is changed."""
+    """Working copy of one Pod."""
 
     def __init__(self, pod: Mapping[str, Any], request: InjectionRequest) -> None:
         self.pod: Document = copy.deepcopy(dict(pod))
@@ -84,72 +85,74 @@ class _PodPatch:
         self._annotations = _object(self.pod["metadata"], "annotations")
         self._is_reinjection = names.INJECTED in self._annotations
 
-    def files(self, injection_mode: Files, image: str, image_volumes: bool) -> str | None:
-        """Bring rfork's files in; the folder that they lie in, None where the image is said to have rfork.
+    def add_files(self, injection_mode: InjectionMode, image: str, image_volumes: bool) -> str | None:
+        """Add rfork's files and return their directory. None: the image contains rfork.
 
-        What is in the image is not known here. With ``none`` and an image without rfork the engine ends as
-        it starts, for it refuses `--load-format rfork`: who cannot be sure takes ``init``.
+        The image's contents are unknown here. With ``none`` and an image without rfork, the engine exits at
+        its start, because it rejects `--load-format rfork`; if unsure, use ``init``.
         """
         if injection_mode == "none":
             return None
-        mounted = self._mounted(
+        mounted = self._mount(
             injection_files.volume(injection_mode, image, image_volumes),
-            FOLDER,
+            FILES_DIR,
             read_only=injection_mode == "image",
         )
         if mounted and injection_mode == "init":
             runs_as_root = (self._spec.get("securityContext") or {}).get("runAsUser") == 0
             _list(self._spec, "initContainers").append(injection_files.init_container(image, runs_as_root=runs_as_root))
-        return injection_files.folder(injection_mode)
+        return injection_files.files_dir(injection_mode)
 
-    def drain(self, seconds: float, files_at: str | None) -> bool:
-        """Have the container wait for its readers before it is told to end; False: it does not.
+    def add_drain_hook(self, seconds: float, files_dir: str | None) -> bool:
+        """Add a preStop hook that waits for the readers. Returns False if there is none.
 
-        A hook that fails costs nothing: the container ends as it would have. Kubernetes expands no
-        references in hooks, so the command reads RFORK_REPLICA itself. Files may lie where nothing can be
-        executed, so the shell reads them.
+        A failing hook is harmless: the container ends as without it. Kubernetes does not expand references in
+        hooks, so the command reads RFORK_REPLICA itself. The volume may be mounted noexec, so the shell runs
+        the script.
         """
         if seconds <= 0:
             return False
-        command = ["/bin/sh", f"{files_at}/bin/rfork"] if files_at else ["rfork"]
+        command = ["/bin/sh", f"{files_dir}/bin/rfork"] if files_dir else ["rfork"]
         hook = {"exec": {"command": [*command, "drain", "--own", "--wait", f"{seconds:g}"]}}
         lifecycle = self._container.get("lifecycle") or {}
         if existing := lifecycle.get("preStop"):
             if not includes(existing, hook) and not self._is_reinjection:
                 self._note(
-                    f"container {self._request.container} has a preStop hook of its own: have it call "
-                    "`rfork drain --own`, or readers are waited for only as the server ends"
+                    f"container {self._request.container} has its own preStop hook: call `rfork drain --own` "
+                    "there, or the server waits for readers only while it shuts down"
                 )
             return includes(existing, hook)
         self._container["lifecycle"] = {**lifecycle, "preStop": hook}
         if not self._is_reinjection:
             before = self._spec.get("terminationGracePeriodSeconds")
-            self._spec["terminationGracePeriodSeconds"] = math.ceil(seconds) + (GRACE_S if before is None else before)
+            self._spec["terminationGracePeriodSeconds"] = math.ceil(seconds) + (
+                DEFAULT_GRACE_PERIOD_S if before is None else before
+            )
         return True
 
-    def sockets(self) -> None:
-        """A folder of the node that all its Pods see, for the sockets by which same-host transports meet."""
-        self._mounted({"name": SOCKETS_VOLUME, "hostPath": {"path": SOCKETS, "type": "DirectoryOrCreate"}}, SOCKETS)
+    def mount_sockets(self) -> None:
+        """Mount a directory of the node, shared by its Pods, for the sockets of same-host transports."""
+        self._mount({"name": SOCKETS_VOLUME, "hostPath": {"path": SOCKET_DIR, "type": "DirectoryOrCreate"}}, SOCKET_DIR)
 
-    def host_namespaces(self) -> None:
-        """The node's IPC and PID namespaces, unless no API server would take the Pod then."""
+    def set_host_namespaces(self) -> None:
+        """Set the node's IPC and PID namespaces, unless the API server would reject the Pod."""
         if self._spec.get("hostUsers") is False or self._spec.get("shareProcessNamespace"):
             self._note(
-                "hostIPC and hostPID go neither with hostUsers: false nor with shareProcessNamespace: "
-                "cuda_ipc reads memory of cudaMalloc within this Pod only"
+                "hostIPC and hostPID are incompatible with hostUsers: false and with shareProcessNamespace: "
+                "cuda_ipc can share memory of cudaMalloc within this Pod only"
             )
             return
         self._spec["hostIPC"] = True
         self._spec["hostPID"] = True
 
-    def tls(self, secret: str) -> None:
-        """The Secret's files. Optional: without it the server starts, and says why it cannot be forked."""
-        self._mounted({"name": TLS_VOLUME, "secret": {"secretName": secret, "optional": True}}, TLS, True)
+    def mount_tls(self, secret: str) -> None:
+        """Mount the TLS Secret. Optional: without it the server starts and reports why it cannot be forked."""
+        self._mount({"name": TLS_VOLUME, "secret": {"secretName": secret, "optional": True}}, TLS_DIR, True)
 
-    def gate(self) -> None:
-        """The Pod is ready once the controller says that its weights are.
+    def add_readiness_gate(self) -> None:
+        """Add the readiness gate, which the controller opens.
 
-        One that was changed before keeps what it got then, for whether a controller leads may have changed.
+        Not on reinjection, because the leadership may have changed since the first injection.
         """
         if self._is_reinjection:
             return
@@ -157,17 +160,17 @@ class _PodPatch:
         if not any(gate["conditionType"] == names.WEIGHTS_READY for gate in gates):
             gates.append({"conditionType": names.WEIGHTS_READY})
 
-    def probe(self) -> None:
-        """Say so where nobody tells Kubernetes when the engine answers; what runs PyTorch need not answer."""
+    def check_probe(self) -> None:
+        """Add a note if Kubernetes cannot know when the engine serves. PyTorch programs need no probe."""
         if self._request.engine == "pytorch" or self._container.get("readinessProbe") or self._is_reinjection:
             return
         self._note(
             f"container {self._request.container} has no readinessProbe, so the Pod counts as ready before "
-            "the engine answers: give it one that asks the engine's /health"
+            "the engine responds: add a probe of the engine's /health"
         )
 
-    def variables(self, injected: Iterable[Document], files_at: str | None) -> None:
-        """The environment, behind what is there; of that only Python's path and plug-in lists are changed."""
+    def add_env(self, injected: Iterable[Document], files_dir: str | None) -> None:
+        """Append the environment. Of existing variables, only Python's path and plug-in lists are changed."""
         existing = _list(self._container, "env")
         kept: list[str] = []
         for variable in injected:
@@ -177,26 +180,26 @@ class _PodPatch:
             elif not includes(own, variable):
                 kept.append(variable["name"])
         if kept and not self._is_reinjection:
-            self._note(f"left as the Pod sets them: {', '.join(kept)}")
+            self._note(f"kept as set by the Pod: {', '.join(kept)}")
         if "RFORK_REPLICA" in kept and not self._is_reinjection:
-            self._note("with an RFORK_REPLICA of its own the Pod's instances are not known as this Pod's")
-        if files_at is not None:
-            self._container["env"] = python_path(existing, f"{files_at}/path", self._note)
+            self._note("the Pod sets its own RFORK_REPLICA, so its instances cannot be matched to this Pod")
+        if files_dir is not None:
+            self._container["env"] = python_path(existing, f"{files_dir}/path", self._note)
         if self._request.engine != "pytorch":
-            self._passthrough_env(self._request.engine)
+            self._extend_plugin_allowlist(self._request.engine)
 
-    def _passthrough_env(self, engine: EngineName) -> None:
+    def _extend_plugin_allowlist(self, engine: EngineName) -> None:
         allowlist = ALLOWLISTS[engine]
         for variable in self._container["env"]:
             if variable["name"] != allowlist:
                 continue
             if variable.get("valueFrom"):
-                self._note(f"{allowlist} is set from elsewhere: it has to name {LOAD_FORMAT}")
+                self._note(f"{allowlist} is set with valueFrom: it must include {LOAD_FORMAT}")
             else:
                 variable["value"] = plugin_allowlist(engine, variable.get("value") or "")
 
-    def command(self) -> None:
-        """The load format, as the last arguments."""
+    def add_load_format(self) -> None:
+        """Append the load format to the arguments."""
         words = [*(self._container.get("command") or ()), *(self._container.get("args") or ())]
         if self._request.engine == "pytorch" or load_format(words) is not None:
             return
@@ -204,7 +207,7 @@ class _PodPatch:
         self._container[into] = [*(self._container.get(into) or ()), "--load-format", LOAD_FORMAT]
 
     def finish(self) -> Document:
-        """The Pod, marked as changed."""
+        """Mark the Pod as injected and return it."""
         before = self._annotations.pop(names.NOTES, "") if self._is_reinjection else ""
         self._annotations.pop(names.NOTES, None)
         self._annotations.pop(names.REJECTED, None)
@@ -214,14 +217,14 @@ class _PodPatch:
             self._annotations[names.NOTES] = "\n".join(notes)
         return self.pod
 
-    def _mounted(self, volume: Document, path: str, read_only: bool = False) -> bool:
-        """Mount the volume in the engine's container; False: there is one already, which is used as it is."""
+    def _mount(self, volume: Document, path: str, read_only: bool = False) -> bool:
+        """Mount the volume in the engine's container. Returns False if there is one, which is left unchanged."""
         name = volume["name"]
         mounts = _list(self._container, "volumeMounts")
         mounted = next((each for each in mounts if each["mountPath"].rstrip("/") == path), None)
         if mounted is not None and (mounted["name"] != name or self._is_reinjection):
             if mounted["name"] != name:
-                self._note(f"what the container mounts at {path} is used as it is")
+                self._note(f"the container's own mount at {path} is used unchanged")
             return False
         if mounted is None:
             mount = {"name": name, "mountPath": path}
@@ -229,7 +232,7 @@ class _PodPatch:
         volumes = _list(self._spec, "volumes")
         if any(each["name"] == name for each in volumes):
             if not self._is_reinjection:
-                self._note(f"the Pod's own volume {name} is used as it is")
+                self._note(f"the Pod's own volume {name} is used unchanged")
             return False
         volumes.append(volume)
         return True
@@ -239,7 +242,7 @@ class _PodPatch:
 
 
 def _list(holder: Document, key: str) -> list[Document]:
-    """The list at a key, which is made where there is none."""
+    """Return the list at a key; creates it if missing."""
     if holder.get(key) is None:
         holder[key] = []
     found: list[Document] = holder[key]

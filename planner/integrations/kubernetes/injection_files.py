@@ -1,51 +1,53 @@
-"""How rfork's files come into a container whose image lacks them: init container, or image volume. Pure."""
+"""Adds rfork's files to containers whose image lacks them: by init container or image volume. Pure."""
 
 from __future__ import annotations
 
 from typing import Final, Literal
 
 from planner.integrations.kubernetes import names
-from planner.integrations.kubernetes.env_vars import FOLDER
+from planner.integrations.kubernetes.env_vars import FILES_DIR
 from planner.integrations.kubernetes.manifests import Document
 from rfork.errors import SettingsError
 
 FILES_IN_IMAGE: Final = "/opt/rfork/files"
-"""Where `KubernetesSettings.image` holds rfork's files."""
+"""Path of rfork's files in the image `KubernetesSettings.injection_image`."""
 FILES_VOLUME: Final = "rfork-files"
 FILES_CONTAINER: Final = "rfork-files"
-FILES_TARGET: Final = "/target"
-"""Where the init container sees the volume: at `FOLDER` it would hide the image's own."""
-NOT_ROOT: Final = 65532
-"""Who copies the files in a Pod that runs as root; elsewhere it is whom the Pod, or the image, names."""
+INIT_MOUNT_PATH: Final = "/target"
+"""Mount path in the init container: at `FILES_DIR` the volume would hide the image's own files."""
+NON_ROOT_UID: Final = 65532
+"""User of the init container in a Pod that runs as root. Otherwise the Pod's or the image's user applies."""
 
 
 def volume(injection_mode: Literal["init", "image"], image: str, image_volumes: bool) -> Document:
-    """The volume that holds the files. Raises SettingsError where there is none to be had."""
+    """Return the volume with the files. Raises SettingsError if it cannot be provided."""
     if not image:
         raise SettingsError(
-            "there is no image of rfork's files to take them from",
-            hint=f"set RFORK_K8S_INJECTION_IMAGE for the webhook, or {names.FILES}: none if the image has rfork",
+            "no image with rfork's files is configured",
+            hint="set RFORK_K8S_INJECTION_IMAGE for the webhook, or "
+            f"{names.INJECTION_MODE}: none if the image contains rfork",
         )
     if injection_mode == "image" and not image_volumes:
         raise SettingsError(
-            "rfork's files are to come as an image volume, which this cluster is not said to know",
-            hint=f"set {names.FILES}: init, or, from Kubernetes 1.35 on, RFORK_K8S_IMAGE_VOLUMES=true for the webhook",
+            "this cluster is not known to support image volumes",
+            hint=f"set {names.INJECTION_MODE}: init, or RFORK_K8S_IMAGE_VOLUMES=true for the webhook "
+            "(Kubernetes 1.35 or newer)",
         )
     volume_spec: Document = {"name": FILES_VOLUME}
     volume_spec |= {"image": {"reference": image}} if injection_mode == "image" else {"emptyDir": {}}
     return volume_spec
 
 
-def folder(injection_mode: Literal["init", "image"]) -> str:
-    """Where the container sees the files.
+def files_dir(injection_mode: Literal["init", "image"]) -> str:
+    """Return the directory of the files in the engine's container.
 
-    The whole image is mounted: a runtime that does not know subPath yet (containerd 2.0) ignores it.
+    The complete image is mounted, because some runtimes (containerd 2.0) ignore subPath.
     """
-    return f"{FOLDER}{FILES_IN_IMAGE}" if injection_mode == "image" else FOLDER
+    return f"{FILES_DIR}{FILES_IN_IMAGE}" if injection_mode == "image" else FILES_DIR
 
 
 def init_container(image: str, *, runs_as_root: bool) -> Document:
-    """The init container that copies them out of `image`; `runs_as_root`: the Pod's containers run as root."""
+    """Return the init container that copies the files. `runs_as_root`: the Pod's containers run as root."""
     security: Document = {
         "allowPrivilegeEscalation": False,
         "capabilities": {"drop": ["ALL"]},
@@ -54,14 +56,14 @@ def init_container(image: str, *, runs_as_root: bool) -> Document:
         "seccompProfile": {"type": "RuntimeDefault"},
     }
     if runs_as_root:
-        security["runAsUser"] = NOT_ROOT
-    # Requests that are the limits leave a Pod of the class Guaranteed in it.
+        security["runAsUser"] = NON_ROOT_UID
+    # Requests equal to the limits keep a Pod in the QoS class Guaranteed.
     resources = {"cpu": "100m", "memory": "64Mi"}
     return {
         "name": FILES_CONTAINER,
         "image": image,
-        "command": ["cp", "-R", f"{FILES_IN_IMAGE}/.", FILES_TARGET],
+        "command": ["cp", "-R", f"{FILES_IN_IMAGE}/.", INIT_MOUNT_PATH],
         "resources": {"requests": dict(resources), "limits": dict(resources)},
         "securityContext": security,
-        "volumeMounts": [{"name": FILES_VOLUME, "mountPath": FILES_TARGET}],
+        "volumeMounts": [{"name": FILES_VOLUME, "mountPath": INIT_MOUNT_PATH}],
     }

@@ -1,4 +1,4 @@
-"""The JSON Patch that leads from one document to another. Pure."""
+"""Computes the JSON Patch between two documents. Pure."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from planner.integrations.kubernetes.manifests import Document
 
 
 def json_patch(before: Document, after: Document | None) -> str | None:
-    """The JSON Patch (RFC 6902) from one document to another, in base64; None where nothing is to be done."""
+    """Return the JSON Patch (RFC 6902) between two documents in base64. None if they are equal."""
     if after is None or after == before:
         return None
     return base64.b64encode(json.dumps([*_diff(before, after)]).encode("ascii")).decode("ascii")
 
 
 def _diff(before: object, after: object, at: str = "") -> Iterator[Document]:
-    """What leads from one value to the other, which is mostly what is added: nothing is looked for elsewhere.
+    """Yield the operations from one value to another. Optimized for additions; moves are not detected.
 
-    A general differ (jsonpatch's) takes milliseconds for a Pod, in which the next review waits. Numbers and
-    truth values that Python takes for equal are left as they were: `mutated` changes no such value.
+    A general differ (jsonpatch) takes milliseconds per Pod, which delays the next review. Numbers and
+    booleans that Python considers equal are left alone: `inject` changes no such value.
     """
     if isinstance(before, dict) and isinstance(after, dict):
         for key in before.keys() - after.keys():
@@ -41,5 +41,5 @@ def _diff(before: object, after: object, at: str = "") -> Iterator[Document]:
 
 
 def _escaped(key: str) -> str:
-    """As a part of a JSON Pointer (RFC 6901)."""
+    """Escape a part of a JSON Pointer (RFC 6901)."""
     return key.replace("~", "~0").replace("/", "~1")

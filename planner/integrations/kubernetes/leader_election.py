@@ -1,13 +1,12 @@
-"""Which of several replicas acts: the one that holds a Lease, and only while it surely does.
+"""Leader election with a Lease: one of several replicas acts, and only while its leadership is certain.
 
-No clock of another machine is believed. A candidate takes a Lease over once it has looked at it for the
-holder's duration by its own clock, and saw nothing change. The holder counts from before it asked for its
-last renewal, and stops acting after two thirds of the duration: so it has stopped by the time that anybody
-else may begin, whether it can reach the API server or not.
+Clocks of other machines are not trusted. A candidate acquires a Lease after it has observed no change for the
+holder's duration by its own clock. The holder counts from before it sent its last renewal, and stops acting
+after two thirds of the duration. So it has stopped before another replica can start, whether it reaches the
+API server or not.
 
-What remains is a process that stands still together with its clock (a virtual machine that is paused): it
-acts until its next renewal is refused, a fifth of the duration later at most. What a leader does must bear
-that.
+One case remains: a process that is paused together with its clock (a suspended virtual machine) acts until
+its next renewal is rejected, at most a fifth of the duration later. The leader's actions must tolerate that.
 """
 
 from __future__ import annotations
@@ -23,20 +22,20 @@ from typing import Final, Protocol, TypeVar
 from planner.integrations.kubernetes.cluster import ClusterUnavailable, ObservedLease, ResourceConflict
 from rfork.logs import logger
 
-DEADLINE: Final = 2 / 3
-"""Share of the duration after which a leader that could not renew leads no more."""
+DEADLINE_FRACTION: Final = 2 / 3
+"""Fraction of the duration after which a leader that could not renew stops leading."""
 RENEW_FRACTION: Final = 1 / 5
-"""Share of the duration between two renewals, or looks."""
+"""Fraction of the duration between two renewals or polls."""
 RETRY_FRACTION: Final = 1 / 20
-"""Share of the duration that is waited after a renewal that failed."""
+"""Fraction of the duration to wait after a failed renewal."""
 CALL_FRACTION: Final = 1 / 8
-"""Share of the duration that one call may take; several have to fit between a renewal and the deadline."""
+"""Fraction of the duration that one call may take: several must fit between a renewal and the deadline."""
 
 ResultT = TypeVar("ResultT")
 
 
 class LeaseClient(Protocol):
-    """Of a `Cluster`, what an election needs."""
+    """The part of `Cluster` that an election needs."""
 
     async def read_lease(self, name: str, namespace: str) -> ObservedLease:
         """See `Cluster`."""
@@ -48,7 +47,7 @@ class LeaseClient(Protocol):
 
 
 class LeaderElection:
-    """One candidate for one Lease. For one event loop; `run` runs once at a time."""
+    """One candidate for one Lease. For one event loop; `run` must not run twice at a time."""
 
     def __init__(
         self,
@@ -56,17 +55,18 @@ class LeaderElection:
         name: str,
         namespace: str,
         identity: str,
-        lease_s: float,
+        lease_duration_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`clock`: seconds, never backwards. `identity` is what people read in the Lease."""
+        """`clock`: monotonic seconds. `identity`: readable prefix of the holder's name in the Lease."""
         self._cluster = cluster
         self._name = name
         self._namespace = namespace
-        # A process that was killed and comes again with its name waits like any other: perhaps it lives.
+        # Unique per process: a killed process that restarts with its name waits like any other, because the
+        # old one may be alive.
         self.identity: Final = f"{identity}_{secrets.token_hex(4)}"
-        self._lease_s = lease_s
-        self._renew_interval_s = lease_s * RENEW_FRACTION
+        self._lease_duration_s = lease_duration_s
+        self._renew_interval_s = lease_duration_s * RENEW_FRACTION
         self._clock = clock
         self._until: float | None = None
         self._may_hold_lease = False
@@ -77,47 +77,47 @@ class LeaderElection:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this process leads now; to be asked before each act that only a leader may do."""
+        """True if this process leads now. Check before each action that only the leader may take."""
         return self._until is not None and self._clock() < self._until
 
     @property
     def holder(self) -> str | None:
-        """Who holds the Lease, as it was seen last."""
+        """Holder of the Lease when it was last observed."""
         return self._holder
 
     async def run(self, work: Callable[[], Coroutine[None, None, None]]) -> None:
-        """Run `work` whenever this process leads, and cancel it as soon as it does no more; for ever.
+        """Run `work` whenever this process leads, and cancel it when leadership is lost, forever.
 
-        Returns, or raises what `work` raised, when `work` ends by itself. Then, and where this is cancelled,
-        it waits for the end of `work` and gives the Lease up, so that the next leader need not wait. API
-        servers that are away, refusals and conflicts are logged, once for each cause, and never raised.
+        If `work` ends, returns or raises its exception. Then, or if cancelled, waits for the end of `work`
+        and releases the Lease, so that the next leader need not wait. Unreachable API servers, rejections and
+        conflicts are logged once per cause and never raised.
         """
         try:
             while True:
                 await self._acquire()
-                self._log.info("leads", identity=self.identity)
+                self._log.info("became leader", identity=self.identity)
                 task = asyncio.create_task(work(), name="rfork-leader")
                 try:
                     leadership_lost = await self._keep_renewed(task)
                 finally:
-                    await _end(task)
+                    await _cancel_and_wait(task)
                 if not leadership_lost:
                     return await task
                 self._until = None
                 if not task.cancelled() and (error := task.exception()) is not None:
-                    self._log.error("leader_failed", why=repr(error))
-                self._log.warning("leads_no_more", holder=self._holder)
+                    self._log.error("leader failed", reason=repr(error))
+                self._log.warning("leadership lost", holder=self._holder)
         finally:
             self._until = None
             await self._release()
 
     async def _acquire(self) -> None:
-        """Wait until the Lease is held."""
+        """Wait until the Lease is acquired."""
         lease, since = None, self._clock()
         while True:
             now = await self._observe_lease()
             if now is not None:
-                # One that was deleted tells nothing of its holder, who may not have noticed yet.
+                # A deleted Lease does not end the wait: its holder may not have noticed yet.
                 if lease is None or (now.version and now.renewed != lease.renewed):
                     lease, since = now, self._clock()
                 with contextlib.suppress(ResourceConflict):  # another candidate was faster
@@ -126,13 +126,13 @@ class LeaderElection:
             await asyncio.sleep(self._renew_interval_s * random.uniform(0.8, 1.2))
 
     def _can_acquire(self, lease: ObservedLease, since: float) -> bool:
-        """Whether nobody holds what has looked like this since then."""
+        """Return True if the Lease is free, or unchanged since `since` for its full duration."""
         if lease.holder is None or lease.holder == self.identity:
             return True
-        return self._clock() - since >= (lease.duration_s or self._lease_s)
+        return self._clock() - since >= (lease.duration_s or self._lease_duration_s)
 
     async def _keep_renewed(self, task: asyncio.Task[None]) -> bool:
-        """Renew until it is lost (True), or until the task has ended (False)."""
+        """Renew the Lease until it is lost (True) or the task has ended (False)."""
         wait_s = self._renew_interval_s
         while True:
             await asyncio.wait({task}, timeout=min(wait_s, self._remaining_s()))
@@ -147,39 +147,41 @@ class LeaderElection:
                 seen = await self._observe_lease()
                 if seen is not None and seen.holder != self.identity:
                     return True
-                # Ours: the answer to an earlier renewal was lost.
+                # Our own write: the response to an earlier renewal was lost.
                 self._version = seen.version if seen is not None else self._version
-            wait_s = self._lease_s * (RENEW_FRACTION if renewed else RETRY_FRACTION)
+            wait_s = self._lease_duration_s * (RENEW_FRACTION if renewed else RETRY_FRACTION)
 
     async def _write(self, version: str) -> bool:
-        """Take or renew the Lease; where that succeeds this process leads, counted from before it asked.
+        """Acquire or renew the Lease. On success this process leads, counted from before the request.
 
-        Raises Conflict.
+        Raises ResourceConflict.
         """
         requested_at, self._may_hold_lease, self._version = self._clock(), True, version
-        request = self._cluster.write_lease(self._name, self._namespace, self.identity, self._lease_s, version)
+        request = self._cluster.write_lease(self._name, self._namespace, self.identity, self._lease_duration_s, version)
         lease = await self._call_with_deadline("write", request)
         if lease is None:
             return False
         self._version, self._holder = lease.version, lease.holder
-        self._until = requested_at + self._lease_s * DEADLINE
+        self._until = requested_at + self._lease_duration_s * DEADLINE_FRACTION
         return self.is_leader
 
     async def _observe_lease(self) -> ObservedLease | None:
-        """The Lease; None where it cannot be seen."""
+        """Return the Lease, or None if it cannot be read."""
         lease = await self._call_with_deadline("read", self._cluster.read_lease(self._name, self._namespace))
         if lease is not None:
             self._holder = lease.holder
         return lease
 
     async def _release(self) -> None:
-        """Let others take the Lease at once, also where the last write was done and its answer never came.
+        """Release the Lease immediately, even if the response to the last write was lost.
 
-        What another holds by now is left alone.
+        A Lease of another holder is left alone.
         """
         while self._may_hold_lease:
             self._may_hold_lease = False
-            request = self._cluster.write_lease(self._name, self._namespace, None, self._lease_s, self._version)
+            request = self._cluster.write_lease(
+                self._name, self._namespace, None, self._lease_duration_s, self._version
+            )
             try:
                 await self._call_with_deadline("write", request)
             except ResourceConflict:
@@ -188,17 +190,17 @@ class LeaderElection:
                     self._may_hold_lease, self._version = True, seen.version
 
     async def _call_with_deadline(self, what: str, call: Awaitable[ResultT]) -> ResultT | None:
-        """What a call answers, if it does soon enough; None, and one log line for each cause, otherwise."""
-        limit_s = self._lease_s * CALL_FRACTION
+        """Return the result of a call within the deadline. Otherwise log once per cause and return None."""
+        limit_s = self._lease_duration_s * CALL_FRACTION
         limit_s = limit_s if self._until is None else min(limit_s, self._remaining_s())
         try:
             async with asyncio.timeout(limit_s):
                 result = await call
         except (ClusterUnavailable, TimeoutError) as error:
-            why = str(error) or "no answer in time"
-            if why != self._failures.get(what):
-                self._log.warning("lease_unavailable", why=why)
-            self._failures[what] = why
+            reason = str(error) or "no response in time"
+            if reason != self._failures.get(what):
+                self._log.warning("lease unavailable", reason=reason)
+            self._failures[what] = reason
             return None
         self._failures.pop(what, None)
         return result
@@ -207,8 +209,8 @@ class LeaderElection:
         return max(0.0, (self._until or 0.0) - self._clock())
 
 
-async def _end(task: asyncio.Task[None]) -> None:
-    """Cancel the task, and wait until it has ended, also where this itself is cancelled meanwhile."""
+async def _cancel_and_wait(task: asyncio.Task[None]) -> None:
+    """Cancel the task and wait for its end, even if this call is cancelled meanwhile."""
     cancelled = False
     while not task.done():
         task.cancel()

@@ -1,6 +1,7 @@
-"""What of a Pod's document has to be well-formed: all that `pods` reads, and all that `mutate` changes.
+"""Schema of the parts of a Pod's document that `pod_request` reads and `inject` changes.
 
-A webhook sees documents before the API server has checked them, and it changes only those that fit in here.
+A webhook gets documents before the API server has validated them, and changes only those that match this
+schema.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 Document = dict[str, Any]
-"""A JSON object as the API server sends it, or is to get it."""
+"""A JSON object of the Kubernetes API."""
 
 
 class ManifestPart(BaseModel):
-    """Part of a document; what it says beside these fields may be anything."""
+    """Part of a document. Other fields are not validated."""
 
-    # Strict: a number is no text, and what the API server would refuse is not to be mended here.
+    # Strict: no conversions, because a document that the API server would reject must not be repaired here.
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
 

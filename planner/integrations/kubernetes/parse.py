@@ -1,4 +1,4 @@
-"""From the API server's documents to the values of `planner.integrations.kubernetes.cluster`. Pure."""
+"""Converts documents of the API server to the types of `planner.integrations.kubernetes.cluster`. Pure."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from planner.integrations.kubernetes.manifests import Document
 
 PHASES: Final = ("Pending", "Running", "Succeeded", "Failed", "Unknown")
 REPLICA: Final = "RFORK_REPLICA"
-"""The variable that the webhook gives to the engine's container, and to no other."""
+"""Variable that the webhook sets in the engine's container only."""
 NO_LEASE: Final = ObservedLease(None, "", 0.0, "")
 
 
 def parse_pod(pod: Document) -> ObservedPod:
-    """A Pod of core/v1."""
+    """Parse a Pod of core/v1."""
     metadata, status = pod["metadata"], pod.get("status") or {}
     conditions = {each["type"]: each for each in status.get("conditions") or ()}
     annotations = metadata.get("annotations") or {}
@@ -48,18 +48,18 @@ def parse_pod(pod: Document) -> ObservedPod:
 
 
 def parse_node(node: Document) -> ObservedNode:
-    """A Node of core/v1."""
+    """Parse a Node of core/v1."""
     return ObservedNode(node["metadata"]["name"], node["metadata"].get("labels") or {})
 
 
 def parse_workload(kind: WorkloadKind, workload: Document) -> ObservedWorkload:
-    """A Deployment or StatefulSet of apps/v1, or a LeaderWorkerSet of leaderworkerset.x-k8s.io/v1.
+    """Parse a Deployment or StatefulSet of apps/v1, or a LeaderWorkerSet of leaderworkerset.x-k8s.io/v1.
 
-    Of a LeaderWorkerSet, `template_labels` and `template_annotations` are those of its workers' template and,
-    before them, of its leaders', where it has one of its own.
+    For a LeaderWorkerSet, `template_labels` and `template_annotations` merge the worker template with the
+    leader template, if there is one, which has priority.
     """
     if kind not in get_args(WorkloadKind):
-        raise ValueError(f"{kind} is no kind of workload")
+        raise ValueError(f"{kind} is not a workload")
     about, spec = workload["metadata"], workload["spec"]
     if kind == "LeaderWorkerSet":
         group = spec.get("leaderWorkerTemplate") or {}
@@ -82,12 +82,12 @@ def parse_workload(kind: WorkloadKind, workload: Document) -> ObservedWorkload:
 
 
 def parse_lease(lease: Document) -> ObservedLease:
-    """A Lease of coordination.k8s.io/v1."""
+    """Parse a Lease of coordination.k8s.io/v1."""
     spec = lease.get("spec") or {}
     version = str(lease["metadata"]["resourceVersion"])
     return ObservedLease(
         holder=spec.get("holderIdentity") or None,
-        # The version changes with every renewal too, also where a holder's clock stands still.
+        # The version changes with every renewal, even if the holder's clock stands still.
         renewed=f"{spec.get('renewTime')} {version}",
         duration_s=float(spec.get("leaseDurationSeconds") or 0),
         version=version,
@@ -102,9 +102,9 @@ def _merged_metadata(metadata: list[Document], what: str) -> dict[str, str]:
 
 
 def _engine_containers(spec: Document, annotations: dict[str, str]) -> list[Document]:
-    """The container that `names.CONTAINER` names; else those that the webhook gave `REPLICA`; else all.
+    """Return the container named by `names.CONTAINER`, else those with `REPLICA` set, else all.
 
-    That is: another container's probe says nothing of the engine, where it can be told which the engine's is.
+    If the engine's container is known, probes of other containers do not count.
     """
     containers: list[Document] = spec.get("containers") or []
     named = [each for each in containers if each.get("name") == annotations.get(names.CONTAINER)]
@@ -113,12 +113,12 @@ def _engine_containers(spec: Document, annotations: dict[str, str]) -> list[Docu
 
 
 def _has_readiness_probe(container: Document) -> bool:
-    """Whether it becomes ready only once somebody has asked it: a startupProbe alone does that too."""
+    """Return True if the container becomes ready only after a successful probe. A startupProbe is enough."""
     return bool(container.get("readinessProbe") or container.get("startupProbe"))
 
 
 def _true_since(condition: Document) -> float | None:
-    """Since when a condition is True, if it is."""
+    """Return since when a condition is True, or None."""
     since = condition.get("lastTransitionTime")
     return _seconds(since) if since and condition.get("status") == "True" else None
 
@@ -131,5 +131,5 @@ def _owner(metadata: Document) -> ObjectRef | None:
 
 
 def _seconds(timestamp: str) -> float:
-    """Seconds since the epoch, of RFC 3339."""
+    """Convert RFC 3339 to seconds since the epoch."""
     return datetime.fromisoformat(timestamp).timestamp()

@@ -1,6 +1,6 @@
-"""What a Pod with the label `names.MODEL` asks of rfork: read off its JSON document, without changing it.
+"""Parses what a Pod with the label `names.MODEL` requests of rfork, without changing it. Pure.
 
-Runs in the webhook's process, before the API server has checked the document: it may be anything. Pure.
+Runs in the webhook's process before the API server has validated the document, so it may contain anything.
 """
 
 from __future__ import annotations
@@ -18,44 +18,44 @@ from planner.integrations.kubernetes.manifests import PodManifest
 from rfork.errors import SettingsError
 from rfork.schema.types import ModelName, Text, WeightsVersion, sanitize_text
 
-Files = Literal["none", "init", "image"]
+InjectionMode = Literal["none", "init", "image"]
 SameHost = Literal["true", "false", "ipc"]
 Switch = Literal["true", "false"]
 
 MIRROR_POD_ANNOTATION: Final = "kubernetes.io/config.mirror"
-"""On what the kubelet shows of a static Pod: it runs already, and nothing changes it."""
+"""Set on the mirror of a static Pod, which already runs and cannot be changed."""
 MAX_DRAIN_S: Final = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
 class InjectionRequest:
-    """What is to be done to a Pod. None: as the setting of that name says."""
+    """What to inject into a Pod. For fields that are None, the webhook's setting applies."""
 
     model: str
     container: str
-    """The name of the engine's container."""
+    """Name of the engine's container."""
     engine: Engine
-    """``pytorch``: the environment only, its command stays."""
+    """``pytorch``: set the environment only, keep the command."""
     snapshot: str | None = None
-    files: Files | None = None
+    injection_mode: InjectionMode | None = None
     same_host: SameHost | None = None
-    """``ipc``: with the node's IPC and PID namespaces on top."""
-    drain_s: float | None = None
-    required: bool = False
+    """``ipc``: also the node's IPC and PID namespaces."""
+    drain_timeout_s: float | None = None
+    fail_if_not_forked: bool = False
     version: str | None = None
-    """Of the weights; None: the instance finds it out by itself."""
+    """Weights version. None: the instance determines it."""
 
 
 @dataclass(frozen=True, slots=True)
 class InjectionRejected:
-    """The Pod asks for rfork and cannot have it."""
+    """The Pod requests rfork but cannot be injected."""
 
     reason: str
-    """One sentence for its owner: why, and what to do."""
+    """One sentence for the Pod's owner: the reason, and what to do."""
 
 
 def is_enabled(pod: object) -> bool:
-    """Whether it is a Pod with the label, which does not say that it is to be left alone."""
+    """Return True if the Pod has the label and did not opt out."""
     metadata = pod.get("metadata") if isinstance(pod, dict) else None
     if not isinstance(metadata, dict):
         return False
@@ -68,12 +68,12 @@ def is_enabled(pod: object) -> bool:
 
 
 def parse_request(pod: object) -> InjectionRequest | InjectionRejected | None:
-    """What the Pod asks for, or why it cannot have it; None: nothing. Never raises, whatever the Pod is.
+    """Return the Pod's request, or why it is rejected. None: it requests nothing. Never raises.
 
-    The engine's container is the one that the annotation `names.CONTAINER` names; else the only one whose
-    command starts an engine; else the only one whose image does so by itself; else the only one there is, or
-    the one that `engine_container.DEFAULT_CONTAINER` names: for those the annotation `names.ENGINE` has to
-    say what they run. References (``$(NAME)``) in command and args are left to the kubelet.
+    The engine's container is the one named by the annotation `names.CONTAINER`; else the only one whose
+    command starts an engine; else the only one whose image does so by default; else the only container, or
+    the one named by `engine_container.DEFAULT_CONTAINER`. For the last two, the annotation `names.ENGINE`
+    must name the engine. The kubelet expands references (``$(NAME)``) in command and args.
     """
     if not is_enabled(pod):
         return None
@@ -82,7 +82,7 @@ def parse_request(pod: object) -> InjectionRequest | InjectionRejected | None:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         path = ".".join(map(str, first["loc"]))
-        return _rejection(f"the Pod is not well-formed: {path}: {first['msg']}")
+        return _rejection(f"malformed Pod: {path}: {first['msg']}")
     except SettingsError as error:
         return _rejection(f"{error}: {error.hint}" if error.hint else str(error))
 
@@ -94,7 +94,7 @@ def _rejection(reason: str) -> InjectionRejected:
 def _read(pod: PodManifest) -> InjectionRequest:
     annotations = pod.metadata.annotations or {}
     if pod.spec.os is not None and pod.spec.os.name == "windows":
-        raise SettingsError("rfork runs on Linux only", hint=f"take the label {names.MODEL} off")
+        raise SettingsError("rfork runs on Linux only", hint=f"remove the label {names.MODEL}")
     _one_of(annotations, names.INJECT, get_args(Switch))
     engine: Engine | None = _one_of(annotations, names.ENGINE, get_args(Engine))
     container = find_engine_container(pod.spec.containers, annotations, engine)
@@ -103,10 +103,10 @@ def _read(pod: PodManifest) -> InjectionRequest:
         container=container.name,
         engine=engine_of(container, engine),
         snapshot=_snapshot(annotations),
-        files=_one_of(annotations, names.FILES, get_args(Files)),
+        injection_mode=_one_of(annotations, names.INJECTION_MODE, get_args(InjectionMode)),
         same_host=_one_of(annotations, names.SAME_HOST, get_args(SameHost)),
-        drain_s=_drain_s(annotations),
-        required=_one_of(annotations, names.REQUIRED, get_args(Switch)) == "true",
+        drain_timeout_s=_drain_timeout_s(annotations),
+        fail_if_not_forked=_one_of(annotations, names.FAIL_IF_NOT_FORKED, get_args(Switch)) == "true",
         version=_version(pod.metadata.labels, annotations),
     )
 
@@ -118,8 +118,9 @@ def _model(labels: Mapping[str, str], annotations: Mapping[str, str]) -> str:
         return TypeAdapter(ModelName).validate_python(name, strict=True)
     except ValidationError:
         raise SettingsError(
-            f"{path} holds no name of a model",
-            hint=f"name it in the label {names.MODEL}, or, where that cannot say it, in {names.MODEL_NAME}",
+            f"{path} is not a valid model name",
+            hint=f"set the label {names.MODEL}, or the annotation {names.MODEL_NAME} if the name is not a valid "
+            "label value",
         ) from None
 
 
@@ -130,7 +131,7 @@ def _version(labels: Mapping[str, str], annotations: Mapping[str, str]) -> str |
         return TypeAdapter(WeightsVersion).validate_python(version, strict=True)
     except ValidationError:
         raise SettingsError(
-            f"{names.VERSION} holds no version of weights", hint="it has to be 1 to 256 printable characters"
+            f"{names.VERSION} is not a valid weights version", hint="use 1 to 256 printable characters"
         ) from None
 
 
@@ -141,19 +142,19 @@ def _snapshot(annotations: Mapping[str, str]) -> str | None:
         return TypeAdapter(Text).validate_python(uri, strict=True) or None
     except ValidationError:
         raise SettingsError(
-            f"{names.SNAPSHOT} holds no URI", hint="as in s3://bucket/model or file:///models/model"
+            f"{names.SNAPSHOT} is not a URI", hint="e.g. s3://bucket/model or file:///models/model"
         ) from None
 
 
-def _drain_s(annotations: Mapping[str, str]) -> float | None:
-    if (text := annotations.get(names.DRAIN_S)) is None:
+def _drain_timeout_s(annotations: Mapping[str, str]) -> float | None:
+    if (text := annotations.get(names.DRAIN_TIMEOUT_S)) is None:
         return None
     try:
         seconds = float(text)
     except ValueError:
         seconds = math.nan
     if not 0 <= seconds <= MAX_DRAIN_S:
-        raise SettingsError(f"{names.DRAIN_S} is {text}", hint=f"it has to be seconds, from 0 to {MAX_DRAIN_S:g}")
+        raise SettingsError(f"{names.DRAIN_TIMEOUT_S} is {text}", hint=f"it must be seconds, from 0 to {MAX_DRAIN_S:g}")
     return seconds
 
 
@@ -161,10 +162,10 @@ Choice = TypeVar("Choice", bound=str)
 
 
 def _one_of(annotations: Mapping[str, str], name: str, values: tuple[Choice, ...]) -> Choice | None:
-    """The annotation's value, one of `values`; None where it is not set. Raises SettingsError for another."""
+    """Return the annotation's value, one of `values`, or None if unset. Raises SettingsError."""
     if (value := annotations.get(name)) is None:
         return None
     for choice in values:
         if choice == value:
             return choice
-    raise SettingsError(f"{name} is {value}", hint=f"it has to be one of {', '.join(values)}")
+    raise SettingsError(f"{name} is {value}", hint=f"it must be one of {', '.join(values)}")

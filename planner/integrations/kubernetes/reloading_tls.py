@@ -1,4 +1,4 @@
-"""What a server shows of itself in TLS, and what is said of that: logs, metrics, /readyz."""
+"""TLS server context with a replaceable certificate, and the monitoring of that certificate."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ log = logger("planner.integrations.certificates")
 
 
 class ReloadingContext:
-    """A server's side of TLS, whose certificate may change while it serves: new handshakes see the new."""
+    """Server-side TLS context whose certificate can change while it serves. New handshakes use the new one."""
 
     def __init__(self) -> None:
         self.current: CertPair | None = None
         self._inner: ssl.SSLContext | None = None
         self.context = _context()
-        # Not load_cert_chain on this one: OpenSSL would keep an RSA certificate beside an ECDSA one that
-        # takes its place, and go on showing it to some.
+        # Not load_cert_chain on this context: OpenSSL would keep an RSA certificate next to a new ECDSA one,
+        # and keep using it for some clients.
         self.context.sni_callback = self._choose
 
     def set_certificate(self, certificate: CertPair) -> None:
-        """Show this one from now on. Raises InvalidCertificate, and then goes on as before."""
+        """Use this certificate from now on. Raises InvalidCertificate and then keeps the previous one."""
         inner = _context()
-        # A file that lies in memory: OpenSSL reads keys from files alone, and this key is on no disk.
+        # An in-memory file: OpenSSL reads keys only from files, and this key must not be written to disk.
         descriptor = os.memfd_create("certificate")
         try:
             with open(descriptor, "wb", closefd=False) as file:
                 file.write(certificate.key + b"\n" + certificate.chain)
             inner.load_cert_chain(f"/proc/self/fd/{descriptor}")
         except (ssl.SSLError, OSError) as error:
-            raise InvalidCertificate(f"OpenSSL does not take it: {error}") from None
+            raise InvalidCertificate(f"OpenSSL rejects it: {error}") from None
         finally:
             os.close(descriptor)
         self._inner, self.current = inner, certificate
@@ -51,7 +51,7 @@ class ReloadingContext:
 
 
 class CertificateMonitor:
-    """Says what is wrong with a certificate: each thing when it begins, and once an hour while it lasts."""
+    """Reports problems of a certificate: each when it starts, and once an hour while it lasts."""
 
     def __init__(self, tls_context: ReloadingContext, status: IntegrationStatus, clock: Clock) -> None:
         self.tls_context, self.clock = tls_context, clock
@@ -59,34 +59,34 @@ class CertificateMonitor:
         self._logged_at: dict[str, float] = {}
         self._ends = Gauge(
             "rfork_webhook_certificate_not_after_seconds",
-            "When the certificate that is shown ends, in seconds since the epoch; 0: none is shown",
+            "Expiry of the certificate in use, in seconds since the epoch; 0: no certificate",
             registry=status.registry,
         )
         self._valid = Gauge(
             "rfork_webhook_certificate_valid",
-            "Whether the certificate that is shown is valid by this machine's clock",
+            "1 if the certificate in use is valid by this machine's clock",
             registry=status.registry,
         )
         self.change_count = Counter(
             "rfork_webhook_certificate_changes",
-            "Certificates shown, one after the other",
+            "Certificates that were put into use",
             registry=status.registry,
         )
         self.problem_count = Counter(
-            "rfork_webhook_certificate_troubles",
-            "Looks at the certificate that something was wrong with",
+            "rfork_webhook_certificate_errors",
+            "Checks of the certificate that found a problem",
             registry=status.registry,
         )
 
     def report_problem(self, problem: str, reason: str) -> None:
-        """Something is wrong: counted, and told now or when an hour is over."""
+        """Count a problem, and log it unless it was logged within the last hour."""
         self.problem_count.inc()
-        self.log_problem(problem, why=reason)
+        self.log_problem(problem, reason=reason)
         if self.tls_context.current is None:
             self._status.not_ready(f"no certificate yet: {problem}: {reason}")
 
     def log_problem(self, event: str, **fields: str) -> None:
-        """An error in the log, the same one no more than once an hour."""
+        """Log an error, at most once an hour for equal errors."""
         key, now = " ".join((event, *fields.values())), self.clock.monotonic()
         self._logged_at = {
             logged_event: at for logged_event, at in self._logged_at.items() if now - at < LOG_INTERVAL_S
@@ -96,7 +96,7 @@ class CertificateMonitor:
             log.error(event, **fields)
 
     def set_certificate(self, certificate: CertPair) -> bool:
-        """Show it, unless it is not valid and the present one is. Raises InvalidCertificate."""
+        """Use this certificate, unless it is invalid and the current one is valid. Raises InvalidCertificate."""
         now, current = self.clock.unix(), self.tls_context.current
         if certificate == current:
             return True
@@ -105,27 +105,27 @@ class CertificateMonitor:
             return False
         self.tls_context.set_certificate(certificate)
         self.change_count.inc()
-        log.info("certificate shown", hosts=",".join(sorted(certificate.hosts)), life=_validity_text(certificate))
+        log.info("certificate in use", hosts=",".join(sorted(certificate.hosts)), validity=_validity_text(certificate))
         return True
 
     def check(self) -> None:
-        """At the end of each look: what is shown, and whether clients take it."""
+        """Update metrics and status from the certificate in use. Call after each refresh."""
         certificate, now = self.tls_context.current, self.clock.unix()
         if certificate is None:
             return
         self._ends.set(certificate.not_after)
         self._valid.set(certificate.valid(now))
-        # Even with one that ended: this machine's clock may be what is wrong.
+        # Ready even with an expired certificate: this machine's clock may be wrong.
         self._status.ready()
         if now >= certificate.not_after:
             self.log_problem(
-                "THE WEBHOOK'S CERTIFICATE HAS EXPIRED: Pods start without rfork",
-                life=_validity_text(certificate),
+                "webhook certificate expired: Pods start without rfork",
+                validity=_validity_text(certificate),
             )
         elif now < certificate.not_before:
             self.log_problem(
-                "the webhook's certificate is not valid yet: is this machine's clock right?",
-                life=_validity_text(certificate),
+                "webhook certificate not valid yet: check this machine's clock",
+                validity=_validity_text(certificate),
             )
 
 

@@ -1,6 +1,7 @@
-"""The seam to what the webhook's certificate lies in, and the same on an API server.
+"""Store of the webhook's certificate: interface, and implementation with an API server.
 
-What it needs: create, get and update of one Secret; get and patch of one MutatingWebhookConfiguration.
+It needs these permissions: create, get and update of one Secret; get and patch of one
+MutatingWebhookConfiguration.
 """
 
 from __future__ import annotations
@@ -18,46 +19,49 @@ from planner.integrations.kubernetes.manifests import Document
 from rfork.settings import KubernetesSettings
 
 FIELD_MANAGER: Final = {"fieldManager": "rfork-webhook"}
-"""Who Kubernetes is told manages the fields that are written here."""
+"""Field manager of the fields written here."""
 WEBHOOK_CONFIGURATIONS_PATH: Final = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations"
 
 
 @dataclass(frozen=True)
 class SecretData:
-    """A Secret's data, and its version; an empty version: there is no such Secret."""
+    """A Secret's data and version. Empty version: the Secret does not exist."""
 
     data: Mapping[str, bytes]
     version: str
 
-    def __repr__(self) -> str:  # or a log would hold a key
+    def __repr__(self) -> str:  # otherwise a log could contain a key
         return f"SecretSeen({sorted(self.data)}, version={self.version!r})"
 
 
 @dataclass(frozen=True)
 class CaBundles:
-    """The PEM caBundle of each webhook of a configuration, by the webhook's name, and the version."""
+    """The PEM caBundle of each webhook in a configuration, by the webhook's name, and the version."""
 
     bundles: Mapping[str, bytes]
     version: str
 
 
 class SecretStore(Protocol):
-    """Where replicas of the webhook share their certificate. Every call raises ClusterUnavailable."""
+    """Shared storage of the webhook's replicas. Every call raises ClusterUnavailable."""
 
     async def read_secret(self, name: str, namespace: str) -> SecretData:
-        """The Secret, or one without data and version where there is none."""
+        """Return the Secret, or one without data and version if it does not exist."""
 
     async def write_secret(self, name: str, namespace: str, data: Mapping[str, bytes], version: str) -> SecretData:
-        """Replace the data of a Secret that is still of `version`, or create it (empty). Raises Conflict."""
+        """Replace the data of a Secret that still has `version`, or create it (empty version).
+
+        Raises ResourceConflict.
+        """
 
     async def read_bundles(self, configuration: str) -> CaBundles:
-        """What the API server trusts each webhook by. Raises Gone where there is no such configuration."""
+        """Return the caBundles of a configuration. Raises NotFound if it does not exist."""
 
     async def write_bundles(self, configuration: str, bundles: Mapping[str, bytes], version: str) -> None:
-        """Set caBundles of a configuration that is still of `version`. Raises Conflict, Gone."""
+        """Set the caBundles of a configuration that still has `version`. Raises ResourceConflict, NotFound."""
 
     async def close(self) -> None:
-        """Let go of connections."""
+        """Close all connections."""
 
 
 class ClusterSecretStore:
@@ -67,14 +71,14 @@ class ClusterSecretStore:
         self._server = server
 
     async def read_secret(self, name: str, namespace: str) -> SecretData:
-        """As in SecretStore."""
+        """See SecretStore."""
         try:
             return _parse_secret(await self._server.call("GET", _path(namespace, name)))
         except NotFound:
             return SecretData({}, "")
 
     async def write_secret(self, name: str, namespace: str, data: Mapping[str, bytes], version: str) -> SecretData:
-        """As in SecretStore; labels, annotations and the type of one that exists stay as they are."""
+        """See SecretStore. Labels, annotations and the type of an existing Secret stay as they are."""
         encoded = {key: base64.b64encode(value).decode() for key, value in data.items()}
         if not version:
             secret: Document = {
@@ -91,14 +95,14 @@ class ClusterSecretStore:
         try:
             secret = await self._server.call("GET", path)
             if _version(secret) != version:
-                raise ResourceConflict(f"PUT {path}: it is not as it was read")
+                raise ResourceConflict(f"PUT {path}: it changed since it was read")
             changed = {**secret, "data": encoded}
             return _parse_secret(await self._server.call("PUT", path, body=changed, parameters=FIELD_MANAGER))
-        except NotFound as error:  # deleted since it was read: as a change by another
+        except NotFound as error:  # deleted since it was read: same as a change
             raise ResourceConflict(str(error)) from error
 
     async def read_bundles(self, configuration: str) -> CaBundles:
-        """As in SecretStore."""
+        """See SecretStore."""
         document = await self._server.call("GET", f"{WEBHOOK_CONFIGURATIONS_PATH}/{quote(configuration)}")
         return CaBundles(
             {
@@ -109,7 +113,7 @@ class ClusterSecretStore:
         )
 
     async def write_bundles(self, configuration: str, bundles: Mapping[str, bytes], version: str) -> None:
-        """As in SecretStore."""
+        """See SecretStore."""
         webhooks = [
             {"name": name, "clientConfig": {"caBundle": base64.b64encode(bundle).decode()}}
             for name, bundle in bundles.items()
@@ -117,19 +121,19 @@ class ClusterSecretStore:
         await self._server.call(
             "PATCH",
             f"{WEBHOOK_CONFIGURATIONS_PATH}/{quote(configuration)}",
-            # Strategic: webhooks are merged by name, so that nothing else of them is touched.
+            # Strategic merge: webhooks are merged by name, so their other fields stay as they are.
             body={"metadata": {"resourceVersion": version}, "webhooks": webhooks},
             content_type=STRATEGIC,
             parameters=FIELD_MANAGER,
         )
 
     async def close(self) -> None:
-        """As in SecretStore."""
+        """See SecretStore."""
         await self._server.close()
 
 
 def connect_secrets(settings: KubernetesSettings) -> ClusterSecretStore:
-    """A store on the cluster that the settings name; nothing is sent yet. Raises SettingsError."""
+    """Return a store on the configured cluster. Does not connect yet. Raises SettingsError."""
     return ClusterSecretStore(open_server(settings))
 
 

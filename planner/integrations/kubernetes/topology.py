@@ -1,9 +1,8 @@
-"""Where a Pod will run, told to it before it starts: its node's zone, rack and NVLink domain.
+"""Passes the zone, rack and NVLink domain of a Pod's node to the Pod before it starts.
 
-Kubernetes tells containers nothing of their node but its name. The API server copies the annotations of a
-Binding to the Pod that it binds, so the webhook sets them there, and the container reads them as its own
-(``fieldRef``). Bindings of all Pods come this way, whether or not they are rfork's (a Binding does not say):
-a look-up is one step.
+Kubernetes exposes only the name of the node to containers. The API server copies the annotations of a Binding
+to the Pod, so the webhook sets them there, and the container reads them with ``fieldRef``. Bindings of all
+Pods pass through here, because a Binding does not show if its Pod uses rfork, so a lookup is one step.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ NO_ANNOTATIONS: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 class NodeWatcher(Protocol):
-    """What is asked of a `Cluster`."""
+    """The part of `Cluster` that is needed here."""
 
     def nodes(self) -> AsyncIterator[WatchEvent[ObservedNode]]:
-        """All Nodes; see `Cluster.nodes`."""
+        """See `Cluster.nodes`."""
 
 
 class NodeTopology:
-    """The Nodes' labels, in memory of the webhook's process."""
+    """The Nodes' labels, in the memory of the webhook's process."""
 
     def __init__(self, settings: KubernetesSettings) -> None:
         labels = {
@@ -39,12 +38,12 @@ class NodeTopology:
         self._annotations: dict[str, Mapping[str, str]] = {}
 
     async def follow(self, cluster: NodeWatcher) -> None:
-        """Keep up with the cluster's Nodes, for ever: a task. What was known stays while it is away."""
+        """Watch the cluster's Nodes forever. While the cluster is unreachable, the last state stays."""
         async for event in cluster.nodes():
             self.apply(event)
 
     def apply(self, event: WatchEvent[ObservedNode]) -> None:
-        """Take one piece of news."""
+        """Update the state from a watch event."""
         match event:
             case Synced(nodes):
                 self._annotations = {node.name: self._of(node) for node in nodes}
@@ -54,7 +53,7 @@ class NodeTopology:
                 self._annotations.pop(node.name, None)
 
     def annotations_for(self, node: str) -> Mapping[str, str]:
-        """What a Pod that is bound to the node is told; nothing for a node that is not known."""
+        """Return the annotations for a Pod that is bound to the node. Empty for an unknown node."""
         return self._annotations.get(node, NO_ANNOTATIONS)
 
     def _of(self, node: ObservedNode) -> Mapping[str, str]:

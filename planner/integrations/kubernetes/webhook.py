@@ -1,4 +1,4 @@
-"""The admission webhook as a task: TLS, its certificate, what it knows of a cluster, and the application."""
+"""The admission webhook as a task: TLS, certificate, watches of the cluster, and the HTTP application."""
 
 from __future__ import annotations
 
@@ -36,24 +36,25 @@ async def run(
     status: IntegrationStatus,
     tracer: Tracer = NOOP_TRACER,
 ) -> None:
-    """Serve until cancelled, and then answer what is under way.
+    """Serve until cancelled, then finish requests in progress.
 
-    With a folder of certificates no cluster is needed: where none is reached, Pods are not told their node's
-    place, and get no readiness gate. Without, it serves from the start, but no handshake succeeds until it
-    has made, or read, its own.
-    Raises PortInUse, or SettingsError for a certificate folder, hosts or a planner that cannot be used.
+    With a certificate directory no cluster is needed; without one, Pods get no topology and no readiness
+    gate. Without a directory it serves immediately, but TLS handshakes fail until its own certificate was
+    created or read.
+
+    Raises PortInUse, or SettingsError for an unusable certificate directory, hosts or planner URL.
     """
     url = settings.pod_planner_url or planner_settings.planner
     if url is None:
         raise SettingsError(
-            "the webhook does not know where Pods find the planner", hint="set RFORK_K8S_POD_PLANNER_URL"
+            "the webhook needs the URL that Pods use to reach the planner", hint="set RFORK_K8S_POD_PLANNER_URL"
         )
     tls_context, topology, leader_watch = ReloadingContext(), NodeTopology(settings), LeaderWatch(settings)
     app = admission_app(settings, url, topology, status.registry, leader_watch, tracer)
     async with _cert_source(settings, CertificateMonitor(tls_context, status, Clock())) as cert_source:
         listener = listen(settings.bind, settings.webhook_port, prefix="RFORK_K8S_", port_setting="WEBHOOK_PORT")
         async with run_server(app, listener, tls_context.context), asyncio.TaskGroup() as tasks:
-            log.info("webhook is up", url=f"https://{address_of(settings.bind, listener)}", planner=url)
+            log.info("webhook ready", url=f"https://{address_of(settings.bind, listener)}", planner=url)
             tasks.create_task(refresh_forever(cert_source, settings.poll_interval_s))
             tasks.create_task(_follow(settings, topology, leader_watch))
 
@@ -71,10 +72,10 @@ async def _cert_source(settings: KubernetesSettings, watch: CertificateMonitor) 
 
 
 async def _follow(settings: KubernetesSettings, topology: NodeTopology, leader_watch: LeaderWatch) -> None:
-    """Keep up with Nodes and the controller's Lease, as far as Pods are to get what depends on them."""
+    """Watch Nodes and the controller's Lease, if the settings need them."""
     wanted: list[tuple[str, Callable[[Cluster], Coroutine[None, None, None]]]] = []
     if settings.inject_topology:
-        wanted.append(("Pods are not told their zone and rack", topology.follow))
+        wanted.append(("Pods get no topology", topology.follow))
     if settings.readiness_gate:
         wanted.append(("Pods get no readiness gate", leader_watch.follow))
     if not wanted:
@@ -83,7 +84,7 @@ async def _follow(settings: KubernetesSettings, topology: NodeTopology, leader_w
         cluster = connect(settings)
     except SettingsError as error:
         for missing, _ in wanted:
-            log.warning(f"{missing}: no cluster is known", why=str(error))
+            log.warning(f"{missing}: no cluster configured", reason=str(error))
         return
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -94,8 +95,8 @@ async def _follow(settings: KubernetesSettings, topology: NodeTopology, leader_w
 
 
 async def _run_best_effort(following: Coroutine[None, None, None], missing: str) -> None:
-    """What cannot go on is logged, and done without."""
+    """Run a watch. If it fails, log the error and continue without it."""
     try:
         await following
-    except Exception:  # the task's outermost edge: Pods are injected all the same
-        log.exception(f"{missing} any more")
+    except Exception:  # outermost handler of the task: Pods are still injected
+        log.exception(f"watch failed: {missing}")

@@ -1,9 +1,9 @@
-"""The webhook's HTTP interface: what the API server asks for each Pod, and each binding, that is created.
+"""HTTP application of the webhook, called by the API server for each created Pod and binding.
 
-``POST /mutate`` and ``POST /bind`` take an AdmissionReview (admission.k8s.io/v1) and answer with a JSON
-Patch; ``GET /healthz`` answers while the process does. Whatever a review holds, it is allowed: a Pod that
-cannot be helped starts as it was written, with the reason in an annotation, a warning to whoever created it,
-and one log line. Nothing but the answer is changed, so dry runs are as any other.
+``POST /mutate`` and ``POST /bind`` receive an AdmissionReview (admission.k8s.io/v1) and return a JSON Patch.
+``GET /healthz`` responds while the process runs. Every review is allowed: a Pod that cannot be injected is
+created unchanged, with the reason in an annotation, in a warning for its creator, and in one log line. There
+are no side effects, so dry runs need no special handling.
 """
 
 from __future__ import annotations
@@ -37,32 +37,32 @@ from rfork.tracing import NOOP_TRACER, TRACEPARENT, Span, TraceContext, Tracer
 Result = Literal["untouched", "injected", "refused", "failed", "malformed"]
 
 API_VERSION: Final = "admission.k8s.io/v1"
-MAX_BODY: Final = 16 << 20
-"""Bytes of one review; the API server takes no object of more than 3 MiB."""
-MAX_WARNINGS: Final = 250
-"""Characters of one warning: the API server shortens what is longer than 256."""
+MAX_BODY_BYTES: Final = 16 << 20
+"""Maximum bytes of one review. The API server accepts objects of up to 3 MiB."""
+MAX_WARNING_CHARS: Final = 250
+"""Maximum characters of one warning. The API server truncates warnings over 256."""
 SECONDS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5, 2.5)
 
 
 @dataclass(frozen=True, slots=True)
 class ReviewDecision:
-    """What is said to one review."""
+    """Result of one review."""
 
     result: Result
     document: Document | None = None
-    """The object as it is to be; None: as it is."""
+    """The changed object. None: unchanged."""
     warnings: tuple[str, ...] = ()
     model: str | None = None
-    """What the Pod is to serve, for its span."""
+    """The Pod's model, for its span."""
 
 
 ALLOW_UNCHANGED: Final = ReviewDecision("untouched")
 Reviewer = Callable[[Document, Document], ReviewDecision]
-"""Says what is to become of an object, given its request."""
+"""Decides about an object, from its review request."""
 
 
 class MalformedReview(Exception):
-    """The body is no AdmissionReview; its text says why, in one line."""
+    """The body is not an AdmissionReview. The text is one line with the reason."""
 
 
 def admission_app(
@@ -73,19 +73,20 @@ def admission_app(
     is_leader: Callable[[], bool] = lambda: False,
     tracer: Tracer = NOOP_TRACER,
 ) -> ASGIApp:
-    """The application. `planner_url` is the one that Pods are told; metrics are put into `registry`.
+    """Return the application. `planner_url` is the URL for Pods. Metrics are added to `registry`.
 
-    `is_leader`: whether a controller leads now; without one Pods get no readiness gate. Each review of a Pod is a
-    span, of the API server's trace where that tells one; bindings, those of all Pods of a cluster, are none.
+    `is_leader` returns True if a controller leads now; otherwise Pods get no readiness gate. Each review of a
+    Pod gets a span, in the API server's trace if it sends one. Bindings, which exist for all Pods of a
+    cluster, get none.
     """
-    reviews = Counter("rfork_webhook_reviews", "Reviews answered", ("path", "result"), registry=registry)
+    reviews = Counter("rfork_webhook_reviews", "Completed reviews", ("path", "result"), registry=registry)
     seconds = Histogram(
-        "rfork_webhook_seconds", "Time to answer a review", ("path",), buckets=SECONDS, registry=registry
+        "rfork_webhook_seconds", "Time to complete a review", ("path",), buckets=SECONDS, registry=registry
     )
     log = logger(__name__)
 
-    def reviewing(path: str, judge: Reviewer, tracer: Tracer) -> Route:
-        for result in get_args(Result):  # 0 rather than missing: the first failure is a rise
+    def reviewing(path: str, decide: Reviewer, tracer: Tracer) -> Route:
+        for result in get_args(Result):  # start at 0, so that the first failure shows as an increase
             reviews.labels(path, result)
 
         async def review_endpoint(request: Request) -> Response:
@@ -108,15 +109,15 @@ def admission_app(
             except MalformedReview as error:
                 reviews.labels(path, "malformed").inc()
                 span.set(result="malformed")
-                log.warning("not an AdmissionReview", path=path, because=str(error))
+                log.warning("not an AdmissionReview", path=path, reason=str(error))
                 return PlainTextResponse(f"not an AdmissionReview: {error}\n", 400)
             try:
-                decision = judge(review_request, subject)
+                decision = decide(review_request, subject)
                 patch = json_patch(subject, decision.document)
-            except Exception as error:  # the outermost edge: a Pod is not held up by a bug of ours
+            except Exception as error:  # outermost handler: a bug here must not block a Pod
                 span.fail(error)
                 log.exception(
-                    "review failed: the object is left as it is",
+                    "review failed, object left unchanged",
                     path=path,
                     **_object_name(review_request, subject),
                 )
@@ -124,7 +125,7 @@ def admission_app(
             response = _response(review_request["uid"], patch, decision.warnings)
             reviews.labels(path, decision.result).inc()
             span.set(
-                # As text that can be sent: nobody has checked the document yet.
+                # Sanitized: the document is not validated yet.
                 namespace=str(sanitize_text(_namespace(review_request, subject))) or None,
                 pod=str(sanitize_text(_name(review_request, subject))) or None,
                 model=decision.model,
@@ -153,22 +154,22 @@ def admission_app(
         ]
     )
     rejection = reviews.labels("other", "malformed")
-    return BodyLimit(app, MAX_BODY, lambda _: rejection.inc())
+    return BodyLimit(app, MAX_BODY_BYTES, lambda _: rejection.inc())
 
 
 def _read(body: bytes) -> tuple[Document, Document]:
-    """The request of a review, and the object that it is about. Raises Malformed."""
+    """Return the request of a review and its object. Raises MalformedReview."""
     try:
         review = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise MalformedReview(f"it is no JSON ({type(error).__name__})") from None
+        raise MalformedReview(f"the body is not JSON ({type(error).__name__})") from None
     if not isinstance(review, dict) or review.get("kind") != "AdmissionReview":
-        raise MalformedReview("its kind is another")
+        raise MalformedReview("unexpected kind")
     if review.get("apiVersion") != API_VERSION:
-        raise MalformedReview(f"its apiVersion is not {API_VERSION}")
+        raise MalformedReview(f"apiVersion is not {API_VERSION}")
     review_request = review.get("request")
     if not isinstance(review_request, dict) or not isinstance(review_request.get("uid"), str):
-        raise MalformedReview("it holds no request with a uid")
+        raise MalformedReview("no request with a uid")
     subject = review_request.get("object")
     return review_request, subject if isinstance(subject, dict) else {}
 
@@ -199,7 +200,7 @@ def _review_pod(
             rejection = InjectionRejected(f"{error}: {error.hint}")
         else:
             if settings.readiness_gate and not has_leader:
-                # No note: each Pod of a rollout would tell it anew, and its owner cannot mend it.
+                # No note on the Pod: each Pod of a rollout would repeat it, and its owner cannot fix it.
                 log.debug("no controller leads: the Pod gets no readiness gate")
             log.info(
                 "pod injected",
@@ -209,16 +210,16 @@ def _review_pod(
                 notes=notes,
             )
             return ReviewDecision("injected", document, notes, injection_request.model)
-    log.warning("pod not injected", because=rejection.reason)
+    log.warning("pod not injected", reason=rejection.reason)
     return ReviewDecision(
         "refused",
         _annotate_rejection(pod, rejection),
-        (f"rfork leaves this Pod as it is: {rejection.reason}",),
+        (f"rfork leaves this Pod unchanged: {rejection.reason}",),
     )
 
 
 def _annotate_rejection(pod: Document, rejection: InjectionRejected) -> Document | None:
-    """The Pod with the reason; None where it has been changed by us already, or can hold no annotation."""
+    """Return the Pod with the reason as annotation, or None if it was injected before or is malformed."""
     metadata = pod["metadata"]
     annotations = metadata.get("annotations")
     if annotations is None:
@@ -253,11 +254,11 @@ def _response(uid: str, patch: str | None, warnings: Sequence[str]) -> Response:
 
 def _truncate_warning(warning: str) -> str:
     line = str(sanitize_text(warning))
-    return line if len(line) <= MAX_WARNINGS else line[: MAX_WARNINGS - 1] + "…"
+    return line if len(line) <= MAX_WARNING_CHARS else line[: MAX_WARNING_CHARS - 1] + "…"
 
 
 def _object_name(review_request: Document, subject: Document) -> dict[str, str]:
-    """Which object it is about, for log lines: a Pod's name may not be made yet."""
+    """Return the object's name for log lines. A Pod's name may not be generated yet."""
     name = _name(review_request, subject) or f"{_text(_metadata(subject), 'generateName')}…"
     return {"pod": str(sanitize_text(f"{_namespace(review_request, subject)}/{name}"))}
 
@@ -267,7 +268,7 @@ def _namespace(review_request: Document, subject: Document) -> str:
 
 
 def _name(review_request: Document, subject: Document) -> str:
-    """Empty where the API server makes it later, out of `generateName`."""
+    """Return the object's name; empty if the API server generates it later from `generateName`."""
     return _text(review_request, "name") or _text(_metadata(subject), "name")
 
 

@@ -1,1 +1,1 @@
-"""Protocols of other planners, so that their clients can use this one as it is."""
+"""Planner protocol of vLLM-Ascend, so that its clients can use this planner unchanged."""

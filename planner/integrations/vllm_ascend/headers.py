@@ -1,6 +1,6 @@
-"""The headers of vLLM-Ascend's RFork planner protocol: read, checked, and told in the OpenAPI document.
+"""Headers of vLLM-Ascend's RFork planner protocol: parsing, validation and OpenAPI documentation.
 
-What comes in is echoed to other clients later on, so nothing is taken that is not of its header's form.
+Values are sent to other clients later, so only well-formed ones are accepted.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from fastapi.routing import APIRoute
 from planner.http_errors import ProblemError
 
 PREFIX: Final = "ascend:"
-"""Of the names of models and instances that came by this protocol."""
+"""Prefix of the names of models and instances of this protocol."""
 REASON: Final = "RFORK_REASON"
-"""Header that says why a request was refused, for those who look for the reason; clients need not."""
+"""Response header with the reason of a rejection. Clients need not read it."""
 SEED: Final = ("SEED_IP", "SEED_PORT", "SEED_RANK")
 MAX_KEY_CHARS: Final = 500
-"""Characters; a model's name holds that many behind the prefix."""
+"""A model's name can hold this many characters after the prefix."""
 NUMBERS: Final[Mapping[str, tuple[int, int]]] = {
     "SEED_PORT": (1, 65_535),
     "SEED_RANK": (0, 999_999),
@@ -50,12 +50,12 @@ _SCHEMAS: Final[Mapping[str, Mapping[str, object]]] = {
 
 
 class BadHeader(Exception):
-    """A header is missing, comes twice or cannot be used; the text names it, and never repeats its value."""
+    """A header is missing, duplicated or invalid. The text names the header and never contains its value."""
 
 
 @dataclass(frozen=True)
 class AscendSeed:
-    """What tells one seed from others: where it is served, and its rank there."""
+    """Identity of a seed: its address, and its rank there."""
 
     ip: str
     port: int
@@ -63,32 +63,32 @@ class AscendSeed:
 
     @property
     def instance_id(self) -> str:
-        """Its name in the registry."""
+        """Id in the registry."""
         return f"{PREFIX}{self.ip}:{self.port}:{self.rank}"
 
     @classmethod
     def from_instance_id(cls, instance_id: str) -> Self | None:
-        """The seed with this `instance_id`; None where no seed has such a one."""
+        """Return the seed with this id, or None if it is not the id of a seed."""
         match = INSTANCE_ID.fullmatch(instance_id)
         return None if match is None else cls(match["ip"], int(match["port"]), int(match["rank"]))
 
     @classmethod
     def from_request(cls, request: Request) -> Self:
-        """The seed that a request names; raises BadHeader."""
+        """Parse the seed of a request. Raises BadHeader."""
         try:
             ip = ipaddress.ip_address(header_text(request, "SEED_IP"))
         except ValueError:
-            raise BadHeader("SEED_IP is no IP address") from None
+            raise BadHeader("SEED_IP is not an IP address") from None
         if isinstance(ip, ipaddress.IPv6Address) and ip.scope_id is not None:
-            raise BadHeader("SEED_IP has a scope, which means nothing on another machine")
+            raise BadHeader("SEED_IP has a scope, which is meaningless on another machine")
         return cls(str(ip), header_int(request, "SEED_PORT"), header_int(request, "SEED_RANK"))
 
 
 class HeaderRoute(APIRoute):
-    """Answers what cannot be done with a status and without a body, as these clients expect it."""
+    """Route that reports errors as a status without a body, as these clients expect."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The endpoint, its errors answered."""
+        """Return the endpoint with error handling."""
         endpoint = super().get_route_handler()
 
         async def handle(request: Request) -> Response:
@@ -103,44 +103,44 @@ class HeaderRoute(APIRoute):
 
 
 def response(status: int, **headers: str) -> Response:
-    """An answer without a body."""
+    """Return a response without a body."""
     return Response(status_code=status, headers=headers)
 
 
 def header_text(request: Request, name: str) -> str:
-    """The header's value; raises BadHeader where there is none, or more than one."""
+    """Return a header's value. Raises BadHeader unless it occurs exactly once."""
     values = request.headers.getlist(name)
     if len(values) != 1 or not values[0]:
-        raise BadHeader(f"{name} is given more than once" if len(values) > 1 else f"{name} is missing")
+        raise BadHeader(f"{name} occurs more than once" if len(values) > 1 else f"{name} is missing")
     return values[0]
 
 
 def header_int(request: Request, name: str) -> int:
-    """The header's value as one of `NUMBERS`; raises BadHeader."""
+    """Return a header's value as one of `NUMBERS`. Raises BadHeader."""
     digits, (low, high) = header_text(request, name), NUMBERS[name]
     if not DIGITS.fullmatch(digits) or not low <= int(digits) <= high:
-        raise BadHeader(f"{name} is no number from {low} to {high}")
+        raise BadHeader(f"{name} is not a number from {low} to {high}")
     return int(digits)
 
 
 def seed_key(request: Request) -> str:
-    """What a seed and those that read from it must agree in; raises BadHeader."""
+    """Return the key that must be equal for a seed and its readers. Raises BadHeader."""
     key = header_text(request, "SEED_KEY")
     if len(key) > MAX_KEY_CHARS or not KEY.fullmatch(key):
-        raise BadHeader(f"SEED_KEY is not at most {MAX_KEY_CHARS} printable characters of ASCII")
+        raise BadHeader(f"SEED_KEY must be at most {MAX_KEY_CHARS} printable ASCII characters")
     return key
 
 
 def user_id(request: Request) -> str:
-    """The name of a lease; raises BadHeader."""
+    """Return the id of a lease. Raises BadHeader."""
     name = header_text(request, "USER_ID")
     if not USER_ID.fullmatch(name):
-        raise BadHeader("USER_ID is none that a planner gives")
+        raise BadHeader("USER_ID was not issued by a planner")
     return name
 
 
 def request_header_docs(*names: str) -> dict[str, Any]:
-    """The `openapi_extra` of a route: the headers it takes."""
+    """Return a route's `openapi_extra` with its request headers."""
     return {
         "parameters": [
             {"name": name, "in": "header", "required": True, "schema": dict(_SCHEMAS[name])} for name in names
@@ -149,5 +149,5 @@ def request_header_docs(*names: str) -> dict[str, Any]:
 
 
 def response_header_docs(*names: str) -> dict[str, Any]:
-    """The `headers` of an answer in `responses`."""
+    """Return a response's `headers` for `responses`."""
     return {name: {"schema": dict(_SCHEMAS[name])} for name in names}

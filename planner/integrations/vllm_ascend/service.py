@@ -1,4 +1,4 @@
-"""What vLLM-Ascend's clients ask for, in the registry's words: a seed is an instance, a lease is a fork."""
+"""Maps vLLM-Ascend's protocol to the registry: a seed is an instance, a lease is a fork."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ from rfork.settings import host_port
 
 TRANSPORT: Final = "ascend"
 SEED_TTL_S: Final = 75.0
-"""Seconds without a heartbeat after which a seed is forgotten: the clients send one each 30 s."""
-MAX_UNKNOWN: Final = 16
-"""Most readers that a seed's `SEED_REFCNT` is taken to mean."""
+"""Seconds without a heartbeat after which a seed is removed. Clients send one every 30 s."""
+MAX_UNPLANNED_READERS: Final = 16
+"""Maximum number of readers derived from a seed's `SEED_REFCNT`."""
 ATTEMPTS: Final = 20
-"""How often a seed's removal is tried because another replica changed its leases meanwhile."""
-IDLE_STATE: Final = ForkProgress(verified=(), bytes_read=0, bytes_per_s=0.0)
-"""What a lease that is renewed tells of its read."""
+"""Maximum attempts to remove a seed while another replica changes its leases."""
+NO_PROGRESS: Final = ForkProgress(verified=(), bytes_read=0, bytes_per_s=0.0)
+"""Progress of a fork whose lease is renewed: the protocol reports none."""
 
 
 class AscendLeaseService:
-    """Says in the registry's words what the protocol asks for."""
+    """Implements the operations of the protocol on the registry."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self._log = logger("planner.integrations.vllm_ascend.router")
 
     async def add(self, key: str, seed: AscendSeed, references: int) -> None:
-        """Register the seed, or take its heartbeat; it stays draining while its removal waits for leases."""
+        """Register a seed, or record its heartbeat. A seed that waits for its removal stays draining."""
         await self._registry.sweep()
         record = self._registry.state.instance(seed.instance_id)
         leases = len(self._active_leases(record)) if record is not None else 0
         state: InstanceState = "draining" if leases and record and _is_draining(record) else "serving"
-        readers = min(max(0, references - leases), MAX_UNKNOWN)
+        readers = min(max(0, references - leases), MAX_UNPLANNED_READERS)
         unplanned_readers = tuple(f"{seed.instance_id}:reader-{index}" for index in range(readers))
         await self._registry.report(_seed_report(key, seed, state, unplanned_readers))
         await self._remove_if_silent(seed.instance_id, min_silence_s=SEED_TTL_S)
 
     async def lease(self, key: str, host: str) -> Response:
-        """200 with a lease, or 404."""
+        """Return 200 with a lease, or 404."""
         lease_id = secrets.token_hex(16)
         target = _target_report(key, lease_id, host)
         plan = await self._registry.request_plan(ForkRequest(fork_id=lease_id, instance=target))
@@ -59,7 +59,7 @@ class AscendLeaseService:
             await self._end(self._registry.fork(lease_id), "fallback", f"NoSource: {plan.reason}")
             return response(404)
         ttl_s = plan.routes[0].lease.expires_in_s
-        # Only renewals are heard of it: it is forgotten when its lease lapses, and not before.
+        # It sends renewals only, so its time to live is that of the lease.
         await self._remove_if_silent(target.instance_id, min_silence_s=ttl_s, max_silence_s=ttl_s)
         return response(
             200, SEED_IP=seed.ip, SEED_PORT=str(seed.port), SEED_RANK=str(seed.rank), USER_ID=lease_id,
@@ -67,29 +67,29 @@ class AscendLeaseService:
         )  # fmt: skip
 
     async def renew(self, seed: AscendSeed, lease_id: str) -> bool:
-        """Whether the lease lives on; one whose seed is gone ends."""
+        """Renew a lease. Returns False if it does not exist; ends it if its seed was removed."""
         fork = await self._check_lease(seed, lease_id)
         if fork is None:
             return False
-        renewed = await self._registry.progress(lease_id, IDLE_STATE)
+        renewed = await self._registry.progress(lease_id, NO_PROGRESS)
         if seed.instance_id in renewed.leases:
             return True
-        await self._end(fork, "interrupted", "SourceUnavailable: the seed fell silent or was removed")
+        await self._end(fork, "interrupted", "SourceUnavailable: the seed stopped sending heartbeats or was removed")
         return False
 
     async def release(self, seed: AscendSeed, lease_id: str) -> bool:
-        """Whether there was such a lease to end. A seed that waits to be removed leaves with the last one."""
+        """End a lease; False if unknown. A seed that waits for its removal is removed with its last lease."""
         fork = await self._check_lease(seed, lease_id)
         if fork is None:
             return False
-        await self._end(fork, "forked", "the lease was given back; how the read went is not told")
+        await self._end(fork, "forked", "the lease was released; the client does not report the result")
         record = self._registry.state.instance(seed.instance_id)
         if record is not None and _is_draining(record):
             await self._forget(record)
         return True
 
     async def remove(self, key: str, seed: AscendSeed) -> int:
-        """200, 404, or 409 while it is leased: then it gets no new reader."""
+        """Remove a seed. Returns 200, 404, or 409 while it is leased; then it gets no new reader."""
         await self._registry.sweep()
         record = self._registry.state.instance(seed.instance_id)
         if record is None or record.report.model != PREFIX + key:
@@ -100,7 +100,7 @@ class AscendLeaseService:
         return 409
 
     async def _forget(self, record: InstanceRecord) -> bool:
-        """Forget the seed unless it is leased; whether that was so."""
+        """Remove a seed unless it is leased. Returns True if it was removed."""
         store, instance_id = self._registry.store, record.report.instance_id
         for _ in range(ATTEMPTS):
             version = store.version(record.group)
@@ -115,7 +115,7 @@ class AscendLeaseService:
         return False
 
     async def _check_lease(self, seed: AscendSeed, lease_id: str) -> ForkRecord | None:
-        """The lease, if it lives and is on this seed."""
+        """Return the lease if it is active and on this seed."""
         await self._registry.sweep()
         fork = self._registry.state.fork(lease_id)
         if fork is None or not fork.live or seed.instance_id not in [read.source_id for read in fork.reads]:
@@ -123,7 +123,7 @@ class AscendLeaseService:
         return fork
 
     def _active_leases(self, record: InstanceRecord) -> list[str]:
-        """Leases on the seed that this planner gave."""
+        """Return the leases on the seed that this planner issued."""
         state = self._registry.state
         readers = state.group(record.group).readers.get(record.report.instance_id, {})
         return [name for name in readers if state.fork(name) is not None]
@@ -136,13 +136,13 @@ class AscendLeaseService:
     async def _remove_if_silent(
         self, instance_id: str, *, min_silence_s: float, max_silence_s: float = math.inf
     ) -> None:
-        """Forget the instance after so many seconds of silence, rather than after what the settings say."""
+        """Limit the instance's time to live, instead of the value from the settings."""
         record = self._registry.state.instance(instance_id)
         if record is None:
             return
-        forget_s = min(max(record.ttl_s, min_silence_s), max_silence_s)
-        if forget_s != record.ttl_s:
-            await self._registry.store.commit(StoreChange(instances=(replace(record, ttl_s=forget_s),)))
+        ttl_s = min(max(record.ttl_s, min_silence_s), max_silence_s)
+        if ttl_s != record.ttl_s:
+            await self._registry.store.commit(StoreChange(instances=(replace(record, ttl_s=ttl_s),)))
 
 
 def _seed_report(key: str, seed: AscendSeed, state: InstanceState, readers: tuple[str, ...]) -> InstanceReport:
@@ -181,7 +181,7 @@ def _target_report(key: str, lease_id: str, host: str) -> InstanceReport:
 
 
 def _version(key: str) -> str:
-    """Return the version that a seed key stands for: it covers all that has to be equal."""
+    """Return the version derived from a seed key, which covers everything that must be equal."""
     return f"seed-key:{_derive_id('version', key)}"
 
 
@@ -190,5 +190,5 @@ def _derive_id(what: str, key: str) -> str:
 
 
 def _is_draining(record: InstanceRecord) -> bool:
-    """Whether it is to be removed; an operator's drain is not told here."""
+    """Return True if the seed waits for its removal. An operator's drain is not visible here."""
     return record.report.state == "draining"

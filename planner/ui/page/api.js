@@ -1,55 +1,55 @@
-// The REST API to read and to try, by Swagger UI, which draws the planner's own OpenAPI document.
+// Interactive REST API documentation: Swagger UI with the planner's own OpenAPI document.
 
-import { at, say } from "./dom.js";
-import { onToken, session, whyRefused } from "./token.js";
+import { byId, setText } from "./dom.js";
+import { onToken, session, refusalText } from "./token.js";
 
 let token = session("get");
 
 /** @returns {Record<string, string>} */
-function shown() {
+function authorization() {
   return token ? { Authorization: `Bearer ${token}` } : {};
 }
 
-async function show() {
-  const tried = token;
+async function load() {
+  const sentToken = token;
   /** @type {Response} */
-  let answer;
+  let response;
   try {
-    answer = await fetch("openapi.json", { headers: shown(), cache: "no-store" });
+    response = await fetch("openapi.json", { headers: authorization(), cache: "no-store" });
   } catch {
-    return say(at("api"), "The planner does not answer. Reload the page once it does.");
+    return setText(byId("api"), "The planner is unreachable. Reload the page to retry.");
   }
-  // One that was given meanwhile is tried by itself.
-  if (tried !== token) return;
-  if (answer.status === 401 || answer.status === 403) return ask(answer.status);
-  if (!answer.ok) return say(at("api"), `The planner answers ${answer.status}: ${await answer.text()}`);
-  at("ask-form").hidden = true;
-  // @ts-ignore: of swagger-ui-bundle.js, which is no module
+  // A token entered meanwhile is sent separately.
+  if (sentToken !== token) return;
+  if (response.status === 401 || response.status === 403) return requestToken(response.status);
+  if (!response.ok) return setText(byId("api"), `The planner returned ${response.status}: ${await response.text()}`);
+  byId("token-form").hidden = true;
+  // @ts-ignore: from swagger-ui-bundle.js, which is not a module
   SwaggerUIBundle({
-    spec: await answer.json(),
+    spec: await response.json(),
     dom_id: "#api",
     deepLinking: true,
     tryItOutEnabled: false,
     validatorUrl: null,
     requestInterceptor: (/** @type {{headers: Record<string, string>}} */ request) => {
-      request.headers = { ...shown(), ...request.headers };
+      request.headers = { ...authorization(), ...request.headers };
       return request;
     },
   });
 }
 
 /** @param {number} status */
-function ask(status) {
-  say(at("ask-wrong"), whyRefused(status, token));
+function requestToken(status) {
+  setText(byId("token-error"), refusalText(status, token));
   token = "";
   session("remove");
-  at("ask-form").hidden = false;
-  at("token").focus();
+  byId("token-form").hidden = false;
+  byId("token").focus();
 }
 
-onToken((given) => {
-  token = given;
-  show();
+onToken((entered) => {
+  token = entered;
+  load();
 });
 
-show();
+load();

@@ -1,38 +1,38 @@
-// Draws a fork tree on a canvas as large as what is seen of it: a thousand nodes cost what thirty do.
+// Draws a fork tree on a canvas the size of the visible part: a thousand nodes cost as much as thirty.
 
 import { quadtree } from "../vendor/d3.js";
 import { place } from "./graph.js";
-import { STATES, percent, rate, short } from "./words.js";
+import { percent, rate, short, STATES } from "./format.js";
 
 const MARGIN = { left: 26, top: 34, right: 190, bottom: 34 };
-/** From so many lines of nodes on they stand closer, with less said of each. */
-const CLOSE = 14;
-const ROOMY = { row: 52, column: 216, radius: 11, font: 12, letters: 25 };
+/** Number of rows from which nodes are drawn closer, with shorter labels. */
+const MIN_DENSE_ROWS = 14;
+const WIDE = { row: 52, column: 216, radius: 11, font: 12, letters: 25 };
 const DENSE = { row: 19, column: 168, radius: 6, font: 11, letters: 18 };
-const THICKEST = 9;
+const MAX_WIDTH = 9;
 
 export class Drawing {
-  /** @param {HTMLElement} box scrolls @param {{open: (id: string) => void, hint: (text: string, x: number, y: number) => void}} does */
-  constructor(box, does) {
+  /** @param {HTMLElement} box scrolls @param {{open: (id: string) => void, hint: (text: string, x: number, y: number) => void}} callbacks */
+  constructor(box, callbacks) {
     this.box = box;
     this.spread = /** @type {HTMLElement} */ (box.firstElementChild);
     this.canvas = /** @type {HTMLCanvasElement} */ (box.querySelector("canvas"));
-    this.does = does;
+    this.callbacks = callbacks;
     /** @type {import("./graph.js").Graph | undefined} */
     this.graph = undefined;
-    this.spacing = ROOMY;
-    this.under = "";
-    this.chosen = "";
-    this.asked = false;
+    this.spacing = WIDE;
+    this.hovered = "";
+    this.selected = "";
+    this.drawScheduled = false;
     /** @type {Record<string, string> | undefined} */
     this.colours = undefined;
-    box.addEventListener("scroll", () => this.ask(), { passive: true });
-    new ResizeObserver(() => this.ask()).observe(box);
+    box.addEventListener("scroll", () => this.scheduleDraw(), { passive: true });
+    new ResizeObserver(() => this.scheduleDraw()).observe(box);
     box.addEventListener("pointermove", (event) => this.point(event));
     box.addEventListener("pointerleave", () => this.point(undefined));
     box.addEventListener("click", (event) => {
       const node = this.nodeAt(event);
-      if (node) does.open(node.id);
+      if (node) callbacks.open(node.id);
     });
     for (const query of ["(prefers-color-scheme: dark)", "(prefers-contrast: more)"]) matchMedia(query).addEventListener("change", () => this.recolour());
   }
@@ -40,17 +40,17 @@ export class Drawing {
   /** @param {import("./graph.js").Graph} graph */
   show(graph) {
     const lines = [...graph.nodes.values()].filter((node) => !node.children.length).length;
-    const spacing = lines > CLOSE ? DENSE : ROOMY;
+    const spacing = lines > MIN_DENSE_ROWS ? DENSE : WIDE;
     place(graph, spacing === this.spacing ? this.graph : undefined, spacing);
     this.spacing = spacing;
     if (graph.shape !== this.graph?.shape) this.shape(graph);
     this.graph = graph;
-    this.ask();
+    this.scheduleDraw();
   }
 
-  /** The node with this id is the one that the table is at. @param {string} id */
+  /** Select the node that corresponds to the active row of the table. @param {string} id */
   mark(id) {
-    this.chosen = id;
+    this.selected = id;
     const node = this.graph?.nodes.get(id);
     if (node) {
       const { scrollLeft, scrollTop, clientWidth, clientHeight } = this.box;
@@ -58,13 +58,13 @@ export class Drawing {
       if (x < scrollLeft + 20 || x > scrollLeft + clientWidth - 120) this.box.scrollLeft = x - clientWidth / 3;
       if (y < scrollTop + 20 || y > scrollTop + clientHeight - 30) this.box.scrollTop = y - clientHeight / 2;
     }
-    this.ask();
+    this.scheduleDraw();
   }
 
-  /** The colours are others now. */
+  /** Redraw with changed colours. */
   recolour() {
     this.colours = undefined;
-    this.ask();
+    this.scheduleDraw();
   }
 
   /** @param {import("./graph.js").Graph} graph */
@@ -77,12 +77,12 @@ export class Drawing {
     this.found = quadtree([...graph.nodes.values()], (/** @type {any} */ node) => node.x, (/** @type {any} */ node) => node.y);
   }
 
-  /** Draw before the next picture, once. */
-  ask() {
-    if (this.asked) return;
-    this.asked = true;
+  /** Draw before the next frame, once. */
+  scheduleDraw() {
+    if (this.drawScheduled) return;
+    this.drawScheduled = true;
     requestAnimationFrame(() => {
-      this.asked = false;
+      this.drawScheduled = false;
       this.draw();
     });
   }
@@ -101,9 +101,9 @@ export class Drawing {
     const [left, top] = [box.scrollLeft - MARGIN.left, box.scrollTop - MARGIN.top];
     pen.setTransform(dense, 0, 0, dense, -left * dense, -top * dense);
     pen.clearRect(left, top, width, height);
-    const seen = (/** @type {number} */ one, /** @type {number} */ other, /** @type {number} */ low, /** @type {number} */ high) => Math.max(one, other) >= low && Math.min(one, other) <= high;
+    const overlaps = (/** @type {number} */ one, /** @type {number} */ other, /** @type {number} */ low, /** @type {number} */ high) => Math.max(one, other) >= low && Math.min(one, other) <= high;
     for (const link of graph.links) {
-      if (seen(link.from.x, link.to.x, left, left + width) && seen(link.from.y, link.to.y, top, top + height)) this.line(pen, link, graph.fastest);
+      if (overlaps(link.from.x, link.to.x, left, left + width) && overlaps(link.from.y, link.to.y, top, top + height)) this.line(pen, link, graph.fastest);
     }
     const reach = this.spacing.column;
     for (const node of graph.nodes.values()) {
@@ -120,7 +120,7 @@ export class Drawing {
     pen.moveTo(x1, from.y);
     const half = x2 > x1 ? (x2 - x1) / 2 : 60;
     pen.bezierCurveTo(x1 + half, from.y, x2 - half, to.y, x2, to.y);
-    pen.lineWidth = speed ? Math.max(1.2, THICKEST * Math.sqrt(speed / fastest) * (radius / ROOMY.radius)) : 1;
+    pen.lineWidth = speed ? Math.max(1.2, MAX_WIDTH * Math.sqrt(speed / fastest) * (radius / WIDE.radius)) : 1;
     pen.strokeStyle = from.dim && to.dim ? colours.faint : speed ? colours.flow : colours.line;
     pen.globalAlpha = main ? 1 : 0.45;
     pen.setLineDash(speed ? [] : [3, 4]);
@@ -147,8 +147,8 @@ export class Drawing {
       pen.restore();
     }
     outline(pen, node.state, radius);
-    pen.lineWidth = this.chosen === node.id || this.under === node.id ? 3.5 : 2;
-    pen.strokeStyle = this.chosen === node.id ? colours.focus : colour;
+    pen.lineWidth = this.selected === node.id || this.hovered === node.id ? 3.5 : 2;
+    pen.strokeStyle = this.selected === node.id ? colours.focus : colour;
     pen.setLineDash(node.state === "waiting" || node.state === "silent" ? [3, 2.5] : []);
     pen.stroke();
     pen.setLineDash([]);
@@ -161,15 +161,15 @@ export class Drawing {
   label(pen, node, font) {
     const colours = /** @type {Record<string, string>} */ (this.colours);
     const { radius, letters } = this.spacing;
-    const roomy = this.spacing === ROOMY;
+    const wide = this.spacing === WIDE;
     pen.lineJoin = "round";
     pen.lineWidth = 4;
     pen.strokeStyle = colours.panel;
     const x = node.x + radius + 5;
     const write = (/** @type {string} */ text, /** @type {number} */ y, /** @type {string} */ weight, /** @type {string} */ colour) => {
       pen.font = `${weight} ${font}px system-ui, sans-serif`;
-      if (!roomy) {
-        // The line to the next node runs behind the text.
+      if (!wide) {
+        // The line to the next node passes under the text.
         pen.fillStyle = colours.panel;
         pen.fillRect(x - 2, y - 9, pen.measureText(text).width + 4, 12);
       }
@@ -178,7 +178,7 @@ export class Drawing {
       pen.fillText(text, x, y);
     };
     const text = node.dim ? colours.faint : colours.text;
-    if (!roomy) return write(`${short(node.label, letters)}${node.fork ? ` ${percent(node.share)}` : ""}`, node.y + 4, "500", text);
+    if (!wide) return write(`${short(node.label, letters)}${node.fork ? ` ${percent(node.share)}` : ""}`, node.y + 4, "500", text);
     write(short(node.label, letters), node.y - 8, "600", text);
     write(underline(node), node.y + 18, "400", node.dim ? colours.faint : colours.soft);
   }
@@ -195,22 +195,22 @@ export class Drawing {
   /** @param {PointerEvent | undefined} event */
   point(event) {
     const node = event && this.nodeAt(event);
-    if ((node?.id ?? "") !== this.under) this.ask();
-    this.under = node?.id ?? "";
+    if ((node?.id ?? "") !== this.hovered) this.scheduleDraw();
+    this.hovered = node?.id ?? "";
     this.box.style.cursor = node ? "pointer" : "";
-    this.does.hint(node ? `${node.label} · ${STATES[node.state].word} · ${underline(node)}${node.host ? ` · on ${node.host}` : ""}` : "", event?.clientX ?? 0, event?.clientY ?? 0);
+    this.callbacks.hint(node ? `${node.label} · ${STATES[node.state].word} · ${underline(node)}${node.host ? ` · on ${node.host}` : ""}` : "", event?.clientX ?? 0, event?.clientY ?? 0);
   }
 }
 
 /** The second line of a node. @param {import("./graph.js").Node} node */
 function underline(node) {
-  if (node.state === "storage") return node.gives ? `gives ${rate(node.gives)}` : "is read";
+  if (node.state === "storage") return node.servedRate ? `serves ${rate(node.servedRate)}` : "is read";
   if (node.fork && node.state !== "waiting") return `${percent(node.share)}${node.rate ? ` · ${rate(node.rate)}` : ""}`;
-  if (node.gives) return `${STATES[node.state].word}, gives ${rate(node.gives)}`;
+  if (node.servedRate) return `${STATES[node.state].word}, serves ${rate(node.servedRate)}`;
   return STATES[node.state].word;
 }
 
-/** Each state has a form of its own. @param {CanvasRenderingContext2D} pen @param {string} state @param {number} radius */
+/** Each state has a distinct shape. @param {CanvasRenderingContext2D} pen @param {string} state @param {number} radius */
 function outline(pen, state, radius) {
   pen.beginPath();
   if (state === "storage") pen.roundRect(-radius, -radius * 0.85, 2 * radius, 1.7 * radius, 3);
@@ -237,7 +237,7 @@ function sign(pen, text, radius, colour) {
   pen.fillText(text, 0, 0.5);
 }
 
-/** The colours of the style sheet, as they are now. @param {HTMLElement} box @returns {Record<string, string>} */
+/** The current colours of the style sheet. @param {HTMLElement} box @returns {Record<string, string>} */
 function coloursOf(box) {
   const probe = document.createElement("span");
   box.append(probe);

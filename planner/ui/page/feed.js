@@ -1,96 +1,96 @@
-// The stream from the planner: opened, read, watched, and opened again. By fetch and not by EventSource,
-// which cannot send a token but in its URL, where logs would keep it.
+// The event stream from the planner, with reconnects. Uses fetch instead of EventSource, which could send a token
+// only in its URL, where it would end up in logs.
 
-import { session, whyRefused } from "./token.js";
+import { session, refusalText } from "./token.js";
 
-/** Without a word for so long, the stream is taken for dead: the planner sends a comment every 5 s. */
-const SILENCE_MS = 16_000;
-const FIRST_WAIT_MS = 500;
-const LONGEST_WAIT_MS = 8_000;
+/** Idle time after which the stream counts as dead: the planner sends a comment every 5 s. */
+const IDLE_TIMEOUT_MS = 16_000;
+const MIN_RETRY_MS = 500;
+const MAX_RETRY_MS = 8_000;
 
 /**
- * How the stream is: `opening`, `live`, `gone` (with why, and when it is tried again) or `token`.
- * @typedef {{state: "opening" | "live" | "gone" | "token", why: string, again?: number, since?: number}} Link
+ * State of the stream: `opening`, `live`, `disconnected` (with reason and time of the next attempt) or `token`.
+ * @typedef {{state: "opening" | "live" | "disconnected" | "token", reason: string, retryAt?: number, since?: number}} Link
  */
 
 export class Feed {
   /**
-   * @param {(event: string, data: any) => void} tell  told each event
-   * @param {(link: Link) => void} linked  told each change of the connection
+   * @param {(event: string, data: any) => void} onEvent  called for each event
+   * @param {(link: Link) => void} onLink  called for each change of the connection
    */
-  constructor(tell, linked) {
-    this.tell = tell;
-    this.linked = linked;
-    this.wait = FIRST_WAIT_MS;
+  constructor(onEvent, onLink) {
+    this.onEvent = onEvent;
+    this.onLink = onLink;
+    this.retryMs = MIN_RETRY_MS;
     this.since = 0;
     /** @type {AbortController | undefined} */
     this.running = undefined;
     /** @type {(() => void) | undefined} */
     this.wake = undefined;
-    this.shown = session("get");
+    this.token = session("get");
   }
 
-  /** Read for as long as the page lives. */
+  /** Read until the page is closed. */
   async run() {
     addEventListener("online", () => this.wake?.());
     for (;;) {
-      const why = await this.once();
-      if (why === "again") continue;
-      if (why === "token") {
+      const reason = await this.connect();
+      if (reason === "retry") continue;
+      if (reason === "token") {
         await new Promise((resolve) => (this.wake = () => resolve(undefined)));
         continue;
       }
       this.since ||= Date.now();
-      const again = Date.now() + this.wait;
-      this.linked({ state: "gone", why, again, since: this.since });
-      const wait = this.wait * (0.8 + 0.4 * Math.random());
-      this.wait = Math.min(LONGEST_WAIT_MS, this.wait * 2);
+      const retryAt = Date.now() + this.retryMs;
+      this.onLink({ state: "disconnected", reason, retryAt, since: this.since });
+      const delay = this.retryMs * (0.8 + 0.4 * Math.random());
+      this.retryMs = Math.min(MAX_RETRY_MS, this.retryMs * 2);
       await new Promise((resolve) => {
-        const timer = setTimeout(resolve, wait);
+        const timer = setTimeout(resolve, delay);
         this.wake = () => (clearTimeout(timer), resolve(undefined));
       });
     }
   }
 
   /** Use this token from now on. @param {string} token */
-  use(token) {
-    this.shown = token;
+  setToken(token) {
+    this.token = token;
     this.wake?.();
   }
 
-  /** One connection, to its end; says why it ended. @returns {Promise<string>} */
-  async once() {
+  /** One connection, until it ends; returns why it ended. @returns {Promise<string>} */
+  async connect() {
     const stop = (this.running = new AbortController());
-    const { shown } = this;
-    let watch = setTimeout(() => stop.abort(), SILENCE_MS);
+    const { token } = this;
+    let watch = setTimeout(() => stop.abort(), IDLE_TIMEOUT_MS);
     try {
       /** @type {Record<string, string>} */
-      const headers = shown ? { Authorization: `Bearer ${shown}` } : {};
-      const answer = await fetch("feed", { headers, cache: "no-store", credentials: "omit", signal: stop.signal });
-      // One that was given meanwhile is not the one that was refused.
-      if (answer.status === 401 || answer.status === 403) return shown === this.shown ? this.refused(answer.status) : "again";
-      if (!answer.ok || !answer.body) return `it answers ${answer.status}: ${await reason(answer)}`;
-      const words = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+      const headers = token ? { Authorization: `Bearer ${token}` } : {};
+      const response = await fetch("feed", { headers, cache: "no-store", credentials: "omit", signal: stop.signal });
+      // A token entered meanwhile is not the rejected one.
+      if (response.status === 401 || response.status === 403) return token === this.token ? this.reject(response.status) : "retry";
+      if (!response.ok || !response.body) return `status ${response.status}: ${await problemDetail(response)}`;
+      const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
       let rest = "";
       for (;;) {
-        const { value, done } = await words.read();
-        if (done) return "it ended the stream: it stops, or starts again";
+        const { value, done } = await reader.read();
+        if (done) return "it closed the stream";
         clearTimeout(watch);
-        watch = setTimeout(() => stop.abort(), SILENCE_MS);
+        watch = setTimeout(() => stop.abort(), IDLE_TIMEOUT_MS);
         const events = (rest + value).split("\n\n");
         rest = events.pop() ?? "";
-        for (const event of events) this.take(event);
+        for (const event of events) this.dispatch(event);
       }
     } catch (error) {
-      return stop.signal.aborted ? "it says nothing any more" : "it cannot be reached";
+      return stop.signal.aborted ? "no response" : "unreachable";
     } finally {
       clearTimeout(watch);
       stop.abort();
     }
   }
 
-  /** @param {string} event  one event, without the empty line behind it */
-  take(event) {
+  /** @param {string} event  one event, without the blank line after it */
+  dispatch(event) {
     let name = "";
     let data = "";
     for (const line of event.split("\n")) {
@@ -99,28 +99,28 @@ export class Feed {
     }
     if (!name) return;
     if (name === "ready") {
-      this.wait = FIRST_WAIT_MS;
+      this.retryMs = MIN_RETRY_MS;
       this.since = 0;
-      this.linked({ state: "live", why: "" });
+      this.onLink({ state: "live", reason: "" });
     }
-    this.tell(name, JSON.parse(data));
+    this.onEvent(name, JSON.parse(data));
   }
 
   /** @param {number} status @returns {string} */
-  refused(status) {
-    const why = whyRefused(status, this.shown);
+  reject(status) {
+    const reason = refusalText(status, this.token);
     session("remove");
-    this.shown = "";
-    this.linked({ state: "token", why });
+    this.token = "";
+    this.onLink({ state: "token", reason });
     return "token";
   }
 }
 
-/** What the planner says of a refusal. @param {Response} answer */
-async function reason(answer) {
+/** Detail of a problem response. @param {Response} response */
+async function problemDetail(response) {
   try {
-    return String((await answer.json()).detail ?? answer.statusText);
+    return String((await response.json()).detail ?? response.statusText);
   } catch {
-    return answer.statusText || "no reason given";
+    return response.statusText || "no detail";
   }
 }

@@ -1,92 +1,92 @@
-// Who gives, by how many leases and how fast; how forks ended, and why those that did not fork did not.
+// Tables of sources (leases, rates, limits) and of fork results (outcomes, reasons).
 
-import { at, list, make, say, set, style } from "./dom.js";
-import { flow } from "./fleet.js";
-import { fallbackOf, reasonOf } from "./troubles.js";
-import { about, kindOf, many, name, rate, shortVersion } from "./words.js";
+import { byId, createElement, setAttribute, setStyle, setText, updateList } from "./dom.js";
+import { sourceRate } from "./fleet.js";
+import { fallbackOf, reasonOf } from "./problems.js";
+import { about, errorClass, many, name, rate, shortVersion } from "./format.js";
 
 const SHOWN = 12;
-/** What an end is called, its sign, and its class. @type {[string, string, string][]} */
+/** Outcome, symbol and label. @type {[string, string, string][]} */
 const OUTCOMES = [["forked", "✓", "forked"], ["fallback", "▲", "fell back"], ["failed", "✕", "failed"], ["interrupted", "■", "interrupted"]];
 
-/** @typedef {{id: string, readers: number, slots: number, gives: number, held?: number, egress?: number, host: string, state: string, version?: string}} Source  `version`: where its model has several */
+/** @typedef {{id: string, readers: number, slots: number, servedRate: number, rateLimit?: number, egress?: number, host: string, state: string, version?: string}} Source  `version`: if its model has several */
 
-/** @param {import("./fleet.js").Sums} sums @param {(instance: import("./fleet.js").Instance) => boolean} wanted @param {(id: string) => void} open */
-export function showSources(sums, wanted, open) {
-  const sources = sourcesOf(sums, wanted);
-  at("sources").hidden = !sums.fleet.instances.size;
+/** @param {import("./fleet.js").Summary} summary @param {(instance: import("./fleet.js").Instance) => boolean} isMatch @param {(id: string) => void} open */
+export function showSources(summary, isMatch, open) {
+  const sources = sourcesOf(summary, isMatch);
+  byId("sources").hidden = !summary.fleet.instances.size;
   const leases = sources.reduce((sum, each) => sum + each.readers, 0);
   const full = sources.filter((each) => each.readers >= each.slots).length;
   const rest = sources.length - SHOWN;
-  say(at("sources-words"), sources.length ? `${many(leases, "lease")} of ${many(sources.length, "source")}${full ? `, ${full} with no slot left` : ""}${rest > 0 ? `; the ${SHOWN} that give most` : ""}` : "nobody is read from now");
-  set(at("sources").querySelector(".scroll") ?? at("sources"), "hidden", sources.length ? undefined : "");
-  list(at("source-rows"), sources.slice(0, SHOWN), (each) => each.id, (each) => {
-    const source = make("th", { scope: "row" }, make("button.plain", { click: () => open(each.id), title: each.id }, name(each.id)), make("span.soft.tag", {}, each.host), make("span.soft.tag"));
-    return make("tr", {}, source, make("td", {}, make("span.meter", { "aria-hidden": "true" }, make("i")), make("span")), make("td.n"), make("td.n"));
+  setText(byId("sources-words"), sources.length ? `${many(leases, "lease")} of ${many(sources.length, "source")}${full ? `, ${full} without free slots` : ""}${rest > 0 ? `; the ${SHOWN} fastest` : ""}` : "no source has readers");
+  setAttribute(byId("sources").querySelector(".scroll") ?? byId("sources"), "hidden", sources.length ? undefined : "");
+  updateList(byId("source-rows"), sources.slice(0, SHOWN), (each) => each.id, (each) => {
+    const source = createElement("th", { scope: "row" }, createElement("button.plain", { click: () => open(each.id), title: each.id }, name(each.id)), createElement("span.soft.tag", {}, each.host), createElement("span.soft.tag"));
+    return createElement("tr", {}, source, createElement("td", {}, createElement("span.meter", { "aria-hidden": "true" }, createElement("i")), createElement("span")), createElement("td.n"), createElement("td.n"));
   }, (row, each) => {
-    const [source, slots, gives, held] = /** @type {HTMLElement[]} */ ([...row.children]);
-    say(source.children[2], shortVersion(each.version));
-    set(source.children[2], "title", each.version);
-    style(/** @type {HTMLElement} */ (slots.children[0].firstChild), "width", `${Math.min(100, (100 * each.readers) / Math.max(1, each.slots))}%`);
-    set(slots, "data-full", each.readers >= each.slots ? "yes" : undefined);
-    say(slots.children[1], `${each.readers} of ${each.slots}${each.readers >= each.slots ? ", full" : ""}`);
-    say(gives, each.gives ? rate(each.gives) : "–");
-    say(held, each.held ? rate(each.held) : each.egress ? `at most ${rate(each.egress)}` : "not held");
+    const [source, slots, servedRate, rateLimit] = /** @type {HTMLElement[]} */ ([...row.children]);
+    setText(source.children[2], shortVersion(each.version));
+    setAttribute(source.children[2], "title", each.version);
+    setStyle(/** @type {HTMLElement} */ (slots.children[0].firstChild), "width", `${Math.min(100, (100 * each.readers) / Math.max(1, each.slots))}%`);
+    setAttribute(slots, "data-full", each.readers >= each.slots ? "yes" : undefined);
+    setText(slots.children[1], `${each.readers} of ${each.slots}${each.readers >= each.slots ? ", full" : ""}`);
+    setText(servedRate, each.servedRate ? rate(each.servedRate) : "–");
+    setText(rateLimit, each.rateLimit ? rate(each.rateLimit) : each.egress ? rate(each.egress) : "none");
   });
 }
 
-/** @param {import("./fleet.js").Sums} sums @param {(instance: import("./fleet.js").Instance) => boolean} wanted @returns {Source[]} those that give most first */
-function sourcesOf(sums, wanted) {
+/** @param {import("./fleet.js").Summary} summary @param {(instance: import("./fleet.js").Instance) => boolean} isMatch @returns {Source[]} fastest first */
+function sourcesOf(summary, isMatch) {
   /** @type {Source[]} */
   const found = [];
-  const mixed = new Set(sums.rollouts.map((each) => each.model));
-  for (const instance of sums.fleet.instances.values()) {
-    const forks = sums.readers.get(instance.id) ?? [];
+  const mixed = new Set(summary.rollouts.map((each) => each.model));
+  for (const instance of summary.fleet.instances.values()) {
+    const forks = summary.readers.get(instance.id) ?? [];
     const readers = Math.max(forks.length, instance.readers ?? 0);
-    if (!readers || !wanted(instance)) continue;
-    const gives = forks.reduce((sum, fork) => sum + flow(fork, instance.id), 0);
-    const held = forks.map((fork) => fork.source_rate_limits?.[instance.id] ?? 0).filter((each) => each > 0);
-    found.push({ id: instance.id, readers, slots: instance.slots ?? 0, gives, held: held.length ? Math.min(...held) : undefined, egress: instance.egress, host: instance.host, state: instance.state, version: mixed.has(instance.model) ? instance.version : undefined });
+    if (!readers || !isMatch(instance)) continue;
+    const servedRate = forks.reduce((sum, fork) => sum + sourceRate(fork, instance.id), 0);
+    const limits = forks.map((fork) => fork.source_rate_limits?.[instance.id] ?? 0).filter((each) => each > 0);
+    found.push({ id: instance.id, readers, slots: instance.slots ?? 0, servedRate, rateLimit: limits.length ? Math.min(...limits) : undefined, egress: instance.egress, host: instance.host, state: instance.state, version: mixed.has(instance.model) ? instance.version : undefined });
   }
-  return found.sort((one, other) => other.gives - one.gives || other.readers - one.readers || (one.id < other.id ? -1 : 1));
+  return found.sort((one, other) => other.servedRate - one.servedRate || other.readers - one.readers || (one.id < other.id ? -1 : 1));
 }
 
-/** @param {import("./fleet.js").Sums} sums @param {(fork: import("./fleet.js").Fork) => boolean} wanted */
-export function showEndings(sums, wanted) {
-  const ended = sums.ended.filter(wanted);
-  at("endings").hidden = !sums.fleet.instances.size && !sums.fleet.forks.size;
-  const from = ended.length ? Math.max(0, sums.now - Math.min(...ended.map((fork) => fork.heard))) : 0;
-  say(at("endings-words"), ended.length ? `the last ${many(ended.length, "fork")}, in ${about(from)}` : "none has ended yet");
+/** @param {import("./fleet.js").Summary} summary @param {(fork: import("./fleet.js").Fork) => boolean} isMatch */
+export function showResults(summary, isMatch) {
+  const ended = summary.ended.filter(isMatch);
+  byId("results").hidden = !summary.fleet.instances.size && !summary.fleet.forks.size;
+  const from = ended.length ? Math.max(0, summary.now - Math.min(...ended.map((fork) => fork.seen_at))) : 0;
+  setText(byId("results-words"), ended.length ? `last ${many(ended.length, "fork")}, within ${about(from)}` : "none finished yet");
   const counts = OUTCOMES.map(([outcome, sign, word]) => ({ outcome, sign, word, count: ended.filter((fork) => fork.outcome === outcome).length }));
-  list(at("outcomes"), ended.length ? counts : [], (each) => each.outcome, (each) => make("li", { "data-outcome": each.outcome }, make("span.sign", { "aria-hidden": "true" }, each.sign), make("strong"), ` ${each.word}`), (item, each) => {
-    say(item.children[1], String(each.count));
-    set(item, "data-none", each.count ? undefined : "yes");
+  updateList(byId("outcomes"), ended.length ? counts : [], (each) => each.outcome, (each) => createElement("li", { "data-outcome": each.outcome }, createElement("span.sign", { "aria-hidden": "true" }, each.sign), createElement("strong"), ` ${each.word}`), (item, each) => {
+    setText(item.children[1], String(each.count));
+    setAttribute(item, "data-none", each.count ? undefined : "yes");
   });
   const reasons = reasonsOf(ended);
-  at("reasons-title").hidden = reasons.length === 0;
-  const most = Math.max(1, ...reasons.map((each) => each.count));
-  list(at("reasons"), reasons, (each) => each.key, () => make("li", {}, make("span.count"), make("strong"), make("span.into.soft"), make("span.track", { "aria-hidden": "true" }, make("i")), make("span.last.soft")), (item, each) => {
-    const [count, kind, into, track, last] = /** @type {HTMLElement[]} */ ([...item.children]);
-    say(count, `${each.count} ×`);
-    say(kind, each.kind);
-    say(into, each.into);
-    style(/** @type {HTMLElement} */ (track.firstChild), "width", `${(100 * each.count) / most}%`);
-    say(last, `${about(sums.now - each.at)} ago: ${each.last}`);
+  byId("reasons-title").hidden = reasons.length === 0;
+  const maxCount = Math.max(1, ...reasons.map((each) => each.count));
+  updateList(byId("reasons"), reasons, (each) => each.key, () => createElement("li", {}, createElement("span.count"), createElement("strong"), createElement("span.into.soft"), createElement("span.track", { "aria-hidden": "true" }, createElement("i")), createElement("span.last.soft")), (item, each) => {
+    const [count, error, into, track, last] = /** @type {HTMLElement[]} */ ([...item.children]);
+    setText(count, `${each.count} ×`);
+    setText(error, each.error);
+    setText(into, each.into);
+    setStyle(/** @type {HTMLElement} */ (track.firstChild), "width", `${(100 * each.count) / maxCount}%`);
+    setText(last, `${about(summary.now - each.at)} ago: ${each.last}`);
   });
 }
 
-/** @param {import("./fleet.js").Fork[]} ended the latest first */
+/** @param {import("./fleet.js").Fork[]} ended latest first */
 function reasonsOf(ended) {
-  /** @type {Map<string, {key: string, kind: string, into: string, count: number, last: string, at: number}>} */
+  /** @type {Map<string, {key: string, error: string, into: string, count: number, last: string, at: number}>} */
   const found = new Map();
   for (const fork of ended) {
     if (fork.outcome === "forked") continue;
-    const kind = kindOf(reasonOf(fork));
+    const error = errorClass(reasonOf(fork));
     const into = fork.outcome === "fallback" ? `→ ${fallbackOf(fork)}` : `→ ${fork.outcome}`;
-    const key = `${kind}${into}`;
-    const there = found.get(key);
-    if (there) there.count += 1;
-    else found.set(key, { key, kind, into, count: 1, last: reasonOf(fork), at: fork.heard });
+    const key = `${error}${into}`;
+    const known = found.get(key);
+    if (known) known.count += 1;
+    else found.set(key, { key, error, into, count: 1, last: reasonOf(fork), at: fork.seen_at });
   }
   return [...found.values()].sort((one, other) => other.count - one.count).slice(0, 8);
 }

@@ -1,36 +1,36 @@
-// The token that this tab shows to the planner: asked for once, on whichever page, and kept until the tab is closed.
+// The token of this tab: requested once, shared by both pages, and kept until the tab is closed.
 
-import { at, say } from "./dom.js";
+import { byId, setText } from "./dom.js";
 
 const TOKEN = "rfork-token";
 
-/** The token of this tab; a browser that shuts its storage asks again after a reload.
- * @param {"get" | "set" | "remove"} what @param {string} [value] @returns {string} */
-export function session(what, value = "") {
+/** The token of this tab; if the browser blocks storage, it is requested again after a reload.
+ * @param {"get" | "set" | "remove"} action @param {string} [value] @returns {string} */
+export function session(action, value = "") {
   try {
-    if (what === "set") sessionStorage.setItem(TOKEN, value);
-    else if (what === "remove") sessionStorage.removeItem(TOKEN);
+    if (action === "set") sessionStorage.setItem(TOKEN, value);
+    else if (action === "remove") sessionStorage.removeItem(TOKEN);
     else return sessionStorage.getItem(TOKEN) ?? "";
   } catch {
-    // It is used all the same, until the page is left.
+    // The token is still used until the page is closed.
   }
   return "";
 }
 
-/** Why the planner refused, in words for whoever showed the token. @param {number} status @param {string} shown */
-export function whyRefused(status, shown) {
-  if (!shown) return "";
-  return status === 403 ? "This token may not look: it needs the role reader." : "The planner does not know this token.";
+/** Message for a rejected token. @param {number} status @param {string} token */
+export function refusalText(status, token) {
+  if (!token) return "";
+  return status === 403 ? "This token lacks the role reader." : "The token is not valid.";
 }
 
-/** Take what is given in the page's form. @param {(token: string) => void} use */
+/** Call `use` with the token entered in the page's form. @param {(token: string) => void} use */
 export function onToken(use) {
-  at("ask-form").addEventListener("submit", (event) => {
+  byId("token-form").addEventListener("submit", (event) => {
     event.preventDefault();
-    const field = /** @type {HTMLInputElement} */ (at("token"));
+    const field = /** @type {HTMLInputElement} */ (byId("token"));
     const token = field.value.trim();
-    // What cannot stand in a header would throw, or be cut.
-    if (!/^[!-~]+$/.test(token)) return say(at("ask-wrong"), "A token has no spaces and no letters beyond ASCII.");
+    // Other characters cannot be sent in a header.
+    if (!/^[!-~]+$/.test(token)) return setText(byId("token-error"), "A token contains only ASCII characters, without spaces.");
     field.value = "";
     session("set", token);
     use(token);

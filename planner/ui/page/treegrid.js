@@ -1,62 +1,62 @@
-// The fork tree as a table (the ARIA treegrid pattern): the same as the drawing, for keyboards and screen readers.
-// Only the rows that are seen are in the document.
+// The fork tree as a table (ARIA treegrid pattern): the contents of the drawing, for keyboards and screen readers.
+// Only visible rows are in the document.
 
-import { list, make, say, set, style } from "./dom.js";
-import { STATES, about, many, percent, rate, short } from "./words.js";
+import { createElement, setAttribute, setStyle, setText, updateList } from "./dom.js";
+import { about, many, percent, rate, short, STATES } from "./format.js";
 
 const ROW = 32;
-const SPARE = 6;
+const OVERSCAN = 6;
 const IDLE = "\u0001idle";
 
 /** @typedef {{id: string, level: number, place: number, among: number, open?: boolean, node?: import("./graph.js").Node, text?: string, parent: number}} Row */
 
 export class TreeGrid {
-  /** @param {HTMLElement} box @param {{open: (id: string) => void, mark: (id: string) => void}} does */
-  constructor(box, does) {
+  /** @param {HTMLElement} box @param {{open: (id: string) => void, mark: (id: string) => void}} callbacks */
+  constructor(box, callbacks) {
     this.box = box;
     this.body = /** @type {HTMLElement} */ (box.querySelector(".grid-body"));
-    this.does = does;
+    this.callbacks = callbacks;
     /** @type {Row[]} */
     this.rows = [];
-    /** Which rows are shut; the idle ones are at first. @type {Set<string>} */
-    this.shut = new Set([IDLE]);
+    /** Collapsed rows; initially the idle ones. @type {Set<string>} */
+    this.collapsed = new Set([IDLE]);
     this.at = "";
     box.addEventListener("scroll", () => this.draw(), { passive: true });
     new ResizeObserver(() => this.draw()).observe(box);
     box.addEventListener("keydown", (event) => this.key(event));
     box.addEventListener("focus", () => this.go(Math.max(0, this.index())));
-    box.addEventListener("blur", () => (set(box, "data-active", undefined), does.mark("")));
+    box.addEventListener("blur", () => (setAttribute(box, "data-active", undefined), callbacks.mark("")));
     this.body.addEventListener("click", (event) => this.click(event));
   }
 
-  /** @param {import("./graph.js").Graph} graph @param {boolean} filtered only what fits the filter, and what leads there */
+  /** @param {import("./graph.js").Graph} graph @param {boolean} filtered show only rows that match the filter, and their ancestors */
   show(graph, filtered) {
     this.graph = graph;
     this.filtered = filtered;
     this.rows = [];
-    const kept = filtered ? fitting(graph) : undefined;
+    const kept = filtered ? matchingRows(graph) : undefined;
     this.add(graph.roots.filter((id) => !kept || kept.has(id)), 1, -1, kept);
     const idle = filtered ? graph.idle.filter((node) => !node.dim) : graph.idle;
     if (idle.length) {
       const at = this.rows.length;
-      const open = !this.shut.has(IDLE);
-      this.rows.push({ id: IDLE, level: 1, place: 1, among: 1, open, parent: -1, text: `${many(idle.length, "instance")} that nobody reads from` });
+      const open = !this.collapsed.has(IDLE);
+      this.rows.push({ id: IDLE, level: 1, place: 1, among: 1, open, parent: -1, text: `${many(idle.length, "instance")} without readers` });
       if (open) idle.forEach((node, index) => this.rows.push({ id: node.id, level: 2, place: index + 1, among: idle.length, node, parent: at }));
     }
-    set(this.box, "aria-rowcount", String(this.rows.length + 1));
-    style(this.body, "height", `${this.rows.length * ROW}px`);
+    setAttribute(this.box, "aria-rowcount", String(this.rows.length + 1));
+    setStyle(this.body, "height", `${this.rows.length * ROW}px`);
     this.draw();
   }
 
   /** @param {string[]} ids @param {number} level @param {number} parent @param {Set<string> | undefined} kept */
   add(ids, level, parent, kept) {
-    // In the order of the drawing, which has placed them by now.
+    // In the order of the drawing, which has already placed them.
     const placed = [...ids].sort((one, other) => (this.graph?.nodes.get(one)?.y ?? 0) - (this.graph?.nodes.get(other)?.y ?? 0));
     placed.forEach((id, index) => {
       const node = this.graph?.nodes.get(id);
       if (!node) return;
       const below = node.children.filter((child) => !kept || kept.has(child));
-      const open = below.length ? !this.shut.has(id) : undefined;
+      const open = below.length ? !this.collapsed.has(id) : undefined;
       const at = this.rows.length;
       this.rows.push({ id, level, place: index + 1, among: ids.length, open, node, parent });
       if (open) this.add(below, level + 1, at, kept);
@@ -65,48 +65,48 @@ export class TreeGrid {
 
   draw() {
     const head = /** @type {HTMLElement} */ (this.box.firstElementChild).offsetHeight;
-    const from = Math.max(0, Math.floor((this.box.scrollTop - head) / ROW) - SPARE);
-    const to = Math.ceil((this.box.scrollTop + this.box.clientHeight) / ROW) + SPARE;
-    const seen = this.rows.slice(from, to).map((row, index) => ({ row, index: from + index }));
-    list(this.body, seen, ({ row }) => row.id, ({ row }) => this.create(row), (element, { row, index }) => this.update(element, row, index));
-    this.point();
+    const from = Math.max(0, Math.floor((this.box.scrollTop - head) / ROW) - OVERSCAN);
+    const to = Math.ceil((this.box.scrollTop + this.box.clientHeight) / ROW) + OVERSCAN;
+    const visible = this.rows.slice(from, to).map((row, index) => ({ row, index: from + index }));
+    updateList(this.body, visible, ({ row }) => row.id, ({ row }) => this.create(row), (element, { row, index }) => this.update(element, row, index));
+    this.markActive();
   }
 
   /** @param {Row} row */
   create(row) {
-    const name = make("span.c-name", { role: "gridcell" }, make("span.twist", { "aria-hidden": "true" }), make("span.text"));
-    const state = make("span.c-state", { role: "gridcell" }, make("span.sign", { "aria-hidden": "true" }), make("span.text"));
-    const cells = ["c-share", "c-rate", "c-left", "c-host"].map((each) => make(`span.${each}`, { role: "gridcell" }));
-    cells[0].append(make("span.meter", { "aria-hidden": "true" }, make("i")), make("span.text"));
-    return make("div", { role: "row", "data-id": row.id }, name, state, ...cells);
+    const name = createElement("span.c-name", { role: "gridcell" }, createElement("span.twist", { "aria-hidden": "true" }), createElement("span.text"));
+    const state = createElement("span.c-state", { role: "gridcell" }, createElement("span.sign", { "aria-hidden": "true" }), createElement("span.text"));
+    const cells = ["c-share", "c-rate", "c-left", "c-host"].map((each) => createElement(`span.${each}`, { role: "gridcell" }));
+    cells[0].append(createElement("span.meter", { "aria-hidden": "true" }, createElement("i")), createElement("span.text"));
+    return createElement("div", { role: "row", "data-id": row.id }, name, state, ...cells);
   }
 
   /** @param {HTMLElement} element @param {Row} row @param {number} index */
   update(element, row, index) {
     const { node } = row;
     element.id = `row-${index}`;
-    style(element, "transform", `translateY(${index * ROW}px)`);
-    style(element, "--level", String(Math.min(row.level, 12)));
-    set(element, "aria-level", String(row.level));
-    set(element, "aria-posinset", String(row.place));
-    set(element, "aria-setsize", String(row.among));
-    set(element, "aria-rowindex", String(index + 2));
-    set(element, "aria-expanded", row.open === undefined ? undefined : String(row.open));
-    set(element, "data-state", node?.state);
-    set(element, "data-dim", node?.dim ? "yes" : undefined);
+    setStyle(element, "transform", `translateY(${index * ROW}px)`);
+    setStyle(element, "--level", String(Math.min(row.level, 12)));
+    setAttribute(element, "aria-level", String(row.level));
+    setAttribute(element, "aria-posinset", String(row.place));
+    setAttribute(element, "aria-setsize", String(row.among));
+    setAttribute(element, "aria-rowindex", String(index + 2));
+    setAttribute(element, "aria-expanded", row.open === undefined ? undefined : String(row.open));
+    setAttribute(element, "data-state", node?.state);
+    setAttribute(element, "data-dim", node?.dim ? "yes" : undefined);
     const [name, state, verified, speed, left, host] = /** @type {HTMLElement[]} */ ([...element.children]);
-    say(name.children[0], row.open === undefined ? "" : row.open ? "▾" : "▸");
-    say(name.children[1], node ? (node.label) : (row.text ?? ""));
-    set(name, "title", node?.id);
-    say(state.children[0], node ? STATES[node.state].sign : "");
-    say(state.children[1], node ? STATES[node.state].word : "");
+    setText(name.children[0], row.open === undefined ? "" : row.open ? "▾" : "▸");
+    setText(name.children[1], node ? (node.label) : (row.text ?? ""));
+    setAttribute(name, "title", node?.id);
+    setText(state.children[0], node ? STATES[node.state].sign : "");
+    setText(state.children[1], node ? STATES[node.state].word : "");
     const shown = node && node.state !== "storage";
-    style(/** @type {HTMLElement} */ (verified.children[0]), "visibility", shown ? "visible" : "hidden");
-    style(/** @type {HTMLElement} */ (verified.children[0].firstChild), "width", `${(node?.share ?? 0) * 100}%`);
-    say(verified.children[1], shown ? percent(node.share) : "");
-    say(speed, node?.rate ? rate(node.rate) : node?.gives ? `gives ${rate(node.gives)}` : "");
-    say(left, node?.left ? about(node.left) : "");
-    say(host, short(node?.host ?? "", 26));
+    setStyle(/** @type {HTMLElement} */ (verified.children[0]), "visibility", shown ? "visible" : "hidden");
+    setStyle(/** @type {HTMLElement} */ (verified.children[0].firstChild), "width", `${(node?.share ?? 0) * 100}%`);
+    setText(verified.children[1], shown ? percent(node.share) : "");
+    setText(speed, node?.rate ? rate(node.rate) : node?.servedRate ? `serves ${rate(node.servedRate)}` : "");
+    setText(left, node?.left ? about(node.left) : "");
+    setText(host, short(node?.host ?? "", 26));
   }
 
   /** @param {MouseEvent} event */
@@ -117,8 +117,8 @@ export class TreeGrid {
     if (index < 0) return;
     this.go(index);
     const row = this.rows[index];
-    if (!row.node || /** @type {HTMLElement} */ (event.target).classList.contains("twist")) this.turn(row);
-    else this.does.open(row.id);
+    if (!row.node || /** @type {HTMLElement} */ (event.target).classList.contains("twist")) this.toggle(row);
+    else this.callbacks.open(row.id);
   }
 
   /** @param {KeyboardEvent} event */
@@ -135,21 +135,21 @@ export class TreeGrid {
       PageUp: () => this.go(index - page),
       Home: () => this.go(0),
       End: () => this.go(this.rows.length - 1),
-      ArrowRight: () => (row.open === false ? this.turn(row) : row.open && this.go(index + 1)),
-      ArrowLeft: () => (row.open ? this.turn(row) : row.parent >= 0 && this.go(row.parent)),
-      Enter: () => (row.node ? this.does.open(row.id) : this.turn(row)),
-      " ": () => (row.open === undefined ? this.does.open(row.id) : this.turn(row)),
+      ArrowRight: () => (row.open === false ? this.toggle(row) : row.open && this.go(index + 1)),
+      ArrowLeft: () => (row.open ? this.toggle(row) : row.parent >= 0 && this.go(row.parent)),
+      Enter: () => (row.node ? this.callbacks.open(row.id) : this.toggle(row)),
+      " ": () => (row.open === undefined ? this.callbacks.open(row.id) : this.toggle(row)),
     };
     if (!(event.key in keys)) return;
     event.preventDefault();
     keys[event.key]();
   }
 
-  /** Open what is shut, and the other way round. @param {Row} row */
-  turn(row) {
+  /** Expand or collapse a row. @param {Row} row */
+  toggle(row) {
     if (row.open === undefined) return;
-    if (row.open) this.shut.add(row.id);
-    else this.shut.delete(row.id);
+    if (row.open) this.collapsed.add(row.id);
+    else this.collapsed.delete(row.id);
     if (this.graph) this.show(this.graph, this.filtered ?? false);
   }
 
@@ -164,23 +164,23 @@ export class TreeGrid {
     this.at = row.id;
     const place = this.rows.indexOf(row) * ROW;
     const head = /** @type {HTMLElement} */ (this.box.firstElementChild).offsetHeight;
-    const room = this.box.clientHeight - head - ROW;
+    const available = this.box.clientHeight - head - ROW;
     if (place < this.box.scrollTop) this.box.scrollTop = place;
-    else if (place > this.box.scrollTop + room) this.box.scrollTop = place - room;
+    else if (place > this.box.scrollTop + available) this.box.scrollTop = place - available;
     this.draw();
-    this.does.mark(row.id);
+    this.callbacks.mark(row.id);
   }
 
-  /** Say which row the keyboard is at. */
-  point() {
+  /** Mark the active row. */
+  markActive() {
     const index = this.index();
-    for (const element of this.body.children) set(element, "data-here", element.id === `row-${index}` ? "yes" : undefined);
-    set(this.box, "aria-activedescendant", this.body.querySelector(`#row-${Math.max(0, index)}`) ? `row-${Math.max(0, index)}` : undefined);
+    for (const element of this.body.children) setAttribute(element, "data-here", element.id === `row-${index}` ? "yes" : undefined);
+    setAttribute(this.box, "aria-activedescendant", this.body.querySelector(`#row-${Math.max(0, index)}`) ? `row-${Math.max(0, index)}` : undefined);
   }
 }
 
-/** What fits the filter, and all that it stands below. @param {import("./graph.js").Graph} graph */
-function fitting(graph) {
+/** Rows that match the filter, and their ancestors. @param {import("./graph.js").Graph} graph */
+function matchingRows(graph) {
   /** @type {Set<string>} */
   const kept = new Set();
   for (const node of graph.nodes.values()) {

@@ -1,1 +1,1 @@
-"""`rfork demo`, and the model it uses."""
+"""`rfork demo` and its model."""

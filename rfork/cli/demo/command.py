@@ -1,7 +1,7 @@
-"""`rfork demo`: the main job on this machine, with real processes and a real model.
+"""`rfork demo`: fork a real model between real processes on this machine.
 
-A planner, a seed that keeps answering a prompt, three forks at once in a chain, and a SIGKILL to a
-relay half way; a replacement forks in its place. It ends with proof that all hold the same tensors.
+Starts a planner, a seed that keeps answering a prompt, and three concurrent forks in a chain. Kills a relay
+with SIGKILL half way and starts a replacement. Finally compares the tensors of all processes.
 """
 
 from __future__ import annotations
@@ -32,37 +32,41 @@ START_S = 300.0
 FORK_S = 300.0
 POLL_INTERVAL_S = 0.1
 KILL_FROM, KILL_UNTIL = 0.4, 0.85
-"""The share of the image that a relay has verified when it is killed: half way, give or take a look."""
+"""Verified share of the image at which a relay is killed."""
 WEIGHTS = (".safetensors", ".bin", ".gguf", ".safetensors.index.json")
 
 
 def demo(
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result there.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the result to this file.")
+    ] = None,
     egress_rate: Annotated[
         int,
-        typer.Option(help="Bytes a second that each instance gives: slow enough to watch and to kill half way."),
+        typer.Option(
+            help="Maximum bytes per second served by each instance: slow enough to watch and to kill a relay."
+        ),
     ] = 30_000_000,
-    cache: Annotated[Path | None, typer.Option(help="Where the demo's model is kept.")] = None,
+    cache: Annotated[Path | None, typer.Option(help="Folder for the demo's model.")] = None,
 ) -> None:
-    """Fork a real model three times on this machine, kill a relay half way, and prove the result."""
+    """Fork a real model three times on this machine, kill a relay half way, and verify the result."""
     with handle_errors():
         folder = prepare(cache or default_cache(), console=err)
         with tempfile.TemporaryDirectory(prefix="rfork-demo-") as scratch, Children() as children:
             bare = Path(scratch) / folder.name
             _copy_without_weights(folder, bare)
-            verdict = _play(folder, bare, egress_rate, children)
-        out.print(verdict.table())
-        for line in verdict.lines():
+            result = _run(folder, bare, egress_rate, children)
+        out.print(result.table())
+        for line in result.lines():
             out.print(line)
         if json_file is not None:
-            _write(json_file, verdict)
-        if not verdict.equal:
+            _write(json_file, result)
+        if not result.equal:
             raise typer.Exit(1)
 
 
-def _play(folder: Path, bare: Path, egress_rate: int, children: Children) -> DemoResult:
-    """Run all processes to their end; what they said makes the verdict."""
-    err.print("starting the planner and a seed that keeps answering")
+def _run(folder: Path, bare: Path, egress_rate: int, children: Children) -> DemoResult:
+    """Run all processes to the end and compare their results."""
+    err.print("starting the planner and a seed that keeps answering a prompt")
     planner = children.add(
         Child(
             "planner",
@@ -79,19 +83,19 @@ def _play(folder: Path, bare: Path, egress_rate: int, children: Children) -> Dem
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_VERBOSITY": "error",
     }
-    scene = DemoMonitor()
+    monitor = DemoMonitor()
     seed = children.add(
         Child(
             "seed",
             ["rfork.cli.demo.seed_process", str(folder), MODEL, PROMPT],
             environment={**environment, "RFORK_NODE_NAME": "node-0"},
-            on_event=scene.on_seed_event,
+            on_event=monitor.on_seed_event,
         )
     )
-    scene.seed_ready = seed.wait_for(_ready, START_S)
+    monitor.seed_ready = seed.wait_for(_ready, START_S)
     for number in range(WARM_GENERATIONS + IDLE_GENERATIONS):
         if number == WARM_GENERATIONS:
-            scene.seed_warm()
+            monitor.seed_warm()
         seed.wait_for(_is_generation, START_S)
 
     def fork(number: int) -> Child:
@@ -111,36 +115,36 @@ def _play(folder: Path, bare: Path, egress_rate: int, children: Children) -> Dem
         return children.add(Child(f"fork {number}", arguments, environment={**environment, **host_environment}))
 
     err.print(
-        f"starting {FORKS} forks at once, from a folder that holds no weights; each instance gives "
-        f"{rate(egress_rate)} at most, to be slow enough to watch (--egress-rate), over http"
+        f"starting {FORKS} forks from a folder without weights, over http; each instance serves at most "
+        f"{rate(egress_rate)}, slow enough to watch (--egress-rate)"
     )
     forks = {f"node-{number}": fork(number) for number in range(1, FORKS + 1)}
-    scene.forks_started()
+    monitor.forks_started()
     with (
         PlannerClient(url) as client,
-        Live(console=err, get_renderable=scene.render, refresh_per_second=8, transient=False) as live,
+        Live(console=err, get_renderable=monitor.render, refresh_per_second=8, transient=False) as live,
     ):
         live.auto_refresh = err.is_terminal
         deadline = time.monotonic() + FORK_S
-        while not scene.done(FORKS):
-            scene.poll(client)
-            victim = scene.relay_to_kill(KILL_FROM, KILL_UNTIL)
+        while not monitor.done(FORKS):
+            monitor.poll(client)
+            victim = monitor.relay_to_kill(KILL_FROM, KILL_UNTIL)
             if victim is not None:
                 forks[victim].kill()
-                scene.killed(victim)
+                monitor.killed(victim)
                 forks[victim] = fork(FORKS + 1)
                 forks[f"node-{FORKS + 1}"] = forks.pop(victim)
             for child in forks.values():
                 if not child.running:
-                    child.wait_for(lambda _: False, 1.0)  # raises with the child's last words
+                    child.wait_for(lambda _: False, 1.0)  # raises ChildFailed with the last lines of stderr
             if time.monotonic() > deadline:
-                raise ChildFailed(f"the forks did not end within {FORK_S:.0f} s")
+                raise ChildFailed(f"the forks did not finish within {FORK_S:.0f} s")
             time.sleep(POLL_INTERVAL_S)
-        scene.forks_ended()
+        monitor.forks_ended()
     if not err.is_terminal:
-        err.print()  # Live ends without one there
+        err.print()  # without a terminal, Live does not print a final newline
     results = {host: child.wait_for(_is_report, FORK_S) for host, child in sorted(forks.items())}
-    return compare_results(scene, results)
+    return compare_results(monitor, results)
 
 
 def _ready(event: Event) -> bool:
@@ -158,15 +162,15 @@ def _is_report(event: Event) -> bool:
 
 
 def _copy_without_weights(folder: Path, bare: Path) -> None:
-    """The folder's config and tokenizer only: nothing that a fork could load its weights from."""
+    """Copy only the config and tokenizer of the folder, so that a fork cannot load weights from it."""
     bare.mkdir()
     for path in folder.iterdir():
         if not path.name.endswith(WEIGHTS):
             shutil.copy(path, bare)
 
 
-def _write(path: Path, verdict: DemoResult) -> None:
+def _write(path: Path, result: DemoResult) -> None:
     try:
-        path.write_text(json.dumps(verdict.to_dict(), indent=2) + "\n")
+        path.write_text(json.dumps(result.to_dict(), indent=2) + "\n")
     except OSError as error:
         raise StorageError(f"{path}: {error.strerror or error}") from None

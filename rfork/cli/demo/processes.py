@@ -1,4 +1,4 @@
-"""The demo's child processes: started, listened to line by line, and always ended."""
+"""Child processes of the demo, which are always terminated at the end."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ END_S = 10.0
 
 
 class ChildFailed(RforkError):
-    """A process of the demo ended, or said nothing, before it did its part."""
+    """A process of the demo exited, or did not respond in time."""
 
 
 class Child:
-    """One ``python -m …`` process that writes JSON lines to stdout.
+    """A ``python -m …`` process that writes JSON lines to stdout.
 
-    `on_event` is called on a reader thread with each line; lines are also kept for `wait_for`.
+    `on_event` is called on a reader thread for each line; lines are also queued for `wait_for`.
     """
 
     def __init__(
@@ -63,29 +63,29 @@ class Child:
 
     @property
     def running(self) -> bool:
-        """Whether the process has not ended yet."""
+        """Whether the process is still running."""
         return self._process.poll() is None
 
     def wait_for(self, match: Callable[[Event], bool], timeout: float) -> Event:
-        """The next event that matches; raises ChildFailed when the process ends or `timeout` passes first."""
+        """Return the next event that matches. Raises ChildFailed if the process exits, or after `timeout`."""
         deadline = time.monotonic() + timeout
         while True:
             try:
                 event = self._events.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
-                raise ChildFailed(f"{self.name} said nothing for {timeout:.0f} s{self._last_words()}") from None
+                raise ChildFailed(f"{self.name} did not respond within {timeout:.0f} s{self._last_words()}") from None
             if event is None:
-                raise ChildFailed(f"{self.name} ended with {self._process.wait()}{self._last_words()}")
+                raise ChildFailed(f"{self.name} exited with code {self._process.wait()}{self._last_words()}")
             if match(event):
                 return event
 
     def kill(self) -> None:
-        """SIGKILL: the process gets no chance to say goodbye."""
+        """Kill the process with SIGKILL."""
         self._process.kill()
         self._process.wait()
 
     def end(self) -> None:
-        """SIGTERM, then SIGKILL if it does not follow; returns when the process is gone."""
+        """Send SIGTERM, then SIGKILL if the process does not exit; return when it has exited."""
         if self.running:
             self._process.terminate()
             try:
@@ -102,7 +102,7 @@ class Child:
                 try:
                     event = json.loads(line)
                 except ValueError:
-                    continue  # a library printed something of its own
+                    continue  # output of a library
                 if not isinstance(event, dict):
                     continue
                 if self._on_event is not None:
@@ -120,7 +120,7 @@ class Child:
 
 
 def _without_settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """The demo is the same whatever rfork settings the user's shell exports."""
+    """Remove rfork settings exported by the user's shell, so that the demo always runs the same way."""
     return {
         name: value
         for name, value in environment.items()
@@ -135,13 +135,13 @@ def _pipe(stream: IO[str] | None) -> IO[str]:
 
 
 class Children:
-    """All children of one demo; leaving the block ends every one that still runs, newest first."""
+    """All child processes of one demo. Leaving the block terminates those still running, newest first."""
 
     def __init__(self) -> None:
         self._children: list[Child] = []
 
     def add(self, child: Child) -> Child:
-        """Have `child` ended with the others."""
+        """Register `child` for termination."""
         self._children.append(child)
         return child
 

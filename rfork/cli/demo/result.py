@@ -1,4 +1,4 @@
-"""How the demo ended: whether all processes hold the same tensors, and what it took."""
+"""Result of the demo: whether all processes have the same tensors, and how long the forks took."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rfork.cli.demo.processes import ChildFailed, Event
 
 @dataclass(frozen=True, slots=True)
 class ForkRow:
-    """One fork, as it told it."""
+    """One fork, as it reported itself."""
 
     host: str
     outcome: str
@@ -31,7 +31,7 @@ class ForkRow:
 
 @dataclass(frozen=True, slots=True)
 class DemoResult:
-    """All of the demo's results; `sources` count verified bytes by host."""
+    """Result of the demo; `sources` count verified bytes by host."""
 
     model: str
     image_bytes: int
@@ -45,29 +45,29 @@ class DemoResult:
 
     @property
     def differences(self) -> list[str]:
-        """What is not as it should be, one line each; none: every fork equals the seed."""
+        """Differences from the expected result, one line each; empty if every fork equals the seed."""
         found = []
         for fork in self.forks:
             if fork.outcome != "forked":
-                found.append(f"{fork.host} did not fork but: {fork.outcome}")
+                found.append(f"{fork.host} did not fork: {fork.outcome}")
             if fork.chunks_verified != fork.chunks:
                 found.append(f"{fork.host} verified {fork.chunks_verified} of {fork.chunks} chunks")
             if (fork.weights_id, fork.sha256) != (self.seed_weights_id, self.seed_sha256):
-                found.append(f"{fork.host} holds other bytes than the seed")
+                found.append(f"{fork.host} has different bytes than the seed")
             if not fork.generated.startswith(self.seed_reply) or not self.seed_reply:
                 found.append(f"{fork.host} answers {fork.generated!r}, the seed {self.seed_reply!r}")
         return found
 
     @property
     def equal(self) -> bool:
-        """Whether every fork is equal to the seed."""
+        """Whether every fork equals the seed."""
         return not self.differences
 
     def table(self) -> Table:
-        """One row a fork."""
+        """Return a table with one row per fork."""
         size = f"{self.image_bytes / 1e6:.0f} MB"
         table = Table(
-            "fork", "seconds", "GB/s", "read from", "read again", "verified", "re-plans",
+            "fork", "seconds", "GB/s", "sources", "reread", "verified", "re-plans",
             title=f"{self.model}, {size}",
         )  # fmt: skip
         for fork in self.forks:
@@ -84,20 +84,20 @@ class DemoResult:
         return table
 
     def lines(self) -> Iterator[str]:
-        """The rest of what there is to say."""
+        """Yield the lines below the table."""
         if self.killed is None:
-            yield "no relay was killed: none was half way with a reader behind it at any look"
+            yield "no relay was killed: none was half finished with a reader when checked"
         else:
             yield (
-                f"killed with SIGKILL: {self.killed}, a relay that had verified {self.killed_at_share:.0%}; "
-                f"{max(fork.host for fork in self.forks)} was started in its place"
+                f"killed with SIGKILL: {self.killed}, a relay with {self.killed_at_share:.0%} verified; "
+                f"replaced by {max(fork.host for fork in self.forks)}"
             )
         for name, latency in self.latency.items():
             yield (
-                f"seed's answer while {name}: median {latency.median:.3f} s, slowest {latency.slowest:.3f} s "
+                f"seed latency while {name}: median {latency.median:.3f} s, maximum {latency.slowest:.3f} s "
                 f"({latency.replies} answers)"
             )
-        yield f"the seed says: {self.seed_reply}"
+        yield f"answer of the seed: {self.seed_reply}"
         for fork in self.forks:
             yield f"{fork.host} says: {fork.generated}"
         if self.equal:
@@ -106,25 +106,25 @@ class DemoResult:
             yield f"DIFFERENT: {difference}"
 
     def to_dict(self) -> dict[str, object]:
-        """Everything, for JSON."""
+        """Return the result for JSON."""
         return {**asdict(self), "equal": self.equal, "differences": self.differences}
 
 
-def compare_results(scene: DemoMonitor, results: Mapping[str, Event]) -> DemoResult:
-    """Put together what the seed and the forks said; `results` are the forks' reports by host."""
-    replies = {reply.text for reply in scene.replies}
+def compare_results(monitor: DemoMonitor, results: Mapping[str, Event]) -> DemoResult:
+    """Combine the reports of the seed and the forks; `results` are the forks' reports by host."""
+    replies = {reply.text for reply in monitor.replies}
     if len(replies) != 1:
-        raise ChildFailed(f"the seed did not answer the same each time: {sorted(replies)}")
-    ready = scene.seed_ready
+        raise ChildFailed(f"the seed gave different answers to the same prompt: {sorted(replies)}")
+    ready = monitor.seed_ready
     return DemoResult(
         model=str(ready["model"]),
         image_bytes=_integer(ready, "image_bytes"),
         seed_weights_id=str(ready["weights_id"]),
         seed_sha256=str(ready["sha256"]),
         seed_reply=replies.pop(),
-        killed=scene.victim,
-        killed_at_share=scene.killed_at_share,
-        latency=scene.latencies(),
+        killed=monitor.victim,
+        killed_at_share=monitor.killed_at_share,
+        latency=monitor.latencies(),
         forks=tuple(_row(host, report) for host, report in results.items()),
     )
 
@@ -132,7 +132,7 @@ def compare_results(scene: DemoMonitor, results: Mapping[str, Event]) -> DemoRes
 def _row(host: str, report: Event) -> ForkRow:
     shares = report["sources"]
     if not isinstance(shares, list):
-        raise ChildFailed(f"a process said sources={shares!r}, not a list")
+        raise ChildFailed(f"a process reported sources={shares!r}, not a list")
     return ForkRow(
         host=host,
         outcome=str(report["outcome"]),
@@ -152,7 +152,7 @@ def _row(host: str, report: Event) -> ForkRow:
 def _number(event: Event, name: str) -> float:
     value = event[name]
     if not isinstance(value, int | float):
-        raise ChildFailed(f"a process said {name}={value!r}, not a number")
+        raise ChildFailed(f"a process reported {name}={value!r}, not a number")
     return float(value)
 
 

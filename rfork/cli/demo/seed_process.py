@@ -1,7 +1,7 @@
-"""The demo's seed: a model that answers a prompt over and over while it gives its weights.
+"""Seed of the demo: a model that keeps answering a prompt while it serves its weights.
 
-Run as ``python -m rfork.cli.demo.seed_process MODEL_DIR NAME PROMPT``; the settings come from ``RFORK_*``.
-Writes one JSON line when it is ready and one an answer, until SIGTERM.
+Run as ``python -m rfork.cli.demo.seed_process MODEL_DIR NAME PROMPT``; settings come from ``RFORK_*``. Writes
+one JSON line when it is ready and one per answer, until SIGTERM.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TOKENS = 12
 
 
 def main() -> None:
-    """Seed and answer until told to stop."""
+    """Seed the model and answer the prompt until SIGTERM."""
     folder, name, prompt = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
     with handle_errors(as_json=True):
         chosen = options.load(InstanceSettings)

@@ -1,5 +1,5 @@
-"""`rfork explain`: why a fork took as long as it did, or fell back.
+"""`rfork explain`: explains the duration of a fork, or why it fell back.
 
-`account` adds up what a fork told, `causes` finds where its time went, `advice` what to do about errors,
-`verdict` says it in two sentences, `picture` draws it, and `command` is what the user calls.
+`fork_stats` sums up what a fork reported, `time_breakdown` attributes its time to causes, `diagnosis` states
+the main cause, `advice` says what to do about errors, `render` draws the result, and `command` is the command.
 """

@@ -26,17 +26,17 @@ def explain(
         str,
         typer.Argument(
             metavar="FORK",
-            help="Id of a fork, or of an instance for its last fork; its beginning will do.",
+            help="Id of a fork, or of an instance for its latest fork; a unique prefix is enough.",
             autocompletion=complete_fork,
         ),
     ],
     planner: PlannerOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Say why a fork took as long as it did, or fell back, and what to do about it.
+    """Explain why a fork was slow or fell back, and what to do about it.
 
-    Its version and where that is from, phases against what the link allows,
-    what each source gave and was held to, and what went wrong.
+    Shows its version and the version's origin, the time per phase against the minimum that the link allows,
+    the bytes and rate limit of each source, and all errors.
     """
     with handle_errors(as_json=as_json):
         with PlannerClient.of(options.load(InstanceSettings, planner=planner)) as client:
@@ -51,11 +51,11 @@ def explain(
             print_json(
                 {
                     "fork": view.model_dump(mode="json"),
-                    "account": stats.to_dict(),
+                    "stats": stats.to_dict(),
                     "version": asdict(version),
-                    "losses": [asdict(loss) for loss in time_losses(stats)],
+                    "time_losses": [asdict(loss) for loss in time_losses(stats)],
                     "comparison": comparison(stats),
-                    "verdict": asdict(diagnosis),
+                    "diagnosis": asdict(diagnosis),
                 }
             )
             return

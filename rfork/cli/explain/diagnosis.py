@@ -1,6 +1,6 @@
-"""Why a fork took as long as it did, or fell back: in one or two sentences, with what to do about it.
+"""Diagnosis of a fork: the main cause of its duration or failure, in one or two sentences, with advice.
 
-Pure functions over an account: no clock, no planner.
+Pure functions over `ForkStats`: no clock, no planner.
 """
 
 from __future__ import annotations
@@ -11,37 +11,37 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from rfork.cli import fleet_queries, format
-from rfork.cli.explain.advice import advice_on
+from rfork.cli.explain.advice import DEFAULT_ADVICE, advice_on
 from rfork.cli.explain.fork_stats import ForkStats
-from rfork.cli.explain.time_breakdown import OWN_WORK, Cause, TimeLoss, main_cause
+from rfork.cli.explain.time_breakdown import LOCAL_PHASES, Cause, TimeLoss, main_cause
 from rfork.weights_version import UNSTATED, is_first, short
 
 DiagnosisType = (
-    Literal["under_way", "fell_back", "failed", "interrupted", "relay", "first_of_version", "several_versions"] | Cause
+    Literal["running", "fallback", "failed", "interrupted", "relay", "first_of_version", "several_versions"] | Cause
 )
-"""How it ended, where it did not simply fork; else the cause that cost most. `relay`: what it read from was
-itself still receiving; `first_of_version`: other versions are served, and not this one; `several_versions`:
-the target states no version, and more than one is served."""
-FASTER: Final = 1.5
-"""A fork so many times as fast as the relay that it read from was not held up by it."""
+"""The state of a fork that did not succeed, or the largest cause of lost time.
 
+`relay`: its source was still receiving; `first_of_version`: only other versions are served;
+`several_versions`: the target states no version and more than one is served.
+"""
+MAX_RELAY_SPEEDUP: Final = 1.5
+"""A fork that is faster than its relay by more than this factor was not slowed down by it."""
 
-NEW_VERSION: Final = (
-    "Nothing, in a rollout of new weights: later instances of this version fork from it. If the weights are "
-    "those of the other version, state one version for both (RFORK_VERSION)."
+NEW_VERSION_ADVICE: Final = (
+    "None needed during a rollout of new weights: later instances of this version fork from this one. If both "
+    "versions are the same weights, set one RFORK_VERSION for both."
 )
-STATE_ONE: Final = (
-    "State the version that the target is to get, one of those that are served: RFORK_VERSION, "
-    "--rfork-version or version=."
+UNSTATED_VERSION_ADVICE: Final = (
+    "State the version that the target should get, one of those served: RFORK_VERSION, --rfork-version or version=."
 )
 
 Finding = tuple[str, str]
-"""What happened, and what to do."""
+"""What happened, and advice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The word for what it was, what happened, and what to do; nothing to do is empty."""
+    """Cause, description and advice; `advice` is empty if nothing needs to be done."""
 
     cause: DiagnosisType
     text: str
@@ -49,20 +49,20 @@ class Diagnosis:
 
 
 def diagnose(stats: ForkStats) -> Diagnosis:
-    """The verdict on any fork, under way or ended."""
+    """Return the diagnosis of a fork, running or finished."""
     finish, after = stats.fork.finish, format.duration(stats.seconds)
     if (finding := _by_version(stats)) is not None:
         return finding
     if finish is None:
         return _running_diagnosis(stats)
     if finish.outcome == "fallback":
-        return _fell_back(stats, finish.fallback or "its own loader")
-    last = f": {stats.reasons[-1].rstrip('.')}." if stats.reasons else ", and told no reason."
+        return _fell_back(stats, finish.fallback or "the engine's loader")
+    last = f": {stats.reasons[-1].rstrip('.')}." if stats.reasons else ", without a reported reason."
     if finish.outcome == "interrupted":
-        return Diagnosis("interrupted", f"It was stopped after {after}{last}")
+        return Diagnosis("interrupted", f"The fork was stopped after {after}{last}")
     if finish.outcome == "failed":
         return _deadline_diagnosis(
-            stats, Diagnosis("failed", f"It failed after {after}{last}", advice_on(_error_kinds(stats)))
+            stats, Diagnosis("failed", f"The fork failed after {after}{last}", advice_on(_error_kinds(stats)))
         )
     loss = main_cause(stats)
     if loss.cause in ("link", "unsteady") and stats.upstream is not None:
@@ -71,41 +71,41 @@ def diagnose(stats: ForkStats) -> Diagnosis:
 
 
 def comparison(stats: ForkStats) -> str:
-    """How long it took beside the other forks of its model; empty where none is known."""
+    """Compare the duration with other forks and loads of the model; empty if there are none."""
     parts = []
     if stats.median_s:
-        times = stats.seconds / stats.median_s
-        parts.append(f"{times:.1f} times the median fork ({_seconds_text(stats.median_s)})")
+        ratio = stats.seconds / stats.median_s
+        parts.append(f"{ratio:.1f}x the median fork ({_seconds_text(stats.median_s)})")
     if stats.storage_s:
-        times = stats.seconds / stats.storage_s
-        parts.append(f"{times:.1f} times a load from storage ({_seconds_text(stats.storage_s)})")
+        ratio = stats.seconds / stats.storage_s
+        parts.append(f"{ratio:.1f}x the median load from storage ({_seconds_text(stats.storage_s)})")
     return ", ".join(parts)
 
 
 def _by_version(stats: ForkStats) -> Diagnosis | None:
-    """Return the verdict on a fork without sources because of its version; None for every other fork."""
+    """Return the diagnosis of a fork that has no sources because of its version; None for other forks."""
     fork, finish = stats.fork, stats.fork.finish
     if finish is not None and finish.outcome not in ("fallback", "failed"):
         return None
     if finish is None and fork.plan:
         return None
     reason = fork.reason if finish is None else stats.reasons[-1] if stats.reasons else ""
-    why = reason.removeprefix("NoSource: ").rstrip(".")
+    detail = reason.removeprefix("NoSource: ").rstrip(".")
     if UNSTATED in reason:
-        return Diagnosis("several_versions", f"It got no source: {why}.", STATE_ONE)
+        return Diagnosis("several_versions", f"No source: {detail}.", UNSTATED_VERSION_ADVICE)
     if not is_first(reason):
         return None
-    how = "It has no source and loads by itself"
+    action = "No source, so the target loads without peers"
     if finish is not None:
-        loaded = finish.fallback or "its own loader"
-        how = f"It loaded from {loaded}" if finish.outcome == "fallback" else "It failed to load by itself"
-    return Diagnosis("first_of_version", f"{how}: {why}.", NEW_VERSION)
+        loaded = finish.fallback or "the engine's loader"
+        action = f"The target loaded from {loaded}" if finish.outcome == "fallback" else "Loading without peers failed"
+    return Diagnosis("first_of_version", f"{action}: {detail}.", NEW_VERSION_ADVICE)
 
 
 def _no_source_reason(stats: ForkStats) -> str:
-    """Return why a fork had to read storage."""
+    """Return why a fork had to read from storage."""
     version = stats.fork.version
-    return f"no instance served version {short(version)}" if version else "nobody held the weights"
+    return f"no instance served version {short(version)}" if version else "no instance had the weights"
 
 
 def _running_diagnosis(stats: ForkStats) -> Diagnosis:
@@ -116,35 +116,40 @@ def _running_diagnosis(stats: ForkStats) -> Diagnosis:
         fleet_queries.eta_s(fork),
     )
     if not fork.plan:
-        why = fork.reason or "the planner has no source for it"
-        advice = "If nothing comes it falls back by itself (RFORK_NO_SOURCE_TIMEOUT_S, then RFORK_DEADLINE_S)."
-        return Diagnosis("under_way", f"It waits for a source: {why}.", advice)
+        reason = fork.reason or "the planner has no source"
+        advice = (
+            "If no source appears within RFORK_NO_SOURCE_TIMEOUT_S, or RFORK_DEADLINE_S passes, the target falls back "
+            "automatically."
+        )
+        return Diagnosis("running", f"Waiting for a source: {reason}.", advice)
     if left_s is None:
-        text = f"It reads nothing at the moment: {share:.0%} verified after {_seconds_text(stats.seconds)}."
-        return Diagnosis("under_way", text, "If its source has stalled, it asks for another by itself.")
-    text = f"It is under way: {share:.0%} verified, {format.rate(speed)}, about {_seconds_text(left_s)} to go."
+        text = f"No data is arriving: {share:.0%} verified after {_seconds_text(stats.seconds)}."
+        return Diagnosis("running", text, "If the source has stalled, the target requests another one automatically.")
+    text = f"Running: {share:.0%} verified, {format.rate(speed)}, about {_seconds_text(left_s)} left."
     throttled = stats.slowest_throttled
     if throttled is not None and throttled.rate_limit is not None and speed >= 0.5 * throttled.rate_limit:
         return Diagnosis(
-            "under_way",
+            "running",
             f"{text} {_throttled_text(throttled.source, throttled.rate_limit)}.",
             _raise_limit_hint(throttled.source),
         )
-    return Diagnosis("under_way", text)
+    return Diagnosis("running", text)
 
 
 def _fell_back(stats: ForkStats, fallback_name: str) -> Diagnosis:
     error_kinds = _error_kinds(stats)
     if not stats.reasons:
-        return Diagnosis("fell_back", f"It loaded from {fallback_name}, and told no reason.", advice_on(error_kinds))
-    text = f"It loaded from {fallback_name} because of {stats.reasons[-1].rstrip('.')}."
+        return Diagnosis(
+            "fallback", f"The target loaded from {fallback_name} without reporting a reason.", advice_on(error_kinds)
+        )
+    text = f"The target loaded from {fallback_name} because of {stats.reasons[-1].rstrip('.')}."
     if error_kinds[:-1]:
-        text += f" Before that: {_counted(error_kinds[:-1])}."
-    return _deadline_diagnosis(stats, Diagnosis("fell_back", text, advice_on(error_kinds)))
+        text += f" Earlier errors: {_counted(error_kinds[:-1])}."
+    return _deadline_diagnosis(stats, Diagnosis("fallback", text, advice_on(error_kinds)))
 
 
 def _deadline_diagnosis(stats: ForkStats, diagnosis: Diagnosis) -> Diagnosis:
-    """Where it ran out of time, and a source held its readers back, that is why."""
+    """Add the source's rate limit to the diagnosis if the fork ran out of time because of it."""
     throttled = stats.slowest_throttled
     if throttled is None or throttled.rate_limit is None or _error_kinds(stats)[-1:] != ["DeadlineExceeded"]:
         return diagnosis
@@ -164,82 +169,80 @@ def _forked(stats: ForkStats, loss: TimeLoss) -> Diagnosis:
 
 
 def _upstream_diagnosis(stats: ForkStats, relay: ForkStats) -> Diagnosis:
-    """It read from a relay, and can be no faster than what that reads itself."""
+    """Return the diagnosis of a fork that read from a relay, which limits its speed."""
     name = format.short(relay.fork.instance_id)
-    if stats.mean_rate > FASTER * relay.mean_rate:
+    if stats.mean_rate > MAX_RELAY_SPEEDUP * relay.mean_rate:
         return _forked(stats, main_cause(stats))
-    text = f"It read from {name}, which was itself still receiving, at {format.rate(relay.mean_rate)}."
+    text = f"It read from {name}, which was still receiving, at {format.rate(relay.mean_rate)}."
     first = relay
     while first.upstream is not None:
         first = first.upstream
-    above = diagnose(first)
-    head = format.short(first.fork.instance_id)
-    return Diagnosis("relay", f"{text} At the head of that chain, {head}: {above.text}", above.advice)
+    first_diagnosis = diagnose(first)
+    first_name = format.short(first.fork.instance_id)
+    text += f" First relay in the chain ({first_name}): {first_diagnosis.text}"
+    return Diagnosis("relay", text, first_diagnosis.advice)
 
 
-def _governor(stats: ForkStats, lost: str) -> Finding:
+def _rate_limit(stats: ForkStats, lost: str) -> Finding:
     throttled = stats.slowest_throttled
     if throttled is None or throttled.rate_limit is None:
-        raise ValueError("no source was held")
-    served_text = f"the {format.size(throttled.nbytes)} that it gave took {lost}"
-    return f"{_throttled_text(throttled.source, throttled.rate_limit)}: {served_text}.", _raise_limit_hint(
-        throttled.source
-    )
+        raise ValueError("no source has a rate limit")
+    sent = f"sending {format.size(throttled.nbytes)} took {lost}"
+    return f"{_throttled_text(throttled.source, throttled.rate_limit)}: {sent}.", _raise_limit_hint(throttled.source)
 
 
 def _storage(stats: ForkStats, lost: str) -> Finding:
     return (
-        f"It read {stats.storage_share:.0%} from storage, since {_no_source_reason(stats)}: {lost}.",
-        "Keep a seed running, or put the snapshot on faster storage.",
+        f"It read {stats.storage_share:.0%} from storage, because {_no_source_reason(stats)}: {lost}.",
+        "Keep a seed running, or move the snapshot to faster storage.",
     )
 
 
 def _sources(stats: ForkStats, lost: str) -> Finding:
     error_kinds = _error_kinds(stats)
-    sentences = [_counted(error_kinds)] if error_kinds else []
+    details = [_counted(error_kinds)] if error_kinds else []
     if stats.replans:
-        sentences.append(f"planned again {format.plural(stats.replans, 'time')}")
-    return f"Its sources failed or fell behind ({'; '.join(sentences)}): about {lost}.", advice_on(error_kinds)
+        details.append(format.plural(stats.replans, "replan"))
+    return f"Its sources failed or were too slow ({'; '.join(details)}): about {lost} lost.", advice_on(error_kinds)
 
 
 def _repeated(stats: ForkStats, lost: str) -> Finding:
-    again = format.size(stats.bytes_repeated)
-    return f"{again} had to be read again, which took about {lost}.", advice_on(_error_kinds(stats))
+    reread = format.size(stats.bytes_repeated)
+    return f"{reread} had to be read again: about {lost} lost.", advice_on(_error_kinds(stats))
 
 
 def _unsteady(stats: ForkStats, lost: str) -> Finding:
     return (
-        f"Its link did {format.rate(stats.link or 0.0)} in its best second, but not throughout: "
-        f"that cost about {lost}.",
-        "Its link, its CPU or its sources had other work then: look at their load. Fewer readers a source "
+        f"Its link peaked at {format.rate(stats.link or 0.0)} but did not sustain it: about {lost} lost.",
+        "The link, the CPU or the sources were busy; check their load. Fewer readers per source "
         "(RFORK_MAX_READERS) or more seeds help.",
     )
 
 
 def _planning(stats: ForkStats, lost: str) -> Finding:
     return (
-        f"It waited for the planner's answer: {lost}.",
-        "Look at the planner's load (/metrics); where a scale-up was announced, at RFORK_PLANNER_SCALEUP_WAIT_S.",
+        f"It waited for a plan: {lost}.",
+        "Check the planner's load (/metrics) and, if a scale-up was announced, RFORK_PLANNER_SCALEUP_WAIT_S.",
     )
 
 
 def _opening(stats: ForkStats, lost: str) -> Finding:
     return (
-        f"It opened its own snapshot or checkpoint, since {_no_source_reason(stats)}: {lost}.",
-        "Keep a seed running, or look at the disk or the object store that it opened.",
+        f"It opened its own snapshot or checkpoint, because {_no_source_reason(stats)}: {lost}.",
+        "Keep a seed running, or check the disk or object store that it opened.",
     )
 
 
 def _target(stats: ForkStats, lost: str) -> Finding:
-    named = ", ".join(f"{name} {_seconds_text(stats.phases[name])}" for name in OWN_WORK if name in stats.phases)
+    named = ", ".join(f"{name} {_seconds_text(stats.phases[name])}" for name in LOCAL_PHASES if name in stats.phases)
     return (
-        f"The target's own work took most ({named}): {lost}.",
-        "Its CPU or GPU is busy or slow: `rfork doctor` there says what digests its memory.",
+        f"Local work on the target took most of the time ({named}): {lost}.",
+        "Its CPU or GPU is busy or slow: `rfork doctor` on the target shows what computes its digests.",
     )
 
 
 EXPLANATIONS: Final[dict[Cause, Callable[[ForkStats, str], Finding]]] = {
-    "governor": _governor,
+    "rate_limit": _rate_limit,
     "storage": _storage,
     "sources": _sources,
     "repeated": _repeated,
@@ -248,43 +251,43 @@ EXPLANATIONS: Final[dict[Cause, Callable[[ForkStats, str], Finding]]] = {
     "opening": _opening,
     "target": _target,
 }
-"""By cause, what to say of an account and of the seconds lost."""
+"""Functions by cause that describe the lost seconds."""
 
 
 def _at_link_speed(stats: ForkStats) -> Diagnosis:
     if stats.link is None:
-        text = f"Nothing held it up; its transfer of {_seconds_text(stats.transfer_s)} was too short to measure a link."
+        text = f"No delay found; the transfer of {_seconds_text(stats.transfer_s)} was too short to measure the link."
         return Diagnosis("link", text)
-    text = f"Nothing held it up: it ran at {format.rate(stats.link)}, the speed that its link showed."
+    text = f"No delay found: it ran at {format.rate(stats.link)}, the measured speed of its link."
     transports = sorted({each.transport for each in stats.sources if each.transport is not None})
     used = f" than {', '.join(transports)}" if transports else ""
-    advice = f"Only a faster way{used} makes it faster: `rfork doctor` on both hosts lists them."
+    advice = f"Only a faster transport{used} would help: `rfork doctor` on both hosts lists the transports."
     return Diagnosis("link", text, advice)
 
 
 def _unknown(stats: ForkStats) -> Diagnosis:
     if not stats.phases:
-        text = f"It took {_seconds_text(stats.seconds)}, and its rfork is too old to tell in which phase."
-        return Diagnosis("unknown", text, "Update rfork on the target to learn more.")
+        text = f"It took {_seconds_text(stats.seconds)}; its rfork version is too old to report phases."
+        return Diagnosis("unknown", text, "Upgrade rfork on the target.")
     left_s = stats.seconds - sum(stats.phases.values())
-    text = f"{_seconds_text(left_s)} of {_seconds_text(stats.seconds)} are in no phase that it told of."
-    return Diagnosis("unknown", text, "See the target's own log around that time.")
+    text = f"{_seconds_text(left_s)} of {_seconds_text(stats.seconds)} are in no reported phase."
+    return Diagnosis("unknown", text, DEFAULT_ADVICE)
 
 
 def _throttled_text(source: str, rate_limit: int) -> str:
-    return f"{format.format_source(source)} held all its readers to {format.rate(rate_limit)}"
+    return f"{format.format_source(source)} limited its readers to {format.rate(rate_limit)}"
 
 
 def _raise_limit_hint(source: str) -> str:
     return (
-        f"Raise RFORK_MAX_EGRESS_BYTES_PER_S on {format.format_source(source)}, or start another seed. Where it has no such "
-        "setting, its own work was slow (RFORK_MAX_LATENCY_RATIO)."
+        f"Raise RFORK_MAX_EGRESS_BYTES_PER_S on {format.format_source(source)}, or start another seed. If that is not "
+        "set there, reads were throttled because its own requests were slow (RFORK_MAX_LATENCY_RATIO)."
     )
 
 
 def _counted(error_kinds: Sequence[str]) -> str:
     counts = Counter(error_kinds).most_common(3)
-    return ", ".join(kind if count == 1 else f"{count} times {kind}" for kind, count in counts)
+    return ", ".join(kind if count == 1 else f"{count}x {kind}" for kind, count in counts)
 
 
 def _error_kinds(stats: ForkStats) -> list[str]:

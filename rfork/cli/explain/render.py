@@ -1,4 +1,4 @@
-"""An account and its verdict, drawn for a terminal of any width."""
+"""Renders the statistics and diagnosis of a fork for a terminal of any width."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from rfork.cli.tables import Cell, Column, FittedTable
 
 BAR: Final = 20
 MEANINGS: Final = {
-    "capture": "the target looked at its own tensors",
-    "offer": "opened what it could read by itself",
-    "plan": "waited for the planner",
-    "transfer": "read and verified",
-    "resume": "took what a process that died had left",
-    "fallback": "loaded by itself",
-    "digest": "sealed what it loaded, to give it",
+    "capture": "inspected the target's tensors",
+    "offer": "opened its own snapshot or checkpoint",
+    "plan": "waited for a plan",
+    "transfer": "read and verified chunks",
+    "resume": "loaded chunks kept by a previous process",
+    "fallback": "loaded without peers",
+    "digest": "computed digests for serving",
 }
-"""What each phase is."""
+"""Description of each phase."""
 COLOURS: Final = {"forked": "green", "fallback": "yellow", "failed": "red", "interrupted": "red"}
 
 
 def render_fork(
     stats: ForkStats, diagnosis: Diagnosis, hosts: dict[str, str], version: VersionSummary | None = None
 ) -> ConsoleRenderable:
-    """All of it, the verdict last; `hosts` are those of instances, as far as they are known."""
+    """Return the complete explanation, the diagnosis last. `hosts`: host by instance id, if known."""
     parts: list[ConsoleRenderable] = [_head(stats, hosts)]
     parts += [Text(""), _phases(stats)]
     if stats.sources:
         parts += [Text(""), _sources(stats, hosts)]
-    words = version.words() if version is not None else ""
-    parts += [Text(line) for line in ("", *([f"version: {words}"] if words else []), *_facts(stats))]
+    version_text = version.text() if version is not None else ""
+    parts += [Text(line) for line in ("", *([f"version: {version_text}"] if version_text else []), *_facts(stats))]
     if stats.reasons:
-        parts += [Text(""), Text("what went wrong, in order", "dim")]
+        parts += [Text(""), Text("errors, in order", "dim")]
         parts += [Text(f"{number:>3}. {reason}") for number, reason in enumerate(stats.reasons, 1)]
     parts.append(Text(""))
-    parts.append(Text.assemble(("why   ", "bold"), diagnosis.text))
+    parts.append(Text.assemble(("cause  ", "bold"), diagnosis.text))
     if diagnosis.advice:
-        parts.append(Text.assemble(("to do ", "bold"), diagnosis.advice))
+        parts.append(Text.assemble(("advice ", "bold"), diagnosis.advice))
     return Group(*parts)
 
 
@@ -53,22 +53,22 @@ def _head(stats: ForkStats, hosts: dict[str, str]) -> Text:
     rank = format.rank(fork.rank.key)
     text = Text.assemble(("fork ", "bold"), (fork.fork_id, "bold"), f" of {fork.model}")
     text.append(f" {rank}" if rank != "-" else "")
-    text.append(f"\nby {format.short(fork.instance_id)}{where}: ")
-    word = fleet_queries.phase_of(fork)
-    text.append(word, style=COLOURS.get(word, "cyan"))
+    text.append(f"\ntarget {format.short(fork.instance_id)}{where}: ")
+    phase = fleet_queries.phase_of(fork)
+    text.append(phase, style=COLOURS.get(phase, "cyan"))
     text.append(f", {format.size(fork.image_bytes)}, {format.duration(stats.seconds)}")
     if fork.finish is not None:
-        text.append(f", ended {format.format_age(fleet_queries.ended_s(fork))} ago", style="dim")
+        text.append(f", finished {format.format_age(fleet_queries.finished_ago_s(fork))} ago", style="dim")
     return text
 
 
 def _phases(stats: ForkStats) -> ConsoleRenderable:
     if not stats.phases:
-        when = "(an old client)" if stats.fork.finish is not None else "yet"
-        return Text(f"phases: not told {when}", "dim")
+        when = "by this rfork version" if stats.fork.finish is not None else "yet"
+        return Text(f"phases: not reported {when}", "dim")
     columns = (
         Column("phase"),
-        Column("took", right=True),
+        Column("time", right=True),
         Column("", priority=1),
         Column("", min_width=12, priority=2),
     )
@@ -77,7 +77,7 @@ def _phases(stats: ForkStats) -> ConsoleRenderable:
     for name, seconds in stats.phases.items():
         note = MEANINGS.get(name, "")
         if name == "transfer" and stats.min_transfer_s is not None and stats.link is not None:
-            note += f": at best {format.duration(stats.min_transfer_s)}, at {format.rate(stats.link)}"
+            note += f": at least {format.duration(stats.min_transfer_s)} at {format.rate(stats.link)}"
         bar = Text("█" * round(BAR * seconds / max_s), "cyan")
         rows.append((name, format.duration(seconds), bar, Text(note, "dim")))
     return FittedTable(columns, rows)
@@ -86,12 +86,12 @@ def _phases(stats: ForkStats) -> ConsoleRenderable:
 def _sources(stats: ForkStats, hosts: dict[str, str]) -> FittedTable:
     columns = (
         Column("source", min_width=12),
-        Column("gave", right=True),
+        Column("sent", right=True),
         Column("share", right=True, priority=2),
-        Column("now" if stats.fork.finish is None else "at best", right=True, priority=3),
-        Column("over"),
-        Column("held to", right=True),
-        Column("on", min_width=8, priority=1),
+        Column("rate" if stats.fork.finish is None else "peak rate", right=True, priority=3),
+        Column("transport"),
+        Column("rate limit", right=True),
+        Column("host", min_width=8, priority=1),
     )
     rows: list[tuple[Cell, ...]] = [
         (
@@ -99,7 +99,7 @@ def _sources(stats: ForkStats, hosts: dict[str, str]) -> FittedTable:
             format.size(each.nbytes),
             f"{each.share:.0%}",
             format.rate(each.rate) if each.rate else "",
-            each.transport or ("storage" if each.from_storage else "not told"),
+            each.transport or ("storage" if each.from_storage else "not reported"),
             "" if each.rate_limit is None else Text(format.rate(each.rate_limit), "yellow"),
             hosts.get(each.source, ""),
         )
@@ -109,14 +109,13 @@ def _sources(stats: ForkStats, hosts: dict[str, str]) -> FittedTable:
 
 
 def _facts(stats: ForkStats) -> list[str]:
-    link = format.rate(stats.link) if stats.link else "not known"
-    facts = [f"link: {link} in its best second"] if stats.link else [f"link: {link}"]
+    facts = [f"link: {format.rate(stats.link)} peak" if stats.link else "link: not measured"]
     if stats.replans:
-        facts.append(f"planned again: {format.plural(stats.replans, 'time')}")
+        facts.append(f"replans: {stats.replans:,}")
     if stats.bytes_repeated:
         facts.append(f"read again: {format.size(stats.bytes_repeated)}")
     if stats.fork.reason:
         facts.append(f"plan: {stats.fork.reason}")
     if stats.fork.finish is not None and stats.fork.finish.fallback:
         facts.append(f"loaded from: {stats.fork.finish.fallback}")
-    return [*facts, f"took {compared}"] if (compared := comparison(stats)) else facts
+    return [*facts, f"time: {compared}"] if (compared := comparison(stats)) else facts

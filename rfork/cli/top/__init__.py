@@ -1,5 +1,5 @@
-"""`rfork top`: the fleet as it is now, again and again.
+"""`rfork top`: a live view of the fleet.
 
-`overview` makes what is shown of what the planner knows, `picture` fits it into a terminal, `looking` asks
-the planner, `keys` reads the keyboard, and `command` is what the user calls.
+`poller` polls the planner, `overview` computes the rows, `render` fits them into the terminal, `keys` reads the
+keyboard, and `command` is the command.
 """

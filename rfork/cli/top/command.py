@@ -22,27 +22,29 @@ from rfork.planner_client.client import PlannerClient
 from rfork.settings import InstanceSettings
 
 ESCAPE: Final = "\x1b"
-QUIT: Final = ("q", "Q", ESCAPE, "\x04")
-"""Keys that end it: q, Escape, Ctrl-D."""
-KEY_S: Final = 0.25
-"""How long one wait for a key takes: the picture is drawn anew this often."""
-LINES: Final = 200
-"""The height of a picture that no terminal bounds."""
+QUIT_KEYS: Final = ("q", "Q", ESCAPE, "\x04")
+"""Keys that quit: q, Escape, Ctrl-D."""
+KEY_INTERVAL_S: Final = 0.25
+"""Maximum wait for a key, and so the interval between redraws."""
+SCREEN_HEIGHT: Final = 200
+"""Height of the screen without a terminal."""
 
 
 def top(
     model: Annotated[
         str | None,
-        typer.Option("--model", metavar="NAME", help="Only what is about this model.", autocompletion=complete_model),
+        typer.Option("--model", metavar="NAME", help="Show only this model.", autocompletion=complete_model),
     ] = None,
-    interval: Annotated[float, typer.Option("--interval", min=0.1, metavar="SECONDS", help="How often to look.")] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Look once, print it, and end.")] = False,
+    interval: Annotated[
+        float, typer.Option("--interval", min=0.1, metavar="SECONDS", help="Seconds between polls.")
+    ] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print the current state once and exit.")] = False,
     planner: PlannerOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the fleet live: forks under way, instances in trouble, who gives, what ended and why. q quits.
+    """Show the fleet live: running forks, problems, sources, and finished forks with errors. Press q to quit.
 
-    Where stdout is no terminal it looks once. With --json it prints one line of JSON a look until it is
+    If stdout is not a terminal, the state is printed once. With --json, prints one JSON line per poll until
     interrupted (with --once: one line).
     """
     with (
@@ -54,7 +56,7 @@ def top(
         if as_json:
             _stream(client.url, poller, first, interval, once=once)
         elif once or not out.is_terminal or out.is_dumb_terminal:
-            print_renderable(Screen(first, client.url, time.time(), height=LINES))
+            print_renderable(Screen(first, client.url, time.time(), height=SCREEN_HEIGHT))
         else:
             _live(client.url, BackgroundPoller(poller, first, interval))
 
@@ -62,15 +64,15 @@ def top(
 def _stream(url: str, poller: FleetPoller, sample: FleetSample, interval_s: float, *, once: bool) -> None:
     while True:
         began = time.monotonic()
-        print_json(line_of(sample, url))
+        print_json(sample_to_dict(sample, url))
         if once:
             return
         time.sleep(pause_after(time.monotonic() - began, interval_s))
         sample = poller.poll()
 
 
-def line_of(sample: FleetSample, url: str) -> dict[str, object]:
-    """One look as JSON; `error` is null unless the planner is gone: then the rest is what was seen last."""
+def sample_to_dict(sample: FleetSample, url: str) -> dict[str, object]:
+    """Return a sample for JSON. If `error` is set, the planner is unreachable and the rest is the last known state."""
     return {
         "at": round(sample.at, 3),
         "planner": url,
@@ -79,14 +81,14 @@ def line_of(sample: FleetSample, url: str) -> dict[str, object]:
     }
 
 
-def is_quit_key(typed: str) -> bool:
-    """Whether one of the keys is among what was typed; an arrow's begins with Escape, and does not quit."""
-    return typed in QUIT or any(key in QUIT for key in typed if not typed.startswith(ESCAPE))
+def is_quit_key(keys_read: str) -> bool:
+    """Return whether a quit key was pressed; arrow keys, which begin with Escape, do not quit."""
+    return keys_read in QUIT_KEYS or any(key in QUIT_KEYS for key in keys_read if not keys_read.startswith(ESCAPE))
 
 
 @contextlib.contextmanager
 def _live_screen(live: Live) -> Iterator[None]:
-    """As `with live` does, which leaves the terminal's other screen on where its start is interrupted."""
+    """Like `with live`, but also restores the screen if the start is interrupted."""
     try:
         live.start(refresh=True)
         yield
@@ -94,24 +96,24 @@ def _live_screen(live: Live) -> Iterator[None]:
         live.stop()
 
 
-def _live(url: str, watch: BackgroundPoller) -> None:
+def _live(url: str, poller: BackgroundPoller) -> None:
     console = Output(highlight=False)
 
     def screen() -> Screen:
-        return Screen(watch.poll, url, time.time(), keys=True)
+        return Screen(poller.latest, url, time.time(), keys=True)
 
     try:
         with suspensions() as suspension:
             while True:
                 live = Live(screen(), console=console, screen=True, auto_refresh=False)
-                with keys() as pressed, _live_screen(live):
+                with keys() as keyboard, _live_screen(live):
                     while not suspension.suspend_requested:
-                        if is_quit_key(pressed.pressed(KEY_S)):
+                        if is_quit_key(keyboard.read(KEY_INTERVAL_S)):
                             return
                         live.update(screen(), refresh=True)
-                # The terminal is as it was found, for the shell to go on with.
+                # The terminal is restored here, so the shell can continue.
                 suspension.suspend()
     except KeyboardInterrupt:
-        pass  # the way to leave, beside q
+        pass  # quits like q
     finally:
-        watch.stop()
+        poller.stop()

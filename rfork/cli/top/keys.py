@@ -1,4 +1,4 @@
-"""Single keys from a terminal, which is left as it was found, also while Ctrl-Z suspends the command."""
+"""Reads single keys from a terminal, and restores it on exit and while Ctrl-Z suspends the command."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ import tty
 from collections.abc import Iterator
 from typing import Final
 
-READ: Final = 64
+MAX_BYTES: Final = 64
 
 
 class Keys:
-    """Keys as they are pressed; without a terminal on stdin there are none, and waiting is all it does."""
+    """Pressed keys; without a terminal on stdin there are none, and reading only waits."""
 
     def __init__(self, descriptor: int | None) -> None:
         self._descriptor = descriptor
 
-    def pressed(self, within_s: float) -> str:
-        """What was typed within so many seconds; empty: nothing."""
+    def read(self, within_s: float) -> str:
+        """Return the keys pressed within so many seconds; empty if none."""
         if self._descriptor is None:
             select.select([], [], [], within_s)
             return ""
         ready, _, _ = select.select([self._descriptor], [], [], within_s)
         if not ready:
             return ""
-        typed = os.read(self._descriptor, READ)
-        if not typed:  # the terminal is gone
+        typed = os.read(self._descriptor, MAX_BYTES)
+        if not typed:  # the terminal was closed
             self._descriptor = None
         return typed.decode(errors="replace")
 
 
 @contextlib.contextmanager
 def keys() -> Iterator[Keys]:
-    """Hear single keys, unechoed, until the block is left. Ctrl-C interrupts as ever."""
+    """Read single keys without echo inside the block. Ctrl-C still interrupts."""
     if not sys.stdin.isatty():
         yield Keys(None)
         return
@@ -51,26 +51,26 @@ def keys() -> Iterator[Keys]:
 
 
 class Suspension:
-    """Whether Ctrl-Z was pressed, which waits here until the terminal has been given back."""
+    """Records Ctrl-Z until the terminal is restored."""
 
     def __init__(self) -> None:
         self.suspend_requested = False
 
     def suspend(self) -> None:
-        """Stop this process as the shell expects it; returns when it is continued."""
+        """Suspend this process, as the shell expects; return when it continues."""
         ours = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         signal.raise_signal(signal.SIGTSTP)
         signal.signal(signal.SIGTSTP, ours)
         self.suspend_requested = False
 
     def request_suspend(self, number: int, frame: object) -> None:
-        """The handler of SIGTSTP."""
+        """Handle SIGTSTP."""
         self.suspend_requested = True
 
 
 @contextlib.contextmanager
 def suspensions() -> Iterator[Suspension]:
-    """Hear Ctrl-Z until the block is left; where a shell has no jobs, and so ignores it, there is none."""
+    """Handle Ctrl-Z inside the block. Without job control, SIGTSTP is ignored and stays so."""
     suspension = Suspension()
     before = signal.getsignal(signal.SIGTSTP)
     if before is not signal.SIG_IGN:

@@ -1,4 +1,4 @@
-"""What `rfork top` shows of a fleet: the rows that matter now, as values. Pure functions."""
+"""Rows of `rfork top` as values. Pure functions."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from rfork.schema import ForkInfo, InstanceInfo, ModelInfo
 
 @dataclass(frozen=True, slots=True)
 class RunningFork:
-    """A fork under way; `rate_limit` are the bytes a second that its sources hold their readers to, the least.
+    """A running fork. `rate_limit`: lowest rate limit of its sources in bytes per second.
 
-    `source_bytes_per_s` is what it told that it reads from each now.
+    `source_bytes_per_s`: current rate of each source, as reported by the fork.
     """
 
     fork_id: str
@@ -37,7 +37,7 @@ class RunningFork:
 
 @dataclass(frozen=True, slots=True)
 class InstanceProblem:
-    """An instance that something is wrong with, or that is about to end."""
+    """An instance with a problem, or one that is draining."""
 
     instance_id: str
     host: str
@@ -48,9 +48,9 @@ class InstanceProblem:
 
 @dataclass(frozen=True, slots=True)
 class SourceRow:
-    """An instance that gives; `rate_limit` are the bytes a second that it gives all its readers at most.
+    """An instance that serves. `rate_limit`: maximum bytes per second to all its readers.
 
-    `bytes_per_s` is what those that read from it told that they get now.
+    `bytes_per_s`: total of the current rates reported by its readers.
     """
 
     instance_id: str
@@ -67,7 +67,7 @@ class SourceRow:
 
 @dataclass(frozen=True, slots=True)
 class FinishedFork:
-    """A fork that has ended, `ended_s` seconds ago."""
+    """A fork that finished `finished_ago_s` seconds ago."""
 
     fork_id: str
     instance_id: str
@@ -75,7 +75,7 @@ class FinishedFork:
     model: str
     version: str | None
     outcome: str
-    ended_s: float
+    finished_ago_s: float
     seconds: float
     bytes_per_s: float
     sources: dict[str, int]
@@ -86,7 +86,7 @@ class FinishedFork:
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """All of it. `bytes_per_s` is what all forks under way read, `fallbacks` counts them by reason."""
+    """All rows. `bytes_per_s`: total rate of the running forks; `fallbacks`: number by reason."""
 
     instances: int
     hosts: int
@@ -94,22 +94,22 @@ class Overview:
     models: tuple[ModelInfo, ...]
     running: tuple[RunningFork, ...]
     problems: tuple[InstanceProblem, ...]
-    sources_serving: tuple[SourceRow, ...]
+    sources: tuple[SourceRow, ...]
     finished: tuple[FinishedFork, ...]
     fallbacks: dict[str, int]
 
     def to_dict(self) -> dict[str, object]:
-        """Ready for JSON; the models are rows of `/v1/models`."""
+        """Return the overview for JSON; models are rows of `/v1/models`."""
         return asdict(self) | {"models": [row.model_dump(mode="json") for row in self.models]}
 
 
 def overview(seen: FleetState) -> Overview:
-    """The forks that take longest stand first, and so do the givers with most readers."""
+    """Return the overview of a fleet: oldest forks first, and sources with most readers first."""
     hosts = seen.hosts
     running = tuple(
         _running_row(fork, hosts.get(fork.instance_id, "")) for fork in fleet_queries.running_forks(seen.forks)
     )
-    finished = fleet_queries.ended(seen.forks)
+    finished = fleet_queries.finished_forks(seen.forks)
     return Overview(
         instances=len(seen.instances),
         hosts=len(set(hosts.values())),
@@ -117,13 +117,13 @@ def overview(seen: FleetState) -> Overview:
         models=seen.models,
         running=running,
         problems=tuple(_problems(seen.instances)),
-        sources_serving=tuple(
+        sources=tuple(
             sorted(
                 _source_rows(seen.instances, running),
                 key=lambda source_row: (-source_row.readers, source_row.model, source_row.instance_id),
             )
         ),
-        finished=tuple(_finished_forks(fork, hosts.get(fork.instance_id, "")) for fork in finished),
+        finished=tuple(_finished_row(fork, hosts.get(fork.instance_id, "")) for fork in finished),
         fallbacks=dict(fleet_queries.fallbacks(finished).most_common()),
     )
 
@@ -149,10 +149,10 @@ def _running_row(fork: ForkInfo, host: str) -> RunningFork:
     )
 
 
-def _finished_forks(fork: ForkInfo, host: str) -> FinishedFork:
+def _finished_row(fork: ForkInfo, host: str) -> FinishedFork:
     finish = fork.finish
     if finish is None:
-        raise ValueError(f"fork {fork.fork_id} has not ended")
+        raise ValueError(f"fork {fork.fork_id} has not finished")
     return FinishedFork(
         fork_id=fork.fork_id,
         instance_id=fork.instance_id,
@@ -160,7 +160,7 @@ def _finished_forks(fork: ForkInfo, host: str) -> FinishedFork:
         model=fork.model,
         version=fork.version,
         outcome=finish.outcome,
-        ended_s=fleet_queries.ended_s(fork),
+        finished_ago_s=fleet_queries.finished_ago_s(fork),
         seconds=finish.seconds,
         bytes_per_s=fleet_queries.rate_of(fork),
         sources=fleet_queries.sources_of(fork),
@@ -179,10 +179,10 @@ def _problems(instances: tuple[InstanceInfo, ...]) -> list[InstanceProblem]:
 
 
 def _source_rows(instances: tuple[InstanceInfo, ...], running: tuple[RunningFork, ...]) -> list[SourceRow]:
-    """Seeds, and relays that somebody reads from."""
-    reader_counts: Counter[str] = Counter()
+    """Return the seeds, and the relays with readers."""
+    rates: Counter[str] = Counter()
     for fork in running:
-        reader_counts.update(fork.source_bytes_per_s)
+        rates.update(fork.source_bytes_per_s)
     return [
         SourceRow(
             instance_id=report.instance_id,
@@ -193,7 +193,7 @@ def _source_rows(instances: tuple[InstanceInfo, ...], running: tuple[RunningFork
             state=report.state,
             readers=len(report.readers),
             slots=report.max_readers,
-            bytes_per_s=reader_counts[report.instance_id],
+            bytes_per_s=rates[report.instance_id],
             rate_limit=report.egress_rate,
         )
         for view, report in ((view, view.report) for view in instances)

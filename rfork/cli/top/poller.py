@@ -1,4 +1,4 @@
-"""Asks the planner how the fleet stands, for as little as that takes: ended forks only when some ended."""
+"""Polls the planner for the state of the fleet; finished forks are requested only if one finished."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from rfork.errors import PlannerRejected, PlannerUnreachable, RforkError
 from rfork.planner_client.client import PlannerClient
 from rfork.schema import ForkInfo
 
-ENDED_S: Final = 10.0
-"""After so long the ended forks are asked for in any case: one may have come and gone between two looks."""
+MAX_FINISHED_AGE_S: Final = 10.0
+"""Finished forks are requested at least this often: a fork may start and finish between two polls."""
 PAUSE_FACTOR: Final = 4.0
-"""A look is followed by a pause of so many times what it took: a planner has better things to do."""
+"""Minimum pause after a poll, as a multiple of its duration, to limit the load on the planner."""
 
 
 @dataclass(frozen=True, slots=True)
 class FleetSample:
-    """What was seen last; `error`: why the planner does not answer, since `planner_down_since` (Unix time)."""
+    """The latest state; `error`: why the planner is unreachable, since `away_since` (Unix time)."""
 
     fleet: FleetState
     at: float
@@ -30,64 +30,65 @@ class FleetSample:
 
 
 class FleetPoller:
-    """Looks at one planner. `model`: at what is about that model alone. One thread looks."""
+    """Polls one planner, for all models or for one. Not thread-safe."""
 
     def __init__(self, client: PlannerClient, model: str | None = None, clock: Callable[[], float] = time.time) -> None:
         self._client = client
         self._model = model
         self._clock = clock
         self._last: FleetSample | None = None
-        self._live: frozenset[str] = frozenset()
-        self._ended: tuple[ForkInfo, ...] = ()
-        self._ended_at = float("-inf")
+        self._running_ids: frozenset[str] = frozenset()
+        self._finished: tuple[ForkInfo, ...] = ()
+        self._finished_at = float("-inf")
 
     def poll(self) -> FleetSample:
-        """How it stands now. A planner that is gone is told in the look, unless it never answered.
+        """Return the current state. If the planner became unreachable, return the last state with the error.
 
-        Raises PlannerUnreachable and PlannerRejected at the first look, and where a token is refused.
+        Raises PlannerUnreachable and PlannerRejected at the first poll, and PlannerRejected for a rejected
+        token.
         """
         try:
-            poll = FleetSample(self._fleet(), self._clock())
+            sample = FleetSample(self._fleet(), self._clock())
         except (PlannerUnreachable, PlannerRejected) as error:
             if self._last is None or not _is_transient(error):
                 raise
             since = self._last.away_since
-            poll = FleetSample(self._last.fleet, self._last.at, str(error), self._clock() if since is None else since)
-        self._last = poll
-        return poll
+            sample = FleetSample(self._last.fleet, self._last.at, str(error), self._clock() if since is None else since)
+        self._last = sample
+        return sample
 
     def _fleet(self) -> FleetState:
         client, model = self._client, self._model
-        live = [*client.forks(model=model, state="planning"), *client.forks(model=model, state="running")]
-        names = frozenset(fork.fork_id for fork in live)
+        running = [*client.forks(model=model, state="planning"), *client.forks(model=model, state="running")]
+        running_ids = frozenset(fork.fork_id for fork in running)
         now = self._clock()
-        if self._live - names or now - self._ended_at >= ENDED_S:
-            self._ended = (
+        if self._running_ids - running_ids or now - self._finished_at >= MAX_FINISHED_AGE_S:
+            self._finished = (
                 *client.forks(model=model, state="finished"),
                 *client.forks(model=model, state="failed"),
             )
-            self._ended_at = now
-        self._live = names
-        # What was ended when they were asked for is older by now.
-        passed_s = now - self._ended_at
-        ended = (
-            fork.model_copy(update={"age_s": fork.age_s + passed_s}) if passed_s else fork
-            for fork in self._ended
-            if fork.fork_id not in names
+            self._finished_at = now
+        self._running_ids = running_ids
+        # Finished forks have become older since they were requested.
+        elapsed_s = now - self._finished_at
+        finished = (
+            fork.model_copy(update={"age_s": fork.age_s + elapsed_s}) if elapsed_s else fork
+            for fork in self._finished
+            if fork.fork_id not in running_ids
         )
         rows = tuple(row for row in client.models() if model in (None, row.model))
-        return FleetState(rows, tuple(client.instances(model=model)), (*live, *ended))
+        return FleetState(rows, tuple(client.instances(model=model)), (*running, *finished))
 
 
 def _is_transient(error: RforkError) -> bool:
-    """Whether a planner that comes back would answer again."""
+    """Return whether a retry may succeed."""
     return isinstance(error, PlannerUnreachable) or (
         isinstance(error, PlannerRejected) and (error.status >= 500 or error.status == 429)
     )
 
 
 class BackgroundPoller:
-    """Looks again and again on a thread of its own, so that keys are heard while a planner is silent."""
+    """Polls repeatedly on another thread, so that keys work while the planner does not respond."""
 
     def __init__(self, poller: FleetPoller, first: FleetSample, interval_s: float) -> None:
         self._poller = poller
@@ -99,14 +100,14 @@ class BackgroundPoller:
         self._thread.start()
 
     @property
-    def poll(self) -> FleetSample:
-        """The last look. Raises what ended the looking, if that did."""
+    def latest(self) -> FleetSample:
+        """The latest sample. Raises the error that ended polling."""
         if self._failure is not None:
             raise self._failure
         return self._sample
 
     def stop(self) -> None:
-        """Look no more; a call under way is left to itself."""
+        """Stop polling; a request in progress is not interrupted."""
         self._stopped.set()
 
     def _run(self) -> None:
@@ -122,5 +123,5 @@ class BackgroundPoller:
 
 
 def pause_after(elapsed_s: float, interval_s: float) -> float:
-    """Seconds until the next look, after one that took so long."""
+    """Return the seconds until the next poll, after one that took `elapsed_s`."""
     return max(interval_s - elapsed_s, PAUSE_FACTOR * elapsed_s)

@@ -1,4 +1,4 @@
-"""Draws an overview so that it fits: the most urgent sections first, and as many rows as there is room."""
+"""Renders an overview to fit the screen: most urgent sections first."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from rfork.schema import ModelInfo
 
 BAR: Final = 12
 MIN_ROWS: Final = 2
-"""A section has at least so many rows, if it has as many, before another gets more."""
+"""Rows of each section, if it has as many, before another section gets more."""
 COLOURS: Final = {"forked": "green", "fallback": "yellow", "failed": "red", "interrupted": "red"}
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A table with what its first heading says of it."""
+    """A table whose first column heading is its title."""
 
     columns: tuple[Column, ...]
     rows: tuple[tuple[Cell, ...], ...]
@@ -32,9 +32,9 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Screen:
-    """The picture of one look, as wide and high as the terminal is when it is drawn.
+    """The rendered state, as wide and high as the terminal.
 
-    `height` replaces the terminal's, for output that is no terminal; `url` is the planner's.
+    `height` overrides the height if there is no terminal; `url` is the planner's.
     """
 
     sample: FleetSample
@@ -61,21 +61,23 @@ class Screen:
 
 
 def header(sample: FleetSample, seen: Overview, url: str, now: float, *, keys: bool) -> list[Text]:
-    """What the planner is and how it stands, on one line; on a second one why it does not answer."""
+    """Return a line with the state of the planner, and a second one with the error if it is unreachable."""
     clock = time.strftime("%H:%M:%S", time.localtime(sample.at))
     what = f"{format.plural(seen.instances, 'instance')} on {format.plural(seen.hosts, 'host')}"
-    forks = f"{format.plural(len(seen.running), 'fork')} under way" + _rate_suffix(seen.bytes_per_s)
+    forks = format.plural(len(seen.running), "running fork") + _rate_suffix(seen.bytes_per_s)
     line = Text(no_wrap=True, overflow="ellipsis")
     line.append("rfork top", "bold").append(f" {clock}  {what}, {forks}")
     line.append(f"{'  q quits' if keys else ''}  {url}", "dim")
     if sample.away_since is None:
         return [line]
-    away = f"gone since {format.format_age(now - sample.away_since)}; this was seen at {clock}: {sample.error}"
-    return [line, Text(away, style="bold red", no_wrap=True, overflow="ellipsis")]
+    warning = (
+        f"planner unreachable for {format.format_age(now - sample.away_since)}, last state at {clock}: {sample.error}"
+    )
+    return [line, Text(warning, style="bold red", no_wrap=True, overflow="ellipsis")]
 
 
 def sections_of(seen: Overview) -> list[Section]:
-    """All sections, the most urgent first."""
+    """Return all sections, most urgent first."""
     return [
         _running_section(seen.running),
         _problem_section(seen),
@@ -86,35 +88,37 @@ def sections_of(seen: Overview) -> list[Section]:
     ]
 
 
-def rows_for(wanted: Sequence[int], available_rows: int) -> list[int]:
-    """How many rows each section gets of `available_rows` lines, each with a heading and an empty line above.
+def rows_for(requested_rows: Sequence[int], available_rows: int) -> list[int]:
+    """Distribute `available_rows` lines over the sections; each section also needs two lines for its heading.
 
-    The first ones get `MIN_ROWS` each while there is room; what is left goes around, one row at a time.
+    Each section first gets `MIN_ROWS`, in order; remaining lines are distributed one row at a time.
     """
-    counts = [0] * len(wanted)
-    for at, want in enumerate(wanted):
-        min_rows = min(want, MIN_ROWS)
+    counts = [0] * len(requested_rows)
+    for at, requested in enumerate(requested_rows):
+        min_rows = min(requested, MIN_ROWS)
         if min_rows and available_rows >= min_rows + 2:
             counts[at] = min_rows
             available_rows -= min_rows + 2
-    while available_rows > 0 and (open_ := [at for at, count in enumerate(counts) if 0 < count < wanted[at]]):
-        for at in open_[:available_rows]:
+    while available_rows > 0 and (
+        growable := [at for at, count in enumerate(counts) if 0 < count < requested_rows[at]][:available_rows]
+    ):
+        for at in growable:
             counts[at] += 1
-        available_rows -= len(open_[:available_rows])
+        available_rows -= len(growable)
     return counts
 
 
 def _running_section(forks: Sequence[RunningFork]) -> Section:
     columns = (
-        Column(f"forks under way ({len(forks)})", min_width=15),
+        Column(f"running forks ({len(forks)})", min_width=15),
         Column("model", min_width=12, priority=3),
         Column("version", min_width=8, priority=5),
         Column("done"),
         Column("rate", right=True),
         Column("left", right=True),
         Column("phase", priority=2),
-        Column("from", min_width=15, priority=1),
-        Column("held to", right=True, priority=4),
+        Column("sources", min_width=15, priority=1),
+        Column("rate limit", right=True, priority=4),
     )
     rows = tuple(
         (
@@ -135,9 +139,9 @@ def _running_section(forks: Sequence[RunningFork]) -> Section:
 
 def _problem_section(seen: Overview) -> Section:
     columns = (
-        Column(f"in trouble ({len(seen.problems)})", min_width=12),
+        Column(f"problems ({len(seen.problems)})", min_width=12),
         Column("model", min_width=8, priority=1),
-        Column("what", min_width=10),
+        Column("problem", min_width=10),
     )
     rows = tuple(
         (_instance_cell(each.instance_id, each.host), each.model, Text(each.problem, style="yellow"))
@@ -156,8 +160,8 @@ def _model_section(models: Sequence[ModelInfo]) -> Section:
         Column("forks", right=True),
         Column("forked", right=True, priority=4),
         Column("storage", right=True, priority=5),
-        Column("a fork", right=True, priority=2),
-        Column("a load", right=True, priority=3),
+        Column("median fork", right=True, priority=2),
+        Column("median load", right=True, priority=3),
         Column("saved", right=True, priority=1),
     )
     ordered = sorted(models, key=lambda row: (-row.forks_running, row.model, row.rank_key, row.version or ""))
@@ -182,45 +186,45 @@ def _model_section(models: Sequence[ModelInfo]) -> Section:
 
 def _source_section(seen: Overview) -> Section:
     columns = (
-        Column(f"givers ({len(seen.sources_serving)})", min_width=12),
+        Column(f"sources ({len(seen.sources)})", min_width=12),
         Column("model", min_width=8, priority=1),
         Column("version", min_width=8, priority=4),
-        Column("as", priority=2),
+        Column("role", priority=2),
         Column("readers", right=True),
-        Column("gives", right=True, priority=3),
-        Column("held to", right=True),
+        Column("rate", right=True, priority=3),
+        Column("rate limit", right=True),
     )
-    words = {"serving": "seed", "loading": "relay", "draining": "draining"}
+    roles = {"serving": "seed", "loading": "relay", "draining": "draining"}
     rows = tuple(
         (
             _instance_cell(source_row.instance_id, source_row.host),
             _model(source_row.model, source_row.rank),
             format.version(source_row.version),
-            words[source_row.state],
+            roles[source_row.state],
             f"{source_row.readers} of {source_row.slots}",
             format.rate(source_row.bytes_per_s) if source_row.bytes_per_s else "",
             "" if source_row.rate_limit is None else Text(format.rate(source_row.rate_limit), style="yellow"),
         )
-        for source_row in seen.sources_serving
+        for source_row in seen.sources
     )
     return Section(columns, rows)
 
 
 def _finished_section(forks: Sequence[FinishedFork]) -> Section:
     columns = (
-        Column(f"ended ({len(forks)})", min_width=12),
+        Column(f"finished forks ({len(forks)})", min_width=12),
         Column("ago", right=True),
-        Column("how"),
+        Column("outcome"),
         Column("model", min_width=8, priority=3),
         Column("version", min_width=8, priority=4),
-        Column("took", right=True),
+        Column("time", right=True),
         Column("rate", right=True, priority=2),
-        Column("from, or why", min_width=10, priority=1),
+        Column("sources or error", min_width=10, priority=1),
     )
     rows = tuple(
         (
             _instance_cell(fork.instance_id, fork.host),
-            format.format_age(fork.ended_s),
+            format.format_age(fork.finished_ago_s),
             Text(fork.outcome, style=COLOURS[fork.outcome]),
             fork.model,
             format.version(fork.version),
@@ -234,12 +238,12 @@ def _finished_section(forks: Sequence[FinishedFork]) -> Section:
 
 
 def _fallback_section(seen: Overview) -> Section:
-    columns = (Column("fallbacks because of", min_width=12), Column("forks", right=True))
-    return Section(columns, tuple((why, f"{count:,}") for why, count in seen.fallbacks.items()))
+    columns = (Column("fallback reasons", min_width=12), Column("forks", right=True))
+    return Section(columns, tuple((reason, f"{count:,}") for reason, count in seen.fallbacks.items()))
 
 
 def bar(share: float) -> Text:
-    """``██████······  50 %``."""
+    """Return a progress bar: ``██████······  50 %``."""
     filled = round(share * BAR)
     return Text.assemble(("█" * filled, "cyan"), ("·" * (BAR - filled), "dim"), f" {int(share * 100):3d} %")
 
@@ -260,7 +264,7 @@ def _sources_cell(sources: Iterable[str], transports: Mapping[str, str], rates: 
 def _outcome_cell(fork: FinishedFork) -> Cell:
     if fork.outcome == "forked":
         return _sources_cell(fork.sources, fork.transports, {})
-    return Text(fork.reasons[-1] if fork.reasons else "no reason told", style="dim")
+    return Text(fork.reasons[-1] if fork.reasons else "no reason reported", style="dim")
 
 
 def _rate_suffix(bytes_per_s: float) -> str:

@@ -1,4 +1,4 @@
-"""SGLang's plug-in: `--rfork-*` flags, load format ``rfork``, ranks, and where its weights change.
+"""SGLang plug-in: `--rfork-*` flags, load format ``rfork``, rank identities, and hooks around weight changes.
 
-Nothing of SGLang is imported before SGLang itself asks for the plug-in (`plugin.register`).
+Nothing of SGLang is imported before SGLang calls the plug-in (`plugin.register`).
 """

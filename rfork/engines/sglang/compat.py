@@ -1,4 +1,4 @@
-"""What a model is told beside its weights, as facts of its image: equal on both sides of a fork."""
+"""Facts about a model's configuration that must be equal on both sides of a fork."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
 
 PATH_FIELDS: Final = frozenset({"_name_or_path", "name_or_path", "_commit_hash", "transformers_version"})
-"""Keys that tell where a configuration comes from, not what it is."""
+"""Keys that state where a configuration was loaded from."""
 RESOLVED: Final = (
     "kv_cache_dtype",
     "speculative_draft_kv_cache_dtype",
     "fp8_gemm_runner_backend",
     "fp4_gemm_runner_backend",
 )
-"""Options that decide on the meaning of bytes: scales, and layouts that a kernel wants."""
+"""Options that affect the meaning of bytes: scales and kernel-specific layouts."""
 
 
 def facts(model_config: ModelConfig) -> Iterator[str]:
-    """Of the effective configuration, with the user's overrides in it."""
+    """Return the facts of the effective configuration, including the user's overrides."""
     from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.runtime_context import get_server_args
 
@@ -37,13 +37,13 @@ def facts(model_config: ModelConfig) -> Iterator[str]:
 
 
 def digest(config: object, path: str = "") -> str:
-    """12 hexadecimal digits of a configuration: of its values, where they lie at `path` left aside."""
+    """Return 12 hexadecimal digits identifying a configuration, ignoring where it was loaded from."""
     config_json = json.dumps(_normalise(config, path), sort_keys=True, default=lambda value: type(value).__name__)
     return sha256(config_json.encode()).hexdigest()[:12]
 
 
 def _normalise(value: object, path: str) -> object:
-    """With nothing in it that differs between two processes: addresses, and paths of folders."""
+    """Return `value` without process-specific parts: addresses and folder paths."""
     if callable(to_dict := getattr(value, "to_dict", None)):
         value = to_dict()
     if isinstance(value, Mapping):

@@ -1,7 +1,7 @@
-"""What a server does about its instances when it is told to end: in the launcher's process, on SIGTERM.
+"""Drains a server's instances on SIGTERM. Runs in the launcher process.
 
-SGLang first answers the requests that it has, then asks its schedulers to end. Meanwhile they take no new
-readers; those there are may finish before the schedulers are asked.
+SGLang first finishes its running requests, then stops its schedulers. In that time the instances
+accept no new readers, and current readers may finish before the schedulers exit.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ log = logger(__name__)
 
 
 def install(settings: InstanceSettings) -> None:
-    """Hook this process's SGLang."""
-    leaving = SigtermDrain(settings)
-    hook_targets.hook(hook_targets.ON_SIGTERM, call_after(leaving.on_sigterm))
-    hook_targets.hook(hook_targets.DISPATCH, call_before(leaving.before_dispatch))
+    """Install the hooks in this process."""
+    drain = SigtermDrain(settings)
+    hook_targets.hook(hook_targets.ON_SIGTERM, call_after(drain.on_sigterm))
+    hook_targets.hook(hook_targets.DISPATCH, call_before(drain.before_dispatch))
 
 
 class SigtermDrain:
-    """Drains the instances of one server by way of the planner; only once, and never for long."""
+    """Drains the instances of one server through the planner, once and for a limited time."""
 
     def __init__(self, settings: InstanceSettings) -> None:
         self._settings = settings
-        owner_secret(settings)  # read now: its file may be gone when the server ends
+        owner_secret(settings)  # read now: the file may be removed before the server exits
         self._drained = threading.Event()
         self._until: float | None = None
 
-    def on_sigterm(self, _: None, handler: SignalHandler, *more: object, **named: object) -> None:
-        """On the server's event loop: what takes time is done on a thread."""
+    def on_sigterm(self, _: None, handler: SignalHandler, *args: object, **kwargs: object) -> None:
+        """Start draining on a thread. Called on the server's event loop, so it must not block."""
         if self._until is None:
             self._until = time.monotonic() + self._settings.drain_timeout_s
             threading.Thread(target=self._drain, name="rfork-drain", daemon=True).start()
 
     def before_dispatch(self, manager: TokenizerManager, obj: object) -> None:
-        """The schedulers are about to be asked to end: no request is left, and nothing else is to do."""
+        """Wait for the drain before the schedulers are stopped. All requests have finished by then."""
         from sglang.srt.managers.io_struct import ShutdownReq
 
         if isinstance(obj, ShutdownReq) and self._until is not None:
@@ -57,11 +57,11 @@ class SigtermDrain:
     def _drain(self) -> None:
         try:
             with PlannerClient.of(self._settings) as client:
-                for one in drain_replica(
+                for drained in drain_replica(
                     client, str(self._settings.replica), wait_s=self._settings.drain_timeout_s, force=True
                 ):
-                    log.info("drained", instance=one.instance_id, because=one.reason)
+                    log.info("drained", instance_id=drained.instance_id, reason=drained.reason)
         except RforkError as error:
-            log.info("the server ends undrained", because=str(error), hint=error.hint)
+            log.info("exiting without draining", reason=str(error), hint=error.hint)
         finally:
             self._drained.set()

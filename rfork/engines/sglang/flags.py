@@ -1,4 +1,4 @@
-"""`--rfork-*` of SGLang's launcher, made of `rfork.settings.InstanceSettings`: its processes get them as RFORK_*."""
+"""`--rfork-*` flags of SGLang's launcher, passed on to its processes as RFORK_* variables."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rfork.settings import InstanceSettings
 log = logging.getLogger(__name__)
 
 NOT_FLAGS: Final = common.NOT_FLAGS | {"replica"}
-"""Replicas are named here."""
+"""The launcher names the replica."""
 UNSUPPORTED: Final = {
     "weight_cache_mode": "off",
     "cpu_offload_gb": 0,
@@ -37,42 +37,44 @@ UNSUPPORTED: Final = {
     "encoder_only": False,
     "use_ray": False,
 }
-"""What moves weights about, or makes processes, in ways rfork does not follow; and what it is when off."""
+"""Options that move weights or create processes in ways rfork does not support, with the value that disables
+each.
+"""
 Value = str | int | float | bool | None
 
 
 class _UnavailableFlag(argparse.Action):
-    """A flag that cannot be used."""
+    """Flag of an unavailable plug-in: using it ends the launch with the reason."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         _exit(f"{self.option_strings[0]}: {(self.help or '').replace('%%', '%')}")
 
 
-def add(parser: argparse.ArgumentParser, *, why_not: str = "") -> None:
-    """Add the flags as a group of their own. With `why_not`, each ends the launch and says so."""
+def add(parser: argparse.ArgumentParser, *, unavailable_reason: str = "") -> None:
+    """Add the flags as an argument group. With `unavailable_reason`, every flag ends the launch with that message."""
     group = parser.add_argument_group(
-        "rfork", f"Weights from instances that run already; each flag implies --load-format {LOAD_FORMAT}."
+        "rfork", f"Load weights from running instances. Each flag implies --load-format {LOAD_FORMAT}."
     )
-    if not why_not:
+    if not unavailable_reason:
         common.add(group, lambda name: [f"--rfork-{name}"], NOT_FLAGS)
         return
     for name, _ in common.fields(NOT_FLAGS):
-        help_text = why_not.replace("%", "%%")
+        help_text = unavailable_reason.replace("%", "%%")
         group.add_argument(_flag(name), nargs="?", action=_UnavailableFlag, dest=argparse.SUPPRESS, help=help_text)
 
 
 def apply_flags(arguments: argparse.Namespace) -> None:
-    """Put what was given where the server's processes look, and check all of it, before any of them starts.
+    """Export the flags to the server's processes, and validate all settings before any process starts.
 
-    Ends the launch with exit code 2 and one line where something is wrong.
+    If something is wrong, the launch ends with exit code 2 and one line on stderr.
     """
     flags = common.to_environment(arguments, NOT_FLAGS)
     if flags and arguments.load_format not in ("auto", LOAD_FORMAT):
-        _exit(f"--rfork-* goes with --load-format {LOAD_FORMAT}, not with {arguments.load_format}")
+        _exit(f"--rfork-* requires --load-format {LOAD_FORMAT}, not {arguments.load_format}")
     if not flags and arguments.load_format != LOAD_FORMAT:
         if os.environ.get(variable("planner")):
             log.warning(
-                "RFORK_PLANNER is set, but the load format is %s: rfork does nothing; give --load-format %s",
+                "RFORK_PLANNER is set, but the load format is %s, so rfork is not used; set --load-format %s",
                 arguments.load_format,
                 LOAD_FORMAT,
             )
@@ -85,10 +87,10 @@ def apply_flags(arguments: argparse.Namespace) -> None:
         settings.tls  # noqa: B018  # its files are settings, too
     except SettingsError as error:
         _exit(_rename_to_flag(str(error), flags))
-    if why := unsupported_reason(vars(arguments)) or _non_rfork_loader(str(arguments.model_path)):
-        _exit(why)
-    if moved := hook_targets.find_incompatible((*hook_targets.LAUNCHING, *hook_targets.SCHEDULING)):
-        _exit(hook_targets.format_incompatibility(moved))
+    if reason := unsupported_reason(vars(arguments)) or _ignored_load_format_reason(str(arguments.model_path)):
+        _exit(reason)
+    if incompatible := hook_targets.find_incompatible((*hook_targets.LAUNCHING, *hook_targets.SCHEDULING)):
+        _exit(hook_targets.format_incompatibility(incompatible))
     if settings.planner is not None:
         from rfork.engines.sglang import drain_on_sigterm
 
@@ -96,23 +98,23 @@ def apply_flags(arguments: argparse.Namespace) -> None:
 
 
 def unsupported_reason(arguments: Mapping[str, Value]) -> str | None:
-    """Why a server that is told this cannot be forked; None where it can."""
+    """Return why a server with these arguments cannot be forked, or None if it can."""
     for name, off in UNSUPPORTED.items():
         if (value := arguments.get(name, off)) != off and (value or off):
-            return f"--{name.replace('_', '-')} does not go with --load-format {LOAD_FORMAT}"
+            return f"--{name.replace('_', '-')} cannot be used with --load-format {LOAD_FORMAT}"
     return None
 
 
-def _non_rfork_loader(model: str) -> str | None:
-    """Why SGLang would not ask the load format that it is given for such a model."""
+def _ignored_load_format_reason(model: str) -> str | None:
+    """Return why SGLang would ignore the load format for such a model, or None if it would not."""
     from sglang.srt.utils.common import is_remote_url
     from sglang.srt.utils.hf_transformers_utils import check_gguf_file
     from sglang.srt.utils.runai_utils import is_runai_obj_uri
 
     if is_runai_obj_uri(model) or is_remote_url(model):
-        return f"--model-path: {model} is storage: give a folder or a name, and storage as --rfork-snapshot"
+        return f"--model-path: {model} is a storage URI: pass a folder or a model name, and the URI as --rfork-snapshot"
     if check_gguf_file(model):
-        return f"--model-path: GGUF files have a load format of their own, and are not forked ({model})"
+        return f"--model-path: GGUF files have their own load format and cannot be forked ({model})"
     return None
 
 
@@ -121,7 +123,7 @@ def _flag(name: str) -> str:
 
 
 def _rename_to_flag(message: str, flags: Mapping[str, str]) -> str:
-    """The message, under the name that the user gave the option by."""
+    """Return the message with the variable replaced by the flag that the user passed."""
     named, colon, rest = message.partition(":")
     for name, _ in common.fields(NOT_FLAGS):
         if variable(name) == named and named in flags:
@@ -129,6 +131,6 @@ def _rename_to_flag(message: str, flags: Mapping[str, str]) -> str:
     return message
 
 
-def _exit(why: str) -> NoReturn:
-    sys.stderr.write(f"sglang: error: {why}\n")
+def _exit(reason: str) -> NoReturn:
+    sys.stderr.write(f"sglang: error: {reason}\n")
     raise SystemExit(2)

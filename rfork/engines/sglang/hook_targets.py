@@ -1,4 +1,4 @@
-"""Which functions of SGLang the plug-in hooks or calls, and whether they are as it knows them."""
+"""SGLang functions that the plug-in hooks or calls, and checks that they are as expected."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rfork.engines.hook_targets import find_incompatible as find_incompatible
 from rfork.engines.monkeypatch import Method, patch_method
 
 TESTED: Final = ("0.5.23",)
-"""Versions of SGLang that forks were seen with."""
+"""Versions of SGLang tested with forks."""
 
 ADD_CLI_ARGS = "sglang.srt.server_args.ServerArgs.add_cli_args"
 FROM_CLI_ARGS = "sglang.srt.server_args.ServerArgs.from_cli_args"
@@ -47,7 +47,7 @@ EARLY = (
     HookTarget(FROM_CLI_ARGS, ("args",)),
     HookTarget(VERIFY_LOAD_FORMAT, ("self",)),
 )
-"""What `register` needs: in modules that SGLang has imported by then."""
+"""Targets of `register`, in modules that SGLang has already imported."""
 LOADER = "sglang.srt.model_loader.loader"
 SCHEDULING = (
     HookTarget(f"{LOADER}.get_model_loader", ("load_config", "model_config")),
@@ -80,26 +80,27 @@ SCHEDULING = (
     HookTarget(RUN_LOOP, ("self",)),
     HookTarget(RELEASE_HOST, ("self",)),
 )
-"""What is hooked in schedulers, and what the loader calls there."""
+"""Functions hooked in schedulers, and functions that the loader calls there."""
 LAUNCHING = (
     HookTarget(ON_SIGTERM, ("self",)),
     HookTarget(DISPATCH, ("self",)),
 )
-"""What is hooked in the launcher."""
+"""Functions hooked in the launcher."""
 
 
 def hook(method: str, wrapper: Method) -> None:
-    """Wrap a method, named by its path, of a class of SGLang's, as `rfork.engines.monkeypatch` says.
+    """Wrap the method with this dotted path; see `rfork.engines.monkeypatch`.
 
-    What SGLang has not applied by then is not left to its `HookRegistry`: that looks for each function in all
-    modules of the process, a third of a second for a dozen, and passes over what another plug-in has hooked.
+    SGLang's `HookRegistry` is not used for hooks that it has not applied yet: it searches every module of the
+    process for each function, which takes a third of a second for a dozen, and skips functions that another
+    plug-in has hooked.
     """
     owner, _, name = method.rpartition(".")
     patch_method(pkgutil.resolve_name(owner), name, wrapper)
 
 
-def format_incompatibility(moved: Incompatible, tested: Sequence[str] = TESTED) -> str:
-    """One line for users, with the version of SGLang that is installed."""
+def format_incompatibility(incompatible: Incompatible, tested: Sequence[str] = TESTED) -> str:
+    """Return a one-line message for users with the installed version of SGLang."""
     from importlib.metadata import version
 
-    return common.format_incompatibility("SGLang", version("sglang"), moved, tested)
+    return common.format_incompatibility("SGLang", version("sglang"), incompatible, tested)

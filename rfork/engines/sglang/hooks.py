@@ -1,6 +1,6 @@
-"""Where a scheduler serves, changes its weights, puts them away, or ends: the instance is told.
+"""Scheduler hooks that notify the served model when SGLang decodes, changes or releases weights, or exits.
 
-Runs on the source: in a scheduler process that loads its models by load format ``rfork``.
+Runs on the source, in a scheduler process that uses load format ``rfork``.
 """
 
 from __future__ import annotations
@@ -26,22 +26,23 @@ if TYPE_CHECKING:
 log = logger(__name__)
 
 EXIT_TIMEOUT_S = 10.0
-"""Most seconds that readers have to finish, once the server has asked its schedulers to end: it kills them
-after 15."""
+"""Maximum seconds that readers have to finish once the server stops its schedulers. It kills them
+after 15.
+"""
 STARTED_ATTR = "rfork_began"
 
 
 @cache
 def install() -> None:
-    """Hook this process's SGLang. Again is harmless. Raises EngineMismatch where it is not as known."""
-    if moved := hook_targets.find_incompatible(hook_targets.SCHEDULING):
+    """Install the hooks in this process. Idempotent. Raises EngineMismatch if this SGLang is incompatible."""
+    if incompatible := hook_targets.find_incompatible(hook_targets.SCHEDULING):
         raise EngineMismatch(
-            hook_targets.format_incompatibility(moved), hint="install a version of SGLang that was tested"
+            hook_targets.format_incompatibility(incompatible), hint="install a tested version of SGLang"
         )
     updates = WeightUpdateHooks()
     for request in hook_targets.REQUESTS:
         hook_targets.hook(request, updates.request)
-    for point, wrapper in (
+    for path, wrapper in (
         (hook_targets.FROM_DISK, updates.from_disk),
         (hook_targets.FROM_IPC, updates.from_ipc),
         (hook_targets.FROM_TENSOR, updates.within),
@@ -55,19 +56,22 @@ def install() -> None:
         (hook_targets.RUN_LOOP, call_before(_on_ready)),
         (hook_targets.RELEASE_HOST, call_before(_on_exit)),
     ):
-        hook_targets.hook(point, wrapper)
+        hook_targets.hook(path, wrapper)
 
 
-def _run_batch(run: Callable[..., Any], scheduler: Scheduler, batch: ScheduleBatch, *more: Any, **named: Any) -> Any:
-    """Decode steps are units of work that are alike. In overlap mode they end when their result is taken."""
-    instance = served_model(scheduler.tp_worker.model_runner.model)
-    if instance is None or not (batch.forward_mode.is_decode() or _never_decodes(scheduler)):
-        return run(scheduler, batch, *more, **named)
+def _run_batch(run: Callable[..., Any], scheduler: Scheduler, batch: ScheduleBatch, *args: Any, **kwargs: Any) -> Any:
+    """Measure decode steps, which are comparable units of work.
+
+    In overlap mode a step ends when its result is processed.
+    """
+    served = served_model(scheduler.tp_worker.model_runner.model)
+    if served is None or not (batch.forward_mode.is_decode() or _never_decodes(scheduler)):
+        return run(scheduler, batch, *args, **kwargs)
     if not scheduler.enable_overlap:
-        with instance.serving():
-            return run(scheduler, batch, *more, **named)
+        with served.serving():
+            return run(scheduler, batch, *args, **kwargs)
     began = time.monotonic()
-    result = run(scheduler, batch, *more, **named)
+    result = run(scheduler, batch, *args, **kwargs)
     setattr(result, STARTED_ATTR, began)
     return result
 
@@ -78,37 +82,37 @@ def _process_result(scheduler: Scheduler, batch: ScheduleBatch, result: Any) -> 
         return
     event = getattr(result, "copy_done", None)
     if event is not None:
-        event.synchronize()  # as SGLang does next: it is what tells that the step has ended
-    instance = served_model(scheduler.tp_worker.model_runner.model)
-    if instance is not None:
-        instance.seed.record_step_latency(time.monotonic() - began)
+        event.synchronize()  # SGLang does this next; it marks the end of the step
+    served = served_model(scheduler.tp_worker.model_runner.model)
+    if served is not None:
+        served.seed.record_step_latency(time.monotonic() - began)
 
 
 def _on_ready(scheduler: Scheduler) -> None:
-    """SGLang is ready to serve. Where it has put other tensors into a model since, those are given now."""
+    """Serve tensors that SGLang has replaced since the model was loaded. Called when SGLang is ready to serve."""
     for _, model in _runners(scheduler):
-        if (instance := served_model(model)) is None:
+        if (served := served_model(model)) is None:
             continue
         try:
-            image = instance.recapture()
+            image = served.recapture()
         except RforkError as error:
-            log.info("what was loaded is given; what the engine made of it cannot be", because=str(error))
+            log.info("serving the loaded tensors: the engine's changed model cannot be captured", reason=str(error))
             continue
-        served_image = instance.seed.image
+        served_image = served.seed.image
         if difference := served_image.layout.first_difference(image.layout):
-            # LoRA's layers and the like, around the very weights that were loaded.
-            log.info("what was loaded is given, not what the engine made of it", difference=difference)
+            # For example LoRA layers, which wrap the loaded weights.
+            log.info("serving the loaded tensors: the engine changed the layout of the model", difference=difference)
         elif not served_image.shares_memory_with(image):
-            log.info("the engine put other tensors into the model: those are given from now on")
-            instance.renew()
+            log.info("the engine replaced tensors of the model, serving the new ones")
+            served.renew()
 
 
 def _on_exit(scheduler: Scheduler) -> None:
-    """The server drains no more requests, and ends."""
+    """Close the served models. The server has finished its requests and exits."""
     for _, model in _runners(scheduler):
-        instance = served_model(model)
-        if instance is not None:
-            instance.close(min(instance.seed.settings.drain_timeout_s, EXIT_TIMEOUT_S))
+        served = served_model(model)
+        if served is not None:
+            served.close(min(served.seed.settings.drain_timeout_s, EXIT_TIMEOUT_S))
 
 
 def _never_decodes(scheduler: Scheduler) -> bool:

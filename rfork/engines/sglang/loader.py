@@ -1,4 +1,4 @@
-"""Load format ``rfork``: a model with its weights from an instance that runs, or by SGLang's own loader."""
+"""Load format ``rfork``: forks a model from a running instance, or loads it with SGLang's own loader."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from rfork import settings as options
 from rfork.engines.load_or_fork import load_or_fork
 from rfork.engines.sglang import unsupported
-from rfork.engines.sglang.ranks import cap_deadline, subject_of
+from rfork.engines.sglang.ranks import cap_deadline, identity_of
 from rfork.errors import CheckpointError, ModelError, RforkError
 from rfork.logs import logger
 from rfork.settings import InstanceSettings
@@ -25,34 +25,34 @@ if TYPE_CHECKING:
 
 log = logger(__name__)
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt")
-"""What SGLang's own loader looks for."""
+"""Files that SGLang's own loader reads."""
 
 
 class RforkLoader(BaseModelLoader):  # type: ignore[misc]  # SGLang has no types
-    """SGLang's loader contract. Made and called in each scheduler process, once for each of its models."""
+    """SGLang model loader. Created and called in each scheduler process, once per model."""
 
     def download_model(self, model_config: ModelConfig) -> None:
-        """Have the files that SGLang's own loader reads."""
+        """Download the files that SGLang's own loader reads."""
         _own_loader(_without_rfork(self.load_config, model_config), model_config).download_model(model_config)
 
     def load_model(self, *, model_config: ModelConfig, device_config: DeviceConfig) -> nn.Module:
-        """The model with its weights; it is a seed from then on. Raises as `load_or_fork`."""
+        """Return the model with its weights and make it a seed. Raises the exceptions of `load_or_fork`."""
         try:
             settings = cap_deadline(options.load(InstanceSettings))
             own = _without_rfork(self.load_config, model_config)
             return load_or_fork(
                 SglangEngine(own, model_config, device_config, unsupported.unsupported_config(model_config)),
-                lambda: subject_of(model_config, self.load_config, device_config, settings),
+                lambda: identity_of(model_config, self.load_config, device_config, settings),
                 settings,
             )
         except RforkError as error:
-            # SGLang tells of it by a traceback, in which one must find this.
-            log.error("the server cannot start: no weights", because=str(error), hint=error.hint)
+            # SGLang reports it as a traceback, in which this line must be easy to find.
+            log.error("cannot start the server: no weights", reason=str(error), hint=error.hint)
             raise
 
 
 class SglangEngine:
-    """How SGLang makes one model: `rfork.engines.load_or_fork.EngineAdapter`."""
+    """Builds one model with SGLang; implements `rfork.engines.load_or_fork.EngineAdapter`."""
 
     def __init__(
         self,
@@ -61,7 +61,10 @@ class SglangEngine:
         device_config: DeviceConfig,
         refusal: str | None = None,
     ) -> None:
-        """`config` is what SGLang would load by without rfork; `refusal` says why that is all it can do."""
+        """`config` is the load configuration without rfork.
+
+        `refusal` is the reason why the model cannot be forked, if any.
+        """
         self._config = config
         self._model_config = model_config
         self._device_config = device_config
@@ -69,7 +72,7 @@ class SglangEngine:
         self._device = torch.device(device_config.device)
 
     def empty(self) -> nn.Module:
-        """The model as SGLang's loader leaves it, after the same steps, but for what the weights are."""
+        """Return the model as SGLang's loader leaves it, after the same steps, but with undefined weights."""
         from sglang.srt.model_loader import loader as own
         from sglang.srt.model_loader.weight_utils import initialize_dummy_weights
 
@@ -77,39 +80,41 @@ class SglangEngine:
             raise ModelError(self._refusal)
         loader = _own_loader(self._config, self._model_config)
         if not isinstance(loader, own.DefaultModelLoader) or getattr(self._model_config, "modelopt_quant", None):
-            raise ModelError(f"models of {type(loader).__name__} cannot be made without their weights")
+            raise ModelError(f"models loaded by {type(loader).__name__} cannot be built without their weights")
         _clear_shared_caches()
         quantization = own._get_quantization_config(self._model_config, self._config)
         with own.set_default_torch_dtype(self._model_config.dtype):
             with self._device:
                 model = own._initialize_model(self._model_config, self._config, quantization)
-            if why := unsupported.unsupported_model(model):
-                raise ModelError(why)
+            if reason := unsupported.unsupported_model(model):
+                raise ModelError(reason)
             if quantization is not None:
-                initialize_dummy_weights(model)  # quantisation looks at the numbers: they must be finite
-            # Its loader runs these in this order, the first as the last step of `model.load_weights`.
+                initialize_dummy_weights(model)  # quantisation reads the values, so they must be finite
+            # SGLang's loader runs these in this order, the first as the last step of `model.load_weights`.
             own.post_load_weights(model)
             for module, method in own._modules_with_quant_method(model):
-                if not _quantized_before(module):
+                if not _is_already_quantized(module):
                     with own.device_loading_context(module, self._device):
                         method.process_weights_after_loading(module)
-        return self._is_complete(model.eval())
+        return self._with_full_rope_tables(model.eval())
 
     def load(self) -> nn.Module:
-        """A model by SGLang's own loader. Raises CheckpointError where it has no files to load."""
+        """Return a model from SGLang's own loader. Raises CheckpointError if there are no files to load."""
         self.check()
         _clear_shared_caches()
         loader = _own_loader(self._config, self._model_config)
-        return self._is_complete(loader.load_model(model_config=self._model_config, device_config=self._device_config))
+        return self._with_full_rope_tables(
+            loader.load_model(model_config=self._model_config, device_config=self._device_config)
+        )
 
     def check(self) -> None:
-        """Raises CheckpointError for a folder in which nothing is that SGLang could load."""
+        """Raise CheckpointError for a folder that contains no weight files SGLang could load."""
         folder = Path(self._model_config.model_path)
         if folder.is_dir() and not any(file for pattern in WEIGHT_FILES for file in folder.glob(pattern)):
-            raise CheckpointError(f"{folder} holds no weights", hint="start a seed, or add the weight files")
+            raise CheckpointError(f"there are no weights in {folder}", hint="start a seed, or add the weight files")
 
-    def _is_complete(self, model: nn.Module) -> nn.Module:
-        """With rotary tables as long as SGLang wants them: it would put others in their place later."""
+    def _with_full_rope_tables(self, model: nn.Module) -> nn.Module:
+        """Extend the rotary tables to the length SGLang needs, because it would replace them later."""
         from sglang.srt.utils.common import reserve_rope_cache_for_long_sequences
 
         reserve_rope_cache_for_long_sequences(model, self._model_config)
@@ -117,7 +122,7 @@ class SglangEngine:
 
 
 def _without_rfork(config: LoadConfig, model_config: ModelConfig) -> LoadConfig:
-    """What SGLang would load by: it looks at the files of a model only where the load format is ``auto``."""
+    """Return SGLang's load configuration without rfork. SGLang detects file formats only for load format ``auto``."""
     from sglang.srt.arg_groups.model_path_hook import is_mistral_native_format
     from sglang.srt.runtime_context import get_server_args
 
@@ -131,14 +136,14 @@ def _own_loader(config: LoadConfig, model_config: ModelConfig) -> BaseModelLoade
     return get_model_loader(config, model_config)
 
 
-def _quantized_before(module: nn.Module) -> bool:
-    """Whether the module's weights are quantised as it is made; SGLang's dummy loader looks at the same."""
+def _is_already_quantized(module: nn.Module) -> bool:
+    """Return True if the module creates its weights already quantised, by the check of SGLang's dummy loader."""
     quantized = getattr(module, "is_weights_quantized", None)
     return bool(quantized and quantized())
 
 
 def _clear_shared_caches() -> None:
-    """Rotary tables are shared by all models of a process: one that is filled must not be another's."""
+    """Clear the rotary tables that all models of a process share: filling one model must not change another."""
     from sglang.srt.layers.rotary_embedding.factory import _ROPE_DICT
 
     _ROPE_DICT.clear()

@@ -1,8 +1,8 @@
-"""What SGLang calls: entry point ``rfork`` of its group ``sglang.srt.plugins``, in each of its processes.
+"""Entry point ``rfork`` of SGLang's group ``sglang.srt.plugins``, called in each of its processes.
 
-In the launcher it runs before the command line is parsed; in a scheduler, before that is made. Both are to
-cost nothing where rfork is not used: only the flags and the load format are added here. What else is hooked
-is hooked once the load format is ``rfork``: in the launcher by `flags`, in a scheduler by `loader`.
+In the launcher it runs before the command line is parsed, in a scheduler before that process is set up. Both
+must cost nothing if rfork is not used, so only the flags and the load format are added here. The other hooks
+are installed once the load format is ``rfork``: in the launcher by `flags`, in a scheduler by `loader`.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ log = logging.getLogger(__name__)
 
 @cache
 def register() -> None:
-    """Add the flags and the load format to this process's SGLang. Again is harmless.
+    """Add the flags and the load format to SGLang in this process. Idempotent.
 
-    SGLang only logs what a plug-in raises, and would go on without it. So where the points that are hooked
-    are not as they were, that is logged as an error, and the flags end the launch, saying so.
+    SGLang only logs what a plug-in raises, and continues without it. So if hook targets are incompatible, the
+    error is logged, and using any rfork flag ends the launch with that error.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    moved = hook_targets.find_incompatible(hook_targets.EARLY)
-    if moved:
-        log.error("rfork is off: %s", hook_targets.format_incompatibility(moved))
-        if not any(point.path == hook_targets.ADD_CLI_ARGS for point, _ in moved):
+    incompatible = hook_targets.find_incompatible(hook_targets.EARLY)
+    if incompatible:
+        log.error("rfork is disabled: %s", hook_targets.format_incompatibility(incompatible))
+        if not any(hook_target.path == hook_targets.ADD_CLI_ARGS for hook_target, _ in incompatible):
             HookRegistry.register(hook_targets.ADD_CLI_ARGS, _refuse_flags, HookType.AFTER)
         return
     from sglang.srt.arg_groups.choices import LOAD_FORMAT_CHOICES, add_load_format_choices
@@ -57,7 +57,7 @@ def _refuse_flags(_: None, parser: argparse.ArgumentParser) -> None:
 
     flags.add(
         parser,
-        why_not=hook_targets.format_incompatibility(hook_targets.find_incompatible(hook_targets.EARLY)),
+        unavailable_reason=hook_targets.format_incompatibility(hook_targets.find_incompatible(hook_targets.EARLY)),
     )
 
 
@@ -68,7 +68,7 @@ def _apply_flags(_: type, arguments: argparse.Namespace) -> None:
 
 
 def _make_loader(config: LoadConfig) -> None:
-    """A class in the place of a format is SGLang's own way to be told of a loader."""
+    """Replace the load format by the loader class, which is how SGLang accepts custom loaders."""
     if config.load_format == LOAD_FORMAT:
         from rfork.engines.sglang.hooks import install
         from rfork.engines.sglang.loader import RforkLoader

@@ -1,4 +1,4 @@
-"""Which model and which rank of it one of SGLang's schedulers holds, by SGLang's own state."""
+"""Model and rank that an SGLang scheduler loads, from SGLang's own state."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ log = logger(__name__)
 PACKAGES = ("sglang",)
 
 
-def subject_of(
+def identity_of(
     model_config: ModelConfig,
     load_config: LoadConfig,
     device_config: DeviceConfig,
     settings: InstanceSettings,
 ) -> ModelIdentity:
-    """What this process's model is called, its rank, and what must be equal on both sides of a fork."""
+    """Return the identity of this process's model: name, rank, and facts that must be equal on both sides of a fork."""
     from sglang.srt.runtime_context import get_model, get_serving
 
     path, revision = str(model_config.model_path), getattr(model_config, "revision", None)
@@ -39,7 +39,7 @@ def subject_of(
         served = None
     name = settings.model or served or canonical_model_name(path)
     if (draft_index := load_config.draft_model_idx) is not None:
-        name = f"{name}#{draft_index}"  # several drafts in one process, each of another layer
+        name = f"{name}#{draft_index}"  # several drafts in one process, one per layer
     return ModelIdentity(
         name,
         _rank(draft=model_config.is_draft_model),
@@ -52,9 +52,9 @@ def subject_of(
 
 
 def cap_deadline(settings: InstanceSettings) -> InstanceSettings:
-    """With a deadline well before the other ranks of the server give up on one that is loading.
+    """Limit the fork's deadline to half the time that the server's ranks wait for one that is loading.
 
-    Half of what they wait: where a fork fails at its deadline, SGLang's own loader needs time as well.
+    If the fork fails at its deadline, SGLang's own loader needs the other half.
     """
     from sglang.srt.model_executor.model_runner_components import load_model_utils
 
@@ -62,7 +62,7 @@ def cap_deadline(settings: InstanceSettings) -> InstanceSettings:
     if settings.deadline_s <= max_deadline_s:
         return settings
     log.info(
-        "the deadline is shorter than was set: ranks wait for one another",
+        "deadline reduced: other ranks wait no longer",
         deadline_s=max_deadline_s,
         set_s=settings.deadline_s,
     )
@@ -104,14 +104,14 @@ def _facts(model_config: ModelConfig, device_config: DeviceConfig) -> tuple[str,
 
 
 def type_name(model_config: ModelConfig) -> str:
-    """The class that SGLang serves the model by."""
+    """Return the name of the class that implements the model in SGLang."""
     from sglang.srt.model_loader.utils import get_model_architecture
 
     return str(get_model_architecture(model_config)[0].__name__)
 
 
 def _device(device: torch.device) -> str:
-    """The kind of device: kernels, and the layouts they want, are chosen by it."""
+    """Return the device type, which determines kernels and their layouts."""
     if device.type != "cuda":
         return device.type
     major, minor = torch.cuda.get_device_capability(device)

@@ -1,4 +1,4 @@
-"""Which of SGLang's models are not forked, and why: it loads them by itself; nobody forks them."""
+"""SGLang models that cannot be forked, with the reasons. SGLang loads them itself and they are not seeds."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
 
 SET_BY_WEIGHTS: Final = {
-    "EmbeddingGemma2Model": "which function computes its norms",
-    "LlavaBaseForCausalLM": "its vision tower and what it selects of it",
+    "EmbeddingGemma2Model": "the function that computes its norms",
+    "LlavaBaseForCausalLM": "its vision tower and its feature selection",
     "LlavaForConditionalGeneration": "image_feature_len",
-    "LlavaVidForCausalLM": "its vision tower and what it selects of it",
-    "YiVLForCausalLM": "its vision tower and what it selects of it",
-    "NemotronHForCausalLMMTP": "whether its head is its own",
+    "LlavaVidForCausalLM": "its vision tower and its feature selection",
+    "YiVLForCausalLM": "its vision tower and its feature selection",
+    "NemotronHForCausalLMMTP": "whether it has its own head",
     "RadioModel": "whether it embeds videos",
 }
-"""Classes of SGLang 0.5.23 whose `load_weights` sets more than tensors, and what: no fork calls it."""
+"""State other than tensors that `load_weights` sets, by class (SGLang 0.5.23). A fork does not call
+`load_weights`.
+"""
 SCRATCH: Final = (
-    "*.workspace",  # of Marlin's kernels on layers, of cutlass' on the quantisation method
+    "*.workspace",  # Marlin kernels on layers, cutlass on the quantisation method
     "*.a_ptr",
     "*.b_ptr",
     "*.out_ptr",
@@ -44,38 +46,38 @@ SCRATCH: Final = (
     "*.oe_n_gram_ids",
     "*.exclusive_req_len_sums",
     "*workspace_buffer",
-    "*.dispatcher.*",  # buffers of what sends tokens between ranks
+    "*.dispatcher.*",  # communication buffers of expert parallelism
 )
-"""Tensors that each forward pass of SGLang 0.5.23 writes, or that hold addresses: none of them weights.
+"""Tensors that each forward pass of SGLang 0.5.23 overwrites, or that hold addresses; none are weights.
 
-They hang on layers, and on fp8.py's, w4afp8.py's and compressed-tensors' methods for experts.
+They belong to layers, and to the expert methods of fp8.py, w4afp8.py and compressed-tensors.
 """
 
 
 def unsupported_config(model_config: ModelConfig) -> str | None:
-    """Why this model of the server's cannot be forked, as SGLang has resolved what it was told."""
+    """Return why this model cannot be forked with the resolved server arguments, or None if it can."""
     from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.runtime_context import get_server_args
 
     view = resolving_view(get_server_args())
-    if why := flags.unsupported_reason(
+    if reason := flags.unsupported_reason(
         {name: getattr(view, name) for name in flags.UNSUPPORTED if hasattr(view, name)}
     ):
-        return why
+        return reason
     return unsupported_draft(model_config.is_draft_model, view.speculative_algorithm)
 
 
 def unsupported_draft(is_draft: bool, algorithm: str | None) -> str | None:
-    """Why a draft of such an algorithm is not forked: it serves with tensors that are its target's."""
+    """Return why a draft model of this algorithm cannot be forked: it shares tensors with the main model."""
     if is_draft and (algorithm or "").upper() != "STANDALONE":
-        return f"a draft of {algorithm or 'no named algorithm'} shares tensors with its target"
+        return f"a draft model for {algorithm or 'an unnamed algorithm'} shares tensors with its main model"
     return None
 
 
 def unsupported_model(module: nn.Module) -> str | None:
-    """Why a model that stands is not forked: `load_weights` would have set more than its tensors."""
+    """Return why a built model cannot be forked: `load_weights` would set more than its tensors."""
     for submodule in module.modules():
         for base_class in type(submodule).__mro__:
             if what := SET_BY_WEIGHTS.get(base_class.__name__):
-                return f"{base_class.__name__} sets by its weights more than tensors: {what}"
+                return f"loading the weights of {base_class.__name__} sets more than tensors: {what}"
     return None

@@ -1,6 +1,6 @@
-"""Where one of SGLang's schedulers changes weights, or puts them away: when the instance may be given again.
+"""Scheduler hooks around weight updates and memory release, which decide when a model may be served again.
 
-Runs on the source: in a scheduler process that loads its models by load format ``rfork``.
+Runs on the source, in a scheduler process that uses load format ``rfork``.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ if TYPE_CHECKING:
 
 log = logger(__name__)
 
-WRITTEN = "Failed to update weights"
-"""How SGLang begins to tell that an update from disk failed once weights were written."""
+PARTIAL_UPDATE_PREFIX = "Failed to update weights"
+"""Start of SGLang's message for an update from disk that failed after weights were written."""
 
 NO_VERSION = "default"
-"""SGLang's weight version where nobody named one."""
+"""SGLang's weight version if the user set none."""
+MAIN_RUNNER = "target"
+"""SGLang's name for the runner of the main model, as opposed to its drafts."""
 DUMMY = "dummy"
 """SGLang's load format that reads no files."""
 
@@ -35,26 +37,26 @@ Tag = str
 
 
 class WeightUpdateHooks:
-    """The ways by which a process's weights are changed in place, and what became of each instance's."""
+    """Wraps the methods that change a process's weights in place, and tracks the state of each served model."""
 
     def __init__(self) -> None:
         self._lost: WeakSet[ServedModel] = WeakSet()
-        """Their weights may be anything, until an update of theirs succeeds."""
-        self._open: WeakSet[ServedModel] = WeakSet()
+        """Weights undefined until an update succeeds."""
+        self._in_progress: WeakSet[ServedModel] = WeakSet()
         """Between `begin` and `end`."""
         self._failed: WeakSet[ServedModel] = WeakSet()
-        """A step since `begin` failed."""
+        """A step has failed since `begin`."""
         self._released: WeakSet[ServedModel] = WeakSet()
-        """Their memory is released."""
+        """Memory released."""
         self._changed: WeakKeyDictionary[ServedModel, str | None] = WeakKeyDictionary()
-        """Weights that were updated since they were served last, with their version where it is known."""
-        self._steps: WeakKeyDictionary[ServedModel, str | None] = WeakKeyDictionary()
-        """Between `begin` and `end`: the version that the steps named."""
+        """Models updated since they were last served, with their version if known."""
+        self._step_versions: WeakKeyDictionary[ServedModel, str | None] = WeakKeyDictionary()
+        """Between `begin` and `end`: the version that the steps requested."""
         self._requested: str | None = None
-        """The version that the request under way names its weights by."""
+        """Version of the weights in the current request."""
 
     def request(self, update: Callable[..., Any], manager: SchedulerWeightUpdaterManager, recv_req: Any) -> Any:
-        """One of SGLang's requests to update weights; all ranks of the server get it."""
+        """Wrap an SGLang request to update weights. All ranks of the server receive it."""
         self._requested = _new_version(recv_req)
         try:
             return update(manager, recv_req)
@@ -70,98 +72,101 @@ class WeightUpdateHooks:
         runner: WeightUpdater,
         model_path: str,
         load_format: str,
-        *more: object,
-        **named: object,
+        *args: object,
+        **kwargs: object,
     ) -> Updated:
-        """SGLang names its own load format where the caller names none; files are read by ``auto``."""
+        """Wrap an update from files.
+
+        If the caller sets no load format, SGLang passes its own; files are then read as ``auto``.
+        """
         load_format_used = "auto" if load_format == LOAD_FORMAT else load_format
-        filtered = bool(more) or named.get("weight_name_filter") is not None
+        filtered = bool(args) or kwargs.get("weight_name_filter") is not None
         version: CurrentVersion = self._requested_version
         if self._requested is None and load_format_used != DUMMY and not filtered:
             version = version_of_reload(model_path, _revision(runner))
         return self._full_update(
-            runner, lambda: update(runner, model_path, load_format_used, *more, **named), version=version
+            runner, lambda: update(runner, model_path, load_format_used, *args, **kwargs), version=version
         )
 
     def from_ipc(self, update: Callable[..., Updated], runner: WeightUpdater, recv_req: object) -> Updated:
-        """All weights at once, by another process of the host; told to fail, some may be written."""
+        """Wrap an update of all weights by another process of the host. Some may be written if it fails."""
         return self._full_update(
-            runner, lambda: update(runner, recv_req), version=self._requested_version, untouched=False
+            runner, lambda: update(runner, recv_req), version=self._requested_version, fails_before_writing=False
         )
 
     def begin(self, begin: Callable[..., None], runner: WeightUpdater) -> None:
-        """From here to `end`, weights are written in any number of steps."""
-        instance = served_model(runner.get_model())
-        if instance is not None:
-            instance.begin_update()
+        """Wrap the start of an update: until `end`, weights are written in any number of steps."""
+        served = served_model(runner.get_model())
+        if served is not None:
+            served.begin_update()
         try:
             begin(runner)
         except BaseException:
-            self._mark_lost(instance)
+            self._mark_lost(served)
             raise
-        if instance is not None:
-            self._failed.discard(instance)
-            self._open.add(instance)
-            self._steps[instance] = None
+        if served is not None:
+            self._failed.discard(served)
+            self._in_progress.add(served)
+            self._step_versions[served] = None
 
-    def within(self, update: Callable[..., Updated], runner: WeightUpdater, *more: object, **named: object) -> Updated:
-        """One of the steps."""
-        instance = served_model(runner.get_model())
+    def within(self, update: Callable[..., Updated], runner: WeightUpdater, *args: object, **kwargs: object) -> Updated:
+        """Wrap one step of an update."""
+        served = served_model(runner.get_model())
         try:
-            done = update(runner, *more, **named)
+            done = update(runner, *args, **kwargs)
         except BaseException:
-            self._mark_lost(instance)
+            self._mark_lost(served)
             raise
         if not done[0]:
-            self._mark_lost(instance)
-        elif instance is not None and self._requested is not None:
-            self._steps[instance] = self._requested
+            self._mark_lost(served)
+        elif served is not None and self._requested is not None:
+            self._step_versions[served] = self._requested
         return done
 
-    def end(self, end: Callable[..., None], runner: WeightUpdater, **named: object) -> None:
-        """The weights are whole, unless a step failed."""
-        instance = served_model(runner.get_model())
-        if instance is not None:
-            self._open.discard(instance)
+    def end(self, end: Callable[..., None], runner: WeightUpdater, **kwargs: object) -> None:
+        """Wrap the end of an update. The weights are complete unless a step failed."""
+        served = served_model(runner.get_model())
+        if served is not None:
+            self._in_progress.discard(served)
         try:
-            end(runner, **named)
+            end(runner, **kwargs)
         except BaseException:
-            self._mark_lost(instance)
+            self._mark_lost(served)
             raise
-        if instance is not None and instance not in self._failed:
-            self._updated(instance, self._steps.pop(instance, None))
+        if served is not None and served not in self._failed:
+            self._updated(served, self._step_versions.pop(served, None))
 
     def release(self, release: Callable[..., Any], manager: SchedulerWeightUpdaterManager, recv_req: Any) -> Any:
-        """The memory is about to go; it has to be let go of first."""
-        instances = [instance for _, instance in _instances(manager)] if _of_weights(recv_req.tags) else []
-        for instance in instances:
-            instance.suspend()
-            self._released.add(instance)
+        """Wrap a release of memory: stop serving the weights first."""
+        served_models = [served for _, served in _served_models(manager)] if _of_weights(recv_req.tags) else []
+        for served in served_models:
+            served.suspend()
+            self._released.add(served)
         try:
             return release(manager, recv_req)
         except BaseException:
-            for instance in instances:
-                self._released.discard(instance)
-                self._publish(instance)
+            for served in served_models:
+                self._released.discard(served)
+                self._publish(served)
             raise
 
     def resume(self, _: object, manager: SchedulerWeightUpdaterManager, recv_req: Any) -> None:
-        """The memory is back; what lay in it is, too, only where SGLang kept a copy."""
+        """Handle the return of released memory. Its content is restored only if SGLang kept a copy."""
         if not _of_weights(recv_req.tags):
             return
         from sglang.srt.runtime_context import get_exec
 
         features = get_exec().features
         kept = features.enable_weights_cpu_backup or not features.enable_memory_saver
-        for role, instance in _instances(manager):
-            if instance not in self._released:
+        for role, served in _served_models(manager):
+            if served not in self._released:
                 continue
-            self._released.discard(instance)
-            if kept or (role != "main" and features.enable_draft_weights_cpu_backup):
-                self._publish(instance)
+            self._released.discard(served)
+            if kept or (role != MAIN_RUNNER and features.enable_draft_weights_cpu_backup):
+                self._publish(served)
             else:
-                self._lost.add(instance)
-                log.info("not a seed until the next update of the weights: they were released without a copy")
+                self._lost.add(served)
+                log.info("not seeding until the next weight update: memory was released without a backup")
 
     def _full_update(
         self,
@@ -169,54 +174,54 @@ class WeightUpdateHooks:
         update: Callable[[], Updated],
         *,
         version: CurrentVersion,
-        untouched: bool = True,
+        fails_before_writing: bool = True,
     ) -> Updated:
-        """One update that is complete in itself; `untouched`: what fails mostly fails before it writes.
+        """Run one self-contained update, after which the weights have `version`.
 
-        `version` names the weights that come of it.
+        `fails_before_writing`: a failed update normally fails before it writes anything.
         """
-        instance = served_model(runner.get_model())
-        if instance is not None:
-            instance.begin_update()
+        served = served_model(runner.get_model())
+        if served is not None:
+            served.begin_update()
         try:
             done = update()
         except BaseException:
-            self._mark_lost(instance)
+            self._mark_lost(served)
             raise
-        if instance is None:
+        if served is None:
             return done
         if done[0]:
-            self._updated(instance, version())
-        elif untouched and not done[1].startswith(WRITTEN):
-            self._publish(instance)  # what was given before, if it was
+            self._updated(served, version())
+        elif fails_before_writing and not done[1].startswith(PARTIAL_UPDATE_PREFIX):
+            self._publish(served)  # the previous weights, if they were served
         else:
-            self._mark_lost(instance)
+            self._mark_lost(served)
         return done
 
-    def _updated(self, instance: ServedModel, version: str | None = None) -> None:
-        """All of its weights are there, and others than before."""
-        self._lost.discard(instance)
-        self._changed[instance] = version
-        self._publish(instance)
+    def _updated(self, served: ServedModel, version: str | None = None) -> None:
+        """Record that all weights of the model were updated, and serve them."""
+        self._lost.discard(served)
+        self._changed[served] = version
+        self._publish(served)
 
-    def _publish(self, instance: ServedModel) -> None:
-        """Serve the weights, unless something speaks against it until a later call."""
-        if any(instance in against for against in (self._lost, self._open, self._released)):
+    def _publish(self, served: ServedModel) -> None:
+        """Serve the weights, unless a state that a later call ends prevents it."""
+        if any(served in blockers for blockers in (self._lost, self._in_progress, self._released)):
             return
-        updated = instance in self._changed
-        instance.renew(updated=updated, version=self._changed.pop(instance, None))
+        updated = served in self._changed
+        served.renew(updated=updated, version=self._changed.pop(served, None))
 
-    def _mark_lost(self, instance: ServedModel | None) -> None:
-        if instance is None:
+    def _mark_lost(self, served: ServedModel | None) -> None:
+        if served is None:
             return
-        self._failed.add(instance)
-        if instance not in self._lost:
-            self._lost.add(instance)
-            log.error("not a seed until the next update of the weights: one failed half way")
+        self._failed.add(served)
+        if served not in self._lost:
+            self._lost.add(served)
+            log.error("not seeding until the next weight update: the last one failed midway")
 
 
 def _new_version(recv_req: Any) -> str | None:
-    """Return the weight version that a request brings; None where it brings none, or that of before."""
+    """Return the weight version of a request; None if it has none or an unchanged one."""
     from sglang.srt.runtime_context import get_serving
 
     version: str | None = getattr(recv_req, "weight_version", None)
@@ -225,12 +230,12 @@ def _new_version(recv_req: Any) -> str | None:
     try:
         return checked_version(str(version))
     except SettingsError as error:
-        log.warning("the weight version cannot name the new weights", because=str(error))
+        log.warning("invalid weight version ignored", reason=str(error))
         return None
 
 
 def _revision(runner: WeightUpdater) -> str | None:
-    """Return the revision that SGLang takes of a hub id, also of one that it was not started with."""
+    """Return the hub revision that SGLang uses, also for a hub id that it was not started with."""
     revision: str | None = getattr(getattr(runner, "model_config", None), "revision", None)
     return revision
 
@@ -241,7 +246,7 @@ def _of_weights(tags: list[Tag] | None) -> bool:
     return not tags or GPU_MEMORY_TYPE_WEIGHTS in tags
 
 
-def _instances(manager: SchedulerWeightUpdaterManager) -> Iterator[tuple[str, ServedModel]]:
+def _served_models(manager: SchedulerWeightUpdaterManager) -> Iterator[tuple[str, ServedModel]]:
     for role, runner in manager._select_runners():
-        if (instance := served_model(runner.model)) is not None:
-            yield role, instance
+        if (served := served_model(runner.model)) is not None:
+            yield role, served

@@ -1,1 +1,1 @@
-"""Stock SGLang's own R-Fork, planned by rfork: what `rfork sidecar` runs beside an unmodified engine."""
+"""Plans stock SGLang's own R-Fork with rfork: the implementation of `rfork sidecar`, next to an unmodified engine."""

@@ -1,19 +1,19 @@
-"""An unmodified SGLang server, as its HTTP endpoints tell of it (read and tried: 0.5.23).
+"""Client of an unmodified SGLang server's HTTP endpoints (checked with 0.5.23).
 
-Runs in the sidecar, beside the engine: nothing of SGLang is imported. The endpoints:
+Runs in the sidecar of the engine. Nothing of SGLang is imported. The endpoints:
 
-* ``GET /health``: 200 while the scheduler answers. It takes a second, and an idle engine makes one token.
+* ``GET /health``: 200 while the scheduler responds. It takes a second; an idle engine generates one token.
 * ``GET /server_info`` (older name: ``/get_server_info``): launch settings, of which the parallel sizes
-  count.
-* ``GET /model_info`` (``/get_model_info``): the served name, and the weights' path and version, which
-  updates move.
+  are used.
+* ``GET /model_info`` (``/get_model_info``): the served name, and the path and version of the weights, which
+  updates change.
 * ``GET /remote_instance_transfer_engine_info?rank=N`` (``/get_remote_instance_transfer_engine_info``, the
-  one that clients ask): ``{"rank": N, "remote_instance_transfer_engine_info": [session, {name: [address,
-  numel, element size]}]}`` of the tensor-parallel rank N, from what its ranks published to the engine's
-  bootstrap port.
+  one that clients use): ``{"rank": N, "remote_instance_transfer_engine_info": [session, {name: [address,
+  numel, element size]}]}`` of tensor-parallel rank N, as its ranks published it to the engine's bootstrap
+  port.
 
-An engine with ``--api-key`` wants it as a bearer token for all but ``/health``; clients of SGLang send
-none.
+An engine with ``--api-key`` requires it as a bearer token for every endpoint but ``/health``. SGLang's own
+clients send none.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ INFO_PATHS: Final = ("/remote_instance_transfer_engine_info", "/get_remote_insta
 SERVER_PATHS: Final = ("/server_info", "/get_server_info")
 MODEL_PATHS: Final = ("/model_info", "/get_model_info")
 SEED_FLAG: Final = "--remote-instance-weight-loader-start-seed-via-transfer-engine"
-HEALTH_S: Final = 30.0
-"""Seconds that an answer of `/health` may take: the engine itself gives up after 20."""
+HEALTH_TIMEOUT_S: Final = 30.0
+"""Timeout of `/health` in seconds. The engine itself gives up after 20."""
 TIMEOUT_S: Final = 10.0
 NO_KEEPALIVE: Final = httpx.Limits(max_keepalive_connections=0)
-"""A connection for each request: one that is kept may be closed, for nobody used it, just as it is used."""
+"""No connection reuse: the server could close an idle connection just as a request is sent on it."""
 
 Positive = Annotated[int, Field(gt=0, lt=1 << 64)]
 Tensor = tuple[Positive, Annotated[int, Field(ge=0, lt=1 << 48)], Annotated[int, Field(gt=0, le=64)]]
-"""Address in the seed's rank, number of elements, bytes of each."""
+"""Address in the seed's rank, number of elements, element size in bytes."""
 
 
 class TransferInfoResponse(BaseModel):
-    """What SGLang answers to a client's request, and so what a sidecar does."""
+    """Response body that SGLang, and therefore a sidecar, sends to a client."""
 
     rank: Annotated[int, Field(ge=0)]
     remote_instance_transfer_engine_info: tuple[Annotated[str, Field(min_length=1, max_length=256)], dict[str, Tensor]]
@@ -75,7 +75,7 @@ ResponseT = TypeVar("ResponseT")
 
 @dataclass(frozen=True)
 class WeightInfo:
-    """Where the weights of one rank lie: all that a stock client is told."""
+    """Location of one rank's weights: all that a stock client receives."""
 
     session: str
     """host:port of the rank's TransferEngine."""
@@ -83,13 +83,13 @@ class WeightInfo:
 
     @property
     def image_bytes(self) -> int:
-        """Bytes of all tensors, each name counted for itself."""
+        """Total size of all tensors. Aliased tensors are counted once per name."""
         return sum(count * size for _, count, size in self.tensors.values())
 
 
 @dataclass(frozen=True)
 class Version:
-    """Which weights the engine serves, as far as it tells."""
+    """The weights that the engine serves, as far as it reports them."""
 
     path: str
     version: str
@@ -97,7 +97,7 @@ class Version:
 
 @dataclass(frozen=True)
 class EngineDescription:
-    """What the engine was launched with; `served_name` is what its own clients call the model."""
+    """Launch settings of the engine. `served_name` is the model name that its own clients use."""
 
     served_name: str
     tp_size: int
@@ -110,8 +110,10 @@ class EngineDescription:
 
 
 class StockEngine:
-    """Asks one engine; thread-safe. Methods raise SourceUnavailable, SourceTimeout or SourceCorrupt (an answer
-    that is none of SGLang's), and SettingsError where the engine has to be started otherwise.
+    """HTTP client of one engine.
+
+    Thread-safe. Methods raise SourceUnavailable, SourceTimeout, SourceCorrupt (not a response of SGLang), or
+    SettingsError if the engine must be started with other options.
     """
 
     def __init__(
@@ -122,15 +124,15 @@ class StockEngine:
         tls: TlsSettings | None = None,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        """`transport` replaces the sockets, for tests. SettingsError where the URL cannot be used."""
+        """`transport` replaces the network in tests. Raises SettingsError for an invalid URL."""
         self.url = url.rstrip("/")
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         try:
             parsed = httpx.URL(self.url)
         except httpx.InvalidURL as error:
-            raise SettingsError(f"engine URL {url!r} cannot be used: {error}") from None
+            raise SettingsError(f"invalid engine URL {url!r}: {error}") from None
         if parsed.scheme not in ("http", "https") or not parsed.host:
-            raise SettingsError(f"engine URL {url!r} cannot be used", hint="e.g. http://127.0.0.1:30000")
+            raise SettingsError(f"invalid engine URL {url!r}", hint="e.g. http://127.0.0.1:30000")
         secure = parsed.scheme == "https" and tls is not None
         self._http = httpx.Client(
             base_url=self.url,
@@ -143,14 +145,14 @@ class StockEngine:
         )
 
     def healthy(self) -> bool:
-        """Whether its scheduler answers."""
+        """Return True if the engine's scheduler responds."""
         try:
-            return self._http.get("/health", timeout=HEALTH_S).status_code == httpx.codes.OK
+            return self._http.get("/health", timeout=HEALTH_TIMEOUT_S).status_code == httpx.codes.OK
         except httpx.HTTPError:
             return False
 
     def describe(self) -> EngineDescription:
-        """What it serves, and how it is split."""
+        """Return the engine's launch settings and parallel sizes."""
         server, model = self._get_json(_SERVER_INFO, SERVER_PATHS), self._get_json(_MODEL_INFO, MODEL_PATHS)
         return EngineDescription(
             served_name=model.served_model_name or model.model_path,
@@ -164,21 +166,21 @@ class StockEngine:
         )
 
     def version(self) -> Version:
-        """Which weights it serves now."""
+        """Return the version of the weights that the engine serves now."""
         return _version(self._get_json(_MODEL_INFO, MODEL_PATHS))
 
     def info(self, rank: int) -> WeightInfo:
-        """Where the weights of this rank lie."""
+        """Return the location of the weights of a rank."""
         response_model = self._get_json(TRANSFER_INFO_RESPONSE, INFO_PATHS, rank=rank)
         if response_model.rank != rank:
-            raise SourceCorrupt(f"engine {self.url} answered for rank {response_model.rank} instead of {rank}")
+            raise SourceCorrupt(f"engine {self.url} returned rank {response_model.rank} instead of {rank}")
         session, tensors = response_model.remote_instance_transfer_engine_info
         if not tensors:
-            raise SourceCorrupt(f"engine {self.url} names no tensors for rank {rank}")
+            raise SourceCorrupt(f"engine {self.url} returned no tensors for rank {rank}")
         return WeightInfo(session, tensors)
 
     def close(self) -> None:
-        """Ask no more."""
+        """Close the connections."""
         self._http.close()
 
     def __enter__(self) -> Self:
@@ -190,7 +192,7 @@ class StockEngine:
         self.close()
 
     def _get_json(self, adapter: TypeAdapter[ResponseT], paths: tuple[str, ...], **query: int) -> ResponseT:
-        """The answer of the first of `paths` that this release has."""
+        """Return the response of the first of `paths` that this release of SGLang has."""
         response: httpx.Response | None = None
         for path in paths:
             try:
@@ -206,28 +208,28 @@ class StockEngine:
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"][:2]) or "body"
-            raise SourceCorrupt(f"engine {self.url} gave no answer of SGLang's: {where}: {first['msg']}") from None
+            raise SourceCorrupt(f"engine {self.url} returned an invalid response: {where}: {first['msg']}") from None
 
     def _error_from_response(self, response: httpx.Response | None) -> SourceError | SettingsError:
         status = response.status_code if response is not None else 0
         path = response.request.url.path if response is not None else ""
         if status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
             return SettingsError(
-                f"engine {self.url} wants a key", hint="set RFORK_SIDECAR_ENGINE_API_KEY to its --api-key"
+                f"engine {self.url} requires an API key", hint="set RFORK_SIDECAR_ENGINE_API_KEY to its --api-key"
             )
         if path in INFO_PATHS and status in (httpx.codes.BAD_REQUEST, httpx.codes.NOT_FOUND):
             return SettingsError(
-                f"engine {self.url} gives no weights",
-                hint=f"start it with {SEED_FLAG}; one that was a client itself never gives any",
+                f"engine {self.url} does not serve its weights",
+                hint=f"start it with {SEED_FLAG}; an engine that was loaded as a client never serves weights",
             )
-        return SourceUnavailable(f"engine {self.url} answered {path} with status {status}")
+        return SourceUnavailable(f"engine {self.url} returned status {status} for {path}")
 
 
 def unreachable_error(peer_name: str, error: httpx.HTTPError, within_s: float) -> SourceError:
-    """What an HTTP failure says of the one that was asked."""
+    """Return the source error that matches an HTTP error."""
     if isinstance(error, httpx.TimeoutException):
-        return SourceTimeout(f"{peer_name} did not answer within {within_s:g} s")
-    return SourceUnavailable(f"{peer_name} cannot be reached: {str(error) or type(error).__name__}")
+        return SourceTimeout(f"{peer_name} did not respond within {within_s:g} s")
+    return SourceUnavailable(f"{peer_name} is unreachable: {str(error) or type(error).__name__}")
 
 
 def _version(model: _ModelInfo) -> Version:

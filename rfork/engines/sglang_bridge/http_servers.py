@@ -1,8 +1,8 @@
-"""The sidecar's two listeners, and how one sidecar asks another.
+"""HTTP servers of the sidecar, and the client that sidecars use to query each other.
 
-* For stock clients: the endpoints of a stock seed, without a token, because those clients show none. On
-  loopback unless `RFORK_SIDECAR_BIND` says otherwise: whoever reaches it gets leases, and learns where
-  weights lie.
+* For stock clients: the endpoints of a stock seed, without a token, because those clients send none. Bound
+  to loopback unless `RFORK_SIDECAR_BIND` is set: any client that reaches it gets leases and the location of
+  weights.
 * For other sidecars (at `RFORK_BIND`; TLS by ``RFORK_TLS_*``): the info of one seed, for the bearer of a
   lease on it.
 """
@@ -35,7 +35,7 @@ from rfork.engines.sglang_bridge.engine import (
     unreachable_error,
 )
 from rfork.engines.sglang_bridge.lease_manager import LeaseManager
-from rfork.engines.sglang_bridge.publisher import KEYS_S, Publisher
+from rfork.engines.sglang_bridge.publisher import KEYS_TIMEOUT_S, Publisher
 from rfork.errors import (
     LeaseRejected,
     NoSource,
@@ -51,26 +51,28 @@ from rfork.schema import Route
 from rfork.settings import TlsSettings, host_port
 from rfork.tls_files import client_context
 
-SEEDS: Final = "/v1/stock-seeds"
-FETCH_S: Final = TIMEOUT_S + KEYS_S + 1.0
-"""Seconds for another sidecar's answer: it may wait for its keys, and asks its own engine first."""
-RANKS: Final = 1 << 20
+SEEDS_PATH: Final = "/v1/stock-seeds"
+FETCH_TIMEOUT_S: Final = TIMEOUT_S + KEYS_TIMEOUT_S + 1.0
+"""Timeout in seconds of a request to another sidecar, which may wait for lease keys and queries its engine
+first.
+"""
+MAX_RANK_COUNT: Final = 1 << 20
 
 log = logger("rfork.sidecar")
 
 
-def client_app(desk: LeaseManager) -> Starlette:
-    """What stock clients ask: 200 as a stock seed answers, else a status that they take for a failure."""
+def client_app(lease_manager: LeaseManager) -> Starlette:
+    """Return the application for stock clients, which responds like a stock seed."""
 
     async def info(request: Request) -> Response:
         rank_text = request.query_params.get("rank", "")
-        if not (rank_text.isascii() and rank_text.isdigit() and int(rank_text) < RANKS):
+        if not (rank_text.isascii() and rank_text.isdigit() and int(rank_text) < MAX_RANK_COUNT):
             return _error_response(400, "Missing or invalid rank parameter")
         rank = int(rank_text)
         try:
-            found = await run_in_threadpool(desk.weight_info_for, rank)
+            found = await run_in_threadpool(lease_manager.weight_info_for, rank)
         except RforkError as error:
-            log.error("STOCK CLIENT REFUSED", rank=rank, kind=error.kind, reason=str(error), hint=error.hint)
+            log.error("stock client refused", rank=rank, kind=error.kind, reason=str(error), hint=error.hint)
             return _error_response(404 if isinstance(error, NoSource) else 503, str(error))
         return _info_response(rank, found)
 
@@ -78,7 +80,7 @@ def client_app(desk: LeaseManager) -> Starlette:
 
 
 def seed_app(publisher: Publisher) -> Starlette:
-    """What other sidecars ask, with a lease as bearer token."""
+    """Return the application for other sidecars, which authenticate with a lease as bearer token."""
 
     async def info(request: Request) -> Response:
         token = request.headers.get("Authorization", "").removeprefix("Bearer ")
@@ -92,50 +94,52 @@ def seed_app(publisher: Publisher) -> Starlette:
             return _error_response(503, str(error))
         return _info_response(rank, found)
 
-    return Starlette(routes=[Path(f"{SEEDS}/{{instance_id}}", info)])
+    return Starlette(routes=[Path(f"{SEEDS_PATH}/{{instance_id}}", info)])
 
 
 class InfoClient:
-    """Asks other sidecars. Call it with a route and a rank; closes with `close`."""
+    """Fetches weight info from other sidecars. Call it with a route and a rank."""
 
     def __init__(self, tls: TlsSettings, transport: httpx.BaseTransport | None = None) -> None:
-        """`transport` replaces the sockets, for tests."""
+        """`transport` replaces the network in tests."""
         self._scheme = "https" if tls.enabled else "http"
         verify = client_context(tls) if tls.enabled else True
         self._http = httpx.Client(
-            timeout=FETCH_S, limits=NO_KEEPALIVE, trust_env=False, verify=verify, transport=transport
+            timeout=FETCH_TIMEOUT_S, limits=NO_KEEPALIVE, trust_env=False, verify=verify, transport=transport
         )
 
     def __call__(self, route: Route, rank: int) -> WeightInfo:
-        """The info of the route's source; raises SourceError kinds, or LeaseRejected."""
-        url = f"{self._scheme}://{route.address}{SEEDS}/{route.source_id}"
+        """Return the weight info of the route's source. Raises SourceError types or LeaseRejected."""
+        url = f"{self._scheme}://{route.address}{SEEDS_PATH}/{route.source_id}"
         try:
             response = self._http.get(url, headers={"Authorization": f"Bearer {route.lease.token}"})
         except httpx.HTTPError as error:
-            raise unreachable_error(f"the sidecar of {route.source_id} at {route.address}", error, FETCH_S) from error
+            raise unreachable_error(
+                f"the sidecar of {route.source_id} at {route.address}", error, FETCH_TIMEOUT_S
+            ) from error
         if response.status_code == httpx.codes.FORBIDDEN:
-            raise LeaseRejected(f"{route.source_id} refused the lease: {response.text[:200]}")
+            raise LeaseRejected(f"{route.source_id} rejected the lease: {response.text[:200]}")
         if not response.is_success:
-            raise SourceUnavailable(f"{route.source_id} gave nothing ({response.status_code}): {response.text[:200]}")
+            raise SourceUnavailable(f"{route.source_id} returned status {response.status_code}: {response.text[:200]}")
         try:
             response_model = TRANSFER_INFO_RESPONSE.validate_json(response.content)
         except ValidationError as error:
-            raise SourceCorrupt(f"{route.source_id} gave no answer of SGLang's: {error.errors()[0]['msg']}") from None
+            raise SourceCorrupt(f"{route.source_id} returned an invalid response: {error.errors()[0]['msg']}") from None
         if response_model.rank != rank:
-            raise SourceCorrupt(f"{route.source_id} answered for rank {response_model.rank} instead of {rank}")
+            raise SourceCorrupt(f"{route.source_id} returned rank {response_model.rank} instead of {rank}")
         return WeightInfo(*response_model.remote_instance_transfer_engine_info)
 
     def close(self) -> None:
-        """Ask no more."""
+        """Close the connections."""
         self._http.close()
 
 
 class HttpServerThread:
-    """One application served on a thread of this process. Raises PortInUse or SettingsError."""
+    """Serves one application on a thread of this process. Raises PortInUse or SettingsError."""
 
     def __init__(self, app: Starlette, bind: str, port: int, *, setting: str, tls: TlsSettings | None = None) -> None:
-        """`setting`: the variable that names the port; bound at once, so that `port` is known."""
-        self._socket = _bound(bind, port, setting)
+        """Bind immediately, so that `port` is known. `setting` is the variable that sets the port."""
+        self._socket = _listen(bind, port, setting)
         self.port = int(self._socket.getsockname()[1])
         self.address = host_port(bind, self.port)
         config = uvicorn.Config(
@@ -149,16 +153,16 @@ class HttpServerThread:
             config.load()  # reads the TLS files
         except (OSError, ssl.SSLError) as error:
             self._socket.close()
-            raise SettingsError(f"the sidecar's TLS files cannot be used: {error}") from error
+            raise SettingsError(f"invalid TLS files of the sidecar: {error}") from error
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._run, name="rfork-sidecar-http", daemon=True)
 
     def start(self) -> None:
-        """Answer from now on."""
+        """Start serving."""
         self._thread.start()
 
     def close(self) -> None:
-        """Answer no more."""
+        """Stop serving."""
         self._server.should_exit = True
         if self._thread.is_alive():
             self._thread.join()
@@ -169,7 +173,7 @@ class HttpServerThread:
             self._server.run(sockets=[self._socket])
 
 
-def _bound(bind: str, port: int, setting: str) -> socket.socket:
+def _listen(bind: str, port: int, setting: str) -> socket.socket:
     listener: socket.socket | None = None
     try:
         family, socket_type, protocol, _, address = socket.getaddrinfo(bind, port, type=socket.SOCK_STREAM)[0]
@@ -194,5 +198,5 @@ def _info_response(rank: int, info: WeightInfo) -> Response:
 
 
 def _error_response(status: int, message: str) -> Response:
-    """In the form of SGLang's own."""
+    """Return an error in SGLang's own format."""
     return JSONResponse({"error": {"message": message}}, status_code=status)

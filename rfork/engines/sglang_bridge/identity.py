@@ -1,14 +1,14 @@
-"""What stock seeds and clients are called at the planner: names that no fork of rfork's own ever meets.
+"""Planner identities of stock seeds and clients, kept apart from those of rfork's own instances.
 
-As `planner.integrations.vllm_ascend` does for vLLM-Ascend: an instance with one chunk, a model name behind a prefix of its
-own, a transport of its own and a layout of its own kind. Three walls, each enough: another group is looked
-at, no layout is alike, and no transport is shared.
+As in `planner.integrations.vllm_ascend`, a stock instance has one chunk, a model name with a reserved prefix,
+its own transport and its own layout ids. Each of these alone prevents a match: the group differs, no layout
+is equal, and no transport is shared.
 
-* `layout`: hash of names, element counts and element sizes of all tensors, which is what a stock client
-  compares, and of dtype, quantisation and parallel sizes, which it cannot (float16 and bfloat16 are of one
-  size).
-* `weights`: hash of the model's name and of the version that the engine tells. There are no digests: the
-  name is what the operator vouches for.
+* `layout`: hash of the names, element counts and element sizes of all tensors, which a stock client
+  compares, and of dtype, quantisation and parallel sizes, which it cannot compare (float16 and bfloat16
+  have the same size).
+* `weights`: hash of the model's name and of the version that the engine reports. There are no digests: the
+  operator vouches for the name.
 """
 
 from __future__ import annotations
@@ -30,38 +30,40 @@ from rfork.weights_version import of_weights
 log = logger(__name__)
 
 PREFIX: Final = "sglang:"
-"""Of the names of models and instances."""
+"""Prefix of model names and instance ids."""
 TRANSPORT: Final = "sglang_remote_instance"
 SINGLE_CHUNK: Final = ((0, 1),)
-"""The one chunk."""
+"""Range of the only chunk."""
 
 
 def placement(settings: InstanceSettings) -> Placement:
-    """Where the sidecar runs, and so the engine beside it."""
+    """Return the placement of the sidecar, which is also the engine's."""
     return Placement(
         host=settings.node_name, rack=settings.rack, zone=settings.zone, nvlink=settings.nvlink, pod=settings.pod
     )
 
 
 def layout_id(description: EngineDescription, info: WeightInfo) -> str:
-    """What two seeds must agree in to be interchangeable."""
+    """Return a hash of the properties that two interchangeable seeds share."""
     tensors = sorted((name, count, size) for name, (_, count, size) in info.tensors.items())
     split = [description.tp_size, description.ep_size, description.dtype, description.quantization]
     return _hash("layout", [split, tensors])
 
 
 def weights_id(model: str, first: Version, now: Version) -> str:
-    """Which weights these are. `first`: what the engine served when it was first looked at; the path they
-    came from counts once an update has moved it, for folders are mounted at other places on other hosts.
+    """Return a hash of the served weights.
+
+    `first` is the version when the sidecar started. The path counts only after an update has changed it,
+    because hosts mount folders at different paths.
     """
     return _hash("weights", [model, now.version, now.path if now.path != first.path else ""])
 
 
 def version_of(stated: str | None, weights: str, first: Version, now: Version) -> str:
-    """Return the version of an engine's weights: as stated, that of its files, or by what the engine reports.
+    """Return the version of an engine's weights: the stated one, that of its files, or a hash of its report.
 
-    `first` is what the engine served when the sidecar came up. Weights that were updated other than from disk
-    are not those of any files; nor can files be read that the sidecar does not see.
+    `first` is the version when the sidecar started. Weights updated from anything but disk have no files, and
+    files that are not visible to the sidecar cannot be fingerprinted.
     """
     if now == first and stated is not None:
         return stated
@@ -69,22 +71,25 @@ def version_of(stated: str | None, weights: str, first: Version, now: Version) -
         try:
             return version_of_files(now.path) or of_weights(weights)
         except StorageError as error:
-            log.warning("the version of the engine's files is not known", because=str(error))
+            log.warning("version of the engine's files unknown", reason=str(error))
     return of_weights(weights)
 
 
 def instance_id(settings: InstanceSettings, rank: int, info: WeightInfo) -> str:
-    """One run of one rank of an engine: memory that was freed is never taken for the new one."""
+    """Return an id of one run of an engine's rank, so that freed memory is never mistaken for the new one."""
     run = _hash("instance", [settings.node_name, rank, info.session, sorted(info.tensors.items())])
     session = re.sub("[^A-Za-z0-9._:-]", "-", info.session)[:64]
     return f"{PREFIX}{session}:{rank}:{run[:8]}"
 
 
 def seed_report(
-    settings: InstanceSettings, *, model: str, version: str, rank: int, description: EngineDescription, info: WeightInfo,
-    weights: str, generation: int, address: str,
+    settings: InstanceSettings, *, model: str, version: str, rank: int, description: EngineDescription,
+    info: WeightInfo, weights: str, generation: int, address: str,
 ) -> InstanceReport:  # fmt: skip
-    """A seed's heartbeat. `address`: host:port of its sidecar, which gives the info to who shows a lease."""
+    """Return the heartbeat of a seed.
+
+    `address`: host:port of its sidecar, which sends the weight info to lease holders.
+    """
     return InstanceReport(
         instance_id=instance_id(settings, rank, info),
         model=PREFIX + model,
@@ -101,12 +106,11 @@ def seed_report(
         transports=(TRANSPORT,),
         placement=placement(settings),
         max_readers=settings.max_readers,
-        egress_share=settings.egress_share,
     )
 
 
 def client_report(settings: InstanceSettings, seed: InstanceReport, fork_id: str) -> InstanceReport:
-    """A client's side of a fork, as its sidecar asks: it wants what `seed` is one of, and serves nobody."""
+    """Return a client's report for a fork request: it requests what `seed` serves, and has no readers."""
     return InstanceReport(
         instance_id=f"{PREFIX}client-{fork_id}",
         model=seed.model,

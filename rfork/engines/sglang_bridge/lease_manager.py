@@ -1,8 +1,9 @@
-"""The client's side: which seed a stock client is told of, and its lease until the client has read.
+"""Leases of a stock client: selects a seed for each rank and renews its lease until the client has read.
 
-A stock client asks once for each rank, waits as long as it takes, reads with no further word, and ends
-itself where it gets no answer. So a lease is held and renewed in its stead, and given back once the engine
-beside the sidecar turns healthy, or `lease_hold_s` is over. Nothing is verified, and the planner is told so.
+A stock client sends one request per rank, waits for the response, reads without further messages, and exits
+if there is no response. So the sidecar keeps the lease for it and renews it, and returns it once the engine
+next to the sidecar is healthy or after `lease_hold_s`. Nothing is verified, and the planner is informed of
+that.
 """
 
 from __future__ import annotations
@@ -23,51 +24,55 @@ from rfork.schema import ChunkAssignment, ForkProgress, ForkRequest, ForkResult,
 from rfork.schema.types import Outcome
 from rfork.settings import InstanceSettings
 
+SEED_WAIT_TIMEOUT_S: Final = 60.0
+"""Time that a client waits for a seed with a free reader slot."""
+LEASE_HOLD_S: Final = 600.0
+"""Time for which a client's lease is renewed while its engine is not healthy."""
 RENEWALS: Final = 3
-"""How often a lease is renewed within its time to live."""
+"""Renewals of a lease within its time to live."""
 POLL_INTERVAL_S: Final = 1.0
-"""Seconds between two looks at what is held."""
-IDLE: Final = ForkProgress(verified=(), bytes_read=0, bytes_per_s=0.0)
-"""What is told of a read that nobody can watch."""
-ENDED: Final = "the sidecar was ended"
-READ: Final = "read by a stock client, unverified: that its engine is healthy is all that is known"
+"""Seconds between two polls of the leases."""
+UNKNOWN_PROGRESS: Final = ForkProgress(verified=(), bytes_read=0, bytes_per_s=0.0)
+"""Progress reported for a read that cannot be observed."""
+STOPPED_REASON: Final = "the sidecar was stopped"
+UNVERIFIED_REASON: Final = "read by a stock client, not verified: only the health of its engine is known"
 
 log = logger("rfork.sidecar.client")
 
 
 class _UnknownSeed(Exception):
-    """A planner that does not know of the seed yet."""
+    """The planner does not know the seed yet."""
 
 
 @dataclass
 class ClientLease:
-    """A lease that is held for one rank of the client."""
+    """Lease for one rank of the client."""
 
-    granted: SeedGrant
+    grant: SeedGrant
     began: float
-    was_up: bool
-    """Whether the engine was healthy already: then its health says nothing of this read."""
+    was_healthy: bool
+    """True if the engine was healthy before the lease, so that its health proves nothing about this read."""
     renew_at: float
     expires_at: float
     planner_restarted: bool = False
-    """Whether the planner has restarted since, and may not have heard of the seed yet."""
+    """True if the planner has restarted since and may not know the seed yet."""
 
     @property
     def source_id(self) -> str:
         """The seed's instance_id."""
-        return self.granted.route.source_id
+        return self.grant.route.source_id
 
-    def renewed(self, lease: Lease) -> None:
-        """The planner gave a new lease just now."""
+    def record_renewal(self, lease: Lease) -> None:
+        """Record a lease that the planner has just issued."""
         now = time.monotonic()
         self.renew_at, self.expires_at = now + lease.expires_in_s / RENEWALS, now + lease.expires_in_s
         self.planner_restarted = False
 
 
 class LeaseManager:
-    """Answers one client's ranks with seeds of `model`. Thread-safe; `stop` gives all leases back.
+    """Assigns seeds of `model` to the ranks of one client. Thread-safe. `stop` returns all leases.
 
-    `engine_up` says whether the client's own engine is healthy; None: that is not known.
+    `engine_up` returns True while the client's own engine is healthy; None if that is unknown.
     """
 
     def __init__(
@@ -85,112 +90,121 @@ class LeaseManager:
         self._thread = threading.Thread(target=self._run, name="rfork-sidecar-leases", daemon=True)
 
     def start(self) -> None:
-        """Look after the leases from now on."""
+        """Start renewing leases."""
         self._thread.start()
 
     def weight_info_for(self, rank: int) -> WeightInfo:
-        """The info of a seed for this rank, under a lease from now on; raises as `Asking.granted`."""
+        """Return the weight info of a seed for this rank and keep its lease.
+
+        Raises the errors of `SeedSelector.acquire`.
+        """
         with self._changing:
-            turn = self._rank_locks.setdefault(rank, threading.Lock())
-        with turn:
+            rank_lock = self._rank_locks.setdefault(rank, threading.Lock())
+        with rank_lock:
             before = self._pop_lease(rank)
             if before is not None:
-                self._end(before, "interrupted", "the client asked again: it did not come up with what it read")
-            was_up = self._engine_up()
-            granted = self._selector.acquire(rank, before.source_id if before is not None else None)
+                self._end(
+                    before,
+                    "interrupted",
+                    "the client sent another request: its engine did not start with the weights it read",
+                )
+            was_healthy = self._engine_up()
+            grant = self._selector.acquire(rank, before.source_id if before is not None else None)
             now = time.monotonic()
-            client_lease = ClientLease(granted, now, was_up, now, now)
-            client_lease.renewed(granted.route.lease)
+            client_lease = ClientLease(grant, now, was_healthy, now, now)
+            client_lease.record_renewal(grant.route.lease)
             with self._changing:
                 stopped = self._stopping.is_set()
                 if not stopped:
                     self._client_leases[rank] = client_lease
-            if stopped:  # which gave back all that was held by then
-                self._end(client_lease, "interrupted", ENDED)
-                raise SourceBusy(ENDED)
+            if stopped:  # `stop` has returned the other leases
+                self._end(client_lease, "interrupted", STOPPED_REASON)
+                raise SourceBusy(STOPPED_REASON)
         log.info(
-            "stock client sent to a seed", rank=rank, source=granted.route.source_id,
-            session=granted.info.session, image_bytes=granted.info.image_bytes, fork_id=granted.fork_id,
+            "seed assigned to stock client", rank=rank, source=grant.route.source_id,
+            session=grant.info.session, image_bytes=grant.info.image_bytes, fork_id=grant.fork_id,
         )  # fmt: skip
-        return granted.info
+        return grant.info
 
     def poll(self) -> None:
-        """Renew what is held, and give back what is done with."""
+        """Renew the leases and return those that are no longer needed."""
         with self._changing:
             client_leases = list(self._client_leases.items())
-        # Only then: a lease that is younger than the answer would be given back by it.
-        now, up = time.monotonic(), self._engine_up()
+        # Query the engine after the leases are listed: a lease newer than the response must not be returned.
+        now, is_healthy = time.monotonic(), self._engine_up()
         for rank, each in client_leases:
-            if up and not each.was_up:
-                self._release(rank, each, "forked", READ)
+            if is_healthy and not each.was_healthy:
+                self._release(rank, each, "forked", UNVERIFIED_REASON)
             elif now - each.began >= self._lease_hold_s:
-                why = f"its client's engine is not known to be healthy after {self._lease_hold_s:g} s"
-                self._release(rank, each, "interrupted", why)
+                reason = f"the client's engine was not healthy within {self._lease_hold_s:g} s"
+                self._release(rank, each, "interrupted", reason)
             elif now >= each.renew_at:
                 self._renew(rank, each)
 
     def stop(self) -> None:
-        """Give every lease back, and let nobody wait."""
+        """Return all leases and end all waits."""
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join()
         with self._changing:
             client_leases = list(self._client_leases.items())
         for rank, each in client_leases:
-            self._release(rank, each, "interrupted", ENDED)
+            self._release(rank, each, "interrupted", STOPPED_REASON)
 
     def _run(self) -> None:
         while not self._stopping.wait(POLL_INTERVAL_S):
             try:
                 self.poll()
-            except Exception:  # the thread's outermost edge: one look that fails must not be the last
-                log.exception("look failed")
+            except Exception:  # top level of the thread: one failed poll must not end it
+                log.exception("lease poll failed")
 
     def _renew(self, rank: int, client_lease: ClientLease) -> None:
         try:
-            lease = self._renewed(client_lease)
+            lease = self._request_renewal(client_lease)
         except (PlannerUnreachable, _UnknownSeed) as error:
             log.warning("lease not renewed", rank=rank, source=client_lease.source_id, reason=str(error))
             return
         if lease is None:
-            why = "the seed left, or changed its weights, while it may have been read"
-            log.error("A STOCK CLIENT MAY HOLD TORN WEIGHTS", rank=rank, source=client_lease.source_id, reason=why)
-            self._release(rank, client_lease, "failed", why)
+            reason = "the seed left or changed its weights while they may have been read"
+            log.error("stock client may have torn weights", rank=rank, source=client_lease.source_id, reason=reason)
+            self._release(rank, client_lease, "failed", reason)
         else:
-            client_lease.renewed(lease)
+            client_lease.record_renewal(lease)
 
-    def _renewed(self, client_lease: ClientLease) -> Lease | None:
-        """A new lease on the same seed; None where the planner gives none any more.
+    def _request_renewal(self, client_lease: ClientLease) -> Lease | None:
+        """Return a new lease on the same seed, or None if the planner refuses.
 
-        Raises PlannerUnreachable, or _Unheard: the lease that is held is good until it lapses.
+        Raises PlannerUnreachable or _UnknownSeed; the current lease then stays valid until it expires.
         """
-        fork_id = client_lease.granted.fork_id
+        fork_id = client_lease.grant.fork_id
         if not client_lease.planner_restarted:
             try:
-                return self._planner.progress(fork_id, IDLE).leases.get(client_lease.source_id)
+                return self._planner.progress(fork_id, UNKNOWN_PROGRESS).leases.get(client_lease.source_id)
             except PlannerRejected as error:
                 if error.problem != "unknown-fork":
                     log.warning("lease refused", fork_id=fork_id, reason=str(error))
                     return None
             client_lease.planner_restarted = True
-        # The planner has restarted: tell it who reads from whom.
-        is_registered = self._is_registered(client_lease.source_id)  # first: one that reports in between is found later
-        current = (ChunkAssignment(source_id=client_lease.source_id, chunks=SINGLE_CHUNK),)
-        request = ForkRequest(fork_id=fork_id, instance=client_lease.granted.target, current_assignments=current)
+        # The planner has restarted: report the current assignment again.
+        is_registered = self._is_registered(
+            client_lease.source_id
+        )  # check first: a seed that reports in between is found by the plan request
+        assignments = (ChunkAssignment(source_id=client_lease.source_id, chunks=SINGLE_CHUNK),)
+        request = ForkRequest(fork_id=fork_id, instance=client_lease.grant.target, current_assignments=assignments)
         try:
             routes = self._planner.request_plan(request).routes
         except PlannerRejected as error:
             log.warning("lease refused", fork_id=fork_id, reason=str(error))
             client_lease.planner_restarted = False
             return None
-        meant = (client_lease.source_id, client_lease.granted.route.generation)
-        leases = [route.lease for route in routes if (route.source_id, route.generation) == meant]
+        expected = (client_lease.source_id, client_lease.grant.route.generation)
+        leases = [route.lease for route in routes if (route.source_id, route.generation) == expected]
         if not leases and not is_registered and time.monotonic() < client_lease.expires_at:
-            raise _UnknownSeed("the planner has restarted, and has not heard of the seed yet")
+            raise _UnknownSeed("the planner has restarted and does not know the seed yet")
         return leases[0] if leases else None
 
     def _is_registered(self, source_id: str) -> bool:
-        """Whether the seed has reported to the planner. Raises PlannerUnreachable."""
+        """Return True if the seed has reported to the planner. Raises PlannerUnreachable."""
         try:
             self._planner.instance(source_id)
         except PlannerRejected as error:
@@ -205,15 +219,15 @@ class LeaseManager:
         self._end(client_lease, outcome, reason)
 
     def _end(self, client_lease: ClientLease, outcome: Outcome, reason: str) -> None:
-        target = client_lease.granted.target
+        target = client_lease.grant.target
         finish = ForkResult(
             outcome=outcome,
             seconds=time.monotonic() - client_lease.began,
             bytes_read=target.image_bytes if outcome == "forked" else 0,
             reasons=(reason,),
         )
-        log.info("lease given back", source=client_lease.source_id, outcome=outcome, reason=reason)
-        self._selector.release(client_lease.granted.fork_id, target, finish)
+        log.info("lease released", source=client_lease.source_id, outcome=outcome, reason=reason)
+        self._selector.release(client_lease.grant.fork_id, target, finish)
 
     def _pop_lease(self, rank: int) -> ClientLease | None:
         with self._changing:

@@ -1,8 +1,8 @@
-"""The seed's side: an engine's ranks as instances at the planner, for as long as the engine is healthy.
+"""Publishes a stock engine's ranks to the planner as instances while the engine is healthy.
 
-A thread looks at the engine; each rank has a heartbeat of its own. What is given to whom: the info of a
-rank, to other sidecars, under a lease that the planner signed for this rank. The info alone is under that
-lease: the memory that it tells of is open to whoever reaches the engine's TransferEngine.
+A thread polls the engine; each rank has its own heartbeat. Other sidecars receive the weight info of a rank
+if they present a lease that the planner signed for it. The lease protects only this info: the memory itself
+is open to any client that reaches the engine's TransferEngine.
 """
 
 from __future__ import annotations
@@ -30,19 +30,23 @@ from rfork.planner_client.planner_clock import PlannerClock
 from rfork.schema import InstanceAck, InstanceReport
 from rfork.settings import InstanceSettings
 
+ENGINE_POLL_INTERVAL_S: Final = 5.0
+"""Interval at which the engine's health is polled."""
 CLOCK_SKEW_S: Final = 5.0
-"""Seconds that the planner's clock may be ahead of this one's."""
-KEYS_S: Final = 4.0
-"""Seconds that who shows a lease waits for its keys: the planner gives it a moment before they come."""
+"""Tolerated difference in seconds between the planner's clock and the local one."""
+KEYS_TIMEOUT_S: Final = 4.0
+"""Seconds that a request waits for the lease keys: the planner may issue a lease just before the seed gets
+its keys.
+"""
 DRAIN_POLL_INTERVAL_S: Final = 0.5
 FINAL_POLL_TIMEOUT_S: Final = 2.0
-"""Seconds that a stop waits for a look under way."""
+"""Seconds that `stop` waits for a running poll."""
 
 log = logger("rfork.sidecar.seed")
 
 
-class _Rank:
-    """One rank at the planner, and what signs the leases on it."""
+class _PublishedRank:
+    """One published rank, with the keys that verify leases on it."""
 
     def __init__(self, planner: PlannerClient, rank: int, report: InstanceReport) -> None:
         self.rank = rank
@@ -56,9 +60,9 @@ class _Rank:
 
 
 class Publisher:
-    """Looks at one engine each `poll_interval_s` seconds, and keeps the planner told of its ranks.
+    """Polls one engine every `poll_interval_s` seconds and keeps the planner's records of its ranks up to date.
 
-    `address` says host:port at which other sidecars ask `serve_info`. Thread-safe; `stop` ends it.
+    `address` returns the host:port at which other sidecars reach `serve_info`. Thread-safe. `stop` ends it.
     """
 
     def __init__(
@@ -75,8 +79,8 @@ class Publisher:
         self._last: Version | None = None
         self._published = False
         self._generation = 0
-        self._ranks: dict[str, _Rank] = {}
-        self._up = self._was_up = self._draining = self._version_in_doubt = False
+        self._ranks: dict[str, _PublishedRank] = {}
+        self._is_healthy = self._was_healthy = self._draining = self._version_in_doubt = False
         self._logged_reason = ""
         self._changing = threading.Lock()
         self._wake, self._stopping = threading.Event(), threading.Event()
@@ -84,93 +88,97 @@ class Publisher:
 
     @property
     def engine_up(self) -> bool:
-        """Whether the engine was healthy at the last look."""
-        return self._up
+        """True if the engine was healthy at the last poll."""
+        return self._is_healthy
 
     def start(self) -> None:
-        """Look at the engine at once, and go on."""
+        """Poll the engine immediately and then periodically."""
         self._thread.start()
 
     def poll(self) -> None:
-        """One look: publish what is healthy and new, unpublish what is gone. Raises nothing of rfork's."""
-        self._up = self._engine.healthy()
-        self._was_up = self._was_up or self._up
-        why = ""
+        """Publish new ranks of a healthy engine and unpublish those that no longer exist. Raises no RforkError."""
+        self._is_healthy = self._engine.healthy()
+        self._was_healthy = self._was_healthy or self._is_healthy
+        reason = ""
         try:
-            if not self._up:
+            if not self._is_healthy:
                 raise SourceUnavailable(f"engine {self._engine.url} is not healthy")
             self._publish()
         except RforkError as error:
             self._unpublish()
-            why = f"{error}; {error.hint}" if error.hint else str(error)
-        if why and why != self._logged_reason:
-            # One that is still coming up is nothing to be warned of.
-            (log.warning if self._was_up else log.info)("engine not published", reason=why)
-        self._logged_reason = why
+            reason = f"{error}; {error.hint}" if error.hint else str(error)
+        if reason and reason != self._logged_reason:
+            # An engine that is still starting does not deserve a warning.
+            (log.warning if self._was_healthy else log.info)("engine not published", reason=reason)
+        self._logged_reason = reason
 
     def serve_info(self, wanted: str, token: str) -> tuple[int, WeightInfo]:
-        """The rank of an instance and where its weights lie, for the holder of a lease on it.
+        """Return the rank of an instance and the location of its weights, for the bearer of a lease on it.
 
-        Raises LeaseRejected; SourceUnavailable or SourceWeightsChanged where the engine has no such run of it any more.
+        Raises LeaseRejected, or SourceUnavailable or SourceWeightsChanged if the engine no longer has that
+        run of the rank.
         """
-        known = self._ranks.get(wanted)
-        if known is None:
-            raise SourceUnavailable(f"{wanted} is not given here any more")
-        if not known.keys and not known.heartbeat.wait_connected(KEYS_S):
-            raise LeaseRejected("the planner has not answered this seed's heartbeat yet")
-        claims = verify(token, known.keys, source_id=wanted, leeway_s=CLOCK_SKEW_S, now=known.clock.now())
-        report = known.report
+        published = self._ranks.get(wanted)
+        if published is None:
+            raise SourceUnavailable(f"{wanted} is no longer published here")
+        if not published.keys and not published.heartbeat.wait_connected(KEYS_TIMEOUT_S):
+            raise LeaseRejected("the planner has not acknowledged this seed's heartbeat yet")
+        claims = verify(token, published.keys, source_id=wanted, leeway_s=CLOCK_SKEW_S, now=published.clock.now())
+        report = published.report
         if claims.layout_id != report.layout_id:
-            raise LeaseRejected(f"the lease is for layout {claims.layout_id}, this is {report.layout_id}")
+            raise LeaseRejected(f"the lease is for layout {claims.layout_id}, but this is {report.layout_id}")
         if (claims.generation, claims.weights_id) != (report.generation, report.weights_id):
-            raise SourceWeightsChanged(f"the weights of {wanted} are not those that the lease is for any more")
-        info = self._engine.info(known.rank)
-        if instance_id(self._settings, known.rank, info) != wanted:
+            raise SourceWeightsChanged(f"the weights of {wanted} have changed since the lease was issued")
+        info = self._engine.info(published.rank)
+        if instance_id(self._settings, published.rank, info) != wanted:
             self._version_in_doubt = True
             self._wake.set()
-            raise SourceWeightsChanged(f"the engine of {wanted} gives other memory by now: it was started again")
-        return known.rank, info
+            raise SourceWeightsChanged(f"the memory of {wanted} has changed: its engine was restarted")
+        return published.rank, info
 
     def drain(self, timeout_s: float) -> bool:
-        """Have no new readers sent here, and wait until the planner knows of none: False where it does."""
+        """Stop accepting readers and wait until the planner has none for these ranks. Returns False on timeout."""
         with self._changing:
             self._draining = True
-            leaving = dict(self._ranks)
-            for each in leaving.values():
+            ranks = dict(self._ranks)
+            for each in ranks.values():
                 each.report = each.report.model_copy(update={"state": "draining"})
         deadline = time.monotonic() + timeout_s
         try:
-            for each in leaving.values():
+            for each in ranks.values():
                 self._planner.report(each.report)
-            while any(self._planner.can_exit(name).readers for name in leaving):
+            while any(self._planner.can_exit(name).readers for name in ranks):
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
                     return False
                 self._stopping.wait(min(DRAIN_POLL_INTERVAL_S, left_s))
         except NetworkError as error:
-            log.warning("not drained", reason=str(error))
+            log.warning("drain failed", reason=str(error))
             return False
         return True
 
     def stop(self) -> None:
-        """End the looks, and have the planner forget the ranks."""
+        """Stop polling and remove the ranks from the planner."""
         self._stopping.set()
         self._wake.set()
         if self._thread.is_alive():
-            self._thread.join(FINAL_POLL_TIMEOUT_S)  # one that waits for an engine that hangs publishes nothing more
+            self._thread.join(FINAL_POLL_TIMEOUT_S)  # a poll that hangs on the engine publishes nothing after this
         self._unpublish()
 
     def _run(self) -> None:
         while not self._stopping.is_set():
             try:
                 self.poll()
-            except Exception:  # the thread's outermost edge: one look that fails must not be the last
-                log.exception("look failed")
+            except Exception:  # top level of the thread: one failed poll must not end it
+                log.exception("engine poll failed")
             self._wake.wait(self._poll_interval_s)
             self._wake.clear()
 
     def _publish(self) -> None:
-        """Publish what may have changed. Only then is all asked for: the engine answers on its own loop."""
+        """Publish the ranks if the engine's version has changed.
+
+        Other endpoints are queried only then, because the engine handles them on its own event loop.
+        """
         version = self._engine.version()
         if self._published and self._last == version and not self._version_in_doubt:
             return
@@ -181,7 +189,7 @@ class Publisher:
         self._first = self._first or version
         if self._last not in (None, version):
             self._generation += 1
-            log.warning("weights were updated: readers are told to stop", generation=self._generation)
+            log.warning("weights updated, stopping readers", generation=self._generation)
         model = self._model or description.served_name
         self._last, self._published = version, True
         weights = weights_id(model, self._first, version)
@@ -197,7 +205,7 @@ class Publisher:
         )  # fmt: skip
 
     def _send_report(self, reports: list[InstanceReport]) -> None:
-        """Make the planner's books say this."""
+        """Replace the published ranks with `reports`."""
         names = {report.instance_id for report in reports}
         with self._changing:
             if self._stopping.is_set():
@@ -208,7 +216,7 @@ class Publisher:
                     report = report.model_copy(update={"state": "draining"})
                 each = self._ranks.get(report.instance_id)
                 if each is None:
-                    each = self._ranks[report.instance_id] = _Rank(self._planner, report.rank.tp, report)
+                    each = self._ranks[report.instance_id] = _PublishedRank(self._planner, report.rank.tp, report)
                     each.heartbeat.start()
                 else:
                     each.report = report
@@ -223,23 +231,23 @@ class Publisher:
     def _unpublish(self) -> None:
         self._published = False
         with self._changing:
-            leaving = dict(self._ranks)
+            ranks = dict(self._ranks)
             self._ranks.clear()
-        for each in leaving.values():
+        for each in ranks.values():
             each.heartbeat.stop(remove=True)
-        if leaving:
-            log.warning("stock seed unpublished", instances=sorted(leaving), engine=self._engine.url)
+        if ranks:
+            log.warning("stock seed unpublished", instances=sorted(ranks), engine=self._engine.url)
 
 
 def _check(description: EngineDescription) -> None:
-    """SettingsError for an engine whose info does not say whose weights it is."""
+    """Raise SettingsError for an engine whose info is ambiguous."""
     if description.pp_size > 1:
         raise SettingsError(
-            f"the engine has {description.pp_size} pipeline stages: SGLang keys its info by tp_rank alone",
-            hint="use rfork's own plug-in, which tells stages apart",
+            f"the engine has {description.pp_size} pipeline stages, but SGLang keys its info by tp_rank alone",
+            hint="use rfork's SGLang plug-in, which distinguishes stages",
         )
     if description.speculative:
         raise SettingsError(
-            f"the engine has a draft model ({description.speculative}): its info overwrites the target's",
-            hint="use rfork's own plug-in, which tells target and draft apart",
+            f"the engine has a draft model ({description.speculative}), whose info overwrites that of the main model",
+            hint="use rfork's SGLang plug-in, which distinguishes the main model from its draft",
         )

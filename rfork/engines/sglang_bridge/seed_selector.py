@@ -1,8 +1,7 @@
-"""Asks the planner for a seed in a stock client's stead, until one answers.
+"""Requests a seed from the planner for a stock client until one responds.
 
-What a client wants is known by its model's name and its rank alone: what it has built is compared by the
-client itself, name by name, with what the seed gives. So all seeds of that name and rank must be of one
-kind.
+Only the model's name and rank of a client are known. The client itself compares what it has built with the
+seed's info, name by name. So all seeds of one name and rank must have the same layout.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ from rfork.schema import ForkRequest, ForkResult, InstanceReport, Plan, Route, S
 from rfork.settings import InstanceSettings
 
 RETRY_INTERVAL_S: Final = 0.5
-"""When to ask again where the planner does not say."""
+"""Retry interval if the planner sets none."""
 
 FetchInfo = Callable[[Route, int], WeightInfo]
-"""Gets the info of a rank from the route's source, by the route's lease; raises SourceError or
+"""Fetches the weight info of a rank from the route's source with the route's lease. Raises SourceError or
 LeaseRejected.
 """
 
@@ -44,7 +43,7 @@ log = logger("rfork.sidecar.client")
 
 @dataclass(frozen=True)
 class SeedGrant:
-    """A seed that a client may read from, and the client's own side of that fork."""
+    """A seed that a client may read from, and the client's side of that fork."""
 
     fork_id: str
     target: InstanceReport
@@ -53,8 +52,10 @@ class SeedGrant:
 
 
 class SeedSelector:
-    """Gets leases on seeds of `model`. Waits at most `seed_wait_timeout_s` for a place, and `settings.patience_s` where
-    nobody gives the rank at all; `stopping` ends every wait.
+    """Acquires leases on seeds of `model`.
+
+    Waits at most `wait_s` for a free reader slot, and `settings.no_source_timeout_s` if no instance serves
+    the rank. `stopping` ends every wait.
     """
 
     def __init__(
@@ -69,14 +70,13 @@ class SeedSelector:
         self._stopping = stopping
 
     def acquire(self, rank: int, avoided: str | None) -> SeedGrant:
-        """A seed of this rank that has a place and answers; if there are others, not the one to be
-        `avoided`.
+        """Return a seed of this rank that has a free reader slot and responds, preferably not the one to be `avoided`.
 
-        Raises NoSource, LayoutMismatch (seeds of several kinds), SourceBusy (no place, or several versions
-        of the weights), or what kept the planner or the seeds from answering for so long.
+        Raises NoSource, LayoutMismatch (the seeds have several layouts), SourceBusy (no free slot, or several
+        versions of the weights), or the last error of the planner or the seeds.
         """
         fork_id, began = secrets.token_hex(16), time.monotonic()
-        faults = () if avoided is None else (_fault(avoided, SourceBusy("its reader did not come up")),)
+        faults = () if avoided is None else (_fault(avoided, SourceBusy("its reader did not start")),)
         target: InstanceReport | None = None
         while True:
             problem: RforkError
@@ -84,16 +84,16 @@ class SeedSelector:
             try:
                 target = client_report(self._settings, self._seed(rank), fork_id)
                 plan = self._planner.request_plan(ForkRequest(fork_id=fork_id, instance=target, faults=faults))
-                avoiding, faults = bool(faults), ()
+                is_avoiding, faults = bool(faults), ()
                 if plan.routes:
                     route = plan.routes[0]
                     try:
                         return SeedGrant(fork_id, target, route, self._fetch(route, rank))
                     except SourceError as error:
-                        log.warning("seed did not answer", rank=rank, source=route.source_id, reason=str(error))
+                        log.warning("seed did not respond", rank=rank, source=route.source_id, reason=str(error))
                         faults, problem = (_fault(route.source_id, error),), error
-                elif avoiding:
-                    continue  # then from the one that was to be avoided
+                elif is_avoiding:
+                    continue  # no other seed: use the one to be avoided
                 else:
                     problem, wait_s, max_wait_s = self._no_route(plan)
             except NoSource as error:
@@ -109,16 +109,16 @@ class SeedSelector:
                 raise problem
 
     def release(self, fork_id: str, target: InstanceReport, finish: ForkResult) -> None:
-        """End a fork at the planner, and its target with it, which serves nobody."""
+        """Finish a fork at the planner and remove its target, which serves no readers."""
         try:
             self._planner.finish(fork_id, finish)
             self._planner.remove(target.instance_id)
         except NetworkError as error:
-            # A lease that nobody renews lapses by itself.
-            log.warning("lease not given back", fork_id=fork_id, reason=str(error))
+            # A lease that is not renewed expires automatically.
+            log.warning("lease not released", fork_id=fork_id, reason=str(error))
 
     def _seed(self, rank: int) -> InstanceReport:
-        """One of the seeds of this rank, to ask for what it is one of."""
+        """Return one seed of this rank as the template of the request."""
         views = self._planner.instances(model=PREFIX + self._model, state="serving")
         wanted = self._settings.version
         reports = [
@@ -127,30 +127,30 @@ class SeedSelector:
         found = {(report.rank.key, report.layout_id): report for report in reports if report.rank.tp == rank}
         if not found:
             ranks = sorted({report.rank.tp for report in reports})
-            available = f"only ranks {ranks} are given" if ranks else "none is given"
-            raise NoSource(f"no stock seed of model {self._model} gives rank {rank}: {available}")
+            available = f"only ranks {ranks} are served" if ranks else "no rank is served"
+            raise NoSource(f"no stock seed of model {self._model} serves rank {rank}: {available}")
         if len(found) > 1:
             names = " and ".join(sorted(report.instance_id for report in found.values()))
             raise LayoutMismatch(
-                f"stock seeds of model {self._model} give rank {rank} in {len(found)} layouts: dtype, "
+                f"stock seeds of model {self._model} serve rank {rank} in {len(found)} layouts: dtype, "
                 f"quantisation or parallel sizes differ between {names}",
-                hint="give each kind a name of its own (rfork sidecar --model)",
+                hint="use a separate model name for each layout (rfork sidecar --model)",
             )
         if len({(report.version, report.weights_id) for report in reports}) > 1:
-            # The ranks of one client ask one by one: each could get another.
-            raise SourceBusy(f"stock seeds of model {self._model} hold several versions of its weights")
+            # A client requests its ranks one by one, so each could get another version.
+            raise SourceBusy(f"stock seeds of model {self._model} serve several versions of its weights")
         return next(iter(found.values()))
 
     def _no_route(self, plan: Plan) -> tuple[RforkError, float, float]:
-        """A plan without a route: what to say of it, when to ask again, and how long that is any use."""
+        """Return the error for a plan without routes, the retry delay, and the maximum wait."""
         if plan.retry_after_s is not None:
-            return SourceBusy(f"no seed has a place: {plan.reason}"), plan.retry_after_s, self._wait_s
+            return SourceBusy(f"no seed has a free reader slot: {plan.reason}"), plan.retry_after_s, self._wait_s
         return NoSource(plan.reason), RETRY_INTERVAL_S, self._settings.no_source_timeout_s
 
     def _withdraw(self, fork_id: str, target: InstanceReport | None) -> None:
-        """Nothing came of it."""
+        """Report a fork that did not get a seed."""
         if target is not None:
-            finish = ForkResult(outcome="failed", seconds=0.0, bytes_read=0, reasons=("no seed was got",))
+            finish = ForkResult(outcome="failed", seconds=0.0, bytes_read=0, reasons=("no seed acquired",))
             self.release(fork_id, target, finish)
 
 

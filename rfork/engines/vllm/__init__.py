@@ -1,1 +1,1 @@
-"""vLLM's plug-in: load format ``rfork``. Only `plugin.register` is called from outside; see `loader`."""
+"""vLLM plug-in: load format ``rfork``. Only `plugin.register` is called from outside; see `loader`."""

@@ -1,4 +1,4 @@
-"""What parts one vLLM model's tensors from another's of the same names and shapes, and what is no weight.
+"""Facts that distinguish vLLM models of equal names and shapes, and patterns of non-weight tensors.
 
 Nothing here imports vLLM.
 """
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
 NON_WEIGHT_PATTERNS: Final = (
-    # KV caches; rotary tables, which each server computes itself and widens or casts while it serves.
+    # KV caches, and rotary tables, which each server computes itself and widens or casts while serving.
     *("*.kv_cache", "*.kv_cache.*", "*.cos_sin_cache", "*.cos_sin_cache_bf16"),
-    # What forwards write and read again: as large as a batch, and other bytes after each step.
+    # Batch-sized scratch tensors, overwritten by each forward pass.
     *("*deepstack_input_embeds.*", "*per_layer_embeddings", "*.per_layer_inputs", "*_ds_buffers.*"),
     *("*.positions", "*.hidden_states"),
     *("*topk_indices_buffer", "*candidate_block_buffer", "*mtp_hidden_buffer"),
-    # Scratch of kernels, and the buffers of what sends tokens between ranks.
+    # Scratch of kernels, and communication buffers.
     *("*.workspace", "*workspace_buffer", "*.prepare_finalize.*", "*.dispatcher.*", "*.all2all_manager.*"),
 )
-"""Patterns of names (of `fnmatch`) of tensors that hang on vLLM's models and are not given."""
+"""`fnmatch` name patterns of tensors that belong to vLLM's models but are not served."""
 
 PATH_FIELDS: Final = frozenset({"_name_or_path", "name_or_path", "transformers_version", "auto_map", "_commit_hash"})
-"""Keys of a configuration that say where it came from, or who wrote it."""
+"""Configuration keys that state where a configuration came from or what wrote it."""
 PATHS: Final = ("_path", "_dir", "_file")
-"""What keys of paths end in."""
+"""Suffixes of configuration keys that contain paths."""
 
 LAYOUT_CHOICES: Final = (
     "VLLM_USE_DEEP_GEMM",
@@ -50,16 +50,16 @@ LAYOUT_CHOICES: Final = (
     "VLLM_ROCM_USE_AITER_LINEAR",
     "VLLM_ROCM_USE_AITER_MOE",
 )
-"""Options of vLLM's (`vllm.envs`) that choose kernels, which shuffle, pad or requantise weights."""
+"""Options of `vllm.envs` that select kernels, which shuffle, pad or requantise weights."""
 BACKENDS: Final = ("moe_backend", "linear_backend", "linear_backend_per_quant")
-"""The same, of vLLM's configuration of kernels."""
+"""The same in vLLM's kernel configuration."""
 
 
 def loads_from(model_config: ModelConfig) -> tuple[str, str | None]:
-    """Return the folder, URI or hub id that vLLM loads a model's weights from, and the hub's revision.
+    """Return the folder, URI or hub id that vLLM loads a model's weights from, and the hub revision.
 
-    Of a revision that vLLM resolved as it started, the commit: a branch may have moved since. Of a model in
-    an object store, vLLM's `model` is a local folder without weights.
+    If vLLM has resolved the revision, this is the commit, because a branch may have moved since. For a model
+    in an object store, vLLM's `model` is a local folder without weights.
     """
     if stored := getattr(model_config, "model_weights", None):
         return str(stored), None
@@ -68,14 +68,14 @@ def loads_from(model_config: ModelConfig) -> tuple[str, str | None]:
 
 
 def configuration(model_config: ModelConfig) -> str:
-    """A digest of the model's configuration as it is in effect, ``--hf-overrides`` and all."""
+    """Return a digest of the model's effective configuration, including ``--hf-overrides``."""
     return digest(_without_ignored(model_config.hf_config.to_dict()))
 
 
 def kernels(vllm_config: VllmConfig, environment: object) -> str:
-    """A digest of what is chosen among kernels that keep weights each their own way.
+    """Return a digest of the options that select kernels with different weight layouts.
 
-    `environment`: the module `vllm.envs`, or what has its names; one that it does not know is left out.
+    `environment` is the module `vllm.envs`, or an object with its names; unknown names are skipped.
     """
     chosen = vllm_config.kernel_config
     choices = {name: getattr(environment, name, None) for name in LAYOUT_CHOICES}
@@ -83,13 +83,13 @@ def kernels(vllm_config: VllmConfig, environment: object) -> str:
 
 
 def digest(value: object) -> str:
-    """Twelve digits, the same in every process: of what JSON does not know only the type counts."""
+    """Return twelve hexadecimal digits, equal in every process. Values unknown to JSON are reduced to their type."""
     written = json.dumps(value, sort_keys=True, default=_named)
     return sha256(written.encode()).hexdigest()[:12]
 
 
 def _without_ignored(node: object) -> object:
-    """Without what says where the configuration lies; keys are text, as JSON sorts no mixture."""
+    """Return the configuration without source locations, and with string keys, because JSON cannot sort mixed keys."""
     if isinstance(node, Mapping):
         return {
             str(key): _without_ignored(value)

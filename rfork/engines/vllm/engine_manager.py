@@ -1,8 +1,8 @@
-"""In the process that starts vLLM's engines: one name for all ranks of the server, and their end.
+"""Hooks of the process that starts vLLM's engines: one replica name for all ranks, and the drain at shutdown.
 
-vLLM sends its engines SIGTERM and, unless ``--shutdown-timeout`` says otherwise, SIGKILL right after it: a
-rank has no time to see its readers off. So that is done here, before: on SIGTERM the API server still
-answers while its seeds are drained, for no longer than anybody reads, and the setting `drain_s`.
+vLLM sends its engines SIGTERM, followed immediately by SIGKILL unless ``--shutdown-timeout`` is set, so a
+rank has no time to drain. This process therefore drains first: on SIGTERM the API server still serves
+requests while its seeds are drained, until no reads are left, and at most for `drain_timeout_s`.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
     from rfork.settings import InstanceSettings
 
 REPLICA: Final = "RFORK_REPLICA"
-"""The variable that tells the engines' processes what their ids begin with."""
+"""Variable that passes the replica name to the engines' processes."""
 SETTINGS: Final = "rfork_settings"
-"""Of a manager: the settings of the server whose engines it starts."""
+"""Attribute of a manager: the settings of the server whose engines it starts."""
 
 Method = Callable[..., None]
 
 
 class Manager(Protocol):
-    """What is used of vLLM's manager of engines' processes."""
+    """The part of vLLM's engine process manager that is used here."""
 
     def finished_processes(self) -> dict[str, int]:
-        """The processes that have ended."""
+        """Return the processes that have exited."""
         ...
 
 
 def hook_engine_manager() -> None:
-    """Wrap the class that starts engines, in a process that has imported it. Again is harmless."""
+    """Wrap the class that starts engines, if this process has imported it. Idempotent."""
     module = sys.modules.get("vllm.v1.engine.utils")
     manager: Any = getattr(module, "CoreEngineProcManager", None)
     if manager is not None:
@@ -47,15 +47,15 @@ def hook_engine_manager() -> None:
         patch_method(manager, "shutdown", _stop)
 
 
-def _start(method: Method, manager: Manager, *args: object, **named: object) -> None:
-    config = named.get("vllm_config") or next((arg for arg in args if hasattr(arg, "load_config")), None)
+def _start(method: Method, manager: Manager, *args: object, **kwargs: object) -> None:
+    config = kwargs.get("vllm_config") or next((arg for arg in args if hasattr(arg, "load_config")), None)
     with _replica_env(_prepare(manager, config)) if config is not None else contextlib.nullcontext():
-        method(manager, *args, **named)
+        method(manager, *args, **kwargs)
 
 
 @contextlib.contextmanager
 def _replica_env(replica: str | None) -> Iterator[None]:
-    """Tell the name to the children that are started meanwhile, and to no others: those of another server."""
+    """Pass the name to the children started meanwhile, and not to those of another server."""
     before = os.environ.get(REPLICA)
     if replica is not None:
         os.environ[REPLICA] = replica
@@ -69,9 +69,9 @@ def _replica_env(replica: str | None) -> Iterator[None]:
 
 
 def _prepare(manager: Manager, config: VllmConfig) -> str | None:
-    """Name the server, and say now what is wrong with its options. Raises SettingsError.
+    """Set the server's replica name and validate its options early. Raises SettingsError.
 
-    Returns the name, if rfork forks it.
+    Returns the name if the server uses rfork, else None.
     """
     if config.load_config.load_format != LOAD_FORMAT:
         return None
@@ -82,7 +82,7 @@ def _prepare(manager: Manager, config: VllmConfig) -> str | None:
     attach_log_handler(settings.log_level)
     if settings.replica is None:
         settings = settings.model_copy(update={"replica": f"vllm-{uuid4().hex[:12]}"})
-    owner_secret(settings)  # read now: its file may be gone when the server ends
+    owner_secret(settings)  # read now: the file may be removed before the server exits
     setattr(manager, SETTINGS, settings)
     return settings.replica
 
@@ -95,7 +95,7 @@ def _stop(method: Method, manager: Manager, timeout: float | None = None) -> Non
 
 
 def drain_server(settings: InstanceSettings) -> None:
-    """Drain all seeds of this server, and wait until nobody reads from them; whatever fails is logged."""
+    """Drain all seeds of this server and wait until they have no readers. Failures are logged."""
     from rfork.errors import RforkError
     from rfork.logs import logger
     from rfork.planner_client.client import PlannerClient
@@ -108,9 +108,9 @@ def drain_server(settings: InstanceSettings) -> None:
         with PlannerClient.of(settings) as planner:
             ended = drain_replica(planner, settings.replica, wait_s=settings.drain_timeout_s, force=True)
             for each in ended:
-                log.info("drained", instance_id=each.instance_id, because=each.reason)
-                planner.remove(each.instance_id)  # they have no time to say so themselves
+                log.info("drained", instance_id=each.instance_id, reason=each.reason)
+                planner.remove(each.instance_id)  # the engines are killed before they could unregister
     except RforkError as error:
-        log.warning("the seeds of this server are not drained", because=str(error))
+        log.warning("failed to drain the seeds", reason=str(error))
     else:
         log.info("seeds drained", seeds=len(ended), in_use=sum(not each.can_exit for each in ended))

@@ -1,4 +1,4 @@
-"""What of vLLM this plug-in holds on to, and whether it is still there; looked at before it loads."""
+"""vLLM functions that the plug-in hooks or calls, checked before a model is loaded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rfork.engines.hook_targets import HookTarget, find_incompatible, format_inc
 from rfork.errors import EngineMismatch
 
 TESTED: Final = ("0.32.0",)
-"""Versions of vLLM that forks were seen with."""
+"""Versions of vLLM tested with forks."""
 
 WORKER = "vllm.v1.worker.gpu_worker.Worker"
 LOADERS = "vllm.model_executor.model_loader"
@@ -47,17 +47,17 @@ HOOK_TARGETS: Final = (
 )
 
 
-def check(version: str, points: tuple[HookTarget, ...] = HOOK_TARGETS, tested: tuple[str, ...] = TESTED) -> None:
-    """Raise EngineMismatch, one line, where a point is not as it was in the versions that were tested.
+def check(version: str, hook_targets: tuple[HookTarget, ...] = HOOK_TARGETS, tested: tuple[str, ...] = TESTED) -> None:
+    """Raise EngineMismatch with one line if a hook target differs from the tested versions.
 
-    `version` is that of the engine that is running. Another one than those tested is a warning.
+    `version` is that of the running engine. An untested version is a warning.
     """
-    if wrong := find_incompatible(points):
+    if incompatible := find_incompatible(hook_targets):
         raise EngineMismatch(
-            format_incompatibility("vLLM", version, wrong, tested),
+            format_incompatibility("vLLM", version, incompatible, tested),
             hint="use a tested version, or a newer rfork; other load formats work",
         )
     if version.partition("+")[0] not in tested:
-        from rfork.logs import logger  # see `plugin`
+        from rfork.logs import logger  # late import, see `plugin`
 
-        logger(__name__).warning("rfork was not tested with this vLLM", version=version, tested=", ".join(tested))
+        logger(__name__).warning("untested vLLM version", version=version, tested=", ".join(tested))

@@ -1,8 +1,8 @@
-"""Where vLLM's worker works with its weights, changes them, or puts them away: what the seed is told.
+"""Worker hooks that notify the served model when vLLM runs a step, changes weights, or puts them to sleep.
 
-Runs in a worker: methods of its class are wrapped once a model is loaded by rfork. vLLM's own extension
-points do not reach so far: a worker extension class may not override a method, and a worker class of one's
-own would have to be named beside the load format.
+Runs in a worker. Methods of the worker class are wrapped once rfork has loaded a model. vLLM's own extension
+points are not enough: a worker extension class may not override a method, and a custom worker class would
+have to be passed in addition to the load format.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from rfork.engines.version_selection import version_of_reload
 from rfork.engines.vllm.compat import loads_from
 from rfork.engines.vllm.weight_lifecycle import WeightLifecycle, lifecycle_of
 
-TARGET: Final = "rfork_target"
-"""Of a worker: the care of its model, once it has worked."""
+LIFECYCLE_ATTRIBUTE: Final = "rfork_main_lifecycle"
+"""Attribute of a worker: the WeightLifecycle of its model, set by its first step."""
 
 
 class Worker(Protocol):
-    """What is used of vLLM's worker."""
+    """The part of vLLM's worker that is used here."""
 
     model_config: Any
-    """Of the model that it serves: vLLM's."""
+    """vLLM's configuration of the served model."""
 
     def get_model(self) -> nn.Module:
-        """The model that it serves."""
+        """Return the served model."""
         ...
 
     def get_draft_model(self) -> nn.Module | None:
-        """The speculative draft."""
+        """Return the speculative draft model."""
         ...
 
 
@@ -41,33 +41,33 @@ Method = Callable[..., object]
 
 
 def install(worker_class: type) -> None:
-    """Wrap the methods of vLLM's worker class. Again is harmless."""
+    """Wrap the methods of vLLM's worker class. Idempotent."""
     for name, wrapper in WRAPPERS.items():
         patch_method(worker_class, name, wrapper)
 
 
 def _lifecycles(worker: Worker) -> list[WeightLifecycle]:
-    """Of the model and its draft; none before they are loaded."""
+    """Return the lifecycles of the model and its draft; empty before they are loaded."""
     if getattr(worker, "model_runner", None) is None:
         return []
     found: list[WeightLifecycle] = []
     for get in (worker.get_model, worker.get_draft_model):
-        with contextlib.suppress(AttributeError):  # of a runner that has no model, or never has a draft
-            if (care := lifecycle_of(get())) is not None:
-                found.append(care)
+        with contextlib.suppress(AttributeError):  # a runner without a model, or one that never has a draft
+            if (lifecycle := lifecycle_of(get())) is not None:
+                found.append(lifecycle)
     return found
 
 
-def _execute_model(method: Method, worker: Worker, *args: object, **named: object) -> object:
+def _execute_model(method: Method, worker: Worker, *args: object, **kwargs: object) -> object:
     state = vars(worker)
     try:
-        care = state[TARGET]
+        lifecycle = state[LIFECYCLE_ATTRIBUTE]
     except KeyError:
-        care = state[TARGET] = lifecycle_of(worker.get_model())
-    if care is None:
-        return method(worker, *args, **named)
-    with care.instance.serving():
-        return method(worker, *args, **named)
+        lifecycle = state[LIFECYCLE_ATTRIBUTE] = lifecycle_of(worker.get_model())
+    if lifecycle is None:
+        return method(worker, *args, **kwargs)
+    with lifecycle.served.serving():
+        return method(worker, *args, **kwargs)
 
 
 def _sleep(method: Method, worker: Worker, level: int = 1) -> object:
@@ -77,8 +77,8 @@ def _sleep(method: Method, worker: Worker, level: int = 1) -> object:
 
 def _wake_up(method: Method, worker: Worker, tags: list[str] | None = None) -> object:
     with contextlib.ExitStack() as stack:
-        for care in _lifecycles(worker) if tags is None or "weights" in tags else []:
-            stack.enter_context(care.waking())
+        for lifecycle in _lifecycles(worker) if tags is None or "weights" in tags else []:
+            stack.enter_context(lifecycle.waking())
         return method(worker, tags)
 
 
@@ -90,24 +90,24 @@ def _discard(method: Method, worker: Worker, tags: tuple[str, ...]) -> object:
 @contextlib.contextmanager
 def _sleeping(worker: Worker, kept: bool) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
-        for care in _lifecycles(worker):
-            stack.enter_context(care.sleeping(kept))
+        for lifecycle in _lifecycles(worker):
+            stack.enter_context(lifecycle.sleeping(kept))
         yield
 
 
 def _reset(method: Method, worker: Worker) -> object:
-    if (care := _main_lifecycle(worker)) is not None:
-        care.mark_lost()
+    if (lifecycle := _main_lifecycle(worker)) is not None:
+        lifecycle.mark_lost()
     return method(worker)
 
 
-def _reload(method: Method, worker: Worker, *args: Any, **named: Any) -> object:
-    """Update the model (not its draft) from files, or from tensors that the caller has."""
-    care = _main_lifecycle(worker)
-    if care is None:
-        return method(worker, *args, **named)
-    with care.updating(_version_of_reload(worker, *args, **named)):
-        return method(worker, *args, **named)
+def _reload(method: Method, worker: Worker, *args: Any, **kwargs: Any) -> object:
+    """Wrap an update of the model (not its draft) from files, or from tensors of the caller."""
+    lifecycle = _main_lifecycle(worker)
+    if lifecycle is None:
+        return method(worker, *args, **kwargs)
+    with lifecycle.updating(_version_of_reload(worker, *args, **kwargs)):
+        return method(worker, *args, **kwargs)
 
 
 def _version_of_reload(
@@ -117,7 +117,7 @@ def _version_of_reload(
     *_: object,
     **__: object,
 ) -> Callable[[], str | None]:
-    """Return what names the weights after a call of ``reload_weights`` with these arguments."""
+    """Return a function that names the weights after a call of ``reload_weights`` with these arguments."""
     if weights_iterator is not None:
         return lambda: None
     if weights_path is not None:
@@ -133,46 +133,46 @@ def _start_draft(method: Method, worker: Worker) -> object:
     return _begin(method, worker, lifecycle_of(worker.get_draft_model()))
 
 
-def _begin(method: Method, worker: Worker, care: WeightLifecycle | None) -> object:
-    if care is None:
+def _begin(method: Method, worker: Worker, lifecycle: WeightLifecycle | None) -> object:
+    if lifecycle is None:
         return method(worker)
     if getattr(worker, "_weight_update_active", False):
-        care.instance.count_update()  # on a rank where the update before has failed, this one begins
-        return method(worker)  # which raises
-    care.begin_update()
+        lifecycle.served.count_update()  # on ranks where the previous update failed, this one begins
+        return method(worker)  # vLLM raises here
+    lifecycle.begin_update()
     try:
         return method(worker)
     except BaseException:
-        care.fail_update()
+        lifecycle.fail_update()
         raise
 
 
-def _update(method: Method, worker: Worker, *args: object, **named: object) -> object:
-    active, care = getattr(worker, "_weight_update_active", False), _updated(worker)
+def _update(method: Method, worker: Worker, *args: object, **kwargs: object) -> object:
+    active, lifecycle = getattr(worker, "_weight_update_active", False), _updated(worker)
     try:
-        return method(worker, *args, **named)
+        return method(worker, *args, **kwargs)
     except BaseException:
-        if active and care is not None:
-            care.fail_update()
+        if active and lifecycle is not None:
+            lifecycle.fail_update()
         raise
 
 
 def _finish(method: Method, worker: Worker) -> object:
-    active, care = getattr(worker, "_weight_update_active", False), _updated(worker)
-    if not active or care is None:
+    active, lifecycle = getattr(worker, "_weight_update_active", False), _updated(worker)
+    if not active or lifecycle is None:
         return method(worker)
     try:
         result = method(worker)
     except BaseException:
-        care.fail_update()
+        lifecycle.fail_update()
         raise
-    care.end_update()
+    lifecycle.end_update()
     return result
 
 
 def _shutdown(method: Method, worker: Worker) -> object:
-    for care in _lifecycles(worker):
-        care.close()
+    for lifecycle in _lifecycles(worker):
+        lifecycle.close()
     return method(worker)
 
 
@@ -181,7 +181,7 @@ def _main_lifecycle(worker: Worker) -> WeightLifecycle | None:
 
 
 def _updated(worker: Worker) -> WeightLifecycle | None:
-    """The care of the model that the update under way is of."""
+    """Return the lifecycle of the model that is being updated."""
     if getattr(worker, "_weight_update_is_draft", False):
         return lifecycle_of(worker.get_draft_model())
     return _main_lifecycle(worker)

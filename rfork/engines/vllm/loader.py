@@ -1,6 +1,7 @@
-"""vLLM's load format ``rfork``: a model is forked from a running server, or loaded as ever; then a seed.
+"""vLLM's load format ``rfork``: forks a model from a running server or loads it as usual, and makes it a seed.
 
-Runs in each worker of vLLM. Until it returns, the server is not healthy: vLLM loads before it listens.
+Runs in each worker of vLLM. The server is not healthy before it returns, because vLLM loads before it
+listens.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ if TYPE_CHECKING:
 
 
 class RforkModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM has no types
-    """See the module. Raises EngineMismatch where this vLLM is another, SettingsError for bad options."""
+    """vLLM model loader. Raises EngineMismatch for an incompatible vLLM and SettingsError for invalid options."""
 
     def __init__(self, load_config: LoadConfig) -> None:
-        from rfork.engines.vllm.options import (  # registering costs less
+        from rfork.engines.vllm.options import (  # not needed to register the format
             attach_log_handler,
             cap_deadline,
             settings_of,
@@ -37,22 +38,22 @@ class RforkModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM has no ty
         attach_log_handler(self.settings.log_level)
 
     def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> nn.Module:
-        """The model with its weights, ready to serve; vLLM calls it once for each model in the process."""
-        # Only here, in a process that loads: the plug-in is imported in all of vLLM's.
+        """Return the model with its weights, ready to serve. vLLM calls this once per model of the process."""
+        # Imported only in a process that loads: vLLM imports the plug-in in all of its processes.
         from rfork.engines.load_or_fork import load_or_fork
         from rfork.engines.served_model import served_model
         from rfork.engines.vllm import unsupported
         from rfork.engines.vllm.hooks import install
         from rfork.engines.vllm.model_builder import VllmEngine, keep_weights_on_cpu
-        from rfork.engines.vllm.ranks import subject_of
+        from rfork.engines.vllm.ranks import identity_of
         from rfork.engines.vllm.weight_lifecycle import attach_lifecycle
         from rfork.logs import logger
 
         engine = VllmEngine(self.load_config, vllm_config, model_config, prefix)
-        if why := unsupported.unsupported_config(vllm_config, model_config):
+        if reason := unsupported.unsupported_config(vllm_config, model_config):
             if self.settings.fail_if_not_forked:
-                raise ForkFailed(f"this server cannot be forked: {why}", hint="unset RFORK_FAIL_IF_NOT_FORKED")
-            logger(__name__).warning("not forked, and not a seed: vLLM loads its weights by itself", because=why)
+                raise ForkFailed(f"this server cannot be forked: {reason}", hint="unset RFORK_FAIL_IF_NOT_FORKED")
+            logger(__name__).warning("fork not supported, using vLLM's loader without seeding", reason=reason)
             return engine.load()
         install(worker_class())
         forks = self.settings.planner is not None or self.settings.snapshot is not None
@@ -60,24 +61,24 @@ class RforkModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM has no ty
             keep_weights_on_cpu()
         module = load_or_fork(
             engine,
-            lambda: subject_of(vllm_config, model_config, self.settings),
+            lambda: identity_of(vllm_config, model_config, self.settings),
             self.settings,
             engine.rebuild,
         )
-        if (instance := served_model(module)) is not None:
-            attach_lifecycle(module, instance)
+        if (served := served_model(module)) is not None:
+            attach_lifecycle(module, served)
         return module
 
     def download_model(self, model_config: ModelConfig) -> None:
-        """As vLLM's own loader: a fork needs no download."""
+        """Delegate to vLLM's own loader: a fork needs no download."""
         self._default().download_model(model_config)
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
-        """From the checkpoint, into a model that was not processed yet."""
+        """Load the checkpoint into a model that is not post-processed yet."""
         self._default().load_weights(model, model_config)
 
     def get_all_weights(self, model_config: ModelConfig, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        """The checkpoint's tensors: what vLLM reloads weights in place from."""
+        """Yield the checkpoint's tensors, from which vLLM reloads weights in place."""
         yield from self._default().get_all_weights(model_config, model)
 
     def _default(self) -> BaseModelLoader:
@@ -87,7 +88,7 @@ class RforkModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM has no ty
 
 
 def worker_class() -> type:
-    """The class whose methods vLLM's workers run."""
+    """Return the class whose methods vLLM's workers run."""
     from vllm.v1.worker.gpu_worker import Worker
 
     found: type = Worker

@@ -1,4 +1,4 @@
-"""A model of vLLM's, built empty in its final layout, or loaded by vLLM's own loader in the place of that.
+"""Builds vLLM models: empty in their final layout, or loaded by vLLM's own loader.
 
 Runs in a worker, on the thread that loads.
 """
@@ -34,11 +34,11 @@ from rfork.logs import logger
 log = logger(__name__)
 
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt")
-"""What vLLM's load format ``auto`` looks for."""
+"""Files that vLLM's load format ``auto`` reads."""
 
 
 class VllmEngine:
-    """How `rfork.engines.load_or_fork` has vLLM make one model. Implements its `Engine`."""
+    """Builds one model with vLLM; implements `rfork.engines.load_or_fork.EngineAdapter`."""
 
     def __init__(
         self, load_config: LoadConfig, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str
@@ -52,21 +52,21 @@ class VllmEngine:
         self._experts = len(compilation.static_all_moe_layers)
 
     def empty(self) -> nn.Module:
-        """See `Engine.empty`. Raises UnsupportedTensor where the image would not be all it serves with."""
+        """See `EngineAdapter.empty`. Raises UnsupportedTensor if the image would be incomplete."""
         with _gc_frozen():
-            module = self._by(_EmptyWeightsLoader(plain_load_config(self._load_config, "dummy")))
-        if why := unsupported.unsupported_model(module):
-            raise UnsupportedTensor("(all)", why)
+            module = self._load_with(_EmptyWeightsLoader(plain_load_config(self._load_config, "dummy")))
+        if reason := unsupported.unsupported_model(module):
+            raise UnsupportedTensor("(all)", reason)
         return module
 
     def load(self) -> nn.Module:
-        """See `Engine.load`. Raises CheckpointError as `check`, in one line instead of vLLM's many."""
+        """See `EngineAdapter.load`. Raises CheckpointError like `check`, in one line instead of vLLM's many."""
         self.check()
-        self._release()
-        return self._by(default_loader(self._load_config))
+        self._unregister_layers()
+        return self._load_with(default_loader(self._load_config))
 
     def check(self) -> None:
-        """See `Engine.check`. What lies in a hub cannot be looked at."""
+        """See `EngineAdapter.check`. Models on the hub are not checked."""
         folder = Path(self._model_config.model)
         if folder.is_dir() and not _has_weights(folder):
             raise CheckpointError(
@@ -74,10 +74,10 @@ class VllmEngine:
             )
 
     def rebuild(self, module: nn.Module) -> None:
-        """Have kernels read anew what they made of the weights, which are there by now.
+        """Rebuild what kernels derived from the weights, which are now present.
 
-        vLLM's own way for weights that somebody else has processed; of tensors it changes nothing, as
-        `refusing.unsupported_model` lets only methods pass of which that is known.
+        Uses vLLM's own path for pre-processed weights. It changes no tensor: `unsupported.unsupported_model`
+        accepts only methods for which that is known.
         """
         if self._model_config.quantization is None and not self._model_config.is_moe:
             return
@@ -90,14 +90,14 @@ class VllmEngine:
                     with device_loading_context(submodule, device) if moving else contextlib.nullcontext():
                         method.process_weights_after_loading(submodule)
 
-    def _by(self, loader: DummyModelLoader | DefaultModelLoader) -> nn.Module:
+    def _load_with(self, loader: DummyModelLoader | DefaultModelLoader) -> nn.Module:
         module: nn.Module = loader.load_model(
             vllm_config=self._vllm_config, model_config=self._model_config, prefix=self._prefix
         )
         return module
 
-    def _release(self) -> None:
-        """What a model enters of itself into the configuration, where a second one finds its name taken."""
+    def _unregister_layers(self) -> None:
+        """Remove the names of the first model from the compilation configuration, so that a second one may use them."""
         compilation = self._vllm_config.compilation_config
         for name in compilation.static_forward_context.keys() - self._layers:
             del compilation.static_forward_context[name]
@@ -105,22 +105,22 @@ class VllmEngine:
 
 
 class _EmptyWeightsLoader(DummyModelLoader):  # type: ignore[misc]  # vLLM has no types
-    """vLLM's loader of dummy weights, without writing where what lies there does not matter.
+    """vLLM's dummy loader, which skips initialising weights whose values do not matter.
 
-    Quantisation looks at what it is given: it gets vLLM's dummies. Linear layers and embeddings without
-    quantisation are only moved about; but where a checkpoint unties its embeddings vLLM compares them, to
-    see whether they are one after all.
+    Quantisation reads the values, so quantised layers get vLLM's dummy weights. Unquantised linear layers and
+    embeddings are only moved. But if a checkpoint unties its embeddings, vLLM compares their values to find
+    out whether they are tied after all.
     """
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
-        unread_names: tuple[type, ...] = (UnquantizedLinearMethod,)
+        unread_methods: tuple[type, ...] = (UnquantizedLinearMethod,)
         if not getattr(model_config, "word_embeddings_untied_by_checkpoint", True):
-            unread_names += (UnquantizedEmbeddingMethod,)
+            unread_methods += (UnquantizedEmbeddingMethod,)
         for layer in model.modules():
             info = get_layerwise_info(layer)
             if info.can_load():
                 self._process_online_quant_layer(layer, info)
-            elif type(getattr(layer, "quant_method", None)) not in unread_names:
+            elif type(getattr(layer, "quant_method", None)) not in unread_methods:
                 for name, tensor in get_layer_tensors(layer).items():
                     if name not in layer._non_persistent_buffers_set:
                         initialize_single_dummy_weight(tensor)
@@ -128,12 +128,12 @@ class _EmptyWeightsLoader(DummyModelLoader):  # type: ignore[misc]  # vLLM has n
 
 @contextlib.contextmanager
 def _gc_frozen() -> Iterator[None]:
-    """Spare what is there already from garbage collection, for the `with` block.
+    """Exclude existing objects from garbage collection for the `with` block.
 
-    vLLM collects twice as it makes a model, which takes longer than to build one: half a million objects of
-    modules that it has imported are looked at.
+    vLLM collects twice while it builds a model. Scanning the half million objects of imported modules takes
+    longer than the build itself.
     """
-    if gc.get_freeze_count():  # somebody else's, and not ours to thaw
+    if gc.get_freeze_count():  # frozen by other code, which must also unfreeze it
         yield
         return
     gc.freeze()
@@ -144,26 +144,26 @@ def _gc_frozen() -> Iterator[None]:
 
 
 def default_loader(load_config: LoadConfig) -> DefaultModelLoader:
-    """vLLM's own loader of checkpoints."""
+    """Return vLLM's own checkpoint loader."""
     return DefaultModelLoader(plain_load_config(load_config, "auto"))
 
 
 def plain_load_config(load_config: LoadConfig, load_format: str) -> LoadConfig:
-    """The configuration for another loader, without what is rfork's."""
+    """Return the configuration for another loader, without rfork's options."""
     return replace(load_config, load_format=load_format, model_loader_extra_config={})
 
 
 def keep_weights_on_cpu() -> None:
-    """Have vLLM keep the weights of linear layers as tensors in this process, where it would pack them.
+    """Make vLLM keep the weights of linear layers as tensors in this process, instead of packing them.
 
-    On a CPU vLLM gives them to oneDNN and empties the parameters, so there would be nothing to give or to
-    fill. torch computes the same with them; the last bits of the results may differ.
+    On a CPU, vLLM passes them to oneDNN and empties the parameters, so there would be nothing to serve or to
+    fill. torch computes the same results from them, except for the last bits.
     """
     import vllm._custom_ops as custom_ops
     from vllm.model_executor.layers import utils as layer_utils
 
     if custom_ops._supports_onednn:
-        log.info("linear layers stay tensors: vLLM's packing for oneDNN is off in this process")
+        log.info("vLLM's oneDNN weight packing disabled in this process")
     custom_ops._supports_onednn = False
     layer_utils.check_cpu_sgl_kernel = _no_packing
 

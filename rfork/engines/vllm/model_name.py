@@ -1,4 +1,4 @@
-"""What seeds and forks of a vLLM server meet under."""
+"""Name under which seeds and forks of a vLLM server find each other."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from rfork.engines.model_name import canonical_model_name
 
 
 def model_name(model: str, setting: str | None, draft: bool) -> str:
-    """The setting (`setting`), else the model's own name.
+    """Return the configured name (`setting`), else the model's own name.
 
-    A draft keeps its own name behind the setting: two servers may well have two drafts.
+    A draft appends its own name to the configured one, because two servers may have different drafts.
     """
     name = canonical_model_name(model)
     if setting is not None:

@@ -1,4 +1,4 @@
-"""rfork's settings as a vLLM server is told them: the environment's, and ``--model-loader-extra-config``."""
+"""rfork's settings of a vLLM server: the environment's, overridden by ``--model-loader-extra-config``."""
 
 from __future__ import annotations
 
@@ -18,34 +18,39 @@ log = logger(__name__)
 
 
 def settings_of(load_config: LoadConfig) -> InstanceSettings:
-    """The environment's settings under those of the load configuration. Raises SettingsError, one line."""
+    """Return the environment's settings, overridden by those of the load configuration.
+
+    Raises SettingsError with one line.
+    """
     extra = load_config.model_loader_extra_config or {}
     if not isinstance(extra, dict):
-        raise SettingsError("--model-loader-extra-config is not a JSON object of rfork's settings")
+        raise SettingsError("--model-loader-extra-config must be a JSON object of rfork settings")
     if unknown := sorted(extra.keys() - InstanceSettings.model_fields.keys()):
         near = get_close_matches(unknown[0], InstanceSettings.model_fields, 1)
         raise SettingsError(
-            f"--model-loader-extra-config: rfork has no setting {', '.join(map(repr, unknown))}",
-            hint=f"did you mean {near[0]!r}?" if near else "its names are those of RFORK_*, in lower case",
+            f"--model-loader-extra-config: unknown rfork setting {', '.join(map(repr, unknown))}",
+            hint=f"did you mean {near[0]!r}?"
+            if near
+            else "the settings are the RFORK_* variables in lower case, without the prefix",
         )
     return options.load(InstanceSettings, **extra)
 
 
 def cap_deadline(settings: InstanceSettings, ready_s: float) -> InstanceSettings:
-    """A fork's deadline is half of vLLM's for its engines, at most: one that waited can still load."""
+    """Limit a fork's deadline to half of vLLM's start timeout, so that a failed fork leaves time to load."""
     max_deadline_s = ready_s / 2
     if settings.deadline_s <= max_deadline_s:
         return settings
     log.info(
-        "a fork may take half of the time that vLLM gives its engines",
+        "deadline reduced to half of vLLM's engine start timeout",
         deadline_s=max_deadline_s,
-        hint="VLLM_ENGINE_READY_TIMEOUT_S is vLLM's",
+        hint="raise VLLM_ENGINE_READY_TIMEOUT_S to allow more",
     )
     return settings.model_copy(update={"deadline_s": max_deadline_s})
 
 
 def attach_log_handler(level: str) -> None:
-    """Show rfork's lines where vLLM's are, unless somebody says where they go."""
+    """Send rfork's log lines to vLLM's handlers, unless rfork's logger is already configured."""
     own, vllm = logging.getLogger("rfork"), logging.getLogger("vllm")
     if not own.hasHandlers() and vllm.handlers:
         own.handlers = list(vllm.handlers)

@@ -1,7 +1,7 @@
-"""The entry point that vLLM calls in each of its processes, before it knows what it will serve.
+"""Entry point that vLLM calls in each of its processes, before it knows what it will serve.
 
-So it does little, imports what vLLM itself has imported by then, and raises nothing: a server that does not
-ask for rfork starts as if rfork were not installed.
+It does little, imports only what vLLM itself has already imported, and never raises: a server that does not
+use rfork starts as if rfork were not installed.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ from rfork.engines.vllm.engine_manager import hook_engine_manager
 
 
 def register() -> None:
-    """Make ``--load-format rfork`` known to vLLM. Called in the API server, the engine core and each worker;
-    again is harmless.
+    """Register ``--load-format rfork`` with vLLM. Called in the API server, the engine core and each worker.
+
+    Idempotent.
     """
     try:
         hook_engine_manager()
         if not _is_api_server():
             _register_loader()
-    except Exception as error:  # vLLM has to start without rfork, whatever a new version of it moved
-        from rfork.logs import logger  # of what registering takes, structlog would be most
+    except Exception as error:  # vLLM must start without rfork, whatever a new version has changed
+        from rfork.logs import logger  # structlog would dominate the cost of registering
 
         logger(__name__).error(
-            "rfork does not fit this vLLM: --load-format rfork is not to be had",
-            because=f"{type(error).__name__}: {error}",
-            hint="see the page of compatible versions",
+            "incompatible vLLM version, --load-format rfork is unavailable",
+            reason=f"{type(error).__name__}: {error}",
+            hint="see the documentation of compatible versions",
         )
 
 
@@ -41,7 +42,7 @@ def _register_loader() -> None:
 
 
 def _is_api_server() -> bool:
-    """Whether this is the process of ``vllm serve`` itself, which has others load: it is spared seconds."""
+    """Return True in the process of ``vllm serve`` itself, which never loads a model; skipping it saves seconds."""
     return (
         multiprocessing.parent_process() is None
         and sys.argv[1:2] == ["serve"]

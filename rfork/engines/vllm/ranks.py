@@ -1,6 +1,6 @@
-"""Which rank of which model a vLLM worker loads, and what must be equal on both sides of a fork.
+"""Model and rank that a vLLM worker loads, and the facts that must be equal on both sides of a fork.
 
-Runs in a worker, whose process groups are there.
+Runs in a worker, after its process groups are created.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from rfork.settings import InstanceSettings
 PACKAGES: Final = ("vllm",)
 
 
-def subject_of(vllm_config: VllmConfig, model_config: ModelConfig, settings: InstanceSettings) -> ModelIdentity:
-    """What this worker brings up with these two configurations."""
+def identity_of(vllm_config: VllmConfig, model_config: ModelConfig, settings: InstanceSettings) -> ModelIdentity:
+    """Return the identity of the model that this worker loads."""
     draft = is_draft(vllm_config, model_config)
     files, revision = loads_from(model_config)
     return ModelIdentity(
@@ -39,16 +39,16 @@ def subject_of(vllm_config: VllmConfig, model_config: ModelConfig, settings: Ins
 
 
 def is_draft(vllm_config: VllmConfig, model_config: ModelConfig) -> bool:
-    """Whether the model is the speculative draft of the server's own."""
+    """Return True if the model is the server's speculative draft."""
     speculative = vllm_config.speculative_config
     return speculative is not None and model_config is speculative.draft_model_config
 
 
 def rank_of(vllm_config: VllmConfig, model_config: ModelConfig, draft: bool) -> Rank:
-    """Where this worker stands, by vLLM's own process groups.
+    """Return this worker's coordinates, from vLLM's process groups.
 
-    The experts of a model are parted over the group of expert parallelism with and without it: over all
-    tensor ranks of all data-parallel ranks.
+    With and without expert parallelism, experts are split over vLLM's expert group: all tensor ranks of all
+    data-parallel ranks.
     """
     tensor, pipeline = parallel_state.get_tp_group(), parallel_state.get_pp_group()
     experts = parallel_state.get_ep_group() if model_config.is_moe else None
@@ -65,7 +65,7 @@ def rank_of(vllm_config: VllmConfig, model_config: ModelConfig, draft: bool) -> 
 
 
 def facts_of(vllm_config: VllmConfig, model_config: ModelConfig) -> tuple[str, ...]:
-    """What gives the bytes of a model their meaning beside its shapes; see `rfork.image.compat_tags`."""
+    """Return the facts besides shapes that define the meaning of a model's bytes; see `rfork.image.compat_tags`."""
     parallel = vllm_config.parallel_config
     facts = [
         f"engine vllm {__version__.partition('+')[0]}",
@@ -84,7 +84,7 @@ def facts_of(vllm_config: VllmConfig, model_config: ModelConfig) -> tuple[str, .
 
 
 def device_type(vllm_config: VllmConfig) -> str:
-    """``cpu``, or the kind of GPU: ``sm_90``."""
+    """Return ``cpu``, or the GPU architecture, such as ``sm_90``."""
     device = torch.device(vllm_config.device_config.device)
     if device.type != "cuda":
         return str(device.type)
@@ -93,7 +93,7 @@ def device_type(vllm_config: VllmConfig) -> str:
 
 
 def quantisation(model_config: ModelConfig) -> str:
-    """The method, and a digest of how it is configured."""
+    """Return the quantisation method and a digest of its configuration."""
     if model_config.quantization is None:
         return "none"
     facts: list[Any] = [

@@ -1,8 +1,8 @@
-"""Which quantisation methods of vLLM can rebuild their kernels from weights that were forked. Needs no vLLM.
+"""Quantisation methods of vLLM whose kernels can be rebuilt from forked weights. Does not import vLLM.
 
-Rebuilding is `process_weights_after_loading` under vLLM's `weights_already_processed`. A method is on the
-list where vLLM's source shows that this changes no tensor and does all that loading does. NVFP4 and MXFP4
-experts are not: all backends but one raise there, and that one makes new tensors or leaves out a step.
+Rebuilding means `process_weights_after_loading` under vLLM's `weights_already_processed`. A method is listed
+if vLLM's source shows that this changes no tensor and does everything loading does. NVFP4 and MXFP4 experts
+are not listed: all backends but one raise, and that one creates new tensors or skips a step.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ REBUILDABLE: Final = frozenset(
         "quantization.kv_cache.BaseKVCacheMethod",
     )
 )
-"""The classes by which the step is defined."""
+"""Classes that define the rebuild step."""
 WITHOUT_STEP: Final = "vllm.model_executor.layers.quantization.base_config.QuantizeMethodBase"
 
 
 def can_be_rebuilt(method: object) -> bool:
-    """Whether the class that defines the method's step is on the list, or the method has no step."""
+    """Return True if the method has no rebuild step, or the class that defines the step is listed."""
     for base_class in type(method).__mro__:
         if STEP in vars(base_class):
             name = f"{base_class.__module__}.{base_class.__qualname__}"

@@ -1,7 +1,7 @@
-"""Which vLLM servers are not forked, and why: they load their weights as if rfork were not there.
+"""vLLM servers that cannot be forked, with the reasons. They load their weights as if rfork were not installed.
 
-A server is refused where bytes that it serves with would not be in the image, where they change without a
-word, or where a rank that loads its weights alone would wait for the others for ever.
+A server is rejected if part of what it serves with would be missing from the image, if weights change without
+notice, or if a rank that loads alone would wait for the others forever.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ OWN_WORKERS = ("vllm.v1.worker.gpu_worker.Worker", "vllm.v1.worker.cpu_worker.CP
 
 
 def unsupported_config(vllm_config: VllmConfig, model_config: ModelConfig) -> str | None:
-    """Why this server is not forked, by its configuration alone; None where nothing speaks against it."""
+    """Return why this server cannot be forked, judged by its configuration alone; None if it can."""
     return next(_reasons(vllm_config, model_config), None)
 
 
@@ -29,13 +29,13 @@ def _reasons(vllm_config: VllmConfig, model_config: ModelConfig) -> Iterator[str
     device = vllm_config.device_config.device_type
     speculative = vllm_config.speculative_config
     if parallel.worker_cls not in OWN_WORKERS:
-        yield f"the worker class {parallel.worker_cls} is not vLLM's own: what it does to weights is unknown"
+        yield f"worker class {parallel.worker_cls} is not one of vLLM's: its effect on weights is unknown"
     if device not in ("cpu", "cuda"):
-        yield f"weights on a device of type {device} are not carried"
+        yield f"weights on a device of type {device} are not supported"
     if device == "cpu" and model_config.quantization is not None:
-        yield "quantised weights on a CPU are packed into handles of kernels, which are no tensors"
+        yield "quantised weights on a CPU are packed into kernel handles, which are not tensors"
     if device == "cpu" and model_config.is_moe:
-        yield "weights of experts on a CPU are packed for their kernels"
+        yield "expert weights on a CPU are packed for their kernels"
     if device == "cpu" and _is_zen():
         yield "zentorch packs weights on this CPU"
     if offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0:
@@ -43,32 +43,32 @@ def _reasons(vllm_config: VllmConfig, model_config: ModelConfig) -> Iterator[str
     if parallel.enable_eplb:
         yield "expert load balancing moves experts while the server runs"
     if parallel.enable_elastic_ep:
-        yield "elastic expert parallelism loads and moves experts by itself"
+        yield "elastic expert parallelism loads and moves experts on its own"
     if parallel.decode_context_parallel_size > 1:
         yield "decode context parallelism gathers derived weights: a rank that loads alone would hang"
     if parallel.world_size_across_dp > 1 and _get_online_quantization_config(vllm_config) is not None:
-        yield "online quantisation agrees on scales among ranks: one that loads alone would hang"
+        yield "online quantisation synchronises scales between ranks: a rank that loads alone would hang"
     if speculative is not None and is_draft(vllm_config, model_config) and speculative.method != "draft_model":
-        yield f"a draft of method {speculative.method} shares tensors with its target"
+        yield f"a draft model of method {speculative.method} shares tensors with its main model"
 
 
 def unsupported_model(module: nn.Module) -> str | None:
-    """Why a model that stands is not forked: a kernel of it keeps what it derived from weights elsewhere."""
+    """Return why a built model cannot be forked: a kernel keeps data derived from weights elsewhere."""
     for name, submodule in module.named_modules():
         method = getattr(submodule, "quant_method", None)
         if isinstance(method, QuantizeMethodBase) and not method.supports_pre_processed_weights:
             return (
-                f"vLLM does not say of {type(method).__name__} (at {name or 'the top'}) that its weights are "
-                "whole once they are processed"
+                f"vLLM does not declare that {type(method).__name__} (at {name or 'the top level'}) supports "
+                "pre-processed weights"
             )
         if isinstance(method, QuantizeMethodBase) and not can_be_rebuilt(method):
             return (
-                f"the kernels of {type(method).__name__} (at {name or 'the top'}) are not known to be "
-                "rebuilt from forked weights"
+                f"the kernels of {type(method).__name__} (at {name or 'the top level'}) are not known to be "
+                "rebuildable from forked weights"
             )
         weight = getattr(submodule, "weight", None)
         if hasattr(submodule, "cpu_linear") and weight is not None and not weight.numel():
-            return f"the weight of {name} was packed into a handle of its kernel"
+            return f"the weight of {name} was packed into a kernel handle"
     return None
 
 

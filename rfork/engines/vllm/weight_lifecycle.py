@@ -1,4 +1,4 @@
-"""One model's instance while a worker of vLLM's works with it: when its weights may be given."""
+"""State of one served model in a vLLM worker, which decides when its weights may be served."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from rfork.logs import logger
 
 log = logger(__name__)
 
-ATTRIBUTE = "rfork_care"
-"""Of the model."""
+ATTRIBUTE = "rfork_lifecycle"
+"""Attribute of the model that refers to its WeightLifecycle."""
 
 WORKER_DRAIN_S = 4.0
-"""What a worker may take to end is five seconds (VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS)."""
+"""A worker has five seconds to exit (VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS)."""
 
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 
 
 class WeightLifecycle:
-    """Called on the worker's one thread, around what it does to the weights."""
+    """Tracks changes to the weights. Called on the worker's only thread."""
 
-    def __init__(self, instance: ServedModel) -> None:
-        self.instance = instance
+    def __init__(self, served: ServedModel) -> None:
+        self.served = served
         self._lost = False
-        """Whether the weights may be anything, until they are updated as a whole."""
+        """True while the weights are undefined, until a complete update."""
         self._updated = False
-        """Whether the weights were changed since they were served last."""
+        """True if the weights have changed since they were last served."""
         self._version: str | None = None
-        """Of the changed weights, where it is known."""
+        """Version of the changed weights, if known."""
         self._broken = False
         self._asleep = False
         self._update_depth = 0
 
     @contextlib.contextmanager
     def updating(self, version: Callable[[], str | None] = lambda: None) -> Iterator[None]:
-        """Around a change of weights in place; of several, one inside the other, the outermost counts.
+        """Wrap an in-place change of the weights. Of nested changes, only the outermost counts.
 
-        `version` names the new weights once they are there. When the block raises, the weights may be
-        anything.
+        `version` returns the version of the new weights after the change. If the block raises, the weights
+        are undefined.
         """
         self.begin_update()
         try:
@@ -54,13 +54,13 @@ class WeightLifecycle:
         self.end_update(version())
 
     def begin_update(self) -> None:
-        """The weights are about to change. Returns once nobody reads them."""
+        """Stop serving before the weights change. Returns after the last read has ended."""
         self._update_depth += 1
         if self._update_depth == 1:
-            self._call_instance(self.instance.begin_update)
+            self._call_served(self.served.begin_update)
 
     def end_update(self, version: str | None = None) -> None:
-        """They are whole, and of this version where it is known."""
+        """Serve the updated, complete weights, of `version` if known."""
         self._update_depth = max(self._update_depth - 1, 0)
         if self._update_depth == 0:
             self._lost = False
@@ -68,115 +68,115 @@ class WeightLifecycle:
             self._publish()
 
     def fail_update(self) -> None:
-        """They may be anything."""
+        """Record that the weights are undefined."""
         self._update_depth = max(self._update_depth - 1, 0)
         self._lost = True
 
     def mark_lost(self) -> None:
-        """The weights are about to be overwritten with something else, until they are updated as a whole."""
+        """Stop serving until a complete update: the weights are about to be overwritten."""
         self._lost = True
-        self._call_instance(self.instance.fence)
+        self._call_served(self.served.fence)
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """Around a call of the model's own loader, which need not be given all of the weights.
+        """Wrap a call of the model's own `load_weights`, which may receive only some of the weights.
 
-        Outside an update nobody says which call is the last one, so the weights count as lost.
+        Outside an update nothing marks the last call, so the weights count as undefined.
         """
         if self._update_depth == 0:
             if not self._lost:
-                log.warning("not a seed until a whole update: weights were loaded piece by piece")
+                log.warning("weights loaded piece by piece, not seeding until a complete update")
             self.mark_lost()
         yield
 
     @contextlib.contextmanager
     def sleeping(self, kept: bool) -> Iterator[None]:
-        """Around the release of their memory; `kept` says whether they come back as they are.
+        """Wrap the release of the weights' memory. `kept`: their content will be restored.
 
-        When the block raises, nobody knows whether they are there: they are given once they are awake.
+        If the block raises, the weights may or may not be present; they are served again after waking up.
         """
         self.sleep(kept)
         try:
             yield
         except BaseException:
-            log.warning("not a seed until it is woken: vLLM could not put its weights to sleep")
+            log.warning("vLLM failed to put its weights to sleep, not seeding until they wake up")
             raise
 
     def sleep(self, kept: bool) -> None:
-        """Their memory is about to be released; `kept` says whether they come back as they are."""
+        """Stop serving before the memory is released. `kept`: the content will be restored."""
         self._asleep = True
         self._lost = self._lost or not kept
-        self._call_instance(self.instance.suspend)
+        self._call_served(self.served.suspend)
 
     @contextlib.contextmanager
     def waking(self) -> Iterator[None]:
-        """Around their memory's return. When the block raises, they sleep on."""
+        """Wrap the restoration of the memory. If the block raises, the weights stay asleep."""
         try:
             yield
         except BaseException:
-            log.warning("not a seed: vLLM could not wake its weights")
+            log.warning("vLLM failed to wake its weights, not seeding")
             raise
         self.wake()
 
     def wake(self) -> None:
-        """Their memory is back."""
+        """Serve the weights again: their memory is back."""
         self._asleep = False
         self._publish()
 
     def close(self) -> None:
-        """The worker ends. Who has a name was seen off by whoever gave it one; see `front`."""
-        settings = self.instance.seed.settings
-        self.instance.close(min(settings.drain_timeout_s, WORKER_DRAIN_S) if settings.replica is None else 0.0)
+        """Close the served model as the worker exits. A named replica was already drained by `engine_manager`."""
+        settings = self.served.seed.settings
+        self.served.close(min(settings.drain_timeout_s, WORKER_DRAIN_S) if settings.replica is None else 0.0)
 
     def _publish(self) -> None:
         if self._lost or self._broken or self._asleep or self._update_depth:
             return
         updated, self._updated = self._updated, False
-        self._call_instance(functools.partial(self.instance.renew, updated=updated, version=self._version))
+        self._call_served(functools.partial(self.served.renew, updated=updated, version=self._version))
 
-    def _call_instance(self, what: Callable[[], None]) -> None:
-        """The engine does what it was asked, whatever becomes of its seed."""
+    def _call_served(self, call: Callable[[], None]) -> None:
+        """Call the served model. The engine must proceed whatever happens to its seed."""
         try:
             if not self._broken:
-                what()
+                call()
         except Exception:
             self._broken = True
-            log.exception("not a seed any more: it could not be told what becomes of the weights")
+            log.exception("no longer seeding: failed to update the seed's state")
             self._end()
 
     def _end(self) -> None:
         try:
-            self.instance.close(0.0)
+            self.served.close(0.0)
         except Exception:
-            log.exception("the seed did not close")
+            log.exception("failed to close the seed")
 
 
-def attach_lifecycle(module: nn.Module, instance: ServedModel) -> WeightLifecycle:
-    """Hang an instance's care on its model, and notice whoever loads weights into the model from then on.
+def attach_lifecycle(module: nn.Module, served: ServedModel) -> WeightLifecycle:
+    """Attach a lifecycle to a model, and from then on detect every call that loads weights into it.
 
-    vLLM's users do so from extensions of their own (in reinforcement learning, say), where no worker's method
-    is called.
+    vLLM users make these calls from their own extensions (in reinforcement learning, for example), where no
+    worker method is involved.
     """
-    care = WeightLifecycle(instance)
-    setattr(module, ATTRIBUTE, care)
+    lifecycle = WeightLifecycle(served)
+    setattr(module, ATTRIBUTE, lifecycle)
     load: LoadWeights | None = getattr(module, "load_weights", None)
     if load is not None:
-        vars(module)["load_weights"] = functools.wraps(load)(functools.partial(_observe_load, care, load))
-    return care
+        vars(module)["load_weights"] = functools.wraps(load)(functools.partial(_observe_load, lifecycle, load))
+    return lifecycle
 
 
 def lifecycle_of(module: nn.Module | None) -> WeightLifecycle | None:
-    """The care of a model that rfork looks after; None of any other."""
+    """Return the lifecycle of a model managed by rfork; None for any other model."""
     found = vars(module).get(ATTRIBUTE) if module is not None else None
     return found if isinstance(found, WeightLifecycle) else None
 
 
 def _observe_load(
-    care: WeightLifecycle,
+    lifecycle: WeightLifecycle,
     load: LoadWeights,
     weights: Iterable[tuple[str, torch.Tensor]],
-    *rest: object,
-    **named: object,
+    *args: object,
+    **kwargs: object,
 ) -> object:
-    with care.loading():
-        return load(weights, *rest, **named)
+    with lifecycle.loading():
+        return load(weights, *args, **kwargs)

@@ -26,12 +26,12 @@ if _version_not_supported:
 
 
 class PeerStub:
-    """Served by every instance that gives: seeds (complete) and relays (still receiving).
-    Each call but grpc.health.v1 carries the lease token as metadata "authorization: Bearer TOKEN".
+    """Served by every source: seeds (complete) and relays (still receiving).
+    Each call except grpc.health.v1 carries the lease token as metadata "authorization: Bearer TOKEN".
 
-    Errors: PERMISSION_DENIED (the lease is expired, forged or for another source), NOT_FOUND (no such
-    channel), INVALID_ARGUMENT (another layout), RESOURCE_EXHAUSTED (no place for a further reader, or
-    draining), ABORTED (the weights changed: another generation).
+    Errors: PERMISSION_DENIED (the lease is expired, forged or for another source), NOT_FOUND (unknown
+    channel), INVALID_ARGUMENT (another layout), RESOURCE_EXHAUSTED (no free reader slot, or draining),
+    ABORTED (the weights changed: another generation).
     """
 
     def __init__(self, channel):
@@ -68,50 +68,50 @@ class PeerStub:
 
 
 class PeerServicer:
-    """Served by every instance that gives: seeds (complete) and relays (still receiving).
-    Each call but grpc.health.v1 carries the lease token as metadata "authorization: Bearer TOKEN".
+    """Served by every source: seeds (complete) and relays (still receiving).
+    Each call except grpc.health.v1 carries the lease token as metadata "authorization: Bearer TOKEN".
 
-    Errors: PERMISSION_DENIED (the lease is expired, forged or for another source), NOT_FOUND (no such
-    channel), INVALID_ARGUMENT (another layout), RESOURCE_EXHAUSTED (no place for a further reader, or
-    draining), ABORTED (the weights changed: another generation).
+    Errors: PERMISSION_DENIED (the lease is expired, forged or for another source), NOT_FOUND (unknown
+    channel), INVALID_ARGUMENT (another layout), RESOURCE_EXHAUSTED (no free reader slot, or draining),
+    ABORTED (the weights changed: another generation).
     """
 
     def GetManifest(self, request, context):
-        """The manifest as a stream of parts, so that any number of tensors fits. The first part has the
-        summary; then come the tensor specs, if asked for, then the digests. A relay that does not know
-        its manifest yet answers once it does.
+        """Stream the manifest in parts, so that the number of tensors is not limited. The first part has the
+        summary, followed by the tensor specs, if requested, and the digests. A relay without a manifest
+        replies once it has one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def OpenChannel(self, request, context):
-        """Take a reader's place and learn how to read over one transport.
+        """Acquire a reader slot and return the endpoint of one transport.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchProgress(self, request, context):
-        """Which chunks can be read: what there is at once, then each change, then a keep-alive at least
-        every keep_alive_ms. The stream ends when the channel is closed, with ABORTED when chunks that
-        it named can no longer be read.
+        """Stream the readable chunks: first the current ones, then each change, and a keep-alive at least
+        every keep_alive_ms. The stream ends when the channel is closed, with ABORTED if reported chunks
+        can no longer be read.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ControlStream(self, request_iterator, context):
-        """Messages between a channel's reader and what gives it the bytes, both ways and in order: what the two
-        have to agree on while bytes move, by a transport that needs that. The first message names the channel.
-        Ends with the channel, or when either side has said all.
+        """Ordered, bidirectional messages between a channel's reader and its exporter, for transports that must
+        coordinate both sides during a transfer. The first message names the channel. Ends with the channel,
+        or when either side closes it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CloseChannel(self, request, context):
-        """Give the place back. Closing a channel that is gone is not an error.
+        """Release the reader slot. Closing an unknown channel is not an error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -154,12 +154,12 @@ def add_PeerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Peer:
-    """Served by every instance that gives: seeds (complete) and relays (still receiving).
-    Each call but grpc.health.v1 carries the lease token as metadata "authorization: Bearer TOKEN".
+    """Served by every source: seeds (complete) and relays (still receiving).
+    Each call except grpc.health.v1 carries the lease token as metadata "authorization: Bearer TOKEN".
 
-    Errors: PERMISSION_DENIED (the lease is expired, forged or for another source), NOT_FOUND (no such
-    channel), INVALID_ARGUMENT (another layout), RESOURCE_EXHAUSTED (no place for a further reader, or
-    draining), ABORTED (the weights changed: another generation).
+    Errors: PERMISSION_DENIED (the lease is expired, forged or for another source), NOT_FOUND (unknown
+    channel), INVALID_ARGUMENT (another layout), RESOURCE_EXHAUSTED (no free reader slot, or draining),
+    ABORTED (the weights changed: another generation).
     """
 
     @staticmethod

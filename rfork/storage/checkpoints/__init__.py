@@ -1,1 +1,1 @@
-"""Hugging Face folders of safetensors files, whole or as chunks of an image."""
+"""Hugging Face folders of safetensors files, loaded complete or as chunks of an image."""

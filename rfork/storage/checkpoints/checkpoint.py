@@ -1,6 +1,6 @@
-"""A checkpoint of safetensors files in any store, loaded into a module that exists.
+"""A checkpoint of safetensors files in any store, loaded into an existing module.
 
-The last source but the caller's own loader: it needs no peer and no planner. Most checkpoints can also
+The last fallback before the caller's own loader: it needs neither peer nor planner. Most checkpoints can also
 be read chunk by chunk; see `rfork.storage.checkpoints.chunked`.
 """
 
@@ -24,36 +24,35 @@ from rfork.storage.module_io.assignment import assign
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose files were all there, and whole, when it was opened; holds none of them open."""
+    """A checkpoint whose files were present and complete when it was opened. Keeps no file open."""
 
     uri: str
     names: frozenset[str]
     settings: StorageSettings
-    _requested_uri: str = field(repr=False)  # with a presigned URL's query, which is a secret
+    _requested_uri: str = field(repr=False)  # includes the query of a presigned URL, which is a secret
 
     @classmethod
     def open(cls, uri: str | Path, settings: StorageSettings | None = None) -> Checkpoint:
-        """Find the files at a URI or path (see `formats.choice.open_source`) and check their headers.
+        """Find the files at a URI or path (see `formats.detect.open_source`) and check their headers.
 
-        Raises CheckpointError that names what is missing, or for a snapshot: it is not verified by this way;
-        StorageCorrupt for a file that is cut short or
-        none, and other StorageErrors.
+        Raises CheckpointError if something is missing, or if it is a snapshot, whose bytes would not be
+        verified; StorageCorrupt if a file is truncated or malformed; and other StorageErrors.
         """
         chosen = settings or options.load(StorageSettings)
         with closing(_opened(uri, chosen)) as source:
             return cls(Location.parse(uri).uri, frozenset(source.locations), chosen, str(uri))
 
     def source(self) -> SafetensorsSource:
-        """Open it again, for the caller to close. Raises as `open` does."""
+        """Open the tensor source again; the caller closes it. Raises the same errors as `open`."""
         return _opened(self._requested_uri, self.settings)
 
     def load_into(self, module: nn.Module, progress: Callable[[int], None] | None = None) -> None:
-        """Load the module's parameters and persistent buffers, as torch's strict `load_state_dict` does.
+        """Load the module's parameters and persistent buffers, like torch's strict `load_state_dict`.
 
-        Converts the dtype where it differs. `progress` is told bytes as they come. Raises CheckpointError
-        when a tensor is missing, unknown or has another shape, before the first one is written, but for what
-        modules refuse that load their state themselves; StorageError kinds when a file cannot be read: the
-        module's content is then undefined.
+        Converts dtypes where they differ. `progress` receives byte counts. Raises CheckpointError if a tensor
+        is missing, unknown or has another shape, before anything is written (except by modules that load
+        their own state); StorageError subclasses if a file cannot be read: the content of the module is then
+        undefined.
         """
         with closing(self.source()) as source:
             assigned = assign(module, source)
@@ -67,7 +66,7 @@ def _opened(uri: str | Path, settings: StorageSettings) -> SafetensorsSource:
     if any(shard.layout is not None for shard in source.shards):
         source.close()
         raise CheckpointError(
-            f"{source.uri} is a snapshot of rfork: give it as snapshot=",
-            hint="as a checkpoint none of its bytes would be checked against their digests",
+            f"{source.uri} is an rfork snapshot: pass it as snapshot=",
+            hint="loaded as a checkpoint, its bytes would not be verified against their digests",
         )
     return source

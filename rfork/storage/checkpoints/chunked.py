@@ -1,9 +1,9 @@
-"""A checkpoint as a source of chunks: which bytes of which file are which bytes of the image.
+"""A checkpoint as a source of chunks: maps byte ranges of its files to byte ranges of the image.
 
-That works where every stored tensor lies in the module as it does in its file: same type, same shape,
-contiguous. Where one has to be converted, the checkpoint can only be loaded as a whole. The bytes of
-the image that no file holds (rotary tables, masks) are those that the module computed when it was
-built. Runs on the target.
+This requires that every stored tensor has the same bytes in the module as in its file: same dtype, same
+shape, contiguous. If any tensor must be converted, the checkpoint can only be loaded as a unit. Image bytes
+that no file contains (rotary tables, masks) are those that the module computed when it was built. Runs on the
+target.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from rfork.storage.formats.safetensors_source import SafetensorsSource
 from rfork.storage.module_io.assignment import assign
 from rfork.storage.view_cursor import ViewCursor
 
-Computed = Sequence[tuple[int, torch.Tensor]]
-"""Image offsets and bytes (uint8, 1-D) of what the module computed for itself."""
+ComputedRanges = Sequence[tuple[int, torch.Tensor]]
+"""Image offsets and bytes (uint8, 1-D) of what the module computed during construction."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPiece:
-    """Image range `[begin, end)`: bytes of a blob from `offset` on, or of `computed`."""
+    """Image range `[begin, end)`: bytes of a blob starting at `offset`, or computed bytes."""
 
     begin: int
     end: int
@@ -44,13 +44,13 @@ class CheckpointPiece:
 
 
 class NotBytewiseLoadable(CheckpointError):
-    """The checkpoint fits the module, but not byte for byte: it can only be loaded as a whole."""
+    """The checkpoint fits the module, but not byte for byte; it can only be loaded as a unit."""
 
 
 class CheckpointChunks:
-    """A checkpoint, any range of whose image can be read; see `rfork.storage.base.ImageStorage`.
+    """A checkpoint that can be read by image range; see `rfork.storage.base.ImageStorage`.
 
-    `origin` is that of `rfork.storage.checkpoints.fingerprint.checkpoint_fingerprint`.
+    `origin` is its `rfork.storage.checkpoints.fingerprint.checkpoint_fingerprint`.
     """
 
     storage_kind: StorageKind = "checkpoint"
@@ -64,10 +64,10 @@ class CheckpointChunks:
         self._files = files
 
     @classmethod
-    def open(cls, checkpoint: Checkpoint, module: nn.Module, image: Image, computed: Computed) -> Self:
-        """Map `checkpoint` onto the image of `module`; `computed` is as it was before any transfer.
+    def open(cls, checkpoint: Checkpoint, module: nn.Module, image: Image, computed: ComputedRanges) -> Self:
+        """Map `checkpoint` onto the image of `module`; `computed` is the state before any transfer.
 
-        Raises CheckpointError (it does not fit the module), NotBytewiseLoadable or StorageError.
+        Raises CheckpointError if it does not fit the module, NotBytewiseLoadable or StorageError.
         """
         with ExitStack() as opened:
             source = opened.enter_context(closing(checkpoint.source()))
@@ -105,27 +105,29 @@ def _computed(pieces: Sequence[CheckpointPiece]) -> Iterator[tuple[int, memoryvi
 
 
 def _stored(source: SafetensorsSource, module: nn.Module, image: Image) -> Iterator[CheckpointPiece]:
-    """Each stored tensor that the image carries, in the order in which a loader would write them."""
+    """Iterate over the stored tensors that the image contains, in the order in which a loader would write
+    them.
+    """
     assigned = assign(module, source)
     assigned.require_all()
     if own := assigned.self_loading:
         raise NotBytewiseLoadable(f"the model loads its state itself: {own[0].why}")
     if assigned.staged:
-        raise NotBytewiseLoadable(f"{next(iter(assigned.staged))} is a view, or shares memory with another tensor")
-    where = _ImageOffsets(image)
+        raise NotBytewiseLoadable(f"{next(iter(assigned.staged))} is a view or shares memory with another tensor")
+    image_offsets = _ImageOffsets(image)
     for name, tensor in assigned.direct.items():
         location = source.locations[name]
         if tensor.dtype is not location.dtype:
-            raise NotBytewiseLoadable(f"{name} is {tensor.dtype} in the model and stored as {location.dtype}")
+            raise NotBytewiseLoadable(f"{name} is {tensor.dtype} in the model but {location.dtype} in the checkpoint")
         if not tensor.is_contiguous() or location.stride is not None:
             raise NotBytewiseLoadable(f"{name} is not contiguous in the model")
-        at = where.find(tensor) if location.nbytes else None
+        at = image_offsets.find(tensor) if location.nbytes else None
         if at is not None:
             yield CheckpointPiece(at, at + location.nbytes, location.blob, location.offset)
 
 
 class _ImageOffsets:
-    """Where memory is in the image."""
+    """Maps memory addresses to image offsets."""
 
     def __init__(self, image: Image) -> None:
         segments = image.segments(0, image.layout.image_bytes)
@@ -133,7 +135,7 @@ class _ImageOffsets:
         self._addresses = [segment.address for segment in self._segments]
 
     def find(self, tensor: torch.Tensor) -> int | None:
-        """The image offset of a contiguous tensor; None where the image leaves it out."""
+        """Return the image offset of a contiguous tensor; None if the image does not contain it."""
         address = tensor.data_ptr()
         index = bisect_right(self._addresses, address) - 1
         if index < 0:
@@ -144,19 +146,23 @@ class _ImageOffsets:
 
 
 def _in_image_order(stored: Sequence[CheckpointPiece]) -> list[CheckpointPiece]:
-    """The pieces in image order. Of two for the same bytes (tied, and stored twice) the later one counts."""
+    """Return the pieces in image order. If two cover the same bytes (tied tensors stored twice), the last one
+    wins.
+    """
     by_range = {(piece.begin, piece.end): piece for piece in stored}
-    line = sorted(by_range.values(), key=lambda piece: piece.begin)
-    for one, other in pairwise(line):
+    ordered = sorted(by_range.values(), key=lambda piece: piece.begin)
+    for one, other in pairwise(ordered):
         if other.begin < one.end:
             raise NotBytewiseLoadable("the checkpoint stores tensors that overlap in the model")
-    return line
+    return ordered
 
 
-def _with_computed(line: Sequence[CheckpointPiece], image_bytes: int, computed: Computed) -> list[CheckpointPiece]:
-    """The pieces, and between them what the module computed. Raises NotBytewiseLoadable where neither is."""
-    gaps = ranges.subtract([(0, image_bytes)], [(piece.begin, piece.end) for piece in line])
-    pieces = list(line)
+def _with_computed(
+    ordered: Sequence[CheckpointPiece], image_bytes: int, computed: ComputedRanges
+) -> list[CheckpointPiece]:
+    """Return the pieces with the gaps filled from `computed`. Raises NotBytewiseLoadable if a gap remains."""
+    gaps = ranges.subtract([(0, image_bytes)], [(piece.begin, piece.end) for piece in ordered])
+    pieces = list(ordered)
     starts = [begin for begin, _ in computed]
     for begin, end in gaps:
         while begin < end:
@@ -164,7 +170,7 @@ def _with_computed(line: Sequence[CheckpointPiece], image_bytes: int, computed: 
             first, memory = computed[index] if index >= 0 else (0, torch.empty(0))
             until = min(end, first + memory.numel())
             if until <= begin:
-                raise NotBytewiseLoadable(f"nothing is stored for the image's bytes from {begin} on")
+                raise NotBytewiseLoadable(f"the checkpoint has no data for the image bytes from {begin}")
             host = memory[begin - first : until - first].cpu().numpy().tobytes()
             pieces.append(CheckpointPiece(begin, until, memoryview(host), 0))
             begin = until
@@ -172,7 +178,7 @@ def _with_computed(line: Sequence[CheckpointPiece], image_bytes: int, computed: 
 
 
 def _merged(pieces: Sequence[CheckpointPiece]) -> list[CheckpointPiece]:
-    """Pieces that touch in image and file are one."""
+    """Merge pieces that are adjacent both in the image and in the file."""
     merged: list[CheckpointPiece] = []
     for piece in pieces:
         last = merged[-1] if merged else None

@@ -1,4 +1,4 @@
-"""What tells one checkpoint's bytes from another's, without reading them all. Runs on the target."""
+"""Fingerprint of a checkpoint from a sample of its bytes. Runs on the target."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from rfork.storage.io.parallel_map import parallel_map
 
 ORIGIN_DOMAIN = b"rfork-origin-v3\n"
 MAX_FULLY_HASHED_BYTES = 64 << 10
-"""A tensor up to this size is covered whole: norms and biases are what small edits change."""
+"""Tensors up to this size are hashed completely: small edits change norms and biases."""
 SAMPLE_BYTES = 4096
 READ_BYTES = 1 << 20
 THREADS = 16
 MAX_REMOTE_READS = 64
-"""Of a checkpoint that is not on this machine: each read is a request, and many instances send them."""
+"""Limit for a remote checkpoint: each read is a request, and many instances send them."""
 
 _Sample = tuple[Blob, int, int]
 
 
 def checkpoint_fingerprint(source: SafetensorsSource, computed: Iterable[tuple[int, memoryview]]) -> str:
-    """A hash, as 32 hex digits, over
+    """Return a hash, as 32 hex digits, over
 
     - the index file;
-    - of each shard its name, its size, its header, and of each tensor in it all bytes up to 64 KiB, of a
-      larger one the first, the middle and the last 4 KiB;
-    - of a shard that is not on this machine also its version (an ETag), where it has one; of all its
-      tensors' bytes said above only 64 samples of 4 KiB, evenly spread over all shards;
-    - `computed`: image offsets and bytes of what the module computed for itself.
+    - of each shard: name, size, header, and of each tensor all bytes up to 64 KiB, or the first, middle
+      and last 4 KiB if it is larger;
+    - of a remote shard also its version (an ETag), if any, and instead of the tensor bytes above only
+      64 samples of 4 KiB, evenly spread over all shards;
+    - `computed`: image offsets and bytes of what the module computed during construction.
 
-    Two instances that read the same objects agree in it, and so do two that have copies of the same files.
-    Files that agree in it may still differ inside a large tensor: whoever goes on with chunks of another
-    reader compares digests of those first. Raises StorageError.
+    Two instances that read the same objects, or copies of the same files, get the same hash. Files with the
+    same hash may still differ inside a large tensor: before continuing with chunks from another reader, an
+    instance compares their digests. Raises StorageError.
     """
     state = hashlib.sha256(ORIGIN_DOMAIN)
 
@@ -46,14 +46,14 @@ def checkpoint_fingerprint(source: SafetensorsSource, computed: Iterable[tuple[i
     cover(source.index)
     ordered = sorted(source.shards, key=lambda shard: shard.name)
     for shard in ordered:
-        # A file's own version is made of what another machine's copy has not: its number, and when it came.
+        # A local file's version (inode, mtime) differs between machines that have the same copy.
         version = (shard.blob.version or "") if source.remote else ""
         cover(f"{shard.name}\n{shard.blob.size}\n{version}".encode())
         cover(shard.head_digest)
     samples = [sample for shard in ordered for sample in _samples(shard)]
     if source.remote:
         samples = _sample_evenly(samples, MAX_REMOTE_READS)
-    # Side by side: on a network's disk each of these small reads costs a round trip.
+    # In parallel: on a network disk, each of these small reads costs a round trip.
     for digest in parallel_map(source.uri, _digest, samples, THREADS):
         cover(digest)
     for begin, memory in computed:
@@ -63,7 +63,7 @@ def checkpoint_fingerprint(source: SafetensorsSource, computed: Iterable[tuple[i
 
 
 def _samples(shard: Shard) -> Iterator[_Sample]:
-    """What is read of a shard: file ranges, those that touch as one."""
+    """Iterate over the ranges to read from a shard; adjacent ranges are merged."""
     parts: list[ranges.Range] = []
     for location in shard.locations.values():
         begin, end = location.offset, location.offset + location.nbytes
@@ -82,7 +82,7 @@ def _samples(shard: Shard) -> Iterator[_Sample]:
 
 
 def _sample_evenly(samples: Sequence[_Sample], max_samples: int) -> list[_Sample]:
-    """At most so many of them, cut short: the first, the last, and those at even distances between."""
+    """Return at most `max_samples` shortened samples: the first, the last and evenly spaced ones between."""
     if len(samples) > max_samples:
         samples = [samples[turn * (len(samples) - 1) // (max_samples - 1)] for turn in range(max_samples)]
     return [(blob, at, min(length, SAMPLE_BYTES)) for blob, at, length in samples]

@@ -1,1 +1,1 @@
-"""From one format into another."""
+"""Conversion between tensor file formats."""

@@ -1,4 +1,4 @@
-"""From one format of tensor files to another, on any storage."""
+"""Converts one format of tensor files to another, on any storage."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from rfork.storage.snapshots.chunk_refs import best_effort_remove
 from rfork.storage.snapshots.files import manifest_name
 from rfork.storage.snapshots.writer import write_snapshot
 from rfork.storage.tensorizer.encryption import Secret
-from rfork.storage.tensorizer.file_set import SUFFIX, is_template, of_rank
+from rfork.storage.tensorizer.file_set import SUFFIX, is_template, resolve_template
 from rfork.storage.tensorizer.writer import TensorOutline, write_stream
 from rfork.storage.tensors import StoredTensor, TensorSource
 
@@ -51,35 +51,37 @@ def convert(
     settings: StorageSettings | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> SaveReport:
-    """Write what `source` holds (all, or the names that match a pattern of `only`) to `destination`.
+    """Write the tensors of `source` (all, or those whose names match a pattern in `only`) to `destination`.
 
-    The name of `destination` says what is written: `format_of`. `dtype` converts floating-point tensors.
-    `rank` is that of a folder's files, or of a template as ``model-rank-%03d.tensors``, on either side.
-    `unlock` and `lock` open and encrypt ``.tensors`` files. A snapshot is verified before it is converted,
-    which is a second read of it, unless it is named by a presigned URL.
-    At most `settings.memory` bytes of tensors, or two of them, are in memory at once, and as much again
-    while they are written; of a snapshot the whole image, whose digests stand at the front.
-    `progress` is told the bytes that are written and their sum.
+    The name of `destination` selects the format: see `format_of`. `dtype` converts floating-point tensors.
+    `rank` selects the files of a rank in a folder, or in a template such as ``model-rank-%03d.tensors``, on
+    both sides. `unlock` and `lock` decrypt and encrypt ``.tensors`` files. A snapshot is verified before it
+    is converted, which reads it twice, unless it is given by a presigned URL.
 
-    What is there is replaced with `force` only: one file as the new one is whole; a set of files is removed
-    before the first new one is there, once the source is open and its first tensors have been read.
+    At most `settings.staging_bytes` bytes of tensors, or two tensors, are in memory at a time, and as much
+    again while they are written; when writing a snapshot, the complete image is, because its digests come
+    first. `progress` receives the bytes written and the total.
 
-    Raises SettingsError, CheckpointError and StorageError kinds; nothing is left at `destination` then
-    that was not there, nor, where a set was being replaced, what was.
+    An existing destination is replaced only with `force`. A single file is replaced when the new one is
+    complete; a set of files is removed before the first new one is written, but only after the source was
+    opened and its first tensors were read.
+
+    Raises SettingsError, CheckpointError and StorageError subclasses. A failed conversion leaves no new file
+    at `destination`, but a set of files that was being replaced is lost.
     """
     began = time.monotonic()
     chosen = settings or options.load(StorageSettings)
     requested_rank = rank_from_number(rank) if rank is not None else None
     for uri in (source, destination):
         if requested_rank is None and is_template(uri):
-            raise SettingsError(f"{uri} names a file of each rank", hint="say which (--rank)")
+            raise SettingsError(f"{uri} is a template for the files of several ranks", hint="select one with --rank")
     if requested_rank is not None:
-        destination = of_rank(destination, requested_rank)
+        destination = resolve_template(destination, requested_rank)
     target = Location.parse(destination)
     output_format = format_of(target, max_shard_bytes)
     if lock is not None and output_format != "tensors":
-        raise SettingsError(f"{target.uri}: only {SUFFIX} files are encrypted")
-    check_not_same(Location.parse(of_rank(source, requested_rank or Rank())), target, output_format)
+        raise SettingsError(f"{target.uri}: only {SUFFIX} files can be encrypted")
+    check_not_same(Location.parse(resolve_template(source, requested_rank or Rank())), target, output_format)
     check_not_existing(target, output_format, chosen, requested_rank, force=force)
     with open_input(source, chosen, requested_rank, unlock) as (input_source, own):
         outlines = _output_specs(input_source, dtype, only)
@@ -109,11 +111,11 @@ def convert(
 
 
 def _output_specs(source: TensorSource, dtype: torch.dtype | None, only: Sequence[str]) -> list[TensorOutline]:
-    """What is going to be written. Raises CheckpointError for a pattern that no name matches."""
+    """Return what will be written. Raises CheckpointError if a pattern matches no name."""
     specs = source.specs
     for pattern in only:
         if not any(fnmatchcase(name, pattern) for name in specs):
-            raise CheckpointError(f"{source.uri} holds no tensor that matches {pattern!r}")
+            raise CheckpointError(f"{source.uri} contains no tensor that matches {pattern!r}")
     outlines: list[TensorOutline] = []
     for name, spec in specs.items():
         if only and not any(fnmatchcase(name, pattern) for pattern in only):
@@ -122,14 +124,14 @@ def _output_specs(source: TensorSource, dtype: torch.dtype | None, only: Sequenc
             spec = StoredTensor(dtype, spec.shape, math.prod(spec.shape) * dtype.itemsize)
         outlines.append(TensorOutline(name, spec))
     if not outlines:
-        raise CheckpointError(f"{source.uri} holds no tensors")
+        raise CheckpointError(f"{source.uri} contains no tensors")
     return outlines
 
 
 def _in_order(
     source: TensorSource, outlines: Sequence[TensorOutline], settings: StorageSettings
 ) -> Generator[torch.Tensor, None, None]:
-    """The tensors in that order, of those types; those that follow are read meanwhile."""
+    """Iterate over the tensors in the given order and dtypes, reading ahead."""
     specs = {outline.name: outline.spec for outline in outlines}
 
     def read(names: Sequence[str]) -> list[torch.Tensor]:
@@ -145,7 +147,7 @@ def _in_order(
 def _prefetched(
     source: TensorSource, outlines: Sequence[TensorOutline], settings: StorageSettings
 ) -> Iterator[Iterator[torch.Tensor]]:
-    """As `_in_order`, once the first have come: a source that cannot be read fails here."""
+    """Like `_in_order`, but reads the first tensors on entry: a source that cannot be read fails here."""
     with closing(_in_order(source, outlines, settings)) as tensors:
         first = [next(tensors)]
 
@@ -166,7 +168,7 @@ def _write_snapshot(
     on_bytes: Callable[[int], None],
 ) -> None:
     tensors = {outline.name: torch.empty(outline.spec.shape, dtype=outline.spec.dtype) for outline in outlines}
-    # On a thread that can be left behind: a read may hang when the user gives up.
+    # On a thread that can be abandoned: a read may hang when the user interrupts.
     start_thread(lambda: source.read_into(tensors))()
     image = image_from_tensors(tensors)
     write_snapshot(image, image.manifest(), destination, rank=rank, settings=settings, progress=on_bytes)
@@ -185,7 +187,7 @@ def _write_file(
         closing(_in_order(source, ordered, settings)) as tensors,
     ):
         write_safetensors(store, target.name, ordered, tensors, on_bytes)
-        store.remove(manifest_name(target.name))  # of a snapshot that had this name
+        store.remove(manifest_name(target.name))  # left by a snapshot of the same name
 
 
 def _write_checkpoint(
@@ -197,7 +199,7 @@ def _write_checkpoint(
     settings: StorageSettings,
     on_bytes: Callable[[int], None],
 ) -> None:
-    """A folder of safetensors files, the index last: without one no reader takes shards for a checkpoint."""
+    """Write a folder of safetensors files, the index last: without an index, no reader accepts the shards."""
     by_name = {outline.name: outline for outline in outlines}
     sizes = [outline.spec.nbytes for outline in outlines]
     shards = [
@@ -208,7 +210,7 @@ def _write_checkpoint(
     names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
     names = names if count > 1 else [SINGLE]
     for shard in shards:
-        header_of(shard)  # raises for what safetensors cannot say
+        header_of(shard)  # raises for what safetensors cannot express
     with closing(registry.open_store(target.folder, settings)) as store, _rollback_on_error(store) as keep:
         for name, shard in zip(names, shards, strict=True):
             with _prefetched(source, shard, settings) as tensors:
@@ -223,7 +225,7 @@ def _write_checkpoint(
 
 
 def _remove_old(store: BlobStore) -> None:
-    """Remove a checkpoint, its index first: of new shards and old ones nobody may make one."""
+    """Remove a checkpoint, its index first, so that no reader mixes new and old shards."""
     old = [entry.name for entry in store.list("model-") if _SHARD.fullmatch(entry.name)]
     for name in (INDEX, SINGLE, manifest_name(SINGLE), *old):
         store.remove(name)
@@ -236,7 +238,7 @@ def _index(names: Sequence[str], shards: Sequence[Sequence[TensorOutline]], tota
 
 @contextmanager
 def _rollback_on_error(store: BlobStore) -> Iterator[list[str]]:
-    """A list of blobs that are removed again where the block ends with an exception."""
+    """Yield a list of blob names that are removed if the block ends with an exception."""
     names: list[str] = []
     try:
         yield names

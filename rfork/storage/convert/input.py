@@ -1,4 +1,4 @@
-"""What a conversion reads: whose rank's, and whether its bytes are right."""
+"""Input of a conversion: which rank it belongs to, and verification of its bytes."""
 
 from __future__ import annotations
 
@@ -22,36 +22,39 @@ from rfork.storage.tensorizer.encryption import Secret
 from rfork.storage.tensorizer.file_set import SUFFIX, is_template
 from rfork.storage.tensors import TensorSource
 
-_of_a_rank = re.compile(
-    rf"(?P<rank>(model|draft)-rank-\d+(-ep-\d+)?)(-\d{{5}}-of-\d{{5}})?"
+_RANK_FILE = re.compile(
+    rf"(?P<rank>(model|speculative)-rank-\d+(-ep-\d+)?)(-\d{{5}}-of-\d{{5}})?"
     rf"({re.escape(DATA_SUFFIX)}({re.escape(MANIFEST_SUFFIX)})?|{re.escape(SUFFIX)})"
 )
 
 
 def rank_from_number(number: int) -> Rank:
-    """A rank of that number, as far as names tell it. Raises SettingsError for one that no replica has."""
+    """Return a rank with this number in file names. Raises SettingsError if the number is out of range."""
     try:
         return Rank(tp=number, tp_size=number + 1)
     except ValidationError:
-        raise SettingsError(f"{number} is no rank") from None
+        raise SettingsError(f"{number} is not a valid rank") from None
 
 
 @contextmanager
 def open_input(
     source: str, settings: StorageSettings, rank: Rank | None, unlock: Secret | None
 ) -> Iterator[tuple[TensorSource, Rank | None]]:
-    """The tensors of `source`, of that rank where it is a folder with several, and what is known of its rank.
+    """Yield the tensors of `source` (of `rank` if it is a folder with several) and its rank, if known.
 
-    Raises SettingsError where several ranks lie there and none is named, or one is and `source` is one file.
+    Raises SettingsError if a folder contains several ranks and `rank` is None, or if `source` is a single
+    file and `rank` is set.
     """
     location = Location.parse(source)
     of_one = location.name.endswith((SUFFIX, DATA_SUFFIX, INDEX_SUFFIX)) and not is_template(source)
     if of_one and rank is not None:
-        raise SettingsError(f"{location.uri} is one rank's by its name", hint="name its folder, or no rank")
+        raise SettingsError(
+            f"{location.uri} already names the file of one rank", hint="pass its folder, or omit --rank"
+        )
     key, password = (unlock.key, unlock.password) if unlock is not None else (None, None)
     with closing(open_source(source, settings, rank, key=key, password=password)) as input_source:
         if not of_one and rank is None:
-            _refuse_several(Location.parse(input_source.uri), settings)
+            _reject_several(Location.parse(input_source.uri), settings)
         yield input_source, _manifest_rank(input_source, settings) or rank
 
 
@@ -61,13 +64,13 @@ def verify(
     settings: StorageSettings,
     progress: Callable[[int], None] | None = None,
 ) -> None:
-    """Compare a snapshot's bytes with its manifest; what has none is taken as it is.
+    """Compare a snapshot's bytes with its manifest. Other sources are accepted unchecked.
 
-    Raises StorageCorrupt, and what the store raises. That a file is replaced between this and the reading
-    ends the latter: it was opened before.
+    Raises StorageCorrupt, and the store's errors. If a file is replaced after this check, reading it fails,
+    because it was opened before.
     """
     location = Location.parse(source)
-    # A signature is of one object: the manifest beside it cannot be asked for.
+    # A signature is valid for one object only, so the manifest cannot be requested.
     if location.query or not isinstance(input_source, SafetensorsSource) or input_source.layout is None:
         return
     folder, name = snapshot_location(input_source.uri)
@@ -77,13 +80,13 @@ def verify(
         return
     if result.mismatches:
         raise StorageCorrupt(
-            f"{result.mismatches[0]} ({len(result.mismatches)} such)",
-            hint="`rfork snapshot verify` names all that is damaged; a converted file would seem right",
+            f"{result.mismatches[0]} ({len(result.mismatches)} in total)",
+            hint="run `rfork snapshot verify` to list all damage; a converted file would look intact",
         )
 
 
 def _manifest_rank(input_source: TensorSource, settings: StorageSettings) -> Rank | None:
-    """The rank that a snapshot's manifest says it is of."""
+    """Return the rank recorded in a snapshot's manifest."""
     location = Location.parse(input_source.uri)
     if not isinstance(input_source, SafetensorsSource) or input_source.layout is None or location.query:
         return None
@@ -93,22 +96,22 @@ def _manifest_rank(input_source: TensorSource, settings: StorageSettings) -> Ran
         StorageNotFound,
         StorageCorrupt,
         StorageAccessDenied,
-    ):  # no snapshot, or one that `verify` speaks of
+    ):  # not a snapshot, or `verify` reports the problem
         return None
     return manifest_file.rank if manifest_file is not None else None
 
 
-def _refuse_several(chosen: Location, settings: StorageSettings) -> None:
-    if not _of_a_rank.fullmatch(chosen.name):
+def _reject_several(chosen: Location, settings: StorageSettings) -> None:
+    if not _RANK_FILE.fullmatch(chosen.name):
         return
     with closing(registry.open_store(chosen.parent, settings)) as store:
         try:
-            found = [match["rank"] for entry in store.list() if (match := _of_a_rank.fullmatch(entry.name))]
+            ranks_found = [match["rank"] for entry in store.list() if (match := _RANK_FILE.fullmatch(entry.name))]
         except (SettingsError, StorageAccessDenied):  # storage that cannot be listed
             return
-    ranks = sorted(set(found))
+    ranks = sorted(set(ranks_found))
     if len(ranks) > 1:
         raise SettingsError(
-            f"{chosen.parent.uri} holds {len(ranks)} ranks: {ranks[0]}, {ranks[1]}" + " …" * (len(ranks) > 2),
-            hint="say which (--rank), or name its file",
+            f"{chosen.parent.uri} contains {len(ranks)} ranks: {ranks[0]}, {ranks[1]}" + " …" * (len(ranks) > 2),
+            hint="select one with --rank, or pass its file",
         )

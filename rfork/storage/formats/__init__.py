@@ -1,1 +1,1 @@
-"""What a URI holds, as named tensors: safetensors files and folders, and which format it is."""
+"""Reads a URI as named tensors: format detection, safetensors files and folders."""

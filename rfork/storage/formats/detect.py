@@ -1,4 +1,4 @@
-"""Which format a URI is of, by its name and by what lies there. Runs wherever weights are loaded."""
+"""Detects the format of a URI from its name and content. Runs wherever weights are loaded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rfork.storage.formats.sharded import (
 )
 from rfork.storage.location import Location
 from rfork.storage.snapshots.files import manifest_name, snapshot_name
-from rfork.storage.tensorizer.file_set import of_rank
+from rfork.storage.tensorizer.file_set import resolve_template
 from rfork.storage.tensors import TensorSource
 
 SINGLE = "model.safetensors"
@@ -32,7 +32,7 @@ INDEX_SUFFIX, INDEX = ".safetensors.index.json", "model.safetensors.index.json"
 TENSORIZER_SUFFIX, TENSORIZER_MAGIC = ".tensors", b"|TZR|"
 
 FolderFormat = tuple[Collection[str], Callable[[], TensorSource]]
-"""Names of which one has to be there, or none, and how such a folder is opened."""
+"""File names of which one must exist (empty: no check), and the function that opens the folder."""
 
 
 def open_source(
@@ -43,31 +43,31 @@ def open_source(
     key: bytes | None = None,
     password: str | None = None,
 ) -> TensorSource:
-    """Open what lies at a URI: a ``.safetensors`` or ``.tensors`` file, an index, or a folder of such.
+    """Open the tensors at a URI: a ``.safetensors`` or ``.tensors`` file, an index, or a folder of them.
 
-    In a folder, the first of these that is there: ``model.safetensors.index.json``, ``model.safetensors``,
-    the snapshot of `rank` (see `rfork.storage.snapshots.files.snapshot_name`), ``model-rank-%03d.tensors``, a
-    ``.tensors`` file or set, and all ``*.safetensors`` together; of a draft's rank, its own files before all
-    others. In a name as ``model-rank-%03d.safetensors`` the number is that of `rank`. `key` or `password`
-    open an encrypted ``.tensors``. A name without one of these endings is taken for a folder, and then for a
-    file.
+    In a folder, the first of these that exists: ``model.safetensors.index.json``, ``model.safetensors``, the
+    snapshot of `rank` (see `rfork.storage.snapshots.files.snapshot_name`), ``model-rank-%03d.tensors``, a
+    ``.tensors`` file or set, and all ``*.safetensors`` together; for a speculative rank, its own files come
+    first. In a template such as ``model-rank-%03d.safetensors`` the number is that of `rank`. `key` or
+    `password` decrypt a ``.tensors`` file. A name without one of these suffixes is tried as a folder, then as
+    a file.
 
-    Raises CheckpointError where none of these is there, or one contradicts itself, or is not encrypted though
-    `key` or `password` is given; SettingsError, StorageCorrupt, and what the store raises.
+    Raises CheckpointError if none of these exists, if one is inconsistent, or if it is not encrypted although
+    `key` or `password` is given; SettingsError, StorageCorrupt, and the store's errors.
     """
     if not issubclass(type(uri), (str, PurePath)):
         raise SettingsError(f"{uri!r} is neither a URI nor a path")
     source = _open_by_name(uri, settings or options.load(StorageSettings), rank, key, password)
     if isinstance(source, SafetensorsSource) and (key is not None or password is not None):
         source.close()
-        raise CheckpointError(f"{source.uri} is not encrypted, and a key or password was given")
+        raise CheckpointError(f"{source.uri} is not encrypted, but a key or password was given")
     return source
 
 
 def _open_by_name(
     uri: str | Path, chosen: StorageSettings, rank: Rank | None, key: bytes | None, password: str | None
 ) -> TensorSource:
-    uri = of_rank(str(uri), rank or Rank())
+    uri = resolve_template(str(uri), rank or Rank())
     location = Location.parse(uri)
     if location.name.endswith(TENSORIZER_SUFFIX):
         return _tensorizer(str(uri), chosen, rank, key, password)
@@ -85,18 +85,18 @@ def _open_by_name(
             return source
     expected_names = f"{INDEX}, {SINGLE}, {snapshot_name(rank or Rank())} and *{TENSORIZER_SUFFIX}"
     raise CheckpointError(
-        f"{location.uri} holds nothing to load: looked for {expected_names}",
-        hint="name a folder of a Hugging Face checkpoint, a snapshot, or a file of either",
+        f"nothing to load at {location.uri}: expected {expected_names}",
+        hint="pass the folder of a Hugging Face checkpoint, a snapshot, or a file of either",
     )
 
 
 def open_checkpoint(uri: str | Path, settings: StorageSettings | None = None) -> SafetensorsSource:
-    """As `open_source`; raises CheckpointError for what is not safetensors."""
+    """Like `open_source`, but raises CheckpointError if the format is not safetensors."""
     source = open_source(uri, settings)
     if isinstance(source, SafetensorsSource):
         return source
     source.close()
-    raise CheckpointError(f"{source.uri} is no safetensors checkpoint")
+    raise CheckpointError(f"{source.uri} is not a safetensors checkpoint")
 
 
 def _folder(
@@ -115,7 +115,7 @@ def _folder(
                 return open_format()
             except StorageNotFound:
                 continue
-            except StorageAccessDenied as error:  # what S3 says of missing names to who may not list them
+            except StorageAccessDenied as error:  # S3 reports missing names like this if listing is not allowed
                 denied.append(error)
         return None
 
@@ -139,7 +139,7 @@ def _folder(
             there = _list_or_none(folder, settings, role)
             found = first([single, *of_this_rank(there)], there)
     else:
-        # What lies beside a draft's file is another model: its target.
+        # The other files in a speculative model's folder belong to the main model.
         there = _list_or_none(folder, settings, role)
         found = first(of_this_rank(there), there)
         if found is None:
@@ -154,7 +154,7 @@ def _folder(
 
 
 def _list_or_none(folder: Location, settings: StorageSettings, role: str) -> set[str] | None:
-    """The names in a folder that begin as that, by one request; None where it cannot be listed."""
+    """Return the names in a folder that begin with `role`, in one request; None if it cannot be listed."""
     store = registry.open_store(folder, settings)
     try:
         return {entry.name for entry in islice(store.list(role), MAX_LISTED)}
@@ -179,7 +179,7 @@ def _sniff(
             begins = read_range(blob, 0, min(blob.size, 9))
     except StorageAccessDenied:
         raise
-    except StorageError:  # nothing there, or a folder
+    except StorageError:  # missing, or a folder
         return None
     if begins.startswith(TENSORIZER_MAGIC):
         return _tensorizer(uri, settings, rank, key, password)

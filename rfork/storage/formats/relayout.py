@@ -1,4 +1,4 @@
-"""Stored tensors into tensors that are laid out otherwise, or of another type: by way of bounded memory."""
+"""Fills tensors whose dtype or memory layout differs from the stored one, using bounded memory."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from rfork.storage.io import reader
 from rfork.storage.io.reader import Extent
 
 RUN_BYTES = 4 << 20
-"""Bytes that are read before what they hold is converted; by several threads, each a run of its own."""
+"""Bytes to read before converting them; several threads work on one run each."""
 MIN_MEMORY = 16 << 20
 MAX_ITEM_SIZE = 16
-"""The widest item in bytes: what a run is aligned by, in its file and in memory."""
+"""Largest item size in bytes. Runs have this alignment in the file and in memory."""
 
 
 def is_bytewise(location: TensorLocation, dtype: torch.dtype, tensor: torch.Tensor) -> bool:
-    """Whether the bytes of a tensor, were it of `dtype`, are those that are stored, in one run of memory."""
+    """Return whether the stored bytes equal those of a tensor with this dtype, in one contiguous run."""
     if location.dtype is not dtype:
         return False
     if location.stride is None:
@@ -36,13 +36,13 @@ def fill_converted(
     settings: StorageSettings,
     progress: Callable[[int], None] | None = None,
 ) -> None:
-    """Fill tensors with what is stored of the same shape, sorted by blob and offset, each as it comes.
+    """Fill tensors of the stored shape, sorted by blob and offset, each as its bytes arrive.
 
-    Takes half of `settings.memory`, and where a stored tensor that is not contiguous is larger, its size.
-    Raises as `rfork.storage.io.reader.fill_converted` does.
+    Uses half of `settings.staging_bytes`, or more if a non-contiguous stored tensor is larger. Raises the
+    same errors as `rfork.storage.io.reader.fill`.
     """
     half = max(MIN_MEMORY, settings.staging_bytes // 2)
-    halved = settings.model_copy(update={"memory": half})
+    halved = settings.model_copy(update={"staging_bytes": half})
     scratch = torch.empty(0, dtype=torch.uint8)
     for batch in _batches(_runs(_pieces(pairs, min(RUN_BYTES, half)), gap, min(RUN_BYTES, half)), half):
         needed = sum(_scratch_bytes(run) for run in batch)
@@ -53,7 +53,7 @@ def fill_converted(
 
 @dataclass(frozen=True, slots=True)
 class _ConvertPiece:
-    """Stored bytes, contiguous or as `stride` says, and the tensor (a part of one) that they are of."""
+    """Stored bytes, contiguous or strided, and the tensor (or part of one) to fill with them."""
 
     blob: Blob
     offset: int
@@ -63,15 +63,15 @@ class _ConvertPiece:
     target: torch.Tensor
 
     def copy(self, memory: torch.Tensor) -> None:
-        """Convert what `memory` holds: the bytes of this piece."""
+        """Convert the bytes of this piece, which are in `memory`, into the target."""
         if int(memory.storage_offset()) % self.dtype.itemsize:
-            memory = memory.clone()  # the file does not align its tensors
+            memory = memory.clone()  # the tensor is not aligned in its file
         self.target.copy_(memory.view(self.dtype).as_strided(self.target.shape, self.stride))
 
 
 @dataclass(slots=True)
 class _FileRun:
-    """File range `[begin, end)` of one blob, with all of `pieces`."""
+    """File range `[begin, end)` of one blob that contains all `pieces`."""
 
     begin: int
     end: int
@@ -90,7 +90,7 @@ def _pieces(pairs: Iterable[tuple[TensorLocation, torch.Tensor]], max_bytes: int
 
 
 def _cut(location: TensorLocation, target: torch.Tensor, offset: int, max_bytes: int) -> Iterator[_ConvertPiece]:
-    """Parts of a contiguous stored tensor of at most `max_bytes` bytes."""
+    """Split a contiguous stored tensor into pieces of at most `max_bytes` bytes."""
     nbytes = target.numel() * location.dtype.itemsize
     if nbytes <= max_bytes or not target.dim():
         stride = contiguous_stride(target.shape)
@@ -136,7 +136,7 @@ def _batches(runs: Iterable[_FileRun], max_bytes: int) -> Iterator[list[_FileRun
 
 
 def _scratch_bytes(run: _FileRun) -> int:
-    """Bytes that a run takes in scratch memory, its shift included."""
+    """Return the scratch memory for a run in bytes, including its alignment shift."""
     return -(-(run.end - run.begin) // MAX_ITEM_SIZE) * MAX_ITEM_SIZE + MAX_ITEM_SIZE
 
 
@@ -155,7 +155,7 @@ def _read(
 
     def convert(index: int) -> None:
         run, memory = batch[index], extents[index].into
-        # Parameters are written in place, and those made for inference too, on a thread of the engine's.
+        # Parameters are written in place, inference tensors too, on the calling engine's thread.
         with torch.inference_mode():
             for piece in run.pieces:
                 first = piece.offset - run.begin

@@ -1,7 +1,7 @@
-"""The header of one safetensors file: which bytes are which tensor, checked before any of them is read.
+"""Reads and checks the header of a safetensors file: the location of each tensor.
 
-Format: https://github.com/huggingface/safetensors. Checked is what safetensors itself demands: the tensors
-cover the data section without a hole or an overlap, and each is as long as its type and shape say.
+Format: https://github.com/huggingface/safetensors. Checks what safetensors requires: the tensors cover the
+data section without holes or overlaps, and the length of each matches its dtype and shape.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rfork.storage.blob import Blob, read_range
 from rfork.storage.io.gc_pause import gc_paused
 
 FIRST_READ = 128 << 10
-"""Bytes read of a file at once to have its header, mostly, in one request."""
+"""Bytes to read first; usually includes the complete header, so that one request suffices."""
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {
     **{word: getattr(torch, name) for name, word in DTYPES.items()},
@@ -36,11 +36,11 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
     **({"F8_E8M0": torch.float8_e8m0fnu} if hasattr(torch, "float8_e8m0fnu") else {}),
 }
 SUBBYTE_DTYPES: Mapping[str, torch.dtype] = {"F4": torch.float4_e2m1fn_x2} if hasattr(torch, "float4_e2m1fn_x2") else {}
-"""Types of which torch counts two in one item: the last dimension halves."""
+"""Dtypes of which torch packs two elements in one item: the last dimension halves."""
 
 
 class TensorLocation(NamedTuple):
-    """Where one tensor lies: `nbytes` bytes of a file from `offset` on, from its first element to its last.
+    """Location of a tensor: `nbytes` bytes of a blob from `offset`, from the first element to the last.
 
     `stride` counts elements; None: contiguous.
     """
@@ -56,10 +56,10 @@ class TensorLocation(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One safetensors file: its tensors by name, in the order in which they are stored, aliases too.
+    """One safetensors file: its tensors by name in storage order, including aliases.
 
-    `begin` is where its data section starts; `head_digest` is of all bytes before. What the file
-    itself does not name as a tensor is among `aliases`. `layout` is that of a snapshot's image.
+    `begin` is the offset of its data section; `head_digest` covers all bytes before it. `aliases` are names
+    that the header does not list as tensors. `layout` is set for a snapshot.
     """
 
     name: str
@@ -72,14 +72,16 @@ class Shard:
 
 
 def read_shard(name: str, blob: Blob) -> Shard:
-    """Read and check the header of a file. Raises StorageCorrupt, in one line, or what the blob raises."""
+    """Read and check the header of a file. Raises StorageCorrupt with a one-line message, or the blob's
+    errors.
+    """
     head = read_range(blob, 0, min(blob.size, FIRST_READ))
     try:
         begin = header_length(head[:8])
     except RforkError as error:
         raise _corrupt(blob, str(error)) from None
     if begin > blob.size:
-        raise _corrupt(blob, f"it is cut short: {blob.size} bytes, its header alone has {begin}")
+        raise _corrupt(blob, f"truncated: {blob.size} bytes, but the header alone has {begin}")
     if begin > len(head):
         head += read_range(blob, len(head), begin - len(head))
     with gc_paused():
@@ -103,14 +105,14 @@ def _shard(name: str, blob: Blob, head: bytes) -> Shard:
 def _entries(blob: Blob, head: bytes) -> tuple[dict[str, TensorLocation], Mapping[str, JsonValue]]:
     begin, size = len(head), blob.size - len(head)
     if head[8:9] != b"{":
-        raise _corrupt(blob, "its header is no JSON object")
+        raise _corrupt(blob, "the header is not a JSON object")
     try:
         header = from_json(head[8:], cache_strings="none", allow_inf_nan=False)
     except ValueError as error:
-        raise _corrupt(blob, f"its header cannot be read: {error}") from None
+        raise _corrupt(blob, f"the header cannot be parsed: {error}") from None
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict):
-        raise _corrupt(blob, "its header's __metadata__ is no object")
+        raise _corrupt(blob, "__metadata__ in the header is not an object")
     spec_cache = _HeaderTypeCache(blob)
     found: list[TensorLocation] = []
     for name, entry in header.items():
@@ -122,27 +124,29 @@ def _entries(blob: Blob, head: bytes) -> tuple[dict[str, TensorLocation], Mappin
                 found.append(TensorLocation(name, blob, begin + first, nbytes, dtype, shape))
                 continue
         except (KeyError, TypeError, ValueError):
-            raise _corrupt(blob, f"its header's entry of {name} cannot be read") from None
-        actual_text = f"{list(shape)} {dtype_and_shape[0]}, {nbytes} bytes, but lies at {first} to {last}"
+            raise _corrupt(blob, f"the header entry of {name} is invalid") from None
+        actual_text = f"{list(shape)} {dtype_and_shape[0]}, {nbytes} bytes, but its offsets are {first} to {last}"
         raise _corrupt(blob, f"{name} is {actual_text}")
-    found.sort(key=itemgetter(3))  # of those that begin at one byte, the empty ones come first
+    found.sort(key=itemgetter(3))  # of tensors with the same offset, empty ones come first
     found.sort(key=itemgetter(2))
     end = begin
     for name, _, offset, nbytes, _, _, _ in found:
         if offset != end:
-            what = "overlaps the tensor before it" if offset < end else "lies behind a hole"
+            what = "overlaps the previous tensor" if offset < end else "follows a gap"
             raise _corrupt(blob, f"{name} {what}, at byte {offset - begin} of the data")
         end = offset + nbytes
     reached = end - begin
     if reached > size:
-        raise _corrupt(blob, f"it is cut short: {size} bytes of data, its header names {reached}")
+        raise _corrupt(blob, f"truncated: {size} bytes of data, but the header lists {reached}")
     if reached < size:
-        raise _corrupt(blob, f"{size - reached} bytes follow that its header does not name")
+        raise _corrupt(blob, f"{size - reached} trailing bytes that the header does not list")
     return {location[0]: location for location in found}, metadata
 
 
 class _HeaderTypeCache(dict[tuple[str | int, ...], tuple[torch.dtype, tuple[int, ...], int]]):
-    """Type, shape and bytes by the words of the header; most tensors of a model are of few kinds."""
+    """Maps dtype and shape from the header to torch dtype, shape and bytes; most tensors of a model share a
+    few.
+    """
 
     def __init__(self, blob: Blob) -> None:
         self._blob = blob
@@ -151,21 +155,21 @@ class _HeaderTypeCache(dict[tuple[str | int, ...], tuple[torch.dtype, tuple[int,
         word, *sizes = dtype_and_shape
         shape = tuple(size for size in sizes if type(size) is int and size >= 0)
         if len(shape) != len(sizes):
-            raise ValueError(f"{sizes} is no shape")
+            raise ValueError(f"{sizes} is not a valid shape")
         dtype = TORCH_DTYPES.get(str(word))
         if dtype is None and word in SUBBYTE_DTYPES and shape and shape[-1] % 2 == 0:
             dtype, shape = SUBBYTE_DTYPES[str(word)], (*shape[:-1], shape[-1] // 2)
         if dtype is None:
-            raise _corrupt(self._blob, f"its header names a type unknown here, {word!r}")
+            raise _corrupt(self._blob, f"the header uses an unknown dtype, {word!r}")
         value = self[dtype_and_shape] = dtype, shape, math.prod(shape) * dtype.itemsize
         return value
 
 
 def _add_aliases(locations: dict[str, TensorLocation], metadata: Mapping[str, JsonValue]) -> frozenset[str]:
-    """Add the names of tied tensors, as `safetensors.torch.save_model` writes them: alias: kept name."""
+    """Add the names of tied tensors, which `safetensors.torch.save_model` writes as ``alias: kept name``."""
     added: set[str] = set()
     for alias, kept in metadata.items():
-        # Every file says ``format: pt``, and a tensor may well have that name.
+        # Every file contains ``format: pt``, which might also be the name of a tensor.
         if alias != "format" and isinstance(kept, str) and kept in locations and alias not in locations:
             locations[alias] = locations[kept]._replace(name=alias)
             added.add(alias)
@@ -173,12 +177,12 @@ def _add_aliases(locations: dict[str, TensorLocation], metadata: Mapping[str, Js
 
 
 def _tensors_from_layout(blob: Blob, head: bytes) -> tuple[Layout, dict[str, TensorLocation]]:
-    """The tensors of a snapshot, by what it says of strides, packed types and aliases."""
+    """Return the tensors of a snapshot from its layout: with strides, packed dtypes and aliases."""
     try:
         layout = layout_of(head)
         if len(head) + layout.image_bytes != blob.size:
             follow = blob.size - len(head)
-            raise _corrupt(blob, f"its layout is of {layout.image_bytes} bytes, {follow} follow")
+            raise _corrupt(blob, f"its layout has {layout.image_bytes} bytes, but {follow} bytes follow the header")
         return layout, {location.name: location for location in _layout_locations(blob, len(head), layout)}
     except StorageCorrupt:
         raise
@@ -193,12 +197,12 @@ def _layout_locations(blob: Blob, begin: int, layout: Layout) -> Iterator[Tensor
         if spec_key not in known:
             dtype = dtype_of(spec)
             if len(spec.shape) != len(spec.stride) or min((*spec.shape, *spec.stride), default=0) < 0:
-                raise _corrupt(blob, f"the layout's entry of {spec.name} cannot be read")
+                raise _corrupt(blob, f"the layout entry of {spec.name} is invalid")
             nbytes = byte_extent(spec.shape, spec.stride, dtype.itemsize)
             known[spec_key] = dtype, nbytes, spec.stride == contiguous_stride(spec.shape)
         dtype, nbytes, plain = known[spec_key]
         if not 0 <= spec.offset <= layout.image_bytes - nbytes:
-            raise _corrupt(blob, f"{spec.name} is not within the snapshot's {layout.image_bytes} bytes")
+            raise _corrupt(blob, f"{spec.name} is outside of the snapshot's {layout.image_bytes} bytes")
         stride = None if plain else spec.stride
         yield TensorLocation(spec.name, blob, begin + spec.offset, nbytes, dtype, spec.shape, stride)
 

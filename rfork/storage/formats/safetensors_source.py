@@ -1,4 +1,4 @@
-"""Safetensors as a source of tensors: one file, the files of an index, or a snapshot, in any store."""
+"""Tensor source for safetensors: one file, the shards of an index, or a snapshot, in any store."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from rfork.storage.io.gc_pause import gc_paused
 from rfork.storage.io.reader import Extent, fill
 from rfork.storage.tensors import StoredTensor
 
-GAP, REMOTE_GAP = 64 << 10, 512 << 10
-"""Bytes between two wanted tensors that are read with them: of a file here, of one behind a network."""
+MAX_GAP_BYTES, MAX_REMOTE_GAP_BYTES = 64 << 10, 512 << 10
+"""Largest gap in bytes between two requested tensors that is read along: local, and remote."""
 
 
 class SafetensorsSource:
-    """Named tensors in safetensors files; see `TensorSource`. Made by `rfork.storage.formats.detect`."""
+    """Named tensors in safetensors files; see `TensorSource`. Created by `rfork.storage.formats.detect`."""
 
     def __init__(
         self,
@@ -37,17 +37,17 @@ class SafetensorsSource:
         files: Mapping[str, str] | None = None,
         index: bytes = b"",
     ) -> None:
-        """`files` says which tensors count, and in which shard each lies; None: all do.
+        """`files` maps each tensor that counts to its shard; None: all tensors count.
 
-        `index` is the index file that says so. Raises CheckpointError where two shards hold a tensor of one
-        name.
+        `index` is the content of the index file. Raises CheckpointError if two shards contain a tensor of the
+        same name.
         """
         self.uri = uri
         self.shards = tuple(shards)
         self.index = index
         self._settings = settings
         self.remote = not uri.startswith("file:")
-        self._gap = REMOTE_GAP if self.remote else GAP
+        self._gap = MAX_REMOTE_GAP_BYTES if self.remote else MAX_GAP_BYTES
         self._shard_order = {id(shard.blob): turn for turn, shard in enumerate(shards)}
         self._locations: dict[str, TensorLocation] = {}
         self._aliases: set[str] = set()
@@ -58,7 +58,7 @@ class SafetensorsSource:
     def _add(self, shard: Shard, files: Mapping[str, str] | None) -> None:
         locations = shard.locations
         if files is not None:
-            # A tied tensor counts under its second name too, which an index leaves out.
+            # The second name of a tied tensor counts too, although an index omits it.
             locations = {
                 name: location
                 for name, location in locations.items()
@@ -69,14 +69,14 @@ class SafetensorsSource:
         self._locations |= locations
         self._aliases |= shard.aliases
 
-    def take_ownership(self, opened: ExitStack) -> Self:
-        """This source, which from now on closes what is open."""
+    def adopt(self, opened: ExitStack) -> Self:
+        """Take over the resources in `opened`, which `close` will release, and return self."""
         self._owned = opened.pop_all()
         return self
 
     @property
     def locations(self) -> Mapping[str, TensorLocation]:
-        """Where each tensor lies, file by file, in the order of offsets."""
+        """Location of each tensor, by file and then by offset."""
         return self._locations
 
     @property
@@ -86,7 +86,9 @@ class SafetensorsSource:
 
     @property
     def layout(self) -> Layout | None:
-        """Of a snapshot, which holds all that a module serves with under the image's names; else None."""
+        """Layout of a snapshot, which covers the module's complete state under the image's names; None for
+        other files.
+        """
         return self.shards[0].layout if len(self.shards) == 1 else None
 
     @cached_property
@@ -104,8 +106,8 @@ class SafetensorsSource:
     def read_into(self, tensors: Mapping[str, torch.Tensor], progress: Callable[[int], None] | None = None) -> None:
         """See `TensorSource.read_into`.
 
-        What lies in memory as in storage is read straight into it; the rest by way of at most half of
-        `settings.memory`.
+        Tensors with the stored dtype and layout are read in place; the others are converted in at most half
+        of `settings.staging_bytes`.
         """
         extents: list[Extent] = []
         convert: list[tuple[TensorLocation, torch.Tensor]] = []
@@ -125,9 +127,10 @@ class SafetensorsSource:
         device: torch.device | str = "cpu",
         progress: Callable[[int], None] | None = None,
     ) -> dict[str, torch.Tensor]:
-        """All tensors, or those of `names`, in fresh memory: one allocation for all that lie side by side.
+        """Load all tensors, or those in `names`, into new memory: one allocation for each run of adjacent
+        tensors.
 
-        Whoever keeps one keeps the memory of its neighbours. Raises as `read_into` does.
+        Keeping one tensor keeps the memory of its run. Raises the same errors as `read_into`.
         """
         plain, odd = self._split_matched(names, device)
         blocks = list(group_into_blocks(plain, self._gap if names is not None else 0))
@@ -140,7 +143,7 @@ class SafetensorsSource:
                     found.update(tensors_in(block, extent.into))
             return found
 
-        # Made while they are read: views of many small tensors take as long as a good part of their bytes.
+        # Created during the read: creating many small views can take almost as long as reading their bytes.
         making = AbandonableCall(self.uri, views, lambda _: None)
         fill(extents, self._settings, progress=progress)
         if odd:
@@ -150,9 +153,9 @@ class SafetensorsSource:
     def stream(
         self, names: Collection[str] | None = None, device: torch.device | str = "cpu"
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `TensorSource.stream`: at most `settings.memory` bytes are ahead of the caller, or one tensor.
+        """See `TensorSource.stream`: reads ahead at most `settings.staging_bytes` bytes, or one tensor.
 
-        A caller who stops early ends the reads. Raises CheckpointError, at once, where a name is not stored.
+        Stopping early ends the reads. Raises CheckpointError immediately if a name is not stored.
         """
         plain, odd = self._split_matched(names, device)
         max_block_bytes = self._settings.staging_bytes // streaming.PREFETCH_BLOCKS
@@ -179,18 +182,20 @@ class SafetensorsSource:
         self._owned.close()
 
     def _chosen(self, names: Collection[str] | None) -> Iterator[TensorLocation]:
-        """The places of names, in the order in which they are stored. Raises CheckpointError."""
+        """Iterate over the locations of names in storage order. Raises CheckpointError."""
         if names is None:
             return iter(self._locations.values())
         wanted = frozenset(names)
         if unknown := sorted(wanted - self._locations.keys()):
-            raise CheckpointError(f"{self.uri} lacks {unknown[0]} ({len(unknown)} such)")
+            raise CheckpointError(f"{self.uri} lacks {unknown[0]} ({len(unknown)} in total)")
         return (location for name, location in self._locations.items() if name in wanted)
 
     def _split_matched(
         self, names: Collection[str] | None, device: torch.device | str
     ) -> tuple[list[TensorLocation], dict[str, torch.Tensor]]:
-        """What can be a view of its file's bytes, and fresh tensors for what lies crooked in them."""
+        """Return locations that can be views of the file's bytes, and new tensors for unaligned or empty
+        ones.
+        """
         plain: list[TensorLocation] = []
         odd: dict[str, torch.Tensor] = {}
         for location in self._chosen(names):
@@ -201,7 +206,7 @@ class SafetensorsSource:
         return plain, odd
 
     def _matched(self, tensors: Mapping[str, torch.Tensor]) -> list[tuple[TensorLocation, torch.Tensor]]:
-        """Places and tensors in the order of storage; of several for one memory, the last counts."""
+        """Return locations and tensors in storage order; if several share memory, only the last one."""
         found: dict[tuple[torch.device | None, int, int], tuple[TensorLocation, torch.Tensor]] = {}
         get = self._locations.get
         for name, tensor in tensors.items():
@@ -211,14 +216,14 @@ class SafetensorsSource:
             _, _, _, nbytes, dtype, shape, stride = location
             if shape != tensor.shape:
                 raise CheckpointError(
-                    f"{self.uri}: {name} has shape {list(shape)}, the model's is {list(tensor.shape)}"
+                    f"{self.uri}: {name} has shape {list(shape)}, but {list(tensor.shape)} in the model"
                 )
             device = None if tensor.is_cpu else tensor.device
             if device is not None and tensor.is_meta:
-                raise CheckpointError(f"{name} has no memory to be loaded into")
+                raise CheckpointError(f"cannot load into {name}: it has no memory")
             own = tensor.dtype
             if dtype is not own and not torch.can_cast(dtype, own):
-                raise CheckpointError(f"{self.uri}: {name} is {dtype}, and the model's {own}")
+                raise CheckpointError(f"{self.uri}: {name} is {dtype}, but {own} in the model")
             if not nbytes:
                 continue
             same = dtype is own and stride is None

@@ -1,4 +1,4 @@
-"""Write plain safetensors files, as a stream: what every Hugging Face tool reads."""
+"""Streaming writer of plain safetensors files, readable by every Hugging Face tool."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from rfork.storage.blob import BlobStore
 from rfork.storage.tensorizer.writer import TensorOutline
 
 ALIGNMENT = 8
-"""Of the data section, as safetensors' own writer has it."""
+"""Alignment of the data section, as in safetensors' own writer."""
 
 
 def in_file_order(outlines: Sequence[TensorOutline]) -> list[TensorOutline]:
-    """Widest types first, then by name, as safetensors' own writer has it: so that all are aligned."""
+    """Sort by decreasing item size, then by name, like safetensors' own writer; this aligns all tensors."""
     return sorted(outlines, key=lambda outline: (-outline.spec.dtype.itemsize, outline.name))
 
 
@@ -30,16 +30,17 @@ def write_safetensors(
     tensors: Iterator[torch.Tensor],
     progress: Callable[[int], None] | None = None,
 ) -> None:
-    """Write one file; `tensors` come in the order of `outlines`, in host memory, contiguous.
+    """Write one file; `tensors` must be contiguous, in host memory and in the order of `outlines`.
 
-    Raises CheckpointError, before anything is written, for what safetensors cannot say; StorageError kinds.
+    Raises CheckpointError, before anything is written, if safetensors cannot represent a tensor; StorageError
+    subclasses.
     """
     head = header_of(outlines)
     with store.write(name) as writer:
         writer.write([memoryview(head)])
         for outline, tensor in zip(outlines, tensors, strict=False):
             if tensor.nbytes != outline.spec.nbytes or not tensor.is_contiguous():
-                raise ValueError(f"what came for {outline.name} is not what was promised")
+                raise ValueError(f"{outline.name} does not match its outline")
             if tensor.nbytes:
                 writer.write([host_view(tensor.data_ptr(), tensor.nbytes)])
             if progress is not None:
@@ -47,15 +48,15 @@ def write_safetensors(
 
 
 def header_of(outlines: Sequence[TensorOutline]) -> bytes:
-    """What the file begins with; raises CheckpointError for what safetensors cannot say."""
+    """Return the header of a file; raises CheckpointError if safetensors cannot represent a tensor."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
     for outline in outlines:
         dtype = DTYPES.get(str(outline.spec.dtype).removeprefix("torch."))
         if dtype is None or outline.name == "__metadata__":
             raise CheckpointError(
-                f"{outline.name} ({outline.spec.dtype}) cannot be in a safetensors file",
-                hint="a .tensors file or a snapshot holds tensors of every type",
+                f"{outline.name} ({outline.spec.dtype}) cannot be stored in a safetensors file",
+                hint="a .tensors file or a snapshot can store tensors of every dtype",
             )
         end = at + outline.spec.nbytes
         entries[outline.name] = {"dtype": dtype, "shape": outline.spec.shape, "data_offsets": [at, end]}
@@ -64,7 +65,7 @@ def header_of(outlines: Sequence[TensorOutline]) -> bytes:
     padded = -(-len(text) // ALIGNMENT) * ALIGNMENT
     if padded > MAX_HEADER_BYTES:
         raise CheckpointError(
-            f"a safetensors header of {padded} bytes; readers take {MAX_HEADER_BYTES} at most",
-            hint="write several files: give a folder and a shard size",
+            f"the safetensors header would have {padded} bytes; readers accept at most {MAX_HEADER_BYTES}",
+            hint="write several files: pass a folder and a shard size",
         )
     return struct.pack("<Q", padded) + text.ljust(padded)

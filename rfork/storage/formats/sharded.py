@@ -1,4 +1,4 @@
-"""Safetensors files at a URI as one source: a file, the shards of an index, or all that lie in a folder."""
+"""Opens safetensors files at a URI: a single file, the shards of an index, or all files of a folder."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from rfork.storage.tensors import TensorSource
 SUFFIX = ".safetensors"
 MAX_INDEX_BYTES = 256 << 20
 MAX_LISTED = 10_000
-"""Names of a folder that are looked at: somebody may name a bucket, or the root of a disk."""
-_of_a_rank = re.compile(r"(model|draft)-rank-\d+.*")
-_of_an_index = re.compile(r".+-\d{5}-of-\d{5}\.safetensors")
+"""Limit for folder listings: the user may pass a complete bucket, or the root of a disk."""
+_RANK_FILE = re.compile(r"(model|speculative)-rank-\d+.*")
+_SHARD_FILE = re.compile(r".+-\d{5}-of-\d{5}\.safetensors")
 
 
 class _Index(BaseModel):
-    """What an index file says: which tensor is in which file."""
+    """Content of an index file: the file of each tensor."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -37,21 +37,21 @@ class _Index(BaseModel):
 
 
 def reject_other_ranks(folder: Location, names: Collection[str]) -> None:
-    """Raises CheckpointError where names are of a snapshot's ranks: the one asked for is not among them."""
-    if ranks := sorted(name for name in names if _of_a_rank.fullmatch(name)):
-        raise CheckpointError(f"{folder.uri} holds {ranks[0]} ({len(ranks)} such), but none of the rank asked for")
+    """Raise CheckpointError if any of the names is a rank's snapshot: the requested rank is not among them."""
+    if ranks := sorted(name for name in names if _RANK_FILE.fullmatch(name)):
+        raise CheckpointError(f"{folder.uri} contains {ranks[0]} ({len(ranks)} in total), but not the requested rank")
 
 
 def open_single(location: Location, settings: StorageSettings) -> TensorSource:
-    """One file. Raises CheckpointError, and what the store raises."""
+    """Open one file. Raises CheckpointError, and the store's errors."""
     with ExitStack() as opened:
         blob = open_safetensors(location, settings)
         opened.callback(blob.close)
-        return SafetensorsSource(location.uri, [read_shard(location.name, blob)], settings).take_ownership(opened)
+        return SafetensorsSource(location.uri, [read_shard(location.name, blob)], settings).adopt(opened)
 
 
 def open_indexed(location: Location, settings: StorageSettings) -> TensorSource:
-    """The shards that an index names. Raises CheckpointError where one, or a tensor of it, is not there."""
+    """Open the shards of an index. Raises CheckpointError if a shard or a tensor is missing."""
     folder = location.parent
     with ExitStack() as opened:
         store = registry.open_store(folder, settings)
@@ -62,30 +62,33 @@ def open_indexed(location: Location, settings: StorageSettings) -> TensorSource:
         locations_by_shard = {shard.name: shard.locations for shard in shards}
         for name, file in files.items():
             if name not in locations_by_shard[file]:
-                raise CheckpointError(f"{folder.uri}{file} lacks {name}, which the index says it holds")
-        return SafetensorsSource(folder.uri, shards, settings, index=text, files=files).take_ownership(opened)
+                raise CheckpointError(f"{folder.uri}{file} does not contain {name}, although the index lists it there")
+        return SafetensorsSource(folder.uri, shards, settings, index=text, files=files).adopt(opened)
 
 
 def open_folder(folder: Location, settings: StorageSettings) -> TensorSource:
-    """All safetensors files of a folder. Raises StorageNotFound for none, CheckpointError for leftovers."""
+    """Open all safetensors files of a folder.
+
+    Raises StorageNotFound if there are none, CheckpointError if there are shards without an index.
+    """
     with ExitStack() as opened:
         store = registry.open_store(folder, settings)
         opened.callback(store.close)
         try:
             listed = [entry.name for entry in islice(store.list(), MAX_LISTED)]
-        except SettingsError:  # a web server
+        except SettingsError:  # web server
             listed = []
         names = [name for name in listed if name.endswith(SUFFIX) and "/" not in name]
         if not names:
-            raise StorageNotFound(f"{folder.uri} holds no {SUFFIX} file")
+            raise StorageNotFound(f"{folder.uri} contains no {SUFFIX} file")
         reject_other_ranks(folder, names)
-        if lost := [name for name in names if _of_an_index.fullmatch(name)]:
+        if lost := [name for name in names if _SHARD_FILE.fullmatch(name)]:
             raise CheckpointError(
-                f"{folder.uri} holds {lost[0]} ({len(lost)} such), but no index of them",
-                hint="it is written now, or its writer ended early: write it again",
+                f"{folder.uri} contains {lost[0]} ({len(lost)} in total), but no index",
+                hint="it is still being written, or the writer was interrupted: write it again",
             )
         shards = _shards(store, names, settings, opened, of_index=False)
-        return SafetensorsSource(folder.uri, shards, settings).take_ownership(opened)
+        return SafetensorsSource(folder.uri, shards, settings).adopt(opened)
 
 
 def _shards(
@@ -98,7 +101,7 @@ def _shards(
             if not of_index:
                 raise
             raise CheckpointError(
-                f"{store.uri} lacks the shard {name}, which its index names",
+                f"{store.uri} lacks the shard {name} that its index lists",
                 hint="download the checkpoint again",
             ) from None
         opened.callback(blob.close)
@@ -111,19 +114,19 @@ def _read(store: BlobStore, name: str) -> bytes:
     blob = store.open(name, front=HEAD_BYTES)
     try:
         if blob.size > MAX_INDEX_BYTES:
-            raise CheckpointError(f"{blob.uri} is too long for an index")
+            raise CheckpointError(f"{blob.uri} is too large for an index")
         return read_range(blob, 0, blob.size)
     finally:
         blob.close()
 
 
 def _files(index: bytes, uri: str) -> dict[str, str]:
-    """The file of each tensor, as the index at `uri` says."""
+    """Return the file of each tensor from the index at `uri`."""
     try:
         files = _Index.model_validate_json(index).weight_map
     except ValidationError as error:
         raise CheckpointError(f"{uri} is not a safetensors index: {error.errors()[0]['msg']}") from None
     for file in set(files.values()):
         if "/" in file or "\\" in file or file in ("", ".", ".."):
-            raise CheckpointError(f"{uri} names {file!r}, which is outside the folder")
+            raise CheckpointError(f"{uri} refers to {file!r}, which is outside of the folder")
     return files

@@ -1,4 +1,4 @@
-"""Tensors in the order in which their bytes arrive, for a caller that takes them one by one."""
+"""Streams tensors in the order in which their bytes arrive, for a caller that consumes them one by one."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from rfork.storage.io.prefetch import POLL_INTERVAL_S
 from rfork.storage.io.reader import GRACE_S, fill
 
 READERS = 2
-"""Blocks that are read at once: while the last bytes of one come, the first of the next are asked for."""
+"""Blocks read concurrently: the first requests of the next block overlap with the last of the current one."""
 PREFETCH_BLOCKS = 4
-"""Blocks that are read, or wait for the caller."""
+"""Blocks that are being read or wait for the caller."""
 MIN_MEMORY = 16 << 20
 
 
 class _ConsumerClosed(Exception):
-    """The caller wants no more."""
+    """The caller closed the stream."""
 
 
 class _TensorStream:
-    """What several readers have read, for one who takes it; no reader is far ahead of that one."""
+    """Queue between reader threads and one consumer; bounds how far the readers are ahead."""
 
     def __init__(self, blocks: Iterator[TensorBlock], device: torch.device | str, settings: StorageSettings) -> None:
         self._blocks = blocks
         self._device = device
         self._settings = settings.model_copy(
             update={
-                "streams": max(1, settings.concurrency // READERS),
-                "memory": max(MIN_MEMORY, settings.staging_bytes // (2 * READERS)),
+                "concurrency": max(1, settings.concurrency // READERS),
+                "staging_bytes": max(MIN_MEMORY, settings.staging_bytes // (2 * READERS)),
             }
         )
         self._changed = threading.Condition()
@@ -46,25 +46,25 @@ class _TensorStream:
         self._threads = [threading.Thread(target=self._run, name="rfork-stream", daemon=True) for _ in range(READERS)]
 
     def start(self) -> None:
-        """Begin to read; whoever calls this calls `close`, also where it was interrupted."""
+        """Start reading. The caller must call `close`, even if this call is interrupted."""
         for thread in self._threads:
             thread.start()
 
     def close(self) -> None:
-        """End the reads: those that hang are left behind, with the memory they write to."""
+        """Stop reading. Reads that hang are abandoned together with their memory."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
         until = time.monotonic() + 2 * GRACE_S
         for thread in self._threads:
-            if thread.is_alive():  # and not one whose start was interrupted
+            if thread.is_alive():  # not if its start was interrupted
                 thread.join(max(0.0, until - time.monotonic()))
 
     def next_block(self) -> tuple[TensorBlock, torch.Tensor] | None:
-        """A block that is whole, waited for; None: there are no more. Raises what a reader raised."""
+        """Wait for a complete block; None at the end. Raises a reader's error."""
         with self._changed:
             while not self._ready and self._error is None and self._readers:
-                # A signal that comes just before a wait is heard only after it.
+                # A signal that arrives just before an unbounded wait would not be handled.
                 self._changed.wait(POLL_INTERVAL_S)
             if self._error is not None:
                 raise self._error
@@ -84,7 +84,7 @@ class _TensorStream:
                     self._changed.notify_all()
         except _ConsumerClosed:
             pass
-        except BaseException as raised:  # raised where the tensors are taken
+        except BaseException as raised:  # re-raised in next_block()
             error = raised
         with self._changed:
             self._error = self._error or error
@@ -106,15 +106,15 @@ class _TensorStream:
 def stream_tensors(
     blocks: Iterator[TensorBlock], device: torch.device | str, settings: StorageSettings
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of blocks, in memory of their own, block by block as these are whole.
+    """Iterate over the tensors of blocks, each block in its own memory, as blocks complete.
 
-    Reads begin with the first tensor asked for; they have ended once the iterator is exhausted or closed,
-    but where storage hangs. Raises what the reads raise.
+    Reading begins with the first tensor requested and has ended when the iterator is exhausted or closed,
+    unless storage hangs. Raises the errors of the reads.
     """
     with closing(_TensorStream(blocks, device, settings)) as arrivals:
         arrivals.start()
         while (arrived := arrivals.next_block()) is not None:
             with torch.no_grad():
                 found = list(tensors_in(*arrived))
-            del arrived  # memory is the tensors' alone
+            del arrived  # only the tensors keep the memory alive
             yield from found

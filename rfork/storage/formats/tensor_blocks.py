@@ -1,4 +1,4 @@
-"""Stored tensors as blocks: runs of a file read into one allocation each, and the tensors in them."""
+"""Groups stored tensors into blocks: file ranges that are read into one allocation each."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from rfork.storage.io.reader import Extent
 from rfork.storage.io.staging import allocate_host
 
 MAX_ITEM_SIZE = 16
-"""Bytes of the widest item."""
+"""Largest item size in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorBlock:
-    """File range `[begin, end)` of one blob, that holds all of `locations`: not empty, all of that blob."""
+    """File range `[begin, end)` of one blob that contains all `locations`; not empty."""
 
     begin: int
     end: int
     locations: Sequence[TensorLocation]
 
     def extent(self, device: torch.device | str) -> Extent:
-        """The block's bytes, and memory of its own for them: the caller's, and the tensors'."""
+        """Return the block's range with newly allocated memory for it."""
         return Extent(self.locations[0].blob, self.begin, _memory(self.end - self.begin, self.begin, device))
 
 
 def group_into_blocks(
     locations: Iterable[TensorLocation], gap: int, max_bytes: int | None = None
 ) -> Iterator[TensorBlock]:
-    """Cut places, sorted by blob and offset, into blocks of at most `max_bytes` bytes, if no tensor is longer.
+    """Group locations, sorted by blob and offset, into blocks of at most `max_bytes` bytes or one tensor.
 
-    What lies between two tensors is read with them where it has at most `gap` bytes. Tensors that overlap
-    are in one block, so that they are tied again.
+    Gaps of up to `gap` bytes between two tensors are read along. Tensors that overlap stay in one block, so
+    that they remain tied.
     """
     members: list[TensorLocation] = []
     begin = end = 0
@@ -57,7 +57,7 @@ def group_into_blocks(
 
 
 def tensors_in(block: TensorBlock, memory: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a block as views of its memory; copies nothing. Each must lie as `aligned` says."""
+    """Iterate over the tensors of a block as views of its memory, without copying. Each must be `aligned`."""
     storage, shift = memory.untyped_storage(), int(memory.storage_offset()) - block.begin
     bases: dict[torch.dtype, torch.Tensor] = {}
     strides: dict[tuple[int, ...], tuple[int, ...]] = {}
@@ -73,12 +73,12 @@ def tensors_in(block: TensorBlock, memory: torch.Tensor) -> Iterator[tuple[str, 
 
 
 def aligned(location: TensorLocation) -> bool:
-    """Whether a tensor in a block's memory is at a multiple of its item's size, as in its file."""
+    """Return whether a tensor's offset is a multiple of its item size."""
     return location.offset % location.dtype.itemsize == 0
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense tensor's memory as uint8, 1-D; to be called where autograd is off."""
+    """Return a dense tensor's memory as 1-D uint8. Call with autograd disabled."""
     if tensor.is_contiguous():
         return tensor.view(-1).view(torch.uint8)
     storage = tensor.untyped_storage()
@@ -87,7 +87,7 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _memory(nbytes: int, offset: int, device: torch.device | str) -> torch.Tensor:
-    """Memory of undefined content, as far from a page, and from a widest item, as `offset` of a file."""
+    """Allocate uninitialised memory with the same alignment to pages and items as `offset` in the file."""
     shift = offset % MAX_ITEM_SIZE
     if torch.device(device).type == "cpu":
         return allocate_host(nbytes + shift, offset - shift)[shift:]

@@ -1,1 +1,1 @@
-"""Blobs behind HTTP range requests, S3's too: retried, hedged, straight into memory."""
+"""Blobs over HTTP range requests, also for S3: retried, hedged, received in place."""

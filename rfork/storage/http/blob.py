@@ -1,7 +1,7 @@
-"""Objects behind HTTP, read range by range into memory that exists: what web and S3 storage have in common.
+"""HTTP objects, read range by range into existing memory: common to web servers and S3.
 
-A body goes from the socket straight into the caller's views. What fails in passing is asked for again from
-the byte where it broke off; what is slow is asked for a second time, into memory of its own.
+A body is received from the socket directly into the caller's views. After a transient failure, the request
+resumes at the byte where it broke off; a slow request is hedged by a second one into separate memory.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ from rfork.transport.http.stream import ScatterCursor
 __all__ = ["Explain", "HttpConnectionPool", "HttpRequest", "ObjectVersion", "RangedBlob", "Sign"]
 
 REQUEST_BYTES: Final = 32 << 20
-"""Most bytes asked for at once: a connection that breaks, or a signature that ends, costs no more."""
+"""Maximum size of one request: limits the loss when a connection breaks or a signature expires."""
 
 log = logger(__name__)
 
 
 class RangedBlob:
-    """A `Blob` behind HTTP. Each read under way has a connection of the pool's.
+    """A `Blob` over HTTP. Each read in progress uses one connection of the pool.
 
-    Nothing is asked of the server by this; see `open`. `uri` is what errors and logs say: without secrets.
+    The constructor sends no request; see `open`. `uri` is used in errors and logs and must not contain
+    secrets.
     """
 
     def __init__(
@@ -71,10 +72,10 @@ class RangedBlob:
         *,
         front: int = 0,
     ) -> RangedBlob:
-        """Ask for the first `front` bytes, one at least, and learn which object this is and how large.
+        """Request the first `front` bytes (at least one) to learn the version and size of the object.
 
-        `explain` may know better than the status what a refusal means. Raises StorageNotFound, StorageAccessDenied
-        or another StorageError.
+        `explain` may return a more specific error for a refused request. Raises StorageNotFound,
+        StorageAccessDenied or another StorageError.
         """
         blob = cls(uri, sign, pool, settings, ObjectVersion(0, "", ""), explain)
         try:
@@ -96,7 +97,7 @@ class RangedBlob:
 
     @property
     def version(self) -> str | None:
-        """See `Blob`: the entity tag, or the date where there is none."""
+        """See `Blob`: the entity tag, or the modification date if there is none."""
         return self._identity.version
 
     def read(self, offset: int, into: Sequence[memoryview]) -> None:
@@ -111,24 +112,24 @@ class RangedBlob:
             self._read_range(cursor, offset, min(cursor.done + REQUEST_BYTES, length))
 
     def close(self) -> None:
-        """End it at once: reads under way raise StorageError."""
+        """Close immediately: reads in progress raise StorageError."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-            legs = list(self._cancel_scopes)
-        for leg in legs:
-            leg.end()
+            scopes = list(self._cancel_scopes)
+        for scope in scopes:
+            scope.end()
         self._pool.unregister()
 
     def _first(self, front: int) -> ObjectVersion:
-        """Ask for the first bytes, and keep them. Raises StorageError kinds."""
+        """Request and keep the first bytes. Raises StorageError subclasses."""
         max_bytes = max(1, front)
         attempts = self._attempts()
         while True:
-            with self._cancel_scope() as leg:
+            with self._cancel_scope() as scope:
                 try:
-                    with self._resource.get({"Range": f"bytes=0-{max_bytes - 1}"}, leg, self._timeout) as reply:
+                    with self._resource.get({"Range": f"bytes=0-{max_bytes - 1}"}, scope, self._timeout) as reply:
                         identity = version_from_response(self._uri, reply.head, max_bytes)
                         body = bytearray(min(identity.size, max_bytes))
                         if body:
@@ -136,44 +137,44 @@ class RangedBlob:
                         self._head_bytes = bytes(body) if front else b""
                         return identity
                 except (Cancelled, RetryableError, OSError) as error:
-                    self._back_off(attempts, 0, error, leg, "its first byte")
+                    self._back_off(attempts, 0, error, scope, "the first byte")
 
     def _read_range(self, cursor: ScatterCursor, offset: int, until: int) -> None:
-        """Fill the cursor, which began at byte `offset`, until it has `until` bytes."""
+        """Fill the cursor, which began at byte `offset`, up to `until` bytes."""
         attempts = self._attempts()
         what = f"bytes [{offset + cursor.done}, {offset + until})"
         while cursor.done < until:
             before = cursor.done
-            with self._cancel_scope() as leg:
-                failed = self._attempt(cursor, offset, until, leg)
+            with self._cancel_scope() as scope:
+                failed = self._attempt(cursor, offset, until, scope)
                 if failed is not None and cursor.done < until:
-                    self._back_off(attempts, cursor.done - before, failed, leg, what)
+                    self._back_off(attempts, cursor.done - before, failed, scope, what)
 
-    def _attempt(self, cursor: ScatterCursor, offset: int, until: int, leg: CancelScope) -> Exception | None:
-        """Ask for what is missing, a second time where it takes long: what went wrong, if anything did."""
+    def _attempt(self, cursor: ScatterCursor, offset: int, until: int, scope: CancelScope) -> Exception | None:
+        """Request the missing bytes, hedged if slow; return the error, if any."""
         begin, end = offset + cursor.done, offset + until
         hedges = self._pool.hedges
-        with self._cancel_scope() as second:
+        with self._cancel_scope() as second_scope:
 
             def again(spare: ScatterCursor, lacking: int, end: int) -> None:
-                self._fetch(spare, lacking, end, second, self._timeout, extra=True)
+                self._fetch(spare, lacking, end, second_scope, self._timeout, extra=True)
 
-            race = HedgedRequest(hedges, cursor, offset, end, leg, second, again)
+            hedged = HedgedRequest(hedges, cursor, offset, end, scope, second_scope, again)
             due_s = hedges.delay_s(end - begin)
             try:
                 first_byte_s, seconds = self._fetch(
                     cursor,
                     begin,
                     end,
-                    leg,
-                    lambda: ReadTimeout(self._settings.timeout_s, due_s, race.on_slow),
+                    scope,
+                    lambda: ReadTimeout(self._settings.timeout_s, due_s, hedged.on_slow),
                 )
             except (Cancelled, RetryableError, OSError) as error:
-                race.wait_result()
+                hedged.wait_result()
                 return error
             finally:
-                race.stop()
-        hedges.first_byte(end - begin, first_byte_s, seconds)
+                hedged.stop()
+        hedges.record_response(end - begin, first_byte_s, seconds)
         return None
 
     def _fetch(
@@ -181,29 +182,33 @@ class RangedBlob:
         cursor: ScatterCursor,
         begin: int,
         end: int,
-        leg: CancelScope,
+        scope: CancelScope,
         make_timeout: Callable[[], ReadTimeout],
         *,
         extra: bool = False,
     ) -> tuple[float, float]:
-        """One request for `[begin, end)`: seconds until its answer began, and until it was whole."""
+        """Send one request for `[begin, end)`; return the seconds until the response began and until it was
+        complete.
+        """
         fields = {"Range": f"bytes={begin}-{end - 1}", **self._identity.conditions}
-        with self._resource.get(fields, leg, make_timeout, extra=extra) as reply:
+        with self._resource.get(fields, scope, make_timeout, extra=extra) as reply:
             began = time.monotonic()
             check_content_range(self._uri, reply.head, self._identity, begin, end)
             reply.fill(cursor, end - begin)
             return began - reply.timeout.began, time.monotonic() - reply.timeout.began
 
-    def _back_off(self, attempts: RetryBudget, brought: int, failed: Exception, leg: CancelScope, what: str) -> None:
-        """Wait before the next attempt. Raises StorageError when this was the last, or after `close`."""
+    def _back_off(
+        self, attempts: RetryBudget, transferred_bytes: int, failed: Exception, scope: CancelScope, what: str
+    ) -> None:
+        """Wait before the next attempt. Raises StorageError after the last attempt, or after `close`."""
         self._check_open()
         cause = failed if isinstance(failed, RetryableError) else RetryableError(_describe(failed))
-        delay_s = attempts.failed(brought, cause.after_s)
+        delay_s = attempts.failed(transferred_bytes, cause.after_s)
         if delay_s is None:
             count = f"{attempts.made} attempt{'s' if attempts.made > 1 else ''}"
             raise StorageError(f"{self._uri}: gave up on {what} after {count}: {cause}")
-        log.debug("asking again", source=self._uri, what=what, because=str(cause), wait_s=round(delay_s, 2))
-        leg.wait(delay_s)
+        log.debug("retrying storage request", source=self._uri, what=what, reason=str(cause), wait_s=round(delay_s, 2))
+        scope.wait(delay_s)
         self._check_open()
 
     def _attempts(self) -> RetryBudget:
@@ -214,24 +219,24 @@ class RangedBlob:
 
     @contextmanager
     def _cancel_scope(self) -> Iterator[CancelScope]:
-        """A leg that `close` ends."""
-        leg = CancelScope()
+        """Yield a scope that `close` cancels."""
+        scope = CancelScope()
         with self._lock:
             if not self._closed:
-                self._cancel_scopes.add(leg)
+                self._cancel_scopes.add(scope)
         self._check_open()
         try:
-            yield leg
+            yield scope
         finally:
             with self._lock:
-                self._cancel_scopes.discard(leg)
+                self._cancel_scopes.discard(scope)
 
     def _check_open(self) -> None:
         if self._closed:
-            raise StorageError(f"{self._uri} was closed")
+            raise StorageError(f"{self._uri} is closed")
 
 
 def _describe(error: Exception) -> str:
-    """Why a connection came to nothing, in words."""
+    """Describe a connection error."""
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return f"the connection broke: {reason}"
+    return f"connection failed: {reason}"

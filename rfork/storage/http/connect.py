@@ -1,4 +1,4 @@
-"""How a connection to a web server is made, and how a wait on one is ended."""
+"""Opens connections to web servers; waits can be cancelled from another thread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rfork.transport.http.stream import PlainStream, Stream, TlsStream
 
 
 class Cancelled(Exception):
-    """Another thread ended this wait."""
+    """Another thread cancelled this operation."""
 
 
 class _Abortable(Protocol):
@@ -25,7 +25,9 @@ class _Abortable(Protocol):
 
 
 class CancelScope:
-    """One thread's run at a range. Any thread may end it: whatever it waits on gives up at once."""
+    """Cancellation of one thread's attempt at a range. Any thread may cancel; blocking operations then fail
+    immediately.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -35,16 +37,16 @@ class CancelScope:
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether another thread wants it to stop."""
+        """Return whether the attempt was cancelled."""
         return self._ended.is_set()
 
     def wait(self, seconds: float) -> None:
-        """Stand still for so long, or until it is ended."""
+        """Sleep, or return early when cancelled."""
         self._ended.wait(seconds)
 
     @contextmanager
     def attached(self, abortable: _Abortable) -> Iterator[None]:
-        """What is to be cut where this is ended within the block. Raises Ended where it was before."""
+        """Abort `abortable` if the scope is cancelled within the block. Raises Cancelled if it already is."""
         with self._lock:
             if self.is_cancelled:
                 raise Cancelled
@@ -52,12 +54,14 @@ class CancelScope:
         try:
             yield
         finally:
-            # From here on the connection may be another leg's: this one must not cut it any more.
+            # From here on, another attempt may use the connection: this scope must not abort it any more.
             with self._lock:
                 self._abortable = None
 
     def end(self) -> None:
-        """End it, for good; safe from any thread. A run of the process that this was forked from goes on."""
+        """Cancel permanently, from any thread. Does nothing in a forked child process: the parent's attempt
+        continues.
+        """
         if self._process != os.getpid():
             return
         with self._lock:
@@ -67,9 +71,10 @@ class CancelScope:
 
 
 def client_context(settings: StorageSettings) -> ssl.SSLContext:
-    """What storage servers are checked by: `settings.ca` alone, or the system's authorities.
+    """Return the TLS context for storage servers: trusts `settings.ca` only, or else the system's
+    authorities.
 
-    Raises SettingsError where the file cannot be used.
+    Raises SettingsError if the file cannot be used.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -78,13 +83,13 @@ def client_context(settings: StorageSettings) -> ssl.SSLContext:
         return context
     try:
         context.load_verify_locations(cafile=settings.ca)
-    except OSError as error:  # ssl.SSLError is one
-        raise SettingsError(f"RFORK_STORAGE_CA: cannot use {settings.ca}: {error}") from error
+    except OSError as error:  # includes ssl.SSLError
+        raise SettingsError(f"SSL_CERT_FILE: cannot use {settings.ca}: {error}") from error
     return context
 
 
 class _ConnectingSocket:
-    """A socket that is being connected."""
+    """A socket with a connect in progress."""
 
     def __init__(self, connecting: socket.socket) -> None:
         self._connecting = connecting
@@ -93,30 +98,30 @@ class _ConnectingSocket:
         try:
             self._connecting.shutdown(socket.SHUT_RDWR)
         except OSError:
-            # Not begun, or over: then `connect` does not wait, and may say that it is connected.
+            # Not started, or finished: then `connect` does not block, and may succeed.
             return
 
 
-def open_connection(origin: HttpOrigin, context: ssl.SSLContext | None, timeout_s: float, leg: CancelScope) -> Stream:
-    """Connect to the first of the origin's addresses that answers. Raises OSError or Ended."""
+def open_connection(origin: HttpOrigin, context: ssl.SSLContext | None, timeout_s: float, scope: CancelScope) -> Stream:
+    """Connect to the first reachable address of the origin. Raises OSError or Cancelled."""
     failed: OSError | None = None
     addresses = socket.getaddrinfo(origin.host, origin.port, type=socket.SOCK_STREAM)
     for family, socket_type, protocol, _, address in addresses:
         connecting = socket.socket(family, socket_type, protocol)
         try:
             connecting.settimeout(timeout_s)
-            with leg.attached(_ConnectingSocket(connecting)):
+            with scope.attached(_ConnectingSocket(connecting)):
                 connecting.connect(address)
-            if leg.is_cancelled:
+            if scope.is_cancelled:
                 raise Cancelled
-            return _wrap_stream(connecting, origin, context, timeout_s, leg)
+            return _wrap_stream(connecting, origin, context, timeout_s, scope)
         except OSError as error:
             connecting.close()
             failed = error
         except BaseException:
             connecting.close()
             raise
-    raise failed or OSError("the name has no address")
+    raise failed or OSError("the host name has no address")
 
 
 def _wrap_stream(
@@ -124,14 +129,14 @@ def _wrap_stream(
     origin: HttpOrigin,
     context: ssl.SSLContext | None,
     timeout_s: float,
-    leg: CancelScope,
+    scope: CancelScope,
 ) -> Stream:
     if context is None:
         return PlainStream(connected)
     wrapped = context.wrap_socket(connected, server_hostname=origin.host, do_handshake_on_connect=False)
     try:
         stream = TlsStream(wrapped)
-        with leg.attached(stream):
+        with scope.attached(stream):
             stream.handshake(timeout_s)
     except BaseException:
         wrapped.close()

@@ -1,7 +1,8 @@
-"""A second request beside one that takes long. Whichever is whole first counts, and the other is cut.
+"""A second request that runs concurrently with a slow one. The first to complete wins, and the other is
+cancelled.
 
-The second writes into memory of its own, and the thread of the first copies out of it: so nobody but the
-caller's own thread ever writes into the caller's views, and nobody at all once it has returned.
+The second request writes to separate memory, and the thread of the first copies from there. Only the caller's
+thread ever writes to the caller's views, and no thread does after it has returned.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from rfork.storage.http.retry import RetryableError
 from rfork.transport.http.stream import ScatterCursor
 
 Fetch = Callable[[ScatterCursor, int, int], None]
-"""Fills a cursor with bytes `[begin, end)`, in one attempt."""
+"""Fills a cursor with bytes `[begin, end)` in one attempt."""
 
 log = logger(__name__)
 
 
 class HedgedRequest:
-    """What the first request for bytes up to `end` lacks, and the second request for it, if there is one.
+    """The bytes that a first request is still missing, up to `end`, and a second request for them, if any.
 
-    All methods are for the first's thread, which holds `leg` and fills `cursor`; that began at byte `offset`.
-    `second` is ended where its result is not wanted any more, by whoever holds it.
+    All methods run on the thread of the first request, which owns `scope` and fills `cursor`; that began at
+    byte `offset`. `second` is cancelled when its result is no longer needed.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class HedgedRequest:
         cursor: ScatterCursor,
         offset: int,
         end: int,
-        leg: CancelScope,
+        scope: CancelScope,
         second: CancelScope,
         fetch: Fetch,
     ) -> None:
@@ -43,7 +44,7 @@ class HedgedRequest:
         self._cursor = cursor
         self._offset = offset
         self._end = end
-        self._leg = leg
+        self._scope = scope
         self._second = second
         self._fetch = fetch
         self._begin = 0
@@ -52,25 +53,25 @@ class HedgedRequest:
         self._thread: threading.Thread | None = None
 
     def on_slow(self) -> float | None:
-        """Send the second request, or say in how many seconds to ask again whether there is room for it."""
+        """Send the second request, or return the seconds after which to try again if the limit is reached."""
         if self._thread is not None:
             return None
         begin = self._offset + self._cursor.done
-        if not self._hedges.begin(self._end - begin):
+        if not self._hedges.reserve(self._end - begin):
             return MIN_DELAY_S
         try:
             self._begin, self._scratch = begin, bytearray(self._end - begin)
             thread = threading.Thread(target=self._run, name="rfork-hedge", daemon=True)
             thread.start()
-        except (MemoryError, RuntimeError) as error:  # RuntimeError: the system gives no further thread
-            self._hedges.end(self._end - begin)
-            log.debug("no second request", because=str(error))
+        except (MemoryError, RuntimeError) as error:  # RuntimeError: cannot start a new thread
+            self._hedges.release(self._end - begin)
+            log.debug("hedged request not sent", reason=str(error))
             return MIN_DELAY_S
         self._thread = thread
         return None
 
     def wait_result(self) -> None:
-        """Wait until the second request has ended, and take what it has and the first has not."""
+        """Wait until the second request has ended, and copy the bytes that the first is missing."""
         if self._thread is None:
             return
         self._thread.join()
@@ -81,7 +82,7 @@ class HedgedRequest:
             self._cursor.advance(len(target))
 
     def stop(self) -> None:
-        """End the second request; its thread ends by itself, and touches nothing but its own memory."""
+        """Cancel the second request. Its thread ends asynchronously and only uses its own memory."""
         self._second.end()
 
     def _run(self) -> None:
@@ -89,10 +90,10 @@ class HedgedRequest:
         try:
             self._fetch(cursor, self._begin, self._end)
         except (Cancelled, RetryableError, OSError, RforkError) as error:
-            # The first goes on, and meets by itself what is wrong with the object.
-            log.debug("second request failed", because=str(error))
+            # The first request continues, and will meet any problem with the object itself.
+            log.debug("hedged request failed", reason=str(error))
         finally:
             self._received_bytes = cursor.done
-            self._hedges.end(self._end - self._begin)
+            self._hedges.release(self._end - self._begin)
         if not cursor.left:
-            self._leg.end()
+            self._scope.end()

@@ -1,4 +1,4 @@
-"""Connections to web servers, kept alive from request to request."""
+"""Pool of keep-alive connections to web servers."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from rfork.storage.http.hedging import HedgePolicy
 from rfork.storage.http.request import HttpOrigin
 from rfork.transport.http.stream import Stream
 
-IDLE_S: Final = 30.0
-"""Longest that a connection is kept without use: what stands between may forget it without a word."""
+MAX_IDLE_S: Final = 30.0
+"""Maximum idle time of a connection: firewalls and load balancers may drop idle connections silently."""
 MIN_HEDGE_BYTES: Final = 16 << 20
-"""Memory for second requests, however little there is: one of the largest blocks that are read at once."""
+"""Minimum memory for second requests: one block of the largest size."""
 
 
 @dataclass(slots=True)
 class PooledConnection:
-    """A stream to an origin; `reused` once it has answered a request. `extra`: beside the pool's bound.
+    """A stream to an origin; `reused` if it has served a request before. `extra`: not counted by the pool's
+    limit.
 
-    `process` alone may use it; `idle_since`: when its last use ended, by the pool's clock.
+    Only `process` may use it; `idle_since`: end of its last use, by the pool's clock.
     """
 
     stream: Stream
@@ -38,11 +39,11 @@ class PooledConnection:
 
 
 class HttpConnectionPool:
-    """Connections to any number of servers, and what has been seen of their speed. Thread-safe.
+    """Connections to any number of servers, and statistics of their speed. Thread-safe.
 
-    At most `settings.streams` are in use at once, beside those of second requests, and as many are kept.
-    Once it is closed, and no blob uses it any more, none is kept. A process that is forked has connections of
-    its own: what two processes read from one would mix.
+    At most `settings.concurrency` are in use at a time, not counting second requests, and as many are kept
+    idle. After `close`, and once no blob uses the pool, none is kept. A forked child process gets its own
+    connections, because two processes must not share one.
     """
 
     def __init__(self, settings: StorageSettings, clock: Callable[[], float] = time.monotonic) -> None:
@@ -53,84 +54,84 @@ class HttpConnectionPool:
         self._blobs = 0
         self._closed = False
         self._forking = threading.Lock()
-        self._begin()
+        self._reset()
 
-    def _begin(self) -> None:
-        """Take it for this process, with nothing in use."""
+    def _reset(self) -> None:
+        """Initialise for the current process, with nothing in use."""
         self._hedges = HedgePolicy(self._settings.hedge_ratio, max(self._settings.staging_bytes // 4, MIN_HEDGE_BYTES))
         self._changed = threading.Condition()
-        self._busy = 0
+        self._in_use = 0
         self._process = os.getpid()
 
-    def _own(self) -> threading.Condition:
-        """What guards this pool. In a process that was forked meanwhile: another, and no connections."""
+    def _lock_for_process(self) -> threading.Condition:
+        """Return the pool's lock. In a forked child process, reset the pool first."""
         if self._process != os.getpid():
-            # Only here is this lock taken, so no thread of the other process can have held it.
+            # This lock is only acquired here, so no thread of the parent process can have held it.
             with self._forking:
                 if self._process != os.getpid():
                     inherited, self._idle = self._idle, []
-                    self._begin()
-                    _close(inherited)  # this process's descriptors: no word of it to the servers
+                    self._reset()
+                    _close(inherited)  # closes this process's descriptors without a TLS shutdown
         return self._changed
 
     @property
     def hedges(self) -> HedgePolicy:
-        """How fast its servers have answered."""
-        self._own()
+        """Response times of the servers."""
+        self._lock_for_process()
         return self._hedges
 
     def register(self) -> None:
-        """A blob uses this pool from now on."""
-        with self._own():
+        """Register a blob that uses this pool."""
+        with self._lock_for_process():
             self._blobs += 1
 
     def unregister(self) -> None:
-        """A blob uses it no more; what waits for a connection looks again whether it was ended."""
-        with self._own():
+        """Unregister a blob; threads that wait for a connection check whether they were cancelled."""
+        with self._lock_for_process():
             self._blobs -= 1
             self._changed.notify_all()
-        self._drop_unwanted()
+        self._close_if_unused()
 
     def close(self) -> None:
-        """Keep no connection from now on, or from when the last blob that uses them is closed."""
-        with self._own():
+        """Stop keeping connections, as soon as the last registered blob is closed."""
+        with self._lock_for_process():
             self._closed = True
-        self._drop_unwanted()
+        self._close_if_unused()
 
-    def acquire(self, origin: HttpOrigin, leg: CancelScope, *, fresh: bool, extra: bool) -> PooledConnection:
-        """A connection to an origin: one that was kept, unless it is to be `fresh`, or a new one.
+    def acquire(self, origin: HttpOrigin, scope: CancelScope, *, fresh: bool, extra: bool) -> PooledConnection:
+        """Return a connection to an origin: an idle one, unless `fresh`, or a new one.
 
-        Waits until there are fewer than the bound, except for one that is `extra`. Raises Ended, an OSError,
-        or SettingsError where the authorities cannot be read.
+        Waits until a slot is free, unless `extra`. Raises Cancelled, an OSError, or SettingsError if the
+        certificate authorities cannot be read.
         """
-        with self._own():
+        with self._lock_for_process():
             if not extra:
-                self._changed.wait_for(lambda: leg.is_cancelled or self._busy < self._settings.concurrency)
-            if leg.is_cancelled:
-                self._changed.notify()  # the turn that this wait was told of is another's
+                self._changed.wait_for(lambda: scope.is_cancelled or self._in_use < self._settings.concurrency)
+            if scope.is_cancelled:
+                self._changed.notify()  # pass the notification on to another waiter
                 raise Cancelled
-            limit = self._clock() - IDLE_S
-            old = self._collect_expired(lambda reused: reused.idle_since <= limit)
+            limit = self._clock() - MAX_IDLE_S
+            expired = self._remove_idle(lambda reused: reused.idle_since <= limit)
             found = None if fresh else next((reused for reused in self._idle if reused.origin == origin), None)
             if found is not None:
                 self._idle.remove(found)
                 found.extra = extra
             if not extra:
-                self._busy += 1
-        _close(old)
+                self._in_use += 1
+        _close(expired)
         if found is not None:
             return found
         try:
             context = self._tls() if origin.secure else None
-            stream = open_connection(origin, context, self._settings.timeout_s, leg)
+            stream = open_connection(origin, context, self._settings.timeout_s, scope)
             return PooledConnection(stream, origin, extra, self._process)
         except BaseException:
             self._free_slot(extra)
             raise
 
     def release(self, connection: PooledConnection, *, usable: bool) -> None:
-        """End the use of a connection, which is `usable` once its answer has been read to the end."""
-        changed = self._own()
+        """End the use of a connection; `usable` if its response was read completely."""
+        changed = self._lock_for_process()
         if connection.process != self._process:
             connection.stream.close()
             return
@@ -147,24 +148,24 @@ class HttpConnectionPool:
         self._free_slot(connection.extra)
 
     def drop_idle(self, origin: HttpOrigin) -> None:
-        """Keep none of the connections to an origin that are idle now."""
-        with self._own():
-            unwanted = self._collect_expired(lambda reused: reused.origin == origin)
+        """Close all idle connections to an origin."""
+        with self._lock_for_process():
+            unwanted = self._remove_idle(lambda reused: reused.origin == origin)
         _close(unwanted)
 
-    def _collect_expired(self, which: Callable[[PooledConnection], bool]) -> list[PooledConnection]:
-        """Idle connections that are kept no more; under the lock."""
-        picked = [reused for reused in self._idle if which(reused)]
-        self._idle = [reused for reused in self._idle if not which(reused)]
-        return picked
+    def _remove_idle(self, matches: Callable[[PooledConnection], bool]) -> list[PooledConnection]:
+        """Remove and return the matching idle connections. Call with the lock held."""
+        removed = [reused for reused in self._idle if matches(reused)]
+        self._idle = [reused for reused in self._idle if not matches(reused)]
+        return removed
 
     def _free_slot(self, extra: bool) -> None:
         if not extra:
             with self._changed:
-                self._busy -= 1
+                self._in_use -= 1
                 self._changed.notify()
 
-    def _drop_unwanted(self) -> None:
+    def _close_if_unused(self) -> None:
         with self._changed:
             if not self._closed or self._blobs:
                 return

@@ -1,4 +1,4 @@
-"""What is asked of a web server for one attempt at a range: URL, headers, and the bytes they become."""
+"""An HTTP GET request for a range: URL, headers and their encoding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FIELD = re.compile(r"[\t\x20-\x7e]*")
 
 @dataclass(frozen=True, slots=True)
 class HttpOrigin:
-    """What a connection goes to; credentials for one origin are not shown to another."""
+    """Endpoint of a connection; credentials for one origin are not sent to another."""
 
     secure: bool
     host: str
@@ -25,7 +25,7 @@ class HttpOrigin:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class HttpRequest:
-    """A URL and the headers that go with it, such as Authorization; either may hold a secret."""
+    """A URL and its headers, such as Authorization; both may contain secrets."""
 
     url: str
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -35,33 +35,35 @@ class HttpRequest:
 
     @property
     def redacted_url(self) -> str:
-        """The URL as errors say it: without its query, or a password."""
+        """URL for error messages: without query or password."""
         return redacted(self.url)
 
     @property
     def origin(self) -> HttpOrigin:
-        """Where to connect to. Raises StorageError for what is no http or https URL."""
+        """Endpoint to connect to. Raises StorageError if the URL is not a valid http or https URL."""
         try:
             parts = urlsplit(self.url)
             port = parts.port
-            (parts.hostname or "").encode("idna")  # as it will be looked up
-        except ValueError:  # whose words may hold what is secret
-            raise StorageError(f"{self.redacted_url!r} cannot be asked for: it is no URL") from None
+            (parts.hostname or "").encode("idna")  # as in the DNS lookup
+        except ValueError:  # whose message may contain a secret
+            raise StorageError(f"{self.redacted_url!r} is not a valid URL") from None
         if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
-            raise StorageError(f"{self.redacted_url!r} cannot be asked for: it is no plain http or https URL")
+            raise StorageError(f"{self.redacted_url!r} is not a plain http or https URL")
         secure = parts.scheme == "https"
         return HttpOrigin(secure, parts.hostname, port or (443 if secure else 80))
 
     def head(self, fields: Mapping[str, str]) -> bytes:
-        """The bytes of a GET with these fields beside its own headers.
+        """Return the encoded GET request with these fields in addition to its own headers.
 
-        Raises StorageError, which shows no value, where something cannot stand in an HTTP head.
+        Raises StorageError, without quoting any value, if the URL or a header cannot be sent.
         """
         parts = urlsplit(self.url)
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         if not _VISIBLE.fullmatch(target + parts.netloc):
-            raise StorageError(f"{self.redacted_url!r} cannot be asked for: its special characters are not quoted")
-        # A header of the request itself is what was signed: it stands before one of the same name.
+            raise StorageError(
+                f"{self.redacted_url!r} cannot be requested: its special characters are not percent-encoded"
+            )
+        # The request's own headers were signed, so they override fields of the same name.
         own = {name.lower() for name in self.headers}
         ours = {name: value for name, value in fields.items() if name.lower() not in own}
         lines = [f"GET {target} HTTP/1.1"]
@@ -69,23 +71,25 @@ class HttpRequest:
             lines.append(f"Host: {parts.netloc}")
         for name, value in {**self.headers, **ours}.items():
             if not _VISIBLE.fullmatch(name) or not _FIELD.fullmatch(value):
-                raise StorageError(f"{self.redacted_url!r} cannot be asked for: a header holds control characters")
+                raise StorageError(f"{self.redacted_url!r} cannot be requested: a header contains control characters")
             lines.append(f"{name}: {value}")
         return "\r\n".join([*lines, "", ""]).encode("ascii")
 
     def follow(self, location: str) -> HttpRequest:
-        """Where an answer's Location leads: without these headers where that is another origin.
+        """Return the request for a redirect; drops the headers if the origin changes.
 
-        Raises StorageError where it leads from https to http, or nowhere.
+        Raises StorageError if it redirects from https to http, or to an invalid URL.
         """
         try:
             target = HttpRequest(urljoin(self.url, location).partition("#")[0])
         except ValueError:
-            raise StorageError(f"{self.redacted_url} redirects to what is no URL") from None
+            raise StorageError(f"{self.redacted_url} redirects to an invalid URL") from None
         if self.origin.secure and not target.origin.secure:
-            raise StorageError(f"{self.redacted_url} redirects from https to http, which is not followed")
+            raise StorageError(f"{self.redacted_url} redirects from https to http, which is not allowed")
         return HttpRequest(target.url, self.headers) if target.origin == self.origin else target
 
 
 Sign = Callable[[], HttpRequest]
-"""Makes the request for one attempt, anew each time: a presigned URL may expire. Called on any thread."""
+"""Creates the request for one attempt. Called for each attempt, on any thread, because a presigned URL may
+expire.
+"""

@@ -1,4 +1,4 @@
-"""What a web server's answer to a range says: which object, which bytes, and why not."""
+"""Interprets a web server's response to a range request: object version, range, and errors."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from rfork.transport.http.headers import parse_content_range
 from rfork.transport.http.parser import ResponseHead
 
 Explain = Callable[[int, bytes], StorageError | None]
-"""What a kind of server means by a refusal's status and text; None: what every web server means by it."""
+"""Translates status and text of an error response for one type of server; None: use the generic meaning."""
 
 RETRYABLE_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
-"""Statuses that another attempt may not meet."""
+"""Statuses after which a retry may succeed."""
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _UNSATISFIED_RANGE = re.compile(r"bytes\s+\*/([0-9]{1,19})", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectVersion:
-    """What an object was when it was opened; its tag and date are empty where the server tells none."""
+    """Version of an object when it was opened; tag and date are empty if the server sends none."""
 
     size: int
     etag: str
@@ -32,44 +32,46 @@ class ObjectVersion:
 
     @classmethod
     def of(cls, fields: Mapping[str, str], size: int) -> ObjectVersion:
-        """As an answer's fields tell it."""
+        """Return the version described by response fields."""
         return cls(size, fields.get("etag", ""), fields.get("last-modified", ""))
 
     @property
     def version(self) -> str | None:
-        """What tells it from others of the same name, as well as the server can."""
+        """Identifier among versions of the same name, as far as the server distinguishes them."""
         return self.etag or self.modified or None
 
     @property
     def conditions(self) -> dict[str, str]:
-        """The fields by which a server is to refuse a range of any other object."""
+        """Request fields that make the server refuse a range of any other version."""
         if self.etag and not self.etag.startswith("W/"):  # weak tags never match (RFC 9110 13.1.1)
             return {"If-Match": self.etag}
         return {"If-Unmodified-Since": self.modified} if self.modified else {}
 
     def check(self, uri: str, other: ObjectVersion) -> None:
-        """Raises StorageChanged where an answer is of another object; servers may ignore conditions."""
+        """Raise StorageChanged if a response is of another version; servers may ignore conditions."""
         strong = bool(self.etag) and not self.etag.startswith("W/")
         for ours, theirs, what in (
-            # Proxies weaken tags of what they pass on; the condition that we sent was about the strong one.
+            # Proxies may weaken tags that they forward; the condition that we sent used the strong one.
             (self.etag.removeprefix("W/"), other.etag.removeprefix("W/"), "its tag"),
             ("" if strong else self.modified, other.modified, "its date"),
             (str(self.size), str(other.size), "its size"),
         ):
             if ours and theirs and ours != theirs:
-                raise StorageChanged(f"{uri} was replaced while it was read: {what} is {theirs[:80]}, not {ours[:80]}")
+                raise StorageChanged(
+                    f"{uri} was replaced during the read: {what} is {theirs[:80]} instead of {ours[:80]}"
+                )
 
 
 def version_from_response(uri: str, head: ResponseHead, max_bytes: int = 1) -> ObjectVersion:
-    """The object, by the answer to a request for its first `max_bytes` bytes, or all where it has fewer.
+    """Return the object's version from the response to a request for its first `max_bytes` bytes.
 
-    Raises StorageError kinds or Passing.
+    Raises StorageError subclasses or RetryableError.
     """
     if head.status == 206:
         size = _parse_content_range(uri, head)[2]
         _part(uri, head, 0, max_bytes if size is None else min(size, max_bytes))
         if size is None:
-            raise StorageError(f"{uri}: the server does not say how large it is")
+            raise StorageError(f"{uri}: the server does not report its size")
         return ObjectVersion.of(head.fields, size)
     if head.status == 416 and (match := _UNSATISFIED_RANGE.fullmatch(head.fields.get("content-range", ""))):
         if int(match.group(1)) == 0:
@@ -80,9 +82,9 @@ def version_from_response(uri: str, head: ResponseHead, max_bytes: int = 1) -> O
 
 
 def check_content_range(uri: str, head: ResponseHead, identity: ObjectVersion, begin: int, end: int) -> None:
-    """Raises StorageError kinds unless an answer's body is bytes `[begin, end)` of the object."""
+    """Raise StorageError subclasses unless a response's body is bytes `[begin, end)` of the object."""
     if head.status in (412, 416):
-        raise StorageChanged(f"{uri} was replaced while it was read")
+        raise StorageChanged(f"{uri} was replaced during the read")
     if head.status != 206:
         raise _unusable(uri, head)
     size = _part(uri, head, begin, end)
@@ -90,22 +92,22 @@ def check_content_range(uri: str, head: ResponseHead, identity: ObjectVersion, b
 
 
 def error_from_response(uri: str, head: ResponseHead, text: bytes, explain: Explain | None) -> Exception:
-    """The error that any status but those of ranges means: a StorageError, or Passing."""
+    """Return the error for an unsuccessful status: a StorageError or RetryableError."""
     status_text = status_line(head.status)
     if head.status in RETRYABLE_STATUSES:
         after_s = retry_after(head.fields.get("retry-after", ""), datetime.now(UTC))
-        return RetryableError(f"answered {status_text}", after_s)
+        return RetryableError(f"responded {status_text}", after_s)
     if explain is not None and (explained := explain(head.status, text)) is not None:
         return explained
     if head.status in (401, 403):
         return StorageAccessDenied(f"{uri}: access denied ({status_text})")
     if head.status in (404, 410):
-        return StorageNotFound(f"{uri}: there is no such file ({status_text})")
-    return StorageError(f"{uri}: the server answered {status_text}")
+        return StorageNotFound(f"{uri}: file not found ({status_text})")
+    return StorageError(f"{uri}: the server responded {status_text}")
 
 
 def status_line(status: int) -> str:
-    """A status with its usual words."""
+    """Return a status with its standard phrase."""
     try:
         return f"{status} {HTTPStatus(status).phrase}"
     except ValueError:
@@ -113,7 +115,7 @@ def status_line(status: int) -> str:
 
 
 def _parse_content_range(uri: str, head: ResponseHead) -> tuple[int, int, int | None]:
-    """Begin and end of what an answer says its body is, and the object's size where it tells that."""
+    """Parse Content-Range: begin and end of the body, and the object's size if reported."""
     try:
         return parse_content_range(head.fields.get("content-range", ""))
     except ValueError as error:
@@ -121,22 +123,24 @@ def _parse_content_range(uri: str, head: ResponseHead) -> tuple[int, int, int | 
 
 
 def _part(uri: str, head: ResponseHead, begin: int, end: int) -> int | None:
-    """The object's size, where it is told. Raises StorageError kinds unless the body is `[begin, end)`."""
+    """Return the object's size, if reported. Raises StorageError subclasses unless the body is `[begin,
+    end)`.
+    """
     fields = head.fields
     got_begin, got_end, size = _parse_content_range(uri, head)
     if (got_begin, got_end) != (begin, end):
-        requested_text = f"where [{begin}, {end}) were asked for"
+        requested_text = f"instead of [{begin}, {end})"
         if size is not None and size < end and got_begin == begin:
-            raise StorageChanged(f"{uri} was replaced while it was read: it has {size} bytes now")
-        raise StorageError(f"{uri}: the server gives bytes [{got_begin}, {got_end}) {requested_text}")
+            raise StorageChanged(f"{uri} was replaced during the read: it has {size} bytes now")
+        raise StorageError(f"{uri}: the server sent bytes [{got_begin}, {got_end}) {requested_text}")
     if fields.get("content-length") != str(end - begin) or "transfer-encoding" in fields:
-        raise StorageError(f"{uri}: the server does not say that its answer has {end - begin} bytes")
+        raise StorageError(f"{uri}: the server does not declare a body of {end - begin} bytes")
     if fields.get("content-encoding", "identity") != "identity":
-        raise StorageError(f"{uri}: the server sends it encoded as {fields['content-encoding'][:40]}")
+        raise StorageError(f"{uri}: the server encodes the body as {fields['content-encoding'][:40]}")
     return size
 
 
 def _unusable(uri: str, head: ResponseHead) -> StorageError:
     if head.status == 200:
-        return StorageError(f"{uri}: this server has no ranges: it answers with the whole file")
-    return StorageError(f"{uri}: the server answered {status_line(head.status)} to a range")
+        return StorageError(f"{uri}: the server does not support range requests and sends the complete file")
+    return StorageError(f"{uri}: the server responded {status_line(head.status)} to a range request")

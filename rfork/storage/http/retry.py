@@ -1,4 +1,4 @@
-"""How often a request is sent again, and how long to wait before: without threads or sockets."""
+"""Retry policy of storage requests: number of attempts and delays. Uses no threads or sockets."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Final
 
-FIRST_S: Final = 0.1
-"""Longest wait after the first failure; it doubles with each further one."""
+FIRST_DELAY_S: Final = 0.1
+"""Maximum delay after the first failure; doubles with each further one."""
 MAX_DELAY_S: Final = 5.0
-"""Longest wait after any failure."""
+"""Maximum delay after any failure."""
 MAX_RETRY_AFTER_S: Final = 30.0
-"""Longest wait that a server's Retry-After is granted."""
-PROGRESS: Final = 1 << 20
-"""Bytes that an attempt must bring for the count to begin anew; a server that breaks off after every few
-bytes would else be asked for ever."""
+"""Maximum delay that a server can request with Retry-After."""
+MIN_PROGRESS_BYTES: Final = 1 << 20
+"""Bytes that an attempt must transfer to reset the attempt count. Without a minimum, a server that breaks off
+after every few bytes would be retried forever.
+"""
 
 _SECONDS = re.compile(r"[0-9]{1,9}")
 
 
 class RetryableError(Exception):
-    """A failure that another attempt may not meet. `after_s`: what the server asks us to wait."""
+    """A failure after which a retry may succeed. `after_s`: delay that the server requested."""
 
     def __init__(self, cause: str, after_s: float = 0.0) -> None:
         super().__init__(cause)
@@ -30,10 +31,11 @@ class RetryableError(Exception):
 
 
 class RetryBudget:
-    """The attempts at one range: given up after so many in vain, and not before so many seconds of that.
+    """Retry budget for one range: gives up after a number of fruitless attempts, but not before a minimum
+    time.
 
-    A server that starts again, or that puts its clients off, does so for longer than a few quick attempts
-    take. The waits grow exponentially, each with jitter over its upper half (`random` gives [0, 1)).
+    A server that restarts or throttles its clients needs longer than a few quick attempts. Delays grow
+    exponentially, each with jitter over its upper half (`random` returns values in [0, 1)).
     """
 
     def __init__(
@@ -47,14 +49,18 @@ class RetryBudget:
         self._progress = clock()
         self.made = 0
 
-    def failed(self, brought: int, after_s: float = 0.0) -> float | None:
-        """One more failed, having brought so many bytes: seconds to wait, or None when it was the last."""
+    def failed(self, transferred_bytes: int, after_s: float = 0.0) -> float | None:
+        """Record a failed attempt that transferred `transferred_bytes` bytes; return the delay in seconds, or None to
+        give up.
+        """
         self.made += 1
         self._fruitless_attempts += 1
         now = self._clock()
-        if brought >= PROGRESS:
+        if transferred_bytes >= MIN_PROGRESS_BYTES:
             self._fruitless_attempts, self._progress = 1, now
-        wait_s = (0.5 + self._random() / 2) * min(MAX_DELAY_S, FIRST_S * 2.0 ** min(self._fruitless_attempts - 1, 30))
+        wait_s = (0.5 + self._random() / 2) * min(
+            MAX_DELAY_S, FIRST_DELAY_S * 2.0 ** min(self._fruitless_attempts - 1, 30)
+        )
         if self._fruitless_attempts >= self._min_attempts:
             left_s = self._progress + self._min_retry_s - now
             if left_s <= 0:
@@ -64,7 +70,7 @@ class RetryBudget:
 
 
 def retry_after(value: str, now: datetime) -> float:
-    """Seconds that a Retry-After field asks for (RFC 9110 10.2.3); 0 where it cannot be understood."""
+    """Return the seconds that a Retry-After field requests (RFC 9110 10.2.3); 0 if it is invalid."""
     if _SECONDS.fullmatch(value.strip()):
         return float(value)
     try:

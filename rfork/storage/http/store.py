@@ -1,4 +1,4 @@
-"""Files behind any web server that has ranges: read by name, never listed or written."""
+"""Read-only store on any web server that supports range requests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rfork.storage.location import Location
 
 
 class HttpStore:
-    """A `Store` behind ``http://`` or ``https://``; all its blobs share one pool of connections."""
+    """A `BlobStore` on ``http://`` or ``https://``; all its blobs share one connection pool."""
 
     def __init__(self, folder: Location, settings: StorageSettings) -> None:
         self._folder = folder.folder
@@ -22,13 +22,13 @@ class HttpStore:
 
     @property
     def uri(self) -> str:
-        """See `Store`."""
+        """See `BlobStore`."""
         return self._folder.uri
 
     def open(self, name: str, *, front: int = 0) -> Blob:
-        """See `Store`. A `name` may carry the ``?query`` of a presigned URL, which no error will show.
+        """See `BlobStore`. A `name` may include the ``?query`` of a presigned URL, which no error shows.
 
-        What is quoted in a name (``%2F``) is asked for as it is written.
+        Percent-encoding in a name (``%2F``) is sent unchanged.
         """
         path, mark, query = name.partition("?")
         uri = self._folder.child(path).uri
@@ -38,22 +38,22 @@ class HttpStore:
         return RangedBlob.open(uri, lambda: request, self._pool, self._settings, front=front)
 
     def list(self, prefix: str = "") -> Iterator[BlobEntry]:
-        """A web server cannot be listed: raises SettingsError."""
+        """Raise SettingsError: a web server cannot be listed."""
         raise SettingsError(
-            f"{self.uri} cannot be listed: it is a web server", hint="name the file, or use s3:// or a path"
+            f"{self.uri} cannot be listed: it is a web server", hint="pass the file, or use s3:// or a path"
         )
 
     def write(self, name: str, *, replace: bool = True) -> AbstractContextManager[BlobWriter]:
-        """A web server can only be read: raises SettingsError."""
+        """Raise SettingsError: a web server is read-only."""
         raise self._read_only_error()
 
     def remove(self, name: str) -> None:
-        """A web server can only be read: raises SettingsError."""
+        """Raise SettingsError: a web server is read-only."""
         raise self._read_only_error()
 
     def close(self) -> None:
-        """See `Store`."""
+        """See `BlobStore`."""
         self._pool.close()
 
     def _read_only_error(self) -> SettingsError:
-        return SettingsError(f"{self.uri} can only be read: it is a web server", hint="write to s3:// or a path")
+        return SettingsError(f"{self.uri} is read-only: it is a web server", hint="write to s3:// or a path")

@@ -1,1 +1,1 @@
-"""The engine that fills memory from many ranges of blobs at once, a GPU's too."""
+"""Reads many ranges of blobs into CPU or GPU memory in parallel."""

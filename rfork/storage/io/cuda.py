@@ -1,4 +1,4 @@
-"""Copies into CUDA tensors: page-locked staging, and copies that no kernel waits for."""
+"""Copies into CUDA tensors: page-locked staging, on streams that no kernel waits for."""
 
 from __future__ import annotations
 
@@ -17,43 +17,44 @@ CUDA_SUCCESS = 0
 
 
 class CudaBlockCopier:
-    """Copies of one `fill`, on a stream of its own for each device; see `Copier`."""
+    """Copies of one `fill`, on a dedicated stream for each device; see `BlockCopier`."""
 
     def __init__(self, devices: Iterable[torch.device], settings: StorageSettings) -> None:
-        """The copies begin after what the calling thread's current streams have been given by now."""
+        """Copies begin after all work queued so far on the calling thread's current streams."""
         self._direct_storage = DirectStorage.find(settings)
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         for device in devices:
             stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            # Freshly allocated memory may still be written by kernels of whoever freed it.
+            # Kernels of the previous owner may still write to freshly allocated memory.
             stream.wait_stream(torch.cuda.current_stream(device))
             self._streams[device] = stream
         if self._direct_storage is not None:
-            # It asks no stream.
+            # GPUDirect Storage does not synchronise with streams.
             for stream in self._streams.values():
                 stream.synchronize()
 
     def read(self, block: ReadBlock, pieces: Sequence[tuple[int, torch.Tensor]]) -> bool:
-        """See `Copier.read`: by GPUDirect Storage."""
+        """See `BlockCopier.read`: uses GPUDirect Storage."""
         return self._direct_storage is not None and self._direct_storage.read(block, pieces)
 
     def copy(self, into: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> CopyHandle:
-        """See `Copier.copy`."""
+        """See `BlockCopier.copy`."""
         stream = self._streams[into[0].device]
         try:
             with torch.cuda.stream(stream):
-                # One call for all of a block: 20,000 small tensors cost 20,000 copies, but few steps here.
+                # One call for the complete block: 20,000 small tensors are still 20,000 copies, but few
+                # Python calls.
                 torch._foreach_copy_(list(into), list(source), non_blocking=True)
-                # One that sleeps, instead of keeping a core busy that reads could use.
+                # A blocking event sleeps instead of spinning on a core that reads could use.
                 event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
                 event.record(stream)
         except BaseException:
-            stream.synchronize()  # what was begun still reads the source
+            stream.synchronize()  # copies in progress still read the source
             raise
         return _CudaCopy(event)
 
     def close(self) -> None:
-        """See `Copier.close`."""
+        """See `BlockCopier.close`."""
         if self._direct_storage is not None:
             self._direct_storage.close()
 
@@ -67,13 +68,17 @@ class _CudaCopy:
 
 
 def pinned_staging(memory: int, buffer_bytes: int) -> BufferPool:
-    """Staging that the GPU's copy engine reads by itself, in huge pages: disks write into these quickest."""
+    """Return page-locked staging in huge pages: the GPU's copy engine reads it directly, and disks write
+    fastest to it.
+    """
     pinned = _Pinned()
     return BufferPool(memory, buffer_bytes, pinned.make, pinned.free)
 
 
 class _Pinned:
-    """Page-locked memory: rfork's own where CUDA agrees to lock it, else the driver's. Thread-safe."""
+    """Allocates page-locked memory: registered with CUDA where that succeeds, otherwise from the driver.
+    Thread-safe.
+    """
 
     def __init__(self) -> None:
         self._registered: set[int] = set()
@@ -85,7 +90,7 @@ class _Pinned:
             self._registered.add(memory.data_ptr())
             return memory
         with suppress(RuntimeError):
-            # CUDA keeps the refusal, and would blame the next kernel for it: this one takes the blame.
+            # CUDA keeps the error and would report it at the next kernel launch: let this one absorb it.
             torch.zeros(1, device="cuda")
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 

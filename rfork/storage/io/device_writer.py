@@ -1,4 +1,4 @@
-"""Blocks on their way to a device: read into staging, copied from there while the next one is read."""
+"""Transfers blocks to a device: reads into one staging buffer while the previous one is copied."""
 
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ from rfork.storage.io.staging import BUFFER_ALIGNMENT, BufferPool
 
 
 class CopyHandle(Protocol):
-    """A copy under way."""
+    """A copy in progress."""
 
     def wait(self) -> None:
-        """Wait until every byte is in its place, and none of the source is read any more."""
+        """Wait until all bytes are copied and the source is no longer read."""
         ...
 
 
 class BlockCopier(Protocol):
-    """Copies staging to devices; thread-safe."""
+    """Copies staging buffers to devices. Thread-safe."""
 
     def read(self, block: ReadBlock, pieces: Sequence[tuple[int, torch.Tensor]]) -> bool:
-        """Read a block's pieces (offsets in the blob, memory) into their device without staging; False where
-        that is not possible."""
+        """Read a block's pieces (offset in the blob, memory) directly into device memory; return False if
+        that is not possible.
+        """
         ...
 
     def copy(self, into: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> CopyHandle:
-        """Begin to copy each source to its place, all of one device; uint8, 1-D, of like lengths."""
+        """Start copying each source to its destination; all on one device, 1-D uint8, of equal lengths."""
         ...
 
     def close(self) -> None:
-        """Close what is open; no copy is under way any more."""
+        """Release resources. Call only when no copy is in progress."""
         ...
 
 
@@ -46,10 +47,10 @@ class _Pending:
 
 
 class DeviceWriter:
-    """The blocks of one thread; it has at most two buffers: one is copied while the other is read into.
+    """Transfers the blocks of one thread, with at most two buffers: one is copied while the other is filled.
 
-    `on_landed` is told each block that is in its place. A buffer is not given back, nor read into again,
-    before its copy has ended.
+    `on_landed` is called for each block whose copy is complete. A buffer is only released or reused after its
+    copy has ended.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class DeviceWriter:
         self._pending: _Pending | None = None
 
     def load(self, block: ReadBlock) -> None:
-        """Read a block and begin to copy it; the one before has landed then."""
+        """Read a block and start copying it; the previous one is complete when this returns."""
         pieces = list(self._plan.pieces(block))
         wanted = [self._extents[piece.index].into[piece.begin : piece.end] for piece in pieces]
         offsets = [block.begin + piece.at for piece in pieces]
@@ -77,7 +78,7 @@ class DeviceWriter:
             return
         buffer = self._buffer()
         try:
-            # Aligned like the blob: a local disk writes into it by itself.
+            # Aligned like the blob, so that a local disk can write to it directly.
             block_view = buffer[block.begin % BUFFER_ALIGNMENT :][: block.end - block.begin]
             block.blob.read(block.begin, [host_view(block_view.data_ptr(), block_view.numel())])
             sources = [block_view[piece.at : piece.at + piece.end - piece.begin] for piece in pieces]
@@ -89,12 +90,12 @@ class DeviceWriter:
         self._complete_pending(before)
 
     def flush(self) -> None:
-        """Wait until the last block has landed."""
+        """Wait until the last block is complete."""
         before, self._pending = self._pending, None
         self._complete_pending(before)
 
     def cancel(self) -> None:
-        """Wait for a copy under way, and tell nobody."""
+        """Wait for the copy in progress without calling `on_landed`."""
         before, self._pending = self._pending, None
         if before is not None:
             self._release(before)
@@ -103,7 +104,7 @@ class DeviceWriter:
         buffer = self._staging.try_acquire()
         if buffer is not None:
             return buffer
-        # All are in use, one of them perhaps here: waiting with it in hand could be for ever.
+        # All buffers are in use, possibly one by this thread: waiting without releasing it could deadlock.
         self.flush()
         return self._staging.acquire()
 
@@ -116,5 +117,5 @@ class DeviceWriter:
         try:
             pending.arrival.wait()
         finally:
-            # Where the device fails, its memory is lost anyway; others still wait for the buffer.
+            # If the device fails, its memory is lost anyway; other threads still need the buffer.
             self._staging.release(pending.buffer)

@@ -1,4 +1,4 @@
-"""What is read in one go: extents that lie side by side in their blob, cut where they are long."""
+"""Plans reads: merges adjacent extents of a blob into blocks and splits long ones."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from rfork.storage.blob import Blob
 from rfork.storage.io.staging import BUFFER_BYTES
 
 MIN_BLOCK_BYTES = 4 << 20
-"""Bytes under which a request costs more than it brings, even if streams stay idle."""
+"""Minimum block size: smaller requests cost more than they gain, even if streams stay idle."""
 BLOCK_STEP = 1 << 20
-GAP = 64 << 10
-"""Bytes between two extents that are read with them, and thrown away: cheaper than one more read."""
+MAX_GAP_BYTES = 64 << 10
+"""Largest gap in bytes between two extents that is read and discarded: cheaper than another read."""
 CPU = torch.device("cpu")
 
 
 class Extent(NamedTuple):
-    """A run of a blob's bytes, and the memory they belong in.
+    """A range of a blob and the memory to fill with it.
 
-    In host memory any dense tensor, whose `nbytes` bytes from `data_ptr` on are filled whatever its type and
-    shape: 20,000 views as bytes take longer than a page cache takes to give what belongs in them. On
-    another device uint8, 1-D, contiguous.
+    In host memory, any dense tensor: the `nbytes` bytes from `data_ptr` are filled regardless of dtype and
+    shape, because creating 20,000 byte views takes longer than copying their content from the page cache. On
+    other devices, a contiguous 1-D uint8 tensor.
     """
 
     blob: Blob
@@ -35,9 +35,9 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReadBlock:
-    """Bytes `[begin, end)` of a blob that are read in one go, all for one device.
+    """Bytes `[begin, end)` of a blob that are read at a time, all for one device.
 
-    They are those of the extents at `[first, stop)` in the plan's order; `wanted` bytes, without the gaps.
+    They cover the extents `[first, stop)` in plan order; `wanted` is the number of bytes without gaps.
     """
 
     blob: Blob
@@ -51,7 +51,7 @@ class ReadBlock:
 
 @dataclass(frozen=True, slots=True)
 class BlockPiece:
-    """Bytes of a block from `at` on: those `[begin, end)` of extent `index`."""
+    """Bytes of a block starting at `at`: range `[begin, end)` of extent `index`."""
 
     at: int
     index: int
@@ -60,10 +60,10 @@ class BlockPiece:
 
 
 class ReadPlan:
-    """The extents of one `fill` in blocks: in the order of blobs, as they first come, and of offsets.
+    """The extents of one `fill`, split into blocks, ordered by blob (first use) and offset.
 
-    Blocks end at multiples of `size` in their blob, so that most of them are aligned for any disk. An
-    extent without bytes is in none. Takes about a microsecond an extent, as there may be many.
+    Blocks end at multiples of `size` in their blob, so that most are aligned for any disk. Empty extents
+    belong to no block. Takes about a microsecond per extent, because there may be many.
     """
 
     def __init__(self, extents: Sequence[Extent], size: int) -> None:
@@ -78,20 +78,20 @@ class ReadPlan:
             if blob is not last:
                 last, turn = blob, rank.setdefault(id(blob), len(rank))
             keys.append((turn, offset))
-        # Without those that have no bytes: a chain of them would bridge a gap of any length.
+        # Empty extents are dropped: a chain of them would bridge a gap of any length.
         filled = [index for index, length in enumerate(self._lengths) if length]
         self._order = sorted(filled, key=keys.__getitem__)
-        self._unwanted = torch.empty(GAP, dtype=torch.uint8)
+        self._unwanted = torch.empty(MAX_GAP_BYTES, dtype=torch.uint8)
 
     def blocks(self) -> Iterator[ReadBlock]:
-        """The blocks; each is worked out when it is asked for."""
+        """Iterate over the blocks, computed lazily."""
         blob: Blob | None = None
         device = CPU
         begin = at = limit = wanted = first = 0
         for position, index in enumerate(self._order):
             extent, offset, length = self._extents[index], self._offsets[index], self._lengths[index]
             end = offset + length
-            if not (extent.blob is blob and at <= offset <= at + GAP and offset < limit) or (
+            if not (extent.blob is blob and at <= offset <= at + MAX_GAP_BYTES and offset < limit) or (
                 not (extent.into.is_cpu and device is CPU) and extent.into.device != device
             ):
                 if blob is not None and at > begin:
@@ -109,7 +109,7 @@ class ReadPlan:
             yield ReadBlock(blob, device, begin, at, wanted, first, len(self._order))
 
     def pieces(self, block: ReadBlock) -> Iterator[BlockPiece]:
-        """What is wanted of a block, in order."""
+        """Iterate over the wanted pieces of a block, in order."""
         for index in self._order[block.first : block.stop]:
             offset, length = self._offsets[index], self._lengths[index]
             begin, end = max(block.begin - offset, 0), min(block.end - offset, length)
@@ -117,7 +117,9 @@ class ReadPlan:
                 yield BlockPiece(offset + begin - block.begin, index, begin, end)
 
     def host_views(self, block: ReadBlock) -> list[memoryview]:
-        """The memory of a block on the CPU, in order, and some for its gaps; neighbours are one."""
+        """Return views of a CPU block's memory, in order, with scratch memory for its gaps; adjacent ones are
+        merged.
+        """
         views: list[memoryview] = []
         start = stop = 0
         done = block.begin
@@ -145,7 +147,9 @@ class ReadPlan:
         return views
 
     def pieces_in(self, block: ReadBlock) -> tuple[list[int], list[tuple[int, int, int]]]:
-        """The extents that have all their bytes in a block; and of each other its bytes here, and in all."""
+        """Return the extents that lie completely in a block, and for each other one: index, bytes in this
+        block, total bytes.
+        """
         complete = self._order[block.first : block.stop]
         parts: list[tuple[int, int, int]] = []
         for index in {complete[0], complete[-1]}:
@@ -158,6 +162,6 @@ class ReadPlan:
 
 
 def block_bytes(total: int, streams: int, max_bytes: int = BUFFER_BYTES) -> int:
-    """The most bytes of a block: so that all streams have some, and a multiple of every alignment."""
+    """Return the block size: small enough to keep all streams busy, and a multiple of every alignment."""
     share = -(-total // streams // BLOCK_STEP) * BLOCK_STEP
     return min(max_bytes // BLOCK_STEP * BLOCK_STEP, BUFFER_BYTES, max(MIN_BLOCK_BYTES, share))

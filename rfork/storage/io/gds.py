@@ -1,4 +1,4 @@
-"""GPUDirect Storage: local files straight into GPU memory, where kvikio and the machine can."""
+"""GPUDirect Storage: reads local files directly into GPU memory, if kvikio and the machine support it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ log = logger(__name__)
 
 
 class CuFileHandle(Protocol):
-    """What is used of `kvikio.CuFile`."""
+    """The part of `kvikio.CuFile` that is used."""
 
     def raw_read(self, buf: torch.Tensor, size: int, file_offset: int) -> int:
-        """Read into device memory on the calling thread; the bytes that came."""
+        """Read into device memory on the calling thread; return the number of bytes."""
         ...
 
     def close(self) -> None:
@@ -31,7 +31,7 @@ class CuFileHandle(Protocol):
 
 
 class CuFileLibrary(Protocol):
-    """What opens files; `kvikio`."""
+    """Library that opens files; `kvikio`."""
 
     def CuFile(self, file: str, flags: str) -> CuFileHandle:
         """Open a file."""
@@ -39,7 +39,9 @@ class CuFileLibrary(Protocol):
 
 
 class DirectStorage:
-    """Reads blocks of local files into CUDA tensors; thread-safe. One `fill`'s, closed with it."""
+    """Reads blocks of local files into CUDA tensors. Thread-safe. Belongs to one `fill` and is closed with
+    it.
+    """
 
     def __init__(self, library: CuFileLibrary) -> None:
         self._library = library
@@ -50,7 +52,7 @@ class DirectStorage:
 
     @classmethod
     def find(cls, settings: StorageSettings) -> DirectStorage | None:
-        """This machine's, or None where it has none, or the settings forbid it."""
+        """Return an instance, or None if this machine does not support it or the settings forbid it."""
         if settings.direct_io == "never":
             return None
         try:
@@ -58,15 +60,17 @@ class DirectStorage:
             import kvikio.cufile_driver
 
             if not kvikio.cufile_driver.get("is_gds_available"):
-                log.debug("no GPUDirect Storage", because="the driver says that it is not available")
+                log.debug("no GPUDirect Storage", reason="not available according to the driver")
                 return None
         except (ImportError, AttributeError, RuntimeError) as error:
-            log.debug("no GPUDirect Storage", because=str(error))
+            log.debug("no GPUDirect Storage", reason=str(error))
             return None
         return cls(kvikio)
 
     def read(self, block: ReadBlock, pieces: Sequence[tuple[int, torch.Tensor]]) -> bool:
-        """See `Copier.read`; False too for what is no file of this machine, or is in the page cache."""
+        """See `BlockCopier.read`; also returns False for blobs that are not local files, and for cached
+        ranges.
+        """
         file = block.blob
         if self._broken or not isinstance(file, LocalFile) or file.cached(block.begin, block.end - block.begin):
             return False
@@ -78,21 +82,21 @@ class DirectStorage:
                     if count != into.numel():
                         raise StorageError(f"{file.path} ends before byte {offset + into.numel()}")
         except RuntimeError as error:
-            # Whatever cuFile dislikes; if it is the file, the way through the host says what is wrong.
+            # Any failure of cuFile. If the file is the cause, the read through host memory reports the error.
             self._broken = True
-            log.debug("no GPUDirect Storage", because=str(error))
+            log.debug("no GPUDirect Storage", reason=str(error))
             return False
         return True
 
     def close(self) -> None:
-        """Close the files; no read is under way any more."""
+        """Close the files. Call only when no read is in progress."""
         self._opened.close()
 
     def _handle(self, file: LocalFile, descriptor: int) -> CuFileHandle:
         with self._lock:
             handle = self._handles.get(file)
             if handle is None:
-                # Through the descriptor: the name may be another file's by now.
+                # Open by descriptor: the name may refer to another file by now.
                 handle = self._library.CuFile(f"/proc/self/fd/{descriptor}", "r")
                 self._opened.callback(handle.close)
                 self._handles[file] = handle

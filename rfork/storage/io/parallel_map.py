@@ -1,4 +1,4 @@
-"""One call for each of many things, several at once: for small requests that each cost a round trip."""
+"""Parallel map for small requests that each cost a round trip."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ ResultT = TypeVar("ResultT")
 
 
 def parallel_map(name: str, work: Callable[[ItemT], ResultT], items: Sequence[ItemT], threads: int) -> list[ResultT]:
-    """What `work` returns for each item, in their order, on at most `threads` threads.
+    """Return the results of `work` for all items, in order, using at most `threads` threads.
 
-    Raises what the first item to fail raised, once all calls have ended. The threads do not hold up the end
-    of the process, should storage hang. `name` is for errors.
+    Raises the error of the first failed item, after all calls have ended. If storage hangs, the threads do
+    not prevent the process from exiting. `name` is used in errors.
     """
     if len(items) <= 1 or threads <= 1:
         return [work(item) for item in items]
@@ -30,7 +30,7 @@ def parallel_map(name: str, work: Callable[[ItemT], ResultT], items: Sequence[It
     for attempt in attempts:
         try:
             results.append(attempt.result())
-        except Exception as error:  # raised below, when none of the others is under way
+        except Exception as error:  # raised below, when the other calls have ended
             failed.append(error)
     if failed:
         raise failed[0]

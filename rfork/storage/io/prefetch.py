@@ -1,4 +1,4 @@
-"""Reading in groups, one group ahead of whoever takes them."""
+"""Reads groups of items, one group ahead of the consumer."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 POLL_INTERVAL_S = 1.0
-"""Seconds after which a signal is heard, at most."""
+"""Maximum delay in seconds until a signal is handled."""
 
 
 def group_by_size(names: Sequence[str], sizes: Sequence[int], max_bytes: int) -> list[list[str]]:
-    """The names in order, cut so that each group has at most `max_bytes` bytes, or one tensor."""
+    """Split names, in order, into groups of at most `max_bytes` bytes, or one tensor."""
     groups: list[list[str]] = []
     group_bytes = 0
     for name, size in zip(names, sizes, strict=True):
@@ -31,10 +31,10 @@ def group_by_size(names: Sequence[str], sizes: Sequence[int], max_bytes: int) ->
 
 
 def read_ahead(groups: Sequence[Group], read: Callable[[Group], Sequence[Item]]) -> Generator[Item, None, None]:
-    """What `read` gives for each group, in order; it reads the next group while one is taken.
+    """Iterate over the items of each group, in order; the next group is read while one is consumed.
 
-    Two groups are held at once, at most. An iterator that is given up does not wait for the read under way,
-    which may hang.
+    At most two groups are in memory. Closing the iterator does not wait for the read in progress, which may
+    hang.
     """
     following = [start_thread(partial(read, group)) for group in groups[:1]]
     for index in range(len(groups)):
@@ -45,16 +45,16 @@ def read_ahead(groups: Sequence[Group], read: Callable[[Group], Sequence[Item]])
 
 
 def start_thread(work: Callable[[], Result]) -> Callable[[], Result]:
-    """Begin `work` on a thread that does not hold up the end of the process; call what this gives to wait.
+    """Start `work` on a daemon thread; call the returned function to wait for its result.
 
-    That raises what `work` raised, and can be interrupted by a signal at any time.
+    That function raises the error of `work`, and can be interrupted by a signal at any time.
     """
     ended: queue.SimpleQueue[Callable[[], Result]] = queue.SimpleQueue()
 
     def run() -> None:
         try:
             result = work()
-        except BaseException as error:  # raised where the result is waited for
+        except BaseException as error:  # re-raised by wait()
             ended.put(partial(_raise, error))
         else:
             ended.put(lambda: result)
@@ -62,7 +62,7 @@ def start_thread(work: Callable[[], Result]) -> Callable[[], Result]:
     threading.Thread(target=run, name="rfork-ahead", daemon=True).start()
 
     def wait() -> Result:
-        # A signal that comes just before an untimed wait would be heard only after it.
+        # A signal that arrives just before an unbounded wait would not be handled.
         while True:
             with suppress(queue.Empty):
                 return ended.get(timeout=POLL_INTERVAL_S)()

@@ -1,8 +1,8 @@
-"""Many ranges of blobs into memory at once: the one engine that fills tensors from storage.
+"""Parallel reader that fills tensors from ranges of blobs.
 
-What comes in is cut into blocks of like size, whatever the size of the tensors: small ones that lie side
-by side in their blob are read together, large ones in parts, in the order of the blob, by several threads.
-Bytes for the CPU are read straight into their places, those for a GPU by way of `landing`.
+The ranges are split into blocks of similar size, independent of the size of the tensors: adjacent small ones
+are read together, large ones in parts, in the order of the blob, by several threads. Bytes for the CPU are
+read in place, those for a GPU go through a `DeviceWriter`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rfork.storage.io.prefetch import POLL_INTERVAL_S
 __all__ = ["Extent", "fill"]
 
 GRACE_S = 1.0
-"""Seconds that reads under way have to end by themselves, after an error or an interrupt."""
+"""Seconds that reads in progress have to end after an error or an interrupt, before their blobs are closed."""
 
 
 def fill(
@@ -31,25 +31,25 @@ def fill(
     on_filled: Callable[[int], None] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> None:
-    """Fill all extents; returns once every byte is there (of a GPU's memory too).
+    """Fill all extents; returns when every byte has arrived (also in GPU memory).
 
-    `on_filled` is told the index of each extent that is whole, on the engine's threads, several at once:
-    what it does (digesting, giving onwards) overlaps with the reads of others. `progress` is told the bytes
-    of each block, one call at a time. What comes to the CPU takes no memory here, what comes to a GPU at most
-    `settings.memory` bytes of staging; what stores take of their own (a folder as much again, for reads past
-    the page cache) is besides.
+    `on_filled` is called with the index of each complete extent, concurrently on the reader threads: its work
+    (digesting, forwarding) overlaps with the reads of others. `progress` is called with the bytes of each
+    block, one call at a time. Data for the CPU needs no memory here, data for a GPU at most
+    `settings.staging_bytes` bytes of staging, plus what stores allocate themselves (a local folder the same
+    amount again, for direct reads).
 
-    Raises what the blobs raise, or what a callback raises; reads under way have ended by then. Where those of
-    other blocks go on for long after a StorageError (they try again, or hang), their blobs are closed, which
-    ends them but for a disk that hangs: that is waited for until somebody interrupts. An interrupt is raised
-    within seconds, even so: a read that hangs then keeps the memory that it writes to, nobody is told of
-    it any more, and the blobs are closed.
+    Raises the errors of the blobs and callbacks, after the reads in progress have ended. If, after a
+    StorageError, reads of other blocks continue for long (they retry or hang), their blobs are closed, which
+    ends all but reads from a disk that hangs: those are waited for until an interrupt. An interrupt is always
+    raised within seconds: a read that hangs then keeps its memory, no callback is called for it, and the
+    blobs are closed.
     """
     _FillJob(extents, settings, on_filled, progress).run()
 
 
 class _FillJob:
-    """One call of `fill`."""
+    """State of one `fill` call."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class _FillJob:
         self._planning = threading.Lock()
         self._progress_lock = threading.Lock()
         self._left: dict[int, int] = {}
-        """Bytes that still lack, of extents that are in several blocks."""
+        """Missing bytes of extents that span several blocks."""
         self._changed = threading.Condition()
         self._running = self._ended = 0
         self._stopping = self._abandoned_reads = self._released = False
@@ -84,11 +84,11 @@ class _FillJob:
                 self._on_filled(index)
         try:
             for _ in range(self._streams):
-                # Daemons: a disk that hangs must not keep a process that was interrupted from ending.
+                # Daemon threads: a disk that hangs must not prevent an interrupted process from exiting.
                 threading.Thread(target=self._serve, name="rfork-read", daemon=True).start()
             self._wait(lambda: self._stopping or self._ended == self._streams)
             self._stop(None)
-        except BaseException:  # what a signal raised: it waits for nothing that may hang
+        except BaseException:  # raised by a signal handler: wait for nothing that may hang
             self._stop(GRACE_S)
             raise
         finally:
@@ -99,10 +99,11 @@ class _FillJob:
             raise self._errors[0]
 
     def _stop(self, timeout_s: float | None) -> None:
-        """Begin no more reads, and wait for those under way: for ever, or for so many seconds."""
+        """Start no more reads, and wait for those in progress, at most `timeout_s` seconds (None: forever)."""
         with self._changed:
             self._stopping = True
-        # Not joined: an interrupt may have come while one was started. It ends before it begins.
+        # Threads are not joined, because an interrupt may come while one is being started. A thread like that
+        # exits immediately.
         if self._wait(self._is_idle, GRACE_S):
             return
         if timeout_s is not None or any(isinstance(error, StorageError) for error in self._errors):
@@ -114,11 +115,11 @@ class _FillJob:
         return self._running == 0
 
     def _wait(self, done: Callable[[], bool], timeout_s: float | None = None) -> bool:
-        """Wait until `done`, for so many seconds at most; whether it is."""
+        """Wait until `done`, at most `timeout_s` seconds; return whether it is."""
         until = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
             while not done():
-                # A signal that comes just before a wait is heard only after it.
+                # A signal that arrives just before an unbounded wait would not be handled.
                 left = POLL_INTERVAL_S if until is None else until - time.monotonic()
                 if left <= 0:
                     return False
@@ -126,7 +127,7 @@ class _FillJob:
         return True
 
     def _release(self) -> None:
-        """Give back what reads needed, once, when none is under way."""
+        """Release the resources of the reads, once, when none is in progress."""
         with self._changed:
             if self._running or self._released:
                 return
@@ -144,7 +145,7 @@ class _FillJob:
         error: BaseException | None = None
         try:
             self._work()
-        except BaseException as raised:  # raised again by `run`
+        except BaseException as raised:  # re-raised by `run`
             error = raised
         with self._changed:
             if error is not None:
@@ -189,7 +190,7 @@ class _FillJob:
                 self._on_filled(index)
 
     def _mark_complete(self, block: ReadBlock) -> list[int]:
-        """The extents that are whole with this block."""
+        """Return the extents that this block completes."""
         complete, parts = self._plan.pieces_in(block)
         for index, arrived_bytes, length in parts:
             with self._progress_lock:

@@ -1,7 +1,7 @@
-"""Memory that bytes pass through, and memory that they come to.
+"""Staging buffers and page-aligned destination memory.
 
-Huge pages decide the speed of a disk that writes into memory by itself: 2.0 GB/s into pages of 4 KiB and
-3.7 GB/s into those of 2 MiB were measured on one disk.
+Page size determines the speed of DMA from a disk: on one disk, 2.0 GB/s into pages of 4 KiB and 3.7 GB/s into
+pages of 2 MiB were measured.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import torch
 from rfork.image.host_memory import HUGE_PAGE, advise_huge_pages
 
 BUFFER_BYTES = 16 << 20
-"""The size of most reads: more is no faster, and less is slower on disks that stripe."""
+"""Size of most reads: larger is not faster, and smaller is slower on striped disks."""
 BUFFER_ALIGNMENT = 4096
-"""What every device's reads past the page cache may be aligned to."""
+"""Sufficient alignment for direct reads on every device."""
 
 
 def allocate_host(nbytes: int, like_offset: int = 0) -> torch.Tensor:
-    """New memory of undefined content (uint8, 1-D, CPU), in huge pages once it is written to.
+    """Allocate uninitialised memory (uint8, 1-D, CPU), backed by huge pages when it is written to.
 
-    Its address is `like_offset` modulo 4096: what lies there in a file can be read into it past the page
-    cache, without a copy. No page of it is there before the first write.
+    Its address equals `like_offset` modulo 4096, so that data at that file offset can be read directly past
+    the page cache, without a copy. No page is allocated before the first write.
     """
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
@@ -42,9 +42,9 @@ def allocate_host(nbytes: int, like_offset: int = 0) -> torch.Tensor:
 
 
 class BufferPool:
-    """A bounded pool of buffers of one size, each made when it is first wanted. Thread-safe.
+    """Bounded pool of equally sized buffers, allocated on first use. Thread-safe.
 
-    Who takes one buffer at a time, and waits for nothing while holding it, never waits for ever.
+    A thread that uses one buffer at a time, and waits for nothing meanwhile, cannot cause a deadlock.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class BufferPool:
         make: Callable[[int], torch.Tensor] = allocate_host,
         free: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
-        """At most `memory` bytes, but one buffer at least; `make` gives the memory of one, `free` ends it."""
+        """At most `memory` bytes, but at least one buffer; `make` allocates a buffer, `free` releases it."""
         self.buffer_bytes = min(buffer_bytes, memory)
         self._make = make
         self._free = free
@@ -63,25 +63,25 @@ class BufferPool:
         self._changed = threading.Condition()
 
     def acquire(self) -> torch.Tensor:
-        """A buffer (uint8, 1-D), to be given back; waits while all are in use."""
+        """Return a buffer (uint8, 1-D) that must be released; waits while all are in use."""
         with self._changed:
             self._changed.wait_for(lambda: self._spare or self._left)
             return self._pop_or_allocate()
 
     def try_acquire(self) -> torch.Tensor | None:
-        """The same, but None where all are in use."""
+        """Like `acquire`, but return None while all are in use."""
         with self._changed:
             return self._pop_or_allocate() if self._spare or self._left else None
 
     def release(self, buffer: torch.Tensor) -> None:
-        """Take back a buffer that nobody uses any more."""
+        """Return an unused buffer to the pool."""
         with self._changed:
             self._spare.append(buffer)
             self._changed.notify()
 
     @contextmanager
     def lease(self) -> Iterator[torch.Tensor]:
-        """A buffer for the length of the block."""
+        """Yield a buffer for the duration of the block."""
         buffer = self.acquire()
         try:
             yield buffer
@@ -89,7 +89,7 @@ class BufferPool:
             self.release(buffer)
 
     def close(self) -> None:
-        """Give the memory of buffers that are not in use back to the system; others may be made again."""
+        """Free the memory of unused buffers; new ones may be allocated later."""
         with self._changed:
             spare, self._spare = self._spare, []
             self._left += len(spare)

@@ -1,1 +1,1 @@
-"""Files of this machine: through the page cache or past it, whichever is faster."""
+"""Local files, read through the page cache or past it, whichever is faster."""

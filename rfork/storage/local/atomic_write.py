@@ -1,4 +1,4 @@
-"""The last step of a write: a file that is whole gets its name, and both are on the disk."""
+"""Atomic commit of a file: rename and fsync."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rfork.storage.local.errors import storage_error
 
 
 def commit_file(descriptor: int, temporary: Path, path: Path, *, replace: bool) -> None:
-    """Have a whole file on the disk, and then its name. Raises StorageError kinds."""
+    """Sync a complete file and rename it to its final name. Raises StorageError subclasses."""
     try:
         os.fsync(descriptor)
         if replace:
@@ -23,13 +23,13 @@ def commit_file(descriptor: int, temporary: Path, path: Path, *, replace: bool) 
 
 
 def _rename_no_replace(temporary: Path, path: Path) -> None:
-    """Give a file its name, unless another has it."""
+    """Rename a file unless the name is already in use."""
     try:
         os.link(temporary, path)
     except FileExistsError:
         return
     except OSError as error:
-        # A file system without links: whoever comes between puts the same bytes there.
+        # A file system without hard links: a concurrent writer writes the same bytes.
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
             raise
         if not path.exists():
@@ -37,12 +37,12 @@ def _rename_no_replace(temporary: Path, path: Path) -> None:
 
 
 def _fsync_dir(folder: Path) -> None:
-    """Have the folder's new names on the disk too."""
+    """Sync the folder, so that its new names are durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network file systems have no such call for folders.
+        # Some network file systems do not support fsync on folders.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:

@@ -1,4 +1,4 @@
-"""Errors of the operating system by the names that they have here."""
+"""Translates operating system errors to rfork errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ERROR_TYPES = {
     errno.EACCES: StorageAccessDenied,
     errno.EPERM: StorageAccessDenied,
     errno.EROFS: StorageAccessDenied,
-    errno.ESTALE: StorageChanged,  # of NFS: it was replaced or removed on its server
+    errno.ESTALE: StorageChanged,  # NFS: replaced or removed on the server
     errno.ENOSPC: StorageFull,
     errno.EDQUOT: StorageFull,
     errno.EFBIG: StorageFull,
@@ -21,6 +21,6 @@ _ERROR_TYPES = {
 
 
 def storage_error(path: Path, error: OSError) -> StorageError:
-    """What an error of the operating system is called here."""
+    """Return the rfork error for an OSError."""
     error_type = _ERROR_TYPES.get(error.errno or 0, StorageError)
     return error_type(f"{path}: {error.strerror or error}")

@@ -1,4 +1,4 @@
-"""Files of this machine as blobs, and the folder that they lie in as a store."""
+"""Local files as blobs, and a local folder as a store."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from rfork.storage.local.linux import MAX_IOVECS
 from rfork.storage.location import Location
 
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}\.tmp")
-"""Names of files that are still written, or whose writer was killed."""
+"""Names of files that are being written, or whose writer was killed."""
 
 
 class LocalFile:
-    """A file of this machine, held open so that every read is of what was there at first; see `Blob`."""
+    """An open local file, so that every read returns the original content; see `Blob`."""
 
     def __init__(self, path: Path, settings: StorageSettings, staging: BufferPool | None = None) -> None:
-        """Files of one store share their `staging`; without, the file has `settings.memory` of its own."""
+        """Files of one store share `staging`; without it, the file has `settings.staging_bytes` itself."""
         self.path = path
         try:
-            # A pipe without a writer would hold up the one that opens it.
+            # Opening a named pipe without a writer would block.
             self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise storage_error(path, error) from None
         status = os.fstat(self._descriptor)
         if not stat.S_ISREG(status.st_mode):
             os.close(self._descriptor)
-            raise StorageError(f"{path} is no file")
+            raise StorageError(f"{path} is not a regular file")
         self._reader = DirectFile(self._descriptor, settings.direct_io, staging or BufferPool(settings.staging_bytes))
         self._version = _version(status)
         self._size = status.st_size
@@ -60,11 +60,11 @@ class LocalFile:
 
     @property
     def version(self) -> str:
-        """See `Blob.version`: made of the file's number, size and time of change."""
+        """See `Blob.version`: inode, size and modification time."""
         return self._version
 
     def read(self, offset: int, into: Sequence[memoryview]) -> None:
-        """See `Blob.read`. Raises StorageChanged where somebody wrote to the file since it was opened."""
+        """See `Blob.read`. Raises StorageChanged if the file was modified since it was opened."""
         with self.reading():
             try:
                 self._reader.read(offset, into)
@@ -76,7 +76,7 @@ class LocalFile:
 
     @contextmanager
     def reading(self) -> Iterator[int]:
-        """The descriptor, which stays open for the block. Raises as `read`, at its end too."""
+        """Yield the descriptor, which stays open within the block. Raises the errors of `read`, also on exit."""
         with self._lock:
             if self._closed:
                 raise StorageError(f"{self.path} is closed")
@@ -88,12 +88,12 @@ class LocalFile:
             self._release()
 
     def cached(self, offset: int, length: int) -> bool:
-        """Whether a read of this range copies it from the page cache, as far as that is known."""
+        """Return whether most of this range is known to be in the page cache."""
         with self.reading():
             return self._reader.cached(offset, length)
 
     def close(self) -> None:
-        """Close it: at once, or with the end of the last read that is under way, which may hang."""
+        """Close immediately, or when the last read in progress ends, which may hang."""
         with self._lock:
             if self._closed:
                 return
@@ -117,15 +117,15 @@ class LocalFile:
         except OSError as error:
             raise storage_error(self.path, error) from None
         if _version(status) != self._version:
-            raise StorageChanged(f"{self.path} was written to while it was read")
+            raise StorageChanged(f"{self.path} was modified while it was read")
 
 
 class LocalStore:
-    """A folder of this machine; see `Store`."""
+    """A local folder; see `BlobStore`."""
 
     def __init__(self, folder: Location, settings: StorageSettings) -> None:
         if "\0" in folder.path:
-            raise SettingsError(f"{folder.path!r} names no file")
+            raise SettingsError(f"{folder.path!r} is not a valid file name")
         self._uri = folder.folder.uri
         self._folder = Path(folder.path)
         self._settings = settings
@@ -133,16 +133,16 @@ class LocalStore:
 
     @property
     def uri(self) -> str:
-        """See `Store.uri`."""
+        """See `BlobStore.uri`."""
         return self._uri
 
     def open(self, name: str, *, front: int = 0) -> LocalFile:
-        """See `Store.open`."""
+        """See `BlobStore.open`."""
         return LocalFile(self._path(name), self._settings, self._staging)
 
     def list(self, prefix: str = "") -> Iterator[BlobEntry]:
-        """See `Store.list`: without files that are still written; links to folders are not followed."""
-        if prefix.startswith("/"):  # as no name does
+        """See `BlobStore.list`: omits files that are being written; does not follow links to folders."""
+        if prefix.startswith("/"):  # no name begins with a slash
             return
         below, _, begins = prefix.rpartition("/")
         folder = self._path(below) if below else self._folder
@@ -152,9 +152,9 @@ class LocalStore:
 
     @contextmanager
     def write(self, name: str, *, replace: bool = True) -> Iterator[LocalWriter]:
-        """See `Store.write`: under a name that begins with a dot until it is whole and on the disk."""
+        """See `BlobStore.write`: uses a name with a leading dot until the file is complete and synced."""
         path = self._path(name)
-        # Not by the process's number: on a shared folder two machines may write with one number.
+        # Not the process id: two machines may use the same one on a shared folder.
         temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
         try:
             try:
@@ -167,12 +167,12 @@ class LocalStore:
                 commit_file(descriptor, temporary, path, replace=replace)
             finally:
                 os.close(descriptor)
-        finally:  # also where Ctrl-C came as the file was made
+        finally:  # also if Ctrl-C arrived while the file was created
             with suppress(OSError):
                 temporary.unlink()
 
     def remove(self, name: str) -> None:
-        """See `Store.remove`; folders that are empty then stay."""
+        """See `BlobStore.remove`; folders that become empty are kept."""
         path = self._path(name)
         try:
             path.unlink(missing_ok=True)
@@ -182,23 +182,23 @@ class LocalStore:
             raise storage_error(path, error) from None
 
     def close(self) -> None:
-        """See `Store.close`: a folder holds nothing open."""
+        """See `BlobStore.close`: nothing to close."""
 
     def _path(self, name: str) -> Path:
         if not name or name.startswith("/") or "\0" in name or ".." in name.split("/"):
-            raise SettingsError(f"{name!r} names no file within {self._folder}")
+            raise SettingsError(f"{name!r} is not a valid file name within {self._folder}")
         return self._folder / name
 
 
 class LocalWriter:
-    """A file in the making; see `BlobWriter`."""
+    """Writer of a local file; see `BlobWriter`."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self._path = path
         self._descriptor = descriptor
 
     def write(self, views: Sequence[memoryview]) -> None:
-        """See `BlobWriter.write`. Raises StorageFull where no room is left."""
+        """See `BlobWriter.write`. Raises StorageFull if the disk is full."""
         left = [view for view in views if view.nbytes][::-1]
         try:
             while left:
@@ -221,7 +221,7 @@ def _listed(folder: Path, within: str, begins: str) -> Iterator[BlobEntry]:
             entries = [entry for entry in found if entry.name.startswith(begins)]
     except OSError as error:
         raise storage_error(folder, error) from None
-    # As object stores order names: by all of the name, and "a-b" comes before "a/b".
+    # Same order as object stores, by the complete name: "a-b" comes before "a/b".
     folders = {entry.name for entry in entries if entry.is_dir(follow_symlinks=False)}
     for entry in sorted(entries, key=lambda entry: entry.name + "/" * (entry.name in folders)):
         name = within + entry.name
@@ -231,7 +231,7 @@ def _listed(folder: Path, within: str, begins: str) -> Iterator[BlobEntry]:
             try:
                 status = entry.stat()
             except OSError as error:
-                if error.errno in (errno.ENOENT, errno.ELOOP):  # removed since, or a link to nothing
+                if error.errno in (errno.ENOENT, errno.ELOOP):  # removed meanwhile, or a dangling link
                     continue
                 raise storage_error(folder / entry.name, error) from None
             if stat.S_ISREG(status.st_mode):

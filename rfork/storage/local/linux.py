@@ -1,6 +1,6 @@
-"""What Linux tells of files and memory: advice on how to read the quickest.
+"""Linux system calls that report cached pages, memory pages and alignment, to find the fastest way to read.
 
-Where the kernel is too old to tell, or does not let this user know, the answer is None.
+They return None if the kernel is too old, or refuses this user.
 """
 
 from __future__ import annotations
@@ -15,50 +15,50 @@ import sys
 from typing import NamedTuple
 
 MAX_IOVECS = 1024
-"""Buffers in one call: IOV_MAX of Linux and of macOS."""
+"""Maximum number of buffers in one call: IOV_MAX of Linux and macOS."""
 CACHESTAT = 451
-"""The number of the system call, the same on every architecture; since Linux 6.5."""
+"""System call number, the same on every architecture; since Linux 6.5."""
 PAGEMAP_SCAN = 0xC0606610
-"""A request to /proc/self/pagemap; since Linux 6.7."""
+"""ioctl of /proc/self/pagemap; since Linux 6.7."""
 PAGE_IS_PRESENT, PAGE_IS_HUGE = 1 << 3, 1 << 6
 SCAN, REGION = struct.Struct("12Q"), struct.Struct("3Q")
 MAX_PAGEMAP_REGIONS = 16
-"""Memory in more pieces than this is no run of huge pages."""
+"""Memory with more regions than this is not a run of huge pages."""
 MADV_POPULATE_WRITE = 23
 """Since Linux 5.14."""
 STATX_DIOALIGN = 0x2000
 """Since Linux 6.1."""
 STATX = struct.Struct("I148xII96x")
-"""A `struct statx`: its mask, and how memory and offsets must be aligned."""
+"""A `struct statx`: its mask, and the alignment of memory and offsets."""
 AT_EMPTY_PATH = 0x1000
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class PageStats(NamedTuple):
-    """Bytes of a range of memory that have pages behind them, and how many of these have huge ones."""
+    """Bytes of a memory range that are backed by pages, and by huge pages."""
 
     present: int
     huge: int
 
 
 def resident(descriptor: int, offset: int, length: int) -> int | None:
-    """Bytes of a file's range, to the page, that are in the page cache."""
+    """Return the bytes of a file's range, rounded to pages, that are in the page cache."""
     first = offset // mmap.PAGESIZE * mmap.PAGESIZE
     length = offset + length - first
-    cachestat = (ctypes.c_uint64 * 5)()  # in the cache, dirty, written back, evicted, recently evicted
+    cachestat = (ctypes.c_uint64 * 5)()  # cached, dirty, written back, evicted, recently evicted
     wanted = (ctypes.c_uint64 * 2)(first, length)
     if sys.platform != "linux":
         return None
     if _libc.syscall(CACHESTAT, descriptor, wanted, cachestat, 0) == 0:
         return int(cachestat[0]) * mmap.PAGESIZE
     if ctypes.get_errno() != errno.ENOSYS:
-        return None  # not this user's file: mincore would say that all of it is there
+        return None  # not this user's file: mincore would report it as completely cached
     return resident_when_mapped(descriptor, first, length)
 
 
 def resident_when_mapped(descriptor: int, first: int, length: int) -> int | None:
-    """The same by mincore, from the beginning of a page on: for Linux before 6.5."""
+    """Like `resident`, but with mincore and from the beginning of a page: for Linux before 6.5."""
     length = min(length, os.fstat(descriptor).st_size - first)
     if length <= 0:
         return 0
@@ -67,7 +67,7 @@ def resident_when_mapped(descriptor: int, first: int, length: int) -> int | None
     except OSError:
         return None
     with mapping:
-        # Not one of its bytes is touched: a file cut short meanwhile does no harm.
+        # No byte is accessed, so a file that is truncated meanwhile does no harm.
         start = ctypes.c_char.from_buffer(mapping)
         pages = (ctypes.c_ubyte * -(-length // mmap.PAGESIZE))()
         failed = _libc.mincore(ctypes.byref(start), ctypes.c_size_t(length), pages)
@@ -76,7 +76,7 @@ def resident_when_mapped(descriptor: int, first: int, length: int) -> int | None
 
 
 def direct_alignment(descriptor: int) -> int | None:
-    """What addresses and offsets of reads past the page cache are multiples of; 0 where none are possible."""
+    """Return the required alignment of direct reads; 0 if they are not supported."""
     statx_buffer = ctypes.create_string_buffer(STATX.size)
     try:
         status = _libc.statx(descriptor, b"", AT_EMPTY_PATH, STATX_DIOALIGN, statx_buffer)
@@ -89,7 +89,7 @@ def direct_alignment(descriptor: int) -> int | None:
 
 
 def page_stats(address: int, length: int) -> PageStats | None:
-    """Which pages lie behind this memory; to the page."""
+    """Return the page statistics of this memory, rounded to pages."""
     begin = address // mmap.PAGESIZE * mmap.PAGESIZE
     end = -(-(address + length) // mmap.PAGESIZE) * mmap.PAGESIZE
     regions = ctypes.create_string_buffer(REGION.size * MAX_PAGEMAP_REGIONS)
@@ -123,12 +123,12 @@ def page_stats(address: int, length: int) -> PageStats | None:
 
 
 def populate(address: int, length: int) -> bool:
-    """Have the kernel put pages behind this memory now, as writing to it would; whether it did."""
+    """Allocate the pages of this memory now, as writing to it would; return whether that succeeded."""
     begin = address // mmap.PAGESIZE * mmap.PAGESIZE
     byte_length = ctypes.c_size_t(address + length - begin)
     return bool(_libc.madvise(ctypes.c_void_p(begin), byte_length, MADV_POPULATE_WRITE) == 0)
 
 
 def address_of(view: memoryview) -> int:
-    """Where a writable view's bytes lie."""
+    """Return the address of a writable view."""
     return ctypes.addressof(ctypes.c_char.from_buffer(view))

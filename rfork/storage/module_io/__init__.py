@@ -1,1 +1,1 @@
-"""From storage into modules and back."""
+"""Loads modules from storage and saves them."""

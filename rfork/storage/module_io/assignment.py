@@ -1,8 +1,8 @@
-"""Assignment of stored tensors to the tensors of a module, with the meaning of torch's `load_state_dict`.
+"""Assigns stored tensors to the tensors of a module, with the semantics of torch's `load_state_dict`.
 
-Most tensors are read straight into the module's memory. Those whose values are not their bytes, or that
-share memory with others, are read first and copied then, in the order of torch. A module that loads its
-state itself (an override, a hook) gets its stored tensors through its own `load_state_dict`.
+Most tensors are read directly into the module's memory. Tensors whose values are not their plain bytes, or
+that share memory with others, are read first and then copied in torch's order. A module that loads its own
+state (an override, a hook) gets its stored tensors through its own `load_state_dict`.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ from rfork.storage.module_io.state_dict import SelfLoading, registered_state, se
 from rfork.storage.tensors import TensorSource
 
 EXTRA_STATE = "_extra_state"
-"""The name of what `get_extra_state` returns, behind the prefix of its module."""
+"""Name of the result of `get_extra_state`, after the prefix of its module."""
 OnBytes = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class TensorAssignment:
-    """`direct` and `staged` are filled; `missing` names are the module's alone, `unexpected` the storage's.
+    """Result of an assignment: `direct` and `staged` will be filled; `missing` names exist only in the
+    module, `unexpected` names only in storage.
 
-    `direct` share no memory with each other; `staged` are copied in their order. A tied weight that is
-    stored under one of its names is not missing under the others, nor is a view of what is filled.
+    `direct` tensors do not share memory with each other; `staged` ones are copied in order. If a tied weight
+    is stored under one of its names, the others do not count as missing; neither do views of filled memory.
     """
 
     uri: str
@@ -50,26 +51,26 @@ class TensorAssignment:
     self_loading: Sequence[SelfLoading] = ()
 
     def require_all(self) -> None:
-        """Raise CheckpointError, naming the first, where one side has what the other lacks."""
+        """Raise CheckpointError, with the first name, if names are missing or unexpected."""
         require_all(self.uri, self.missing, self.unexpected)
 
     def check_memory(self) -> None:
-        """Raise CheckpointError where a module that loads its state itself has tensors without memory."""
+        """Raise CheckpointError if a module that loads its own state has tensors without memory."""
         for prefix, _, why in self.self_loading:
             for name, tensor in self.state.items():
                 if tensor.is_meta and name.startswith(prefix):
                     raise CheckpointError(
-                        f"{name} has no memory, and {why}: it cannot be loaded so",
-                        hint="build this part of the model outside no_init and the meta device",
+                        f"cannot load {name}: it has no memory, and {why}",
+                        hint="build this part of the model outside of no_init and the meta device",
                     )
 
     def own_names(self, source: TensorSource) -> list[str]:
-        """The stored names that `self_loading` get."""
+        """Return the stored names that `self_loading` modules load."""
         prefixes = tuple(own.prefix for own in self.self_loading)
-        return [name for name in names_of(source) if name.startswith(prefixes)] if prefixes else []
+        return [name for name in stored_names(source) if name.startswith(prefixes)] if prefixes else []
 
     def check_writable(self) -> None:
-        """Raise TargetError where a tensor lies in memory that is mapped read-only."""
+        """Raise TargetError if a tensor lies in memory that is mapped read-only."""
         protected = read_only_mappings()
         for name, tensor in (*self.direct.items(), *self.staged.items()):
             is_host = tensor.is_cpu and tensor.numel() > 0 and has_plain_bytes(tensor)
@@ -77,7 +78,7 @@ class TensorAssignment:
                 raise_read_only(name)
 
     def fill(self, source: TensorSource, progress: OnBytes | None = None) -> None:
-        """Read `direct` and `staged`, none of which may be on the meta device."""
+        """Read `direct` and `staged`; none of them may be on the meta device."""
         source.read_into(self.direct, progress)
         for name, tensor in self.staged.items():
             copy_into(self.uri, name, tensor, source[name])
@@ -87,16 +88,17 @@ class TensorAssignment:
     def load_own(
         self, source: TensorSource, *, strict: bool, progress: OnBytes | None = None
     ) -> tuple[list[str], list[str]]:
-        """Have each of `self_loading` load its state; return the names that were missing and unexpected.
+        """Let each `self_loading` module load its state; return the missing and unexpected names.
 
-        Keeps all stored tensors of such a module in memory at once. Raises CheckpointError where it refuses.
+        Keeps all stored tensors of a self-loading module in memory together. Raises CheckpointError if a module
+        rejects its state.
         """
         missing: list[str] = []
         unexpected: list[str] = []
         for own in self.self_loading:
-            lacks, ignored = self._load_one(own, source, strict, progress)
-            missing += lacks
-            unexpected += ignored
+            missing_names, unexpected_names = self._load_one(own, source, strict, progress)
+            missing += missing_names
+            unexpected += unexpected_names
         if strict:
             require_all(self.uri, missing, unexpected)
         return missing, unexpected
@@ -106,12 +108,12 @@ class TensorAssignment:
     ) -> tuple[list[str], list[str]]:
         prefix, module, _ = own
         inside = {name: tensor for name, tensor in self.state.items() if name.startswith(prefix)}
-        stored = [name for name in names_of(source) if name.startswith(prefix)]
+        stored = [name for name in stored_names(source) if name.startswith(prefix)]
         read = _read(source, stored, progress)
         sub_state = {name.removeprefix(prefix): read[name] for name in stored}
         overridden = type(module).load_state_dict is not nn.Module.load_state_dict
         try:
-            if prefix or not overridden:  # of modules below the root torch calls no such override
+            if prefix or not overridden:  # torch does not call this override for modules below the root
                 result = nn.Module.load_state_dict(module, sub_state, strict=False)
             else:
                 result = module.load_state_dict(sub_state, strict=strict)
@@ -119,7 +121,9 @@ class TensorAssignment:
             raise
         except Exception as error:  # a module's own code may raise anything
             what = " ".join(f"{type(error).__name__}: {error}".split())
-            raise CheckpointError(f"{self.uri}: {prefix.rstrip('.') or 'the module'} refused it: {what}") from error
+            raise CheckpointError(
+                f"{self.uri}: {prefix.rstrip('.') or 'the module'} rejected its state: {what}"
+            ) from error
         missing = [prefix + name for name in getattr(result, "missing_keys", ())]
         unexpected = [prefix + name for name in getattr(result, "unexpected_keys", ())]
         if missing:
@@ -129,12 +133,12 @@ class TensorAssignment:
 
 
 def assign(module: nn.Module, source: TensorSource) -> TensorAssignment:
-    """Assign what is stored to a module as `load_state_dict` does.
+    """Assign stored tensors to a module like `load_state_dict`.
 
-    Raises CheckpointError where no name is on both sides, or a tensor cannot take what is stored for it.
+    Raises CheckpointError if no name matches, or a tensor does not fit the stored one.
     """
     state = registered_state(module)
-    own = self_loading(module, names_of(source))
+    own = self_loading(module, stored_names(source))
     if own and (shared := _shared(state, own)):
         own = [SelfLoading("", module, shared)]
     return assign_state(state, source, own)
@@ -143,14 +147,14 @@ def assign(module: nn.Module, source: TensorSource) -> TensorAssignment:
 def assign_state(
     state: Mapping[str, torch.Tensor], source: TensorSource, own: Sequence[SelfLoading] = ()
 ) -> TensorAssignment:
-    """Assign what is stored to these tensors, less what `own` load themselves. Raises as `assign`."""
-    stored = names_of(source)
+    """Assign stored tensors to `state`, except those that `own` load. Raises the same errors as `assign`."""
+    stored = stored_names(source)
     prefixes = tuple(one.prefix for one in own)
     plain = {name: tensor for name, tensor in state.items() if not name.startswith(prefixes)} if own else state
     names = tuple(name for name in plain if name in stored)
     if not names and stored and not own:
         raise CheckpointError(
-            f"{source.uri} holds {next(iter(stored))} and {len(stored) - 1} others, none of them the model's"
+            f"{source.uri} contains {next(iter(stored))} and {len(stored) - 1} other tensors, but none of the model's"
         )
     filled = names
     if aliases := source.aliases if isinstance(source, SafetensorsSource) else frozenset[str]():
@@ -164,7 +168,7 @@ def assign_state(
         missing = uncovered(missing, state, [plain[name] for name in names])
     unexpected = {name for name in stored if name not in state and not (prefixes and name.startswith(prefixes))}
     if unexpected and isinstance(source, SafetensorsSource):
-        # A second name of bytes that are loaded under the first, or the other way round.
+        # A second name of bytes that are loaded under the first, or vice versa.
         loaded = {source.locations[name][1:] for name in names if source.locations[name].nbytes}
         unexpected = {name for name in unexpected if source.locations[name][1:] not in loaded}
     return TensorAssignment(
@@ -174,26 +178,28 @@ def assign_state(
 
 
 def require_all(uri: str, missing: Sequence[str], unexpected: Sequence[str]) -> None:
-    """Raise CheckpointError, naming the first, where one side has what the other lacks."""
+    """Raise CheckpointError, with the first name, if names are missing or unexpected."""
     if unexpected:
-        raise CheckpointError(f"{uri} holds {unexpected[0]}, which the model has not ({len(unexpected)} such)")
+        raise CheckpointError(
+            f"{uri} contains {unexpected[0]}, which the model does not have ({len(unexpected)} in total)"
+        )
     if missing:
         extra = missing[0].endswith(EXTRA_STATE)
         raise CheckpointError(
-            f"{uri} lacks {missing[0]}, which the model needs ({len(missing)} such)",
-            hint="files of tensors hold no extra state: strict=False loads the rest" if extra else "",
+            f"{uri} lacks {missing[0]}, which the model needs ({len(missing)} in total)",
+            hint="tensor files do not store extra state; use strict=False to load the rest" if extra else "",
         )
 
 
-def names_of(source: TensorSource) -> Mapping[str, object]:
-    """The names that a source holds, those of tied tensors too."""
+def stored_names(source: TensorSource) -> Mapping[str, object]:
+    """Return the names in a source, including those of tied tensors."""
     return source.locations if isinstance(source, SafetensorsSource) else source.specs
 
 
 def copy_into(uri: str, name: str, tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Copy a stored tensor into a module's as torch does. Raises CheckpointError where that fails."""
+    """Copy a stored tensor into a module's tensor like torch. Raises CheckpointError if that fails."""
     try:
-        with torch.inference_mode():  # parameters are written in place, and those made for inference too
+        with torch.inference_mode():  # parameters are written in place, inference tensors too
             tensor.copy_(value)
     except (RuntimeError, NotImplementedError, TypeError) as error:
         what = str(error).partition("\n")[0]
@@ -201,20 +207,20 @@ def copy_into(uri: str, name: str, tensor: torch.Tensor, value: torch.Tensor) ->
 
 
 def _fitted(name: str, tensor: torch.Tensor, source: TensorSource) -> torch.Tensor:
-    """The tensor, seen in the shape in which it is stored. Raises CheckpointError where it does not fit."""
+    """Return the tensor, reshaped to the stored shape. Raises CheckpointError if it does not fit."""
     stored = source.locations[name] if isinstance(source, SafetensorsSource) else source.specs[name]
     shape, own = stored.shape, tensor.shape
     if shape != own:
-        if tuple(shape) != (1,) or own or tensor.is_meta:  # old checkpoints have scalars so
-            raise CheckpointError(f"{source.uri}: {name} has shape {list(shape)}, the model's is {list(own)}")
+        if tuple(shape) != (1,) or own or tensor.is_meta:  # old checkpoints store scalars like this
+            raise CheckpointError(f"{source.uri}: {name} has shape {list(shape)}, but {list(own)} in the model")
         tensor = tensor.detach().unsqueeze(0)
     if stored.dtype is not tensor.dtype and not torch.can_cast(stored.dtype, tensor.dtype):
-        raise CheckpointError(f"{source.uri}: {name} is {stored.dtype}, and the model's {tensor.dtype}")
+        raise CheckpointError(f"{source.uri}: {name} is {stored.dtype}, but {tensor.dtype} in the model")
     return tensor
 
 
 def _split(tensors: Mapping[str, torch.Tensor], uri: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Tensors that can be read into at once, and those that have to be copied in order."""
+    """Split into tensors that can be read in place, and those that must be copied in order."""
     direct: dict[str, torch.Tensor] = {}
     staged: set[str] = set()
     extents: dict[torch.device, list[tuple[int, int, str]]] = {}
@@ -225,9 +231,7 @@ def _split(tensors: Mapping[str, torch.Tensor], uri: str) -> tuple[dict[str, tor
             staged.add(name)
         else:
             if not tensor.is_contiguous() and overlaps_itself(tensor):
-                raise CheckpointError(
-                    f"{uri}: {name} cannot be loaded: several of its elements are one place in memory"
-                )
+                raise CheckpointError(f"{uri}: {name} cannot be loaded: several of its elements share memory")
             extents.setdefault(tensor.device, []).append((*extent_of(tensor), name))
             direct[name] = tensor
             if tensor.is_conj() or tensor.is_neg():
@@ -252,7 +256,9 @@ def _split(tensors: Mapping[str, torch.Tensor], uri: str) -> tuple[dict[str, tor
 
 
 def _shared(state: Mapping[str, torch.Tensor], own: Sequence[SelfLoading]) -> str | None:
-    """Why these cannot be loaded apart from the rest: they share memory with it, or are parts of it twice."""
+    """Return why modules cannot be loaded separately: their tensors share memory with others. None if they
+    can.
+    """
     prefixes = tuple(one.prefix for one in own)
     line: dict[torch.device, list[tuple[int, int, str]]] = {}
     for name, tensor in state.items():

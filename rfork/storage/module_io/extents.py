@@ -1,4 +1,4 @@
-"""Which memory tensors occupy: their extents, overlaps, and what is filled when others are."""
+"""Memory extents of tensors: overlaps and coverage."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rfork.image.strides import byte_extent
 
 
 def geometry_of(tensor: torch.Tensor) -> object:
-    """A value that is equal for two tensors which are the same elements of the same memory."""
+    """Return a value that is equal for two tensors with the same elements in the same memory."""
     if tensor.is_meta or not tensor.numel() or not has_plain_bytes(tensor):
         return id(tensor)
     shape, stride = tuple(tensor.shape), tuple(tensor.stride())
@@ -21,7 +21,7 @@ def geometry_of(tensor: torch.Tensor) -> object:
 
 
 def uncovered(names: Iterable[str], state: Mapping[str, torch.Tensor], filled: Sequence[torch.Tensor]) -> list[str]:
-    """Those of `names` that are not filled as others are: neither one of them nor within their memory."""
+    """Return the `names` that the filled tensors do not cover: neither equal to one nor within their memory."""
     same = {geometry_of(tensor) for tensor in filled}
     dense: dict[torch.device, list[ranges.Range]] = {}
     for tensor in filled:
@@ -44,7 +44,7 @@ def uncovered(names: Iterable[str], state: Mapping[str, torch.Tensor], filled: S
 
 
 def _is_written(tensor: torch.Tensor, filled: Sequence[torch.Tensor]) -> bool:
-    """Whether each element is one of those that are filled: exact, for the few that are not dense."""
+    """Return whether each element is filled. Exact; for the few tensors that are not dense."""
     storage, size = tensor.untyped_storage(), tensor.itemsize
     written = torch.zeros(storage.nbytes() // size, dtype=torch.bool)
     for other in filled:
@@ -59,7 +59,7 @@ def _is_written(tensor: torch.Tensor, filled: Sequence[torch.Tensor]) -> bool:
 
 
 def extent_of(tensor: torch.Tensor) -> ranges.Range:
-    """The addresses from a strided tensor's first byte to the end of its last."""
+    """Return the address range from a strided tensor's first byte to the end of its last."""
     begin = tensor.data_ptr()
     if tensor.is_contiguous():
         return begin, begin + tensor.nbytes
@@ -67,14 +67,14 @@ def extent_of(tensor: torch.Tensor) -> ranges.Range:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements fill its extent, each byte once."""
+    """Return whether the elements fill the extent, each byte once."""
     if tensor.is_contiguous():
         return True
     return not overlaps_itself(tensor) and extent_of(tensor)[1] - tensor.data_ptr() == tensor.nbytes
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether two elements may be the same memory, as in an expanded tensor."""
+    """Return whether two elements may share memory, as in an expanded tensor."""
     reach = 0
     for step, size in sorted(
         (step, size) for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1
@@ -86,7 +86,7 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 
 
 def has_plain_bytes(tensor: torch.Tensor) -> bool:
-    """Whether it has bytes of its own in memory, laid out by strides."""
+    """Return whether the tensor has its own bytes in memory, laid out by strides."""
     wraps: bool = type(tensor) not in BASE_TENSOR_TYPES and is_traceable_wrapper_subclass(tensor)
     return (
         not wraps and tensor.layout is torch.strided and (tensor.is_cpu or tensor.is_cuda) and not tensor.is_quantized
@@ -94,7 +94,7 @@ def has_plain_bytes(tensor: torch.Tensor) -> bool:
 
 
 def overlapping(line: Sequence[tuple[int, int, str]]) -> Iterable[Sequence[tuple[int, int, str]]]:
-    """The sets, of two or more, of extents that overlap; `line` is sorted."""
+    """Iterate over the groups of two or more extents that overlap; `line` is sorted."""
     first, reached = 0, -1
     for index, (begin, end, _) in enumerate(line):
         if begin >= reached:

@@ -1,4 +1,4 @@
-"""Tensors by name straight from storage: one by one, all at once, or as they arrive."""
+"""Reads tensors by name from storage: single ones, all together, or as a stream."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from rfork.storage.formats.detect import open_source
 from rfork.storage.formats.safetensors_source import SafetensorsSource
 from rfork.storage.module_io.restore import restore_snapshot
 from rfork.storage.module_io.validation import check_device, unique_names
-from rfork.storage.tensorizer.file_set import of_rank
+from rfork.storage.tensorizer.file_set import resolve_template
 from rfork.storage.tensors import StoredTensor, TensorSource
 
 
 class LazyTensors(Mapping[str, torch.Tensor]):
-    """What is stored at a URI, by name: each tensor is read when it is asked for. A context manager."""
+    """Tensors at a URI by name; each is read on access. A context manager."""
 
     def __init__(self, source: TensorSource) -> None:
-        """Takes over the source."""
+        """Take ownership of the source."""
         self._source = source
 
     @property
     def uri(self) -> str:
-        """Where they lie."""
+        """Location."""
         return self._source.uri
 
     @property
     def specs(self) -> Mapping[str, StoredTensor]:
-        """Type, shape and bytes of each, without a read."""
+        """Dtype, shape and bytes of each tensor, without reading it."""
         return self._source.specs
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -72,20 +72,20 @@ def open_tensors(
     password: str | None = None,
     settings: StorageSettings | None = None,
 ) -> LazyTensors:
-    """Open what lies at a URI or path for reads of single tensors; only headers are read before.
+    """Open the tensors at a URI or path for reading single ones; only headers are read in advance.
 
     ::
 
         with rfork.open_tensors("s3://bucket/model/") as tensors:
             embedding = tensors["model.embed_tokens.weight"]
 
-    `uri` names a Hugging Face folder, safetensors, a snapshot or a ``.tensors``; `rank` says whose file of a
-    folder it is; `key` (32 bytes) or `password` open an encrypted ``.tensors``; `settings` are those of the
-    environment where none are given. Runs in the process that calls it. Nothing of a snapshot is verified
-    here, as single tensors are not what its digests are of.
+    `uri` is a Hugging Face folder, a safetensors file, a snapshot or a ``.tensors`` file; `rank` selects a
+    rank's file in a folder; `key` (32 bytes) or `password` decrypt a ``.tensors`` file; `settings` default to
+    those of the environment. Runs in the calling process. Snapshots are not verified, because their digests
+    do not cover single tensors.
 
-    Raises CheckpointError where there is none of these, or one contradicts itself, or is not encrypted though
-    `key` or `password` is given; SettingsError for what is no URI; StorageError kinds.
+    Raises CheckpointError if none of these exists, if one is inconsistent, or if it is not encrypted although
+    `key` or `password` is given; SettingsError for an invalid URI; StorageError subclasses.
     """
     return LazyTensors(open_source(uri, settings, rank, key=key, password=password))
 
@@ -101,15 +101,16 @@ def iter_tensors(
     password: str | None = None,
     settings: StorageSettings | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and tensors (all, or those of `names`) in order of arrival, as engines' ``load_weights`` want.
+    """Iterate over names and tensors (all, or those in `names`) in order of arrival, as engines'
+    ``load_weights`` expect.
 
-    A few blocks are read ahead (`StorageSettings.memory`), and none once the iterator is closed. The tensors
-    are the caller's own; floating ones are converted to `dtype`. Nothing is opened before the first one is
-    asked for. Of a snapshot nothing is verified: `load_tensors` does that. `device` is where they are put;
-    `uri`, `rank`, `key`, `password` and `settings` are as for `rfork.open`. Runs in the process that calls
-    it.
+    Reads a few blocks ahead (`StorageSettings.staging_bytes`), and none after the iterator is closed. The
+    caller owns the tensors; floating-point ones are converted to `dtype`. Nothing is opened before the first
+    tensor is requested. Snapshots are not verified: use `load_tensors` for that. `device` is the device of
+    the tensors; `uri`, `rank`, `key`, `password` and `settings` are as for `open_tensors`. Runs in the
+    calling process.
 
-    Raises CheckpointError where a name is not stored, SettingsError, StorageError kinds.
+    Raises CheckpointError if a name is not stored, SettingsError, StorageError subclasses.
     """
     names = unique_names(names)
     check_device(device)
@@ -130,18 +131,19 @@ def load_tensors(
     settings: StorageSettings | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """All tensors at a URI, or those of `names`, by name: as ``safetensors.torch.load_file``, of any store.
+    """Load all tensors at a URI, or those in `names`, by name, like ``safetensors.torch.load_file`` for any
+    store.
 
-    Every byte is in memory when this returns. Tensors that lie side by side in storage share an allocation,
-    but those whose type is changed: floating ones, to `dtype`.
+    All bytes are in memory when this returns. Tensors that are adjacent in storage share an allocation,
+    except floating-point ones that are converted to `dtype`.
 
-    A snapshot is verified, each chunk against its digest, where all of it is wanted as it is: not where
-    `names` are given, or a type is changed, or where its manifest is not beside it.
+    A snapshot is verified, each chunk against its digest, if it is loaded completely and unchanged: not if
+    `names` are given, if a dtype is converted, or if its manifest is missing.
 
-    `device` is where they are put; `progress` is told bytes as they come; `uri`, `rank`, `key`, `password`
-    and `settings` are as for `rfork.open`. Runs in the process that calls it.
+    `device` is the device of the tensors; `progress` receives byte counts; `uri`, `rank`, `key`, `password`
+    and `settings` are as for `open_tensors`. Runs in the calling process.
 
-    Raises CheckpointError where a name is not stored, SettingsError, StorageCorrupt and other StorageErrors.
+    Raises CheckpointError if a name is not stored, SettingsError, StorageCorrupt and other StorageErrors.
     """
     names = unique_names(names)
     check_device(device)
@@ -154,7 +156,7 @@ def load_tensors(
             if (spec := source.specs[name]).dtype.is_floating_point and spec.dtype is not dtype
         }
         if names is None and not converted:
-            verified = restore_snapshot(source, of_rank(str(uri), rank or Rank()), device, chosen, progress)
+            verified = restore_snapshot(source, resolve_template(str(uri), rank or Rank()), device, chosen, progress)
             if verified is not None:
                 return {name: verified[name] for name in wanted}
         rest = [name for name in wanted if name not in converted]
@@ -176,5 +178,5 @@ def _selected(source: TensorSource, names: frozenset[str] | None) -> Collection[
     if names is None:
         return stored.keys()
     if unknown := sorted(names - stored.keys()):
-        raise CheckpointError(f"{source.uri} lacks {unknown[0]} ({len(unknown)} such)")
+        raise CheckpointError(f"{source.uri} lacks {unknown[0]} ({len(unknown)} in total)")
     return [name for name in stored if name in names]

@@ -1,4 +1,4 @@
-"""Loading: from tensor files, wherever they lie, into a module that exists or was built without memory."""
+"""Loads tensor files from any storage into a module that exists or was built without memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from rfork.storage.module_io.restore import open_snapshot_of, restore_snapshot
 from rfork.storage.module_io.state_dict import meta_tensors, replace_tensors
 from rfork.storage.module_io.validation import check_device, check_load
 from rfork.storage.snapshots.snapshot import Snapshot
-from rfork.storage.tensorizer.file_set import of_rank
+from rfork.storage.tensorizer.file_set import resolve_template
 from rfork.storage.tensors import TensorSource
 
 GIGABYTE = 1e9
@@ -39,12 +39,12 @@ GIGABYTE = 1e9
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What one load did.
+    """Result of one load.
 
-    `uri` is what was read, `seconds` how long that took, `tensors` how many there are; `bytes` are those of
-    the tensors as they are stored, each once; `missing` are the module's names that nothing was stored for,
-    `unexpected` the stored ones that the module has not; both empty where `strict`. `verified`: it was a
-    snapshot, and every chunk of it was checked against its digest; see `load`.
+    `uri` is the source, `seconds` the duration, `tensors` the number of tensors; `bytes` counts the stored
+    bytes, each once; `missing` are names of the module that are not stored, `unexpected` stored names that
+    the module does not have; both are empty if `strict`. `verified`: the source was a snapshot, and every
+    chunk was checked against its digest; see `load`.
     """
 
     uri: str
@@ -57,7 +57,7 @@ class LoadReport:
 
     @property
     def gb_per_s(self) -> float:
-        """Gigabytes (10^9 bytes) a second, from the call to the last tensor that is in its place."""
+        """Gigabytes (10^9 bytes) per second, from the call until the last tensor was loaded."""
         return self.bytes / GIGABYTE / self.seconds
 
 
@@ -74,35 +74,38 @@ def load(
     settings: StorageSettings | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> LoadReport:
-    """Fill `module` with what is at a URI or path: Hugging Face folder, safetensors, snapshot, ``.tensors``.
+    """Fill `module` from a URI or path: Hugging Face folder, safetensors, snapshot or ``.tensors``.
 
-    Runs in the process that calls it, and asks no planner. `uri` is a path, or ``file:``, ``s3:``, ``gs:``,
-    ``az:`` or ``http(s):``; `settings` are those of the environment where none are given. Tensors are read
-    straight into the module's own, on whatever device they are; those of another type are converted as they
-    come, and `dtype` changes nothing about these. Parameters and buffers without memory (see `rfork.no_init`)
-    are given some on `device`, in type `dtype` if they are floating (None: their own).
+    Runs in the calling process, without a planner. `uri` is a path, or ``file:``, ``s3:``, ``gs:``, ``az:``
+    or ``http(s):``; `settings` default to those of the environment. Tensors are read directly into the
+    module's memory on any device; other dtypes are converted to those of the module, regardless of `dtype`.
+    Parameters and buffers without memory (see `rfork.no_init`) are allocated on `device`, as `dtype` if they
+    are floating-point (None: their own).
 
-    Names are those of the module's state dict, or of the image for a snapshot. `strict`: both sides hold the
-    same, tied weights under any of their names. `rank` says whose file of a folder it is; `key` or `password`
-    open an encrypted ``.tensors``. `progress` is told bytes as they come.
+    Names are those of the module's state dict, or of the image for a snapshot. `strict`: both sides must have
+    the same names; tied weights match under any of theirs. `rank` selects a rank's file in a folder; `key` or
+    `password` decrypt a ``.tensors`` file. `progress` receives byte counts.
 
-    A snapshot is verified, each chunk against its digest, where all of it is restored as it is: into a module
-    of just its layout, or into one whose parameters have no memory yet and take its types. Else nothing of
-    it is, nor where its manifest is not beside it; the report's `verified` says which.
+    A snapshot is verified, each chunk against its digest, if it is restored completely and unchanged: into a
+    module with the same layout, or into one whose parameters have no memory yet and adopt the stored dtypes.
+    Otherwise nothing is verified, nor if its manifest is missing; see the report's `verified`.
 
-    Raises, before a byte is written, CheckpointError where names or shapes do not fit, or a tensor would stay
-    without memory; StorageError kinds where storage fails: the module's content is then undefined.
-    SettingsError for what is no module, device or URI; TargetError for tensors in read-only memory.
+    Raises, before any byte is written, CheckpointError if names or shapes do not fit, or if a tensor would
+    remain without memory; StorageError subclasses if storage fails: the content of the module is then
+    undefined. SettingsError for an invalid module, device or URI; TargetError for tensors in read-only
+    memory.
     """
     began = time.monotonic()
     check_load(rank, dtype)
     chosen = options.load(StorageSettings) if settings is None else options.checked(StorageSettings, settings)
     if not issubclass(type(module), nn.Module):
         what = type(module).__name__
-        raise SettingsError(f"load fills a module, not a {what}", hint="load_tensors gives tensors by name")
+        raise SettingsError(
+            f"load() expects a torch module, not a {what}", hint="use load_tensors() to load tensors by name"
+        )
     check_device(device)
     with closing(open_source(uri, chosen, rank, key=key, password=password)) as source:
-        uri = of_rank(str(uri), rank or Rank())
+        uri = resolve_template(str(uri), rank or Rank())
         snapshot = _snapshot(module, source, uri, chosen)
         if snapshot is not None:
             image, open_snapshot = snapshot
@@ -137,7 +140,7 @@ def load(
 def _snapshot(
     module: nn.Module, source: TensorSource, uri: str, settings: StorageSettings
 ) -> tuple[Image, Snapshot] | None:
-    """The module's image and the snapshot of just that; None where it has to be loaded by names."""
+    """Return the module's image and the snapshot with the same layout; None if it must be loaded by name."""
     if not isinstance(source, SafetensorsSource) or source.layout is None:
         return None
     try:
@@ -151,7 +154,7 @@ def _snapshot(
 
 
 def _without_memory(module: nn.Module, assigned: TensorAssignment) -> dict[str, torch.Tensor]:
-    """Tensors on the meta device by name. Raises CheckpointError where nothing is stored for one of them."""
+    """Return the tensors on the meta device by name. Raises CheckpointError if one of them is not stored."""
     empty = meta_tensors(module)
     if not empty and not any(
         isinstance(value, torch.Tensor) and value.is_meta
@@ -176,21 +179,21 @@ def _fill(
     progress: Callable[[int], None] | None,
     restore: Callable[[], dict[str, torch.Tensor] | None],
 ) -> bool:
-    """Read what fits: into memory that is there, and into fresh memory where there is none.
+    """Fill tensors that have memory in place, and allocate memory for the others.
 
-    Whether all was verified: `restore` gives all of a snapshot so.
+    Returns whether everything was verified, which `restore` does for a complete snapshot.
     """
     if not empty:
         assigned.fill(source, progress)
         return False
-    # Of a tied one, the last name that is stored: as where there is memory, and as torch does it.
+    # For a tied tensor, use the last stored name, like torch and like tensors with memory.
     named = {id(tensor): name for name, tensor in assigned.direct.items() if tensor.is_meta}
     fresh, made = _fresh_memory(source, {name: assigned.direct[name] for name in named.values()}, dtype, device)
     own = {name: tensor for name, tensor in assigned.direct.items() if not tensor.is_meta}
     into = own | made
     found = restore() if _loads_all_tensors(module, source, assigned, into) else None
     if found is not None:
-        with torch.inference_mode():  # parameters are written in place, and those made for inference too
+        with torch.inference_mode():  # parameters are written in place, inference tensors too
             for name, tensor in into.items():
                 tensor.copy_(found[name])
             for name, tensor in assigned.staged.items():
@@ -207,8 +210,8 @@ def _fill(
     for name, tensor in named_tensors(module).items():
         if tensor.is_meta and tensor.numel():
             raise CheckpointError(
-                f"{name} has no memory in the model: it refers to a tensor that was replaced by one that has",
-                hint="build the model with its memory, outside no_init and the meta device",
+                f"{name} has no memory in the model: it refers to a tensor that was replaced during loading",
+                hint="build the model with memory, outside of no_init and the meta device",
             )
     return found is not None
 
@@ -216,9 +219,9 @@ def _fill(
 def _loads_all_tensors(
     module: nn.Module, source: TensorSource, assigned: TensorAssignment, into: Mapping[str, torch.Tensor]
 ) -> bool:
-    """Whether a module takes all that is stored as it is, and has little memory of its own: no parameters'.
+    """Return whether a module loads all stored tensors unchanged, and no parameter has memory yet.
 
-    `into` are its tensors that do not take the memory of the file.
+    `into` are its tensors that do not adopt the memory of the file.
     """
     return (
         isinstance(source, SafetensorsSource)
@@ -239,7 +242,7 @@ def _fresh_memory(
     dtype: torch.dtype | None,
     device: torch.device | str,
 ) -> tuple[list[str], dict[str, torch.Tensor]]:
-    """Names whose memory can be that which their file is read into, and tensors for all others."""
+    """Return names that can adopt the memory their file is read into, and new tensors for all others."""
     fresh: list[str] = []
     made: dict[str, torch.Tensor] = {}
     seen: set[tuple[Blob, int]] = set()
@@ -248,8 +251,10 @@ def _fresh_memory(
         location = source.locations[name] if isinstance(source, SafetensorsSource) else None
         shape = location.shape if location is not None else source.specs[name].shape
         if shape != tensor.shape:
-            raise CheckpointError(f"{source.uri}: {name} has shape {list(shape)}, the model's is {list(tensor.shape)}")
-        # What is tied in storage but not in the model gets memory of its own.
+            raise CheckpointError(
+                f"{source.uri}: {name} has shape {list(shape)}, but {list(tensor.shape)} in the model"
+            )
+        # Tensors that are tied in storage but not in the model get separate memory.
         if location is not None and location[1:3] not in seen and is_bytewise(location, wanted, tensor):
             seen.add(location[1:3])
             fresh.append(name)
@@ -263,10 +268,10 @@ def _replace_empty(empty: torch.Tensor, filled: torch.Tensor) -> torch.Tensor:
 
 
 def _bytes_of(source: TensorSource, names: Collection[str]) -> int:
-    """The bytes of stored tensors, those of two names once."""
+    """Return the number of stored bytes, counting tied tensors once."""
     if isinstance(source, SafetensorsSource):
         locations = [source.locations[name] for name in names]
-        # With their bytes: one that has none begins where another does.
+        # Includes the length: an empty tensor begins where another one does.
         return sum(
             nbytes for *_, nbytes in {(location.blob, location.offset, location.nbytes) for location in locations}
         )

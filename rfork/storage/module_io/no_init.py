@@ -1,4 +1,4 @@
-"""Modules that are built without memory for their parameters, for a loader to give them that of a file's."""
+"""Builds modules without memory for their parameters; a loader supplies the memory later."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 @contextmanager
 def no_init() -> Iterator[None]:
-    """Within this block, modules that the calling thread builds have parameters without memory (meta).
+    """Build modules on the calling thread with parameters without memory (meta) within this block.
 
     ::
 
@@ -23,16 +23,16 @@ def no_init() -> Iterator[None]:
             module = Model(config)
         rfork.load(module, "s3://bucket/model/")
 
-    A parameter gives up its memory as it is registered, so what its module does to initialise it after that
-    costs nothing; what it is made of is released, mostly before a page of it was touched. Shapes, types,
-    `requires_grad` and attributes stay; a parameter that is registered twice stays one (tied weights).
-    Buffers are computed as usual. A parameter that existed before and is registered here loses its values.
-    Code that reads a parameter's values while it builds its module fails, as on the meta device.
+    A parameter drops its memory when it is registered, so initialising it afterwards costs nothing, and the
+    memory is mostly released before a page of it was touched. Shapes, dtypes, `requires_grad` and attributes
+    are kept; a parameter that is registered twice remains one (tied weights). Buffers are computed as usual.
+    An existing parameter that is registered here loses its values. Code that reads a parameter's values while
+    it builds its module fails, as on the meta device.
 
-    Runs in the process that calls it, for the calling thread alone. Never raises by itself.
+    Runs in the calling process, for the calling thread only. Raises nothing itself.
     """
     here = threading.get_ident()
-    # Of the parameters that still live elsewhere: the same one may be registered at another place too.
+    # Weak references to the original parameters: one may be registered in another module too.
     known = WeakTensorKeyDictionary()
 
     def without_memory(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
@@ -45,7 +45,7 @@ def no_init() -> Iterator[None]:
             known[parameter] = found
         return found
 
-    # torch says of its type that it returns nothing, and of its use that it may return a parameter.
+    # torch types the hook as returning nothing, but documents that it may return a parameter.
     hook = register_module_parameter_registration_hook(without_memory)  # type: ignore[arg-type]
     try:
         yield
@@ -54,7 +54,7 @@ def no_init() -> Iterator[None]:
 
 
 def as_parameter(tensor: torch.Tensor, like: nn.Parameter) -> nn.Parameter:
-    """A parameter over the tensor's memory, of the class and with the attributes of another."""
+    """Return a parameter over the tensor's memory, with the class and attributes of another one."""
     parameter: nn.Parameter = torch.Tensor._make_subclass(type(like), tensor, like.requires_grad)
     if attributes := vars(like):
         vars(parameter).update(attributes)

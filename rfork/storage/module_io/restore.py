@@ -1,4 +1,4 @@
-"""A snapshot as a whole: every chunk is checked against its digest."""
+"""Restores complete snapshots and verifies every chunk against its digest."""
 
 from __future__ import annotations
 
@@ -21,29 +21,30 @@ from rfork.storage.tensors import TensorSource
 
 
 def open_snapshot_of(source: TensorSource, requested_uri: str | Path, settings: StorageSettings) -> Snapshot | None:
-    """The snapshot that a source is, for the caller to close; None: it is none, or its manifest is not there.
+    """Return the snapshot of a source, which the caller closes; None if it is not a snapshot or has no
+    manifest.
 
-    `requested_uri` is the URI as the caller gave it. Raises StorageChanged where it was replaced since the source was
-    opened, and StorageError kinds.
+    `requested_uri` is the URI as the caller passed it. Raises StorageChanged if it was replaced since the
+    source was opened, and StorageError subclasses.
     """
     if not isinstance(source, SafetensorsSource) or source.layout is None:
         return None
     (shard,) = source.shards
     location, requested_location = Location.parse(source.uri), Location.parse(requested_uri)
-    if not location.name:  # a folder, of an index or of just this one
+    if not location.name:  # a folder, with an index or only this file
         location = location.child(shard.name)
     elif requested_location.uri == location.uri:
-        location = requested_location  # with a presigned URL's query
+        location = requested_location  # includes the query of a presigned URL
     name = location.name + (f"?{location.query}" if location.query else "")
     try:
         files = open_files(location.parent, name, settings)
     except (CheckpointError, StorageAccessDenied):
-        # Without its manifest it is a safetensors file like any other. S3 says of missing names that they are
-        # denied to who may not list them.
+        # Without a manifest, it is a plain safetensors file. If listing is not allowed, S3 reports a missing
+        # name as access denied.
         return None
     try:
         if files.manifest_file.layout_id != source.layout.layout_id:
-            raise StorageChanged(f"{files.uri} was replaced by a snapshot of another layout")
+            raise StorageChanged(f"{files.uri} was replaced by a snapshot with another layout")
         return Snapshot(files, source.layout, settings)
     except BaseException:
         files.data.close()
@@ -57,10 +58,10 @@ def restore_snapshot(
     settings: StorageSettings,
     progress: Callable[[int], None] | None,
 ) -> dict[str, torch.Tensor] | None:
-    """All tensors of a snapshot, verified, by name, as views of one fresh allocation on `device`.
+    """Return all tensors of a snapshot, verified, by name, as views of one new allocation on `device`.
 
-    Those that are tied in the snapshot share memory. None as `open_snapshot_of`, and where the source leaves out
-    some of what its file holds. Raises as that does, and StorageCorrupt.
+    Tensors that are tied in the snapshot share memory. Returns None like `open_snapshot_of`, and if the
+    source omits some tensors of its file. Raises the same errors, and StorageCorrupt.
     """
     snapshot = open_snapshot_of(source, requested_uri, settings)
     if snapshot is None or not isinstance(source, SafetensorsSource):
@@ -69,7 +70,7 @@ def restore_snapshot(
         layout = snapshot.manifest.layout
         if len(source.locations) != len(layout.tensors):
             return None
-        # Only a CPU reads items that do not lie at multiples of their size.
+        # Only a CPU can read unaligned items.
         crooked = any(spec.offset % dtype_of(spec).itemsize for spec in layout.tensors)
         if crooked or torch.device(device).type == "cpu":
             buffer = allocate_host(layout.image_bytes, snapshot.manifest_file.header_bytes)

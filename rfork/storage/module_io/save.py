@@ -1,4 +1,4 @@
-"""Save a module's weights, or named tensors, to any storage. Runs wherever the weights are."""
+"""Saves a module's weights, or named tensors, to any storage. Runs wherever the weights are."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rfork.settings import StorageSettings
 from rfork.storage.module_io.save_report import SaveReport
 from rfork.storage.snapshots.destination import validate_destination
 from rfork.storage.snapshots.writer import write_snapshot
-from rfork.storage.tensorizer.file_set import SUFFIX, of_rank
+from rfork.storage.tensorizer.file_set import SUFFIX, resolve_template
 from rfork.storage.tensorizer.writer import write_tensors
 
 
@@ -33,24 +33,24 @@ def save(
     progress: Callable[[int], None] | None = None,
     settings: StorageSettings | None = None,
 ) -> SaveReport:
-    """Write the weights as they are now, on any device; they must not change meanwhile.
+    """Write the current weights from any device; they must not change meanwhile.
 
-    Runs in the process that calls it, and asks no planner. `module` is one, or tensors by name; `uri` a path,
-    or ``file:`` or ``s3:``, and what `rfork[cloud]` brings; `settings` are those of the environment where
-    none are given. A URI that ends with ``.tensors`` becomes a tensorizer file of parameters and persistent
-    buffers, under `key` (32 bytes) or `password` where one is given. Any other becomes a snapshot of all that
-    the module serves with, as a ``….safetensors`` file or as the rank's in a folder; with `shared` its chunks
-    are stored once for all snapshots around it, and with `check` those that are there are read, and replaced
-    where they are damaged; `version` is recorded as that of the weights. In a name as
+    Runs in the calling process, without a planner. `module` is a module, or tensors by name; `uri` is a path,
+    ``file:`` or ``s3:``, or a scheme that `rfork[cloud]` supports; `settings` default to those of the
+    environment. A URI that ends with ``.tensors`` becomes a tensorizer file of parameters and persistent
+    buffers, encrypted if `key` (32 bytes) or `password` is given. Any other URI becomes a snapshot of the
+    module's complete state, as a ``….safetensors`` file or as the rank's file in a folder. With `shared`, its
+    chunks are stored once for all snapshots around it; with `check`, existing chunks are read, and replaced
+    if they are damaged. `version` is recorded as the version of the weights. In a template such as
     ``model-rank-%03d.tensors`` or ``….safetensors`` the number is that of `rank`.
 
-    `progress` is told bytes as they go. What was there under the name is replaced once all is written. Raises
-    UnsupportedTensor, SettingsError, MissingExtra and StorageError kinds.
+    `progress` receives byte counts. An existing file of the same name is replaced once everything is written.
+    Raises UnsupportedTensor, SettingsError, MissingExtra and StorageError subclasses.
     """
-    text = of_rank(str(uri), rank or Rank())
+    text = resolve_template(str(uri), rank or Rank())
     if text.endswith(SUFFIX):
         if shared:
-            raise SettingsError(f"a {SUFFIX} file shares nothing: save a snapshot to a folder")
+            raise SettingsError(f"a {SUFFIX} file cannot share chunks: save a snapshot to a folder")
         return write_tensors(
             module,
             text,
@@ -60,7 +60,7 @@ def save(
             progress=progress,
         )
     if key is not None or password is not None:
-        raise SettingsError(f"only {SUFFIX} files are encrypted, and {text!r} is a snapshot's name")
+        raise SettingsError(f"only {SUFFIX} files can be encrypted, but {text!r} is a snapshot's name")
     validate_destination(text, settings)
     began = time.monotonic()
     image = capture(module) if isinstance(module, nn.Module) else image_from_tensors(module)

@@ -1,6 +1,6 @@
-"""The tensors that `load_state_dict` fills, by name, and the modules that load their state themselves.
+"""Finds the tensors that `load_state_dict` fills, by name, and the modules that load their own state.
 
-Walked without torch's own functions, as models have tens of thousands of tensors.
+Does not use torch's own traversal, because models have tens of thousands of tensors.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ LOAD_METHODS = frozenset({"load_state_dict", "_load_from_state_dict", "set_extra
 PLAIN_LOADERS = frozenset(
     {nn.Module._load_from_state_dict, _NormBase._load_from_state_dict, _InstanceNorm._load_from_state_dict}
 )
-"""Implementations that copy each tensor as it is stored. Those of norms only add what old files lack."""
+"""Implementations that copy each tensor as stored. Those of norms only add what old files lack."""
 ADDED_BY_NORMS = "num_batches_tracked"
 
 
 class SelfLoading(NamedTuple):
-    """A module that loads its state itself, by an override or a hook: see `why`. `prefix` ends in a dot."""
+    """A module that loads its own state, by an override or a hook: see `why`. `prefix` ends in a dot."""
 
     prefix: str
     module: nn.Module
@@ -30,9 +30,9 @@ class SelfLoading(NamedTuple):
 
 
 def registered_state(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers by name, in the order in which `load_state_dict` fills them.
+    """Return parameters and persistent buffers by name, in the order in which `load_state_dict` fills them.
 
-    They are the module's own objects, whatever its `state_dict` returns.
+    They are the module's own objects, regardless of what its `state_dict` returns.
     """
     found: dict[str, torch.Tensor] = {}
     _walk(module, "", found)
@@ -40,7 +40,9 @@ def registered_state(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def self_loading(module: nn.Module, stored: Collection[str]) -> list[SelfLoading]:
-    """The topmost modules whose loading is more than a copy of each tensor. `stored` are the stored names."""
+    """Return the topmost modules whose loading is more than copying each tensor. `stored` are the stored
+    names.
+    """
     found: list[SelfLoading] = []
     plain: dict[type, str] = {}
     module_class = type(module)
@@ -53,12 +55,12 @@ def self_loading(module: nn.Module, stored: Collection[str]) -> list[SelfLoading
             found.append(SelfLoading(prefix, child, why))
         else:
             below = [(f"{prefix}{key}.", one) for key, one in child._modules.items() if one is not None]
-            left += reversed(below)  # in torch's order: of two that share memory the later counts
+            left += reversed(below)  # in torch's order: if two share memory, the later one wins
     return found
 
 
 def meta_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers of any kind that are on the meta device, by name."""
+    """Return all parameters and buffers on the meta device, by name."""
     found: dict[str, torch.Tensor] = {}
     below = [("", module)]
     while below:
@@ -71,14 +73,14 @@ def meta_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def replace_tensors(module: nn.Module, fresh: Mapping[int, torch.Tensor]) -> None:
-    """Put another tensor where a module holds one, by the `id` of that one, at each place that holds it."""
+    """Replace a module's tensors, given by `id`, in every location that refers to them."""
     for child in module.modules():
         for registry in cast(Sequence[dict[str, torch.Tensor | None]], (child._parameters, child._buffers)):
             for key, registered in registry.items():
                 if registered is not None and (other := fresh.get(id(registered))) is not None:
                     if type(child).__setattr__ is nn.Module.__setattr__:
                         registry[key] = other
-                    else:  # a class that keeps its parameters in another place too, as nn.LSTM does
+                    else:  # a class that also stores its parameters elsewhere, such as nn.LSTM
                         setattr(child, key, other)
 
 
@@ -103,7 +105,7 @@ def _why_self_loading(module: nn.Module, prefix: str, stored: Collection[str], p
     if why:
         return why
     if LOAD_METHODS & vars(module).keys():
-        return f"this {module_class.__name__} has a {min(LOAD_METHODS & vars(module).keys())} of its own"
+        return f"this {module_class.__name__} instance overrides {min(LOAD_METHODS & vars(module).keys())}"
     if module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks:
         return f"{module_class.__name__} has a load_state_dict hook"
     if isinstance(module, _NormBase) and module._buffers.get(ADDED_BY_NORMS) is not None:

@@ -1,1 +1,1 @@
-"""Google Cloud Storage and Azure, through obstore."""
+"""Google Cloud Storage and Azure Blob Storage, through obstore."""

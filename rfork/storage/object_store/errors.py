@@ -1,4 +1,4 @@
-"""What obstore's errors mean: in rfork's errors, one line each, without what may be a secret."""
+"""Translates obstore's errors to rfork errors with one-line messages and without possible secrets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HINT: Final = (
     "set GOOGLE_SERVICE_ACCOUNT or application default credentials for gs://, "
     "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY for az://"
 )
-# A shared access signature is a part of the URL.
+# A shared access signature is part of the URL.
 _URL = re.compile(r"(https?://[^\s?\"')]*)[^\s\"')]*")
 _CODE = re.compile(r"<Code>([A-Za-z0-9]{1,80})</Code>")
 _STATUS = re.compile(r"\b(?:status(?: code)?:?|error with status) ([1-5][0-9]{2})\b", re.IGNORECASE)
@@ -29,7 +29,7 @@ _NO_CREDENTIALS = re.compile(r"metadata\.google\.internal|169\.254\.169\.254|cre
 
 
 def is_retryable(error: Exception) -> bool:
-    """Whether another attempt may not meet this error."""
+    """Return whether a retry may succeed after this error."""
     if isinstance(error, FileNotFoundError):
         return False
     if isinstance(error, OSError):
@@ -39,30 +39,30 @@ def is_retryable(error: Exception) -> bool:
 
 
 def to_storage_error(uri: str, error: BaseException) -> RforkError:
-    """The error that one of obstore's means, for what was asked of `uri`."""
+    """Return the rfork error for an error of obstore about `uri`."""
     text = str(error)
-    words = _one_line(text)
+    description = _one_line(text)
     match error:
         case FileNotFoundError():
             code = _CODE.search(text)
             missing = "bucket" if code and code.group(1) in ("NoSuchBucket", "ContainerNotFound") else "object"
-            return StorageNotFound(f"{uri}: there is no such {missing}")
+            return StorageNotFound(f"{uri}: no such {missing}")
         case cloud.PreconditionError():
-            return StorageChanged(f"{uri} was replaced while it was read")
+            return StorageChanged(f"{uri} was replaced during the read")
         case cloud.PermissionDeniedError() | cloud.UnauthenticatedError():
-            return StorageAccessDenied(f"{uri}: access denied: {words}", hint=HINT)
+            return StorageAccessDenied(f"{uri}: access denied: {description}", hint=HINT)
         case cloud.UnknownConfigurationKeyError() | cloud.InvalidPathError() | ValueError():
-            return SettingsError(f"{uri} cannot be used: {words}")
+            return SettingsError(f"{uri} cannot be used: {description}")
     status = _status(text)
     if status == 404:
-        return StorageNotFound(f"{uri}: there is no such bucket")
+        return StorageNotFound(f"{uri}: no such bucket")
     if status in (401, 403):
-        return StorageAccessDenied(f"{uri}: access denied: {words}", hint=HINT)
+        return StorageAccessDenied(f"{uri}: access denied: {description}", hint=HINT)
     if status == 507 or "QuotaExceeded" in text:
-        return StorageFull(f"{uri}: no room is left: {words}")
+        return StorageFull(f"{uri}: no space left: {description}")
     if status is None and _NO_CREDENTIALS.search(text):
-        return StorageAccessDenied(f"{uri}: no credentials were found, or they cannot be used: {words}", hint=HINT)
-    return StorageError(f"{uri}: {words}")
+        return StorageAccessDenied(f"{uri}: no usable credentials found: {description}", hint=HINT)
+    return StorageError(f"{uri}: {description}")
 
 
 def _status(text: str) -> int | None:
@@ -71,6 +71,6 @@ def _status(text: str) -> int | None:
 
 
 def _one_line(text: str) -> str:
-    # obstore adds how its error is built, after an empty line.
+    # obstore appends debug output after an empty line.
     line = " ".join(text.partition("\n\nDebug source:")[0].split())
     return _URL.sub(r"\1", line)[:300]

@@ -1,7 +1,7 @@
-"""Google Cloud Storage and Azure Blob Storage, through obstore: its clients, credentials and retries.
+"""Google Cloud Storage and Azure Blob Storage, using obstore's clients, credentials and retries.
 
-Both look for credentials where their own tools do: GOOGLE_* and application default credentials, AZURE_*,
-workload identity, instance metadata. An Azure account is named by AZURE_STORAGE_ACCOUNT_NAME.
+Credentials are found like those of the services' own tools: GOOGLE_* and application default credentials,
+AZURE_*, workload identity, instance metadata. AZURE_STORAGE_ACCOUNT_NAME selects the Azure account.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ try:
     from rfork.storage.object_store.errors import is_retryable, to_storage_error
     from rfork.storage.object_store.upload import open_upload, part_size
 except ImportError as error:
-    raise MissingExtra("obstore, for gs:// and az://,", extra="cloud", why=str(error)) from None
+    raise MissingExtra("obstore (for gs:// and az://)", extra="cloud", why=str(error)) from None
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig
 
 READ_BYTES: Final = 1 << 20
-"""Bytes of an answer that are copied into the caller's memory at once."""
+"""Bytes of a response that are copied to the caller's memory at a time."""
 REQUEST_BYTES: Final = 32 << 20
-"""Most bytes asked for at once: each request has a limit of time, whatever the size of the blob."""
+"""Maximum size of a request: each has a time limit, regardless of the blob's size."""
 MIN_BYTES_PER_S: Final = 256 << 10
-"""Bytes a second that a request, or a part of an upload, must move on the whole."""
+"""Minimum average rate of a request, or of an uploaded part, in bytes per second."""
 
 
 class CloudStore:
-    """See `Store`: the objects of a bucket or container whose names begin with a folder's path."""
+    """Objects of a bucket or container below a folder; see `BlobStore`."""
 
     def __init__(self, folder: Location, settings: StorageSettings) -> None:
         self._folder = folder.folder
@@ -53,24 +53,24 @@ class CloudStore:
 
     @property
     def uri(self) -> str:
-        """See `Store`."""
+        """See `BlobStore`."""
         return self._folder.uri
 
     def open(self, name: str, *, front: int = 0) -> CloudBlob:
-        """See `Store`."""
+        """See `BlobStore`."""
         location = self._folder.child(name)
-        with _failing(location.uri):
+        with _storage_errors(location.uri):
             found = obstore.head(self._store(), location.path)
             reader = self._store(retries=False)
         return CloudBlob(location, reader, self._settings, int(found["size"]), found.get("e_tag"))
 
     def list(self, prefix: str = "") -> Iterator[BlobEntry]:
-        """See `Store`."""
+        """See `BlobStore`."""
         begin = self._folder.path
-        # The services list by prefix, obstore by whole folders: the last part is looked at here.
+        # The services list by name prefix, obstore only by folder: filter the last part here.
         within = (begin + prefix).rpartition("/")[0]
         entries = []
-        with _failing(self.uri):
+        with _storage_errors(self.uri):
             for page in obstore.list(self._store(), within or None):
                 for found in page:
                     name = found["path"].removeprefix(begin)
@@ -79,13 +79,13 @@ class CloudStore:
         yield from sorted(entries, key=lambda entry: entry.name)
 
     def write(self, name: str, *, replace: bool = True) -> AbstractContextManager[BlobWriter]:
-        """See `Store`. Parts of an upload that fails are not seen, and go by the bucket's own rules."""
+        """See `BlobStore`. Parts of a failed upload are invisible, and removed by the bucket's own rules."""
         location = self._folder.child(name)
-        with _failing(location.uri):
+        with _storage_errors(location.uri):
             return open_upload(self._store(), location, self._settings, replace=replace)
 
     def remove(self, name: str) -> None:
-        """See `Store`."""
+        """See `BlobStore`."""
         location = self._folder.child(name)
         try:
             obstore.delete(self._store(), location.path)
@@ -95,12 +95,14 @@ class CloudStore:
             raise to_storage_error(location.uri, error) from None
 
     def close(self) -> None:
-        """See `Store`."""
+        """See `BlobStore`."""
         with self._lock:
             self._made.clear()
 
     def _store(self, *, retries: bool = True) -> ObjectStore:
-        """A client; `retries`: whether it asks again by itself, which reads do here, from where they were."""
+        """Return a client; `retries`: whether it retries internally. Reads retry here instead, to resume
+        where they were.
+        """
         with self._lock:
             if retries not in self._made:
                 self._made[retries] = _connect(self._folder, self._settings, retries=retries)
@@ -154,7 +156,7 @@ class CloudBlob:
                 self._closed.wait(pause)
 
     def close(self) -> None:
-        """End it: reads under way raise StorageError with the next bytes that come."""
+        """Close: reads in progress raise StorageError when the next bytes arrive."""
         self._closed.set()
 
     def _attempts(self) -> RetryBudget:
@@ -171,28 +173,28 @@ class CloudBlob:
             )
         found = response.meta
         if int(found["size"]) != self._size or (self._tag and found.get("e_tag") not in (None, self._tag)):
-            raise StorageChanged(f"{self.uri} was replaced while it was read")
+            raise StorageChanged(f"{self.uri} was replaced during the read")
         for piece in response.stream(min_chunk_size=READ_BYTES):
             self._check_open()
             view = memoryview(piece)
             left -= len(view)
             if left < 0:
-                raise StorageError(f"{self.uri}: the service sent more than it was asked for")
+                raise StorageError(f"{self.uri}: the service sent more than requested")
             while view:
                 target = cursor.window(len(view), 1)[0]
                 target[:] = view[: target.nbytes]
                 view = view[target.nbytes :]
                 cursor.advance(target.nbytes)
         if left:
-            raise OSError("the answer ended early")
+            raise OSError("the response ended early")
 
     def _check_open(self) -> None:
         if self._closed.is_set():
-            raise StorageError(f"{self.uri} was closed")
+            raise StorageError(f"{self.uri} is closed")
 
 
 @contextmanager
-def _failing(uri: str) -> Iterator[None]:
+def _storage_errors(uri: str) -> Iterator[None]:
     try:
         yield
     except (BaseError, OSError, ValueError) as error:
@@ -200,10 +202,10 @@ def _failing(uri: str) -> Iterator[None]:
 
 
 def _connect(folder: Location, settings: StorageSettings, *, retries: bool) -> ObjectStore:
-    """A client for a bucket or container. Raises what obstore raises, or SettingsError."""
+    """Return a client for a bucket or container. Raises obstore's errors, or SettingsError."""
     max_request_bytes = max(REQUEST_BYTES, part_size(settings))
     options: ClientConfig = {
-        # Of a request with its body; obstore's own limit would end a large part on a slow line.
+        # Applies to a request with its body; obstore's default would abort a large part on a slow network.
         "timeout": timedelta(seconds=settings.timeout_s + max_request_bytes / MIN_BYTES_PER_S),
         "connect_timeout": timedelta(seconds=settings.timeout_s),
         "read_timeout": timedelta(seconds=settings.timeout_s),
@@ -212,7 +214,7 @@ def _connect(folder: Location, settings: StorageSettings, *, retries: bool) -> O
         try:
             options["root_certificate"] = settings.ca.read_text()
         except OSError as error:
-            raise SettingsError(f"RFORK_STORAGE_CA: cannot read {settings.ca}: {error.strerror}") from None
+            raise SettingsError(f"SSL_CERT_FILE: cannot read {settings.ca}: {error.strerror}") from None
     retry: RetryConfig = {
         "max_retries": settings.max_attempts - 1 if retries else 0,
         "retry_timeout": timedelta(seconds=settings.timeout_s * settings.max_attempts),

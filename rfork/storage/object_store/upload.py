@@ -1,4 +1,4 @@
-"""A blob written to Google's or Azure's storage as a stream, by obstore on a thread of its own."""
+"""Streaming upload to Google or Azure, by obstore on a separate thread."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 MAX_PARTS: Final = 10_000
-"""Most parts of one object of Google's; Azure takes more."""
+"""Maximum number of parts of an object at Google; Azure allows more."""
 MIN_PART_BYTES: Final = 5 << 20
-"""Bytes of the smallest part that Google takes, but for the last of an object."""
-SHARE: Final = 8
-"""A part is this share of the memory: one fills, one is handed over, the others are in flight."""
+"""Minimum size of a part at Google, except for an object's last one."""
+PARTS_IN_MEMORY: Final = 8
+"""Number of parts in staging memory: one is filled, one is queued, the others are in flight."""
 
 
 def part_size(settings: StorageSettings) -> int:
-    """Bytes of a part."""
-    return max(MIN_PART_BYTES, settings.staging_bytes // SHARE)
+    """Return the size of a part in bytes."""
+    return max(MIN_PART_BYTES, settings.staging_bytes // PARTS_IN_MEMORY)
 
 
 class UploadAborted(Exception):
-    """The upload's block was left with an exception."""
+    """The upload's block ended with an exception."""
 
 
 @contextmanager
 def open_upload(
     store: ObjectStore, location: Location, settings: StorageSettings, *, replace: bool
 ) -> Iterator[CloudUpload]:
-    """An object in the making; see `Store.write`."""
+    """Create an object; see `BlobStore.write`."""
     upload = CloudUpload(store, location, settings, replace=replace)
     try:
         yield upload
@@ -50,10 +50,10 @@ def open_upload(
 
 
 class CloudUpload:
-    """See `BlobWriter`. What fits into one part is written by one request, when it is committed.
+    """See `BlobWriter`. Content that fits in one part is written by a single request on commit.
 
-    Uploads in parts know no conditions here: without `replace`, one that is there when the first part is full
-    is left, and one that comes while this is written is replaced.
+    Multipart uploads are unconditional: without `replace`, an object that exists when the first part is full
+    is kept, but one created during the upload is replaced.
     """
 
     def __init__(self, store: ObjectStore, location: Location, settings: StorageSettings, *, replace: bool) -> None:
@@ -68,13 +68,13 @@ class CloudUpload:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._made = False
-        self._there_already = False
+        self._already_exists = False
 
     def write(self, views: Sequence[memoryview]) -> None:
-        """See `BlobWriter`. Raises what parts before this met, too."""
+        """See `BlobWriter`. Also raises errors of earlier parts."""
         for view in views:
             data = view.cast("B")
-            while data and not self._there_already:
+            while data and not self._already_exists:
                 if len(self._part) == self._size:
                     self._send()
                 count = min(len(data), self._size - len(self._part))
@@ -82,8 +82,8 @@ class CloudUpload:
                 data = data[count:]
 
     def commit(self) -> None:
-        """Make the object."""
-        if self._there_already:
+        """Complete the object."""
+        if self._already_exists:
             return
         if self._feed is None:
             self._put()
@@ -93,7 +93,7 @@ class CloudUpload:
         self._join()
 
     def abort(self) -> None:
-        """Have what was sent come to nothing."""
+        """Discard the upload."""
         if self._feed is not None:
             self._feed.abandon()
         if self._thread is not None:
@@ -110,14 +110,14 @@ class CloudUpload:
             )
         except AlreadyExistsError:
             if self._replace:
-                raise StorageError(f"{self._location.uri}: another is there and cannot be replaced") from None
+                raise StorageError(f"{self._location.uri}: an object exists and cannot be replaced") from None
         except (BaseError, OSError, ValueError) as error:
             raise to_storage_error(self._location.uri, error) from None
 
     def _send(self) -> None:
         if self._feed is None:
-            if not self._replace and self._is_there():
-                self._there_already = True
+            if not self._replace and self._exists():
+                self._already_exists = True
                 self._part = bytearray()
                 return
             self._feed = _PartQueue()
@@ -126,7 +126,7 @@ class CloudUpload:
         if self._parts == MAX_PARTS:
             raise StorageError(
                 f"{self._location.uri}: more than {MAX_PARTS} parts of {self._size} bytes",
-                hint="RFORK_STORAGE_STAGING_BYTES sets their size",
+                hint="increase RFORK_STORAGE_STAGING_BYTES to use larger parts",
             )
         self._parts += 1
         if not self._feed.put_part(bytes(self._part)):
@@ -134,7 +134,9 @@ class CloudUpload:
         self._part.clear()
 
     def _run(self, feed: _PartQueue) -> None:
-        in_flight = max(1, min(self._settings.concurrency, self._settings.staging_bytes // self._size - SHARE // 2))
+        in_flight = max(
+            1, min(self._settings.concurrency, self._settings.staging_bytes // self._size - PARTS_IN_MEMORY // 2)
+        )
         try:
             obstore.put(
                 self._store,
@@ -145,7 +147,7 @@ class CloudUpload:
                 max_concurrency=in_flight,
             )
             self._made = True
-        except BaseException as error:  # raised where the upload is waited for; a panic of obstore's is one
+        except BaseException as error:  # re-raised in _join(); a panic in obstore is a BaseException
             self._error = error
         finally:
             feed.stop()
@@ -156,9 +158,9 @@ class CloudUpload:
         if self._error is not None:
             raise to_storage_error(self._location.uri, self._error) from None
         if not self._made:
-            raise StorageError(f"{self._location.uri}: its upload ended early")
+            raise StorageError(f"{self._location.uri}: the upload ended early")
 
-    def _is_there(self) -> bool:
+    def _exists(self) -> bool:
         try:
             obstore.head(self._store, self._location.path)
         except FileNotFoundError:
@@ -169,7 +171,7 @@ class CloudUpload:
 
 
 class _PartQueue:
-    """Parts from the writer's thread to obstore's, one at a time."""
+    """Queue of one part from the writer's thread to obstore's thread."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -177,7 +179,7 @@ class _PartQueue:
         self._ended = self._abandoned = self._stopped = False
 
     def put_part(self, part: bytes) -> bool:
-        """Hand a part over once the one before was taken; False where nobody takes any more."""
+        """Queue a part after the previous one was consumed; return False if the consumer has stopped."""
         with self._changed:
             self._changed.wait_for(lambda: self._stopped or not self._parts)
             if not self._stopped:
@@ -186,19 +188,19 @@ class _PartQueue:
             return not self._stopped
 
     def end(self) -> None:
-        """There are no more parts."""
+        """Signal that there are no more parts."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
 
     def abandon(self) -> None:
-        """Have the taker fail, so that it makes no object."""
+        """Make the consumer fail, so that no object is created."""
         with self._changed:
             self._abandoned = True
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """For the taker: it takes no more."""
+        """Signal that the consumer has stopped."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()

@@ -1,1 +1,1 @@
-"""S3 and what speaks its protocol: credentials and signatures by botocore, streams of parts up."""
+"""S3 and compatible services: credentials and signatures by botocore, streaming multipart uploads."""

@@ -1,7 +1,8 @@
-"""One bucket through botocore: its credentials, endpoints, signatures and retries; typed, in rfork's errors.
+"""Typed access to one bucket through botocore: credentials, endpoints, signatures, retries; raises rfork
+errors.
 
-Runs wherever weights are read or written. botocore looks for credentials where AWS's own tools do: the
-environment, profiles, web identity (IRSA), containers' and instances' metadata.
+Runs wherever weights are read or written. botocore finds credentials like AWS's own tools: environment,
+profiles, web identity (IRSA), container and instance metadata.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from botocore.session import Session
 import rfork
 from rfork.errors import StorageError
 from rfork.settings import StorageSettings
-from rfork.storage.s3.errors import MISSING, code_of, failure
+from rfork.storage.s3.errors import MISSING_CODES, error_code, to_storage_error
 from rfork.storage.s3.parts import ObjectHead, Part, PartBody
 
-URL_S: Final = 900
-"""Seconds that a presigned URL opens its object; each is used for a small part of them."""
-REGION: Final = "us-east-1"
+URL_TTL_S: Final = 900
+"""Validity of a presigned URL in seconds; each is used for only a fraction of it."""
+DEFAULT_REGION: Final = "us-east-1"
 _AWS = re.compile(r"\.amazonaws\.com(\.cn)?$")
 
 
 class S3Bucket:
-    """See `Bucket`. Its client is made when the first call needs it."""
+    """See `MultipartBucket`. The client is created on first use."""
 
     def __init__(self, name: str, settings: StorageSettings) -> None:
         self.name = name
@@ -43,20 +44,20 @@ class S3Bucket:
         self._made: tuple[_Client, Path | None] | None = None
 
     def put(self, key: str, body: PartBody, *, only_new: bool) -> None:
-        """See `Bucket`."""
+        """See `MultipartBucket`."""
         condition = {"IfNoneMatch": "*"} if only_new else {}
-        with self._failing(key):
+        with self._storage_errors(key):
             self._client.put_object(Bucket=self.name, Key=key, Body=body, **condition)
 
     def begin(self, key: str) -> str:
-        """See `Bucket`."""
-        with self._failing(key):
+        """See `MultipartBucket`."""
+        with self._storage_errors(key):
             response = self._client.create_multipart_upload(Bucket=self.name, Key=key)
         return _object_head(response, "UploadId", key)
 
     def put_part(self, key: str, upload: str, number: int, body: PartBody) -> Part:
-        """See `Bucket`."""
-        with self._failing(key):
+        """See `MultipartBucket`."""
+        with self._storage_errors(key):
             response = self._client.upload_part(
                 Bucket=self.name, Key=key, UploadId=upload, PartNumber=number, Body=body
             )
@@ -68,94 +69,96 @@ class S3Bucket:
         return Part(number, _object_head(response, "ETag", key), checksums)
 
     def complete(self, key: str, upload: str, parts: Sequence[Part], *, only_new: bool) -> str:
-        """See `Bucket`."""
+        """See `MultipartBucket`."""
         part_list: list[dict[str, str | int]] = [
             {"PartNumber": part.number, "ETag": part.etag, **part.checksums} for part in parts
         ]
         condition = {"IfNoneMatch": "*"} if only_new else {}
-        with self._failing(key):
+        with self._storage_errors(key):
             response = self._client.complete_multipart_upload(
                 Bucket=self.name, Key=key, UploadId=upload, MultipartUpload={"Parts": part_list}, **condition
             )
         return _object_head(response, "ETag", key)
 
     def abort(self, key: str, upload: str) -> None:
-        """See `Bucket`."""
-        with self._failing(key):
+        """See `MultipartBucket`."""
+        with self._storage_errors(key):
             try:
                 self._client.abort_multipart_upload(Bucket=self.name, Key=key, UploadId=upload)
             except ClientError as error:
-                if code_of(error) != "NoSuchUpload":
+                if error_code(error) != "NoSuchUpload":
                     raise
 
     def head(self, key: str) -> ObjectHead | None:
-        """See `Bucket`."""
-        with self._failing(key):
+        """See `MultipartBucket`."""
+        with self._storage_errors(key):
             try:
                 response = self._client.head_object(Bucket=self.name, Key=key)
             except ClientError as error:
-                if code_of(error) in MISSING:
+                if error_code(error) in MISSING_CODES:
                     return None
                 raise
         return ObjectHead(int(response["ContentLength"]), str(response["ETag"]))
 
     def delete(self, key: str) -> None:
-        """Remove an object; nothing happens where there is none."""
-        with self._failing(key):
+        """Remove an object; does nothing if it does not exist."""
+        with self._storage_errors(key):
             try:
                 self._client.delete_object(Bucket=self.name, Key=key)
             except ClientError as error:
-                if code_of(error) != "NoSuchKey":
+                if error_code(error) != "NoSuchKey":
                     raise
 
     def objects(self, prefix: str) -> Iterator[tuple[str, int]]:
-        """Key and size of every object whose key begins with `prefix`, as the service orders them."""
-        with self._failing(prefix):
+        """Iterate over key and size of every object whose key begins with `prefix`, in the service's order."""
+        with self._storage_errors(prefix):
             for page in self._client.get_paginator("list_objects_v2").paginate(Bucket=self.name, Prefix=prefix):
                 for entry in page.get("Contents", ()):
                     yield entry["Key"], int(entry["Size"])
 
     def url(self, key: str) -> str:
-        """A URL by which anybody may read the object for `URL_S`: a secret."""
-        with self._failing(key):
+        """Return a URL that allows anyone to read the object for `URL_TTL_S` seconds: a secret."""
+        with self._storage_errors(key):
             return self._client.generate_presigned_url(
-                "get_object", Params={"Bucket": self.name, "Key": key}, ExpiresIn=URL_S
+                "get_object", Params={"Bucket": self.name, "Key": key}, ExpiresIn=URL_TTL_S
             )
 
     def find_region(self) -> None:
-        """Ask where the bucket is, and ask there from now on; nothing changes where that is not told."""
-        with self._failing(""):
+        """Look up the bucket's region and use it from now on; changes nothing if the service does not report
+        it.
+        """
+        with self._storage_errors(""):
             try:
                 response = self._client.head_bucket(Bucket=self.name)
             except ClientError as error:
-                response = error.response  # a refusal tells the region too
+                response = error.response  # error responses include the region too
             region = response["ResponseMetadata"]["HTTPHeaders"].get("x-amz-bucket-region")
             if region:
                 found = _connect(self._settings.model_copy(update={"s3_region": region}))
                 with self._lock:
-                    # The client before it may be in use: it closes when nobody has it any more.
+                    # The previous client may be in use: it is closed when it is garbage collected.
                     self._made = found
 
     @property
     def authorities(self) -> Path | None:
-        """The file of authorities that the service is checked by, where there is one of its own."""
-        with self._failing(""):
+        """CA file used to verify the service, if it is not the default."""
+        with self._storage_errors(""):
             return self._connected()[1]
 
     def close(self) -> None:
-        """Drop connections; it can be used again."""
+        """Close connections; they reopen on use."""
         with self._lock:
             if self._made is not None:
                 self._made[0].close()
 
     @contextmanager
-    def _failing(self, key: str) -> Iterator[None]:
+    def _storage_errors(self, key: str) -> Iterator[None]:
         uri = f"s3://{self.name}/{key}"
         try:
             yield
         except (ClientError, BotoCoreError, ValueError) as error:
-            # Without what it came from: botocore's may hold a whole URL.
-            raise failure(uri, error) from None
+            # Without the cause: botocore's message may contain a complete URL.
+            raise to_storage_error(uri, error) from None
 
     @property
     def _client(self) -> _Client:
@@ -169,14 +172,14 @@ class S3Bucket:
 
 
 def _object_head(response: Mapping[str, str], name: str, key: str) -> str:
-    # To botocore, the end of a connection before any text is an answer without fields.
+    # botocore treats a connection that closes before any body as a response without fields.
     if name not in response:
-        raise StorageError(f"{key}: the service's answer broke off")
+        raise StorageError(f"{key}: the service's response was incomplete")
     return str(response[name])
 
 
 class _Client(Protocol):
-    """The part of botocore's client that is used here; it makes these methods when it runs."""
+    """The part of botocore's client that is used; botocore generates these methods at run time."""
 
     @property
     def meta(self) -> _Meta: ...
@@ -212,24 +215,26 @@ class _Paginator(Protocol):
 
 
 def _connect(settings: StorageSettings) -> tuple[_Client, Path | None]:
-    """A client as the settings, then AWS's environment and files, have it. Raises what botocore raises."""
-    session = Session(profile=settings.s3_profile)
+    """Return a client configured by the settings, then by AWS's environment and files. Raises botocore's
+    errors.
+    """
+    session = Session()
     session.register_component("data_loader", _service_models(session.get_config_variable("data_path")))
-    bundle = settings.ca or session.get_config_variable("ca_bundle")
+    bundle = session.get_config_variable("ca_bundle") or settings.ca
 
     def client(style: str) -> _Client:
         made = session.create_client(
             "s3",
-            region_name=settings.s3_region or session.get_config_variable("region") or REGION,
+            region_name=settings.s3_region or session.get_config_variable("region") or DEFAULT_REGION,
             endpoint_url=settings.s3_endpoint,
             verify=str(bundle) if bundle else None,
             config=Config(
-                # For presigned URLs botocore's default is the version that newer regions refuse.
+                # botocore's default version for presigned URLs is rejected by newer regions.
                 signature_version=botocore.UNSIGNED if settings.s3_anonymous else "s3v4",
                 connect_timeout=settings.timeout_s,
                 read_timeout=settings.timeout_s,
                 retries={"mode": "standard", "total_max_attempts": settings.max_attempts},
-                # Uploads of several blobs at once share this client.
+                # Concurrent uploads of several blobs share this client.
                 max_pool_connections=max(32, 2 * settings.concurrency),
                 user_agent_extra=f"rfork/{rfork.__version__}",
                 s3={} if style == "auto" else {"addressing_style": style},
@@ -240,12 +245,12 @@ def _connect(settings: StorageSettings) -> tuple[_Client, Path | None]:
     made = client(settings.s3_addressing)
     chosen = (made.meta.config.s3 or {}).get("addressing_style", "auto")
     if chosen == "auto" and _AWS.search(urlsplit(made.meta.endpoint_url).hostname or ""):
-        # Else URLs are for the endpoint of all regions, which redirects for days after a bucket was made.
+        # Otherwise URLs use the global endpoint, which redirects for days after a bucket was created.
         made = client("virtual")
     return made, Path(bundle) if bundle else None
 
 
 @cache
 def _service_models(data_path: str | None) -> Loader:
-    """What botocore knows of services, parsed once for all clients: it takes 0.1 to 0.3 s."""
+    """Return botocore's service models, parsed once for all clients because that takes 0.1 to 0.3 s."""
     return create_loader(data_path)

@@ -1,4 +1,4 @@
-"""What an S3 service's refusals, and botocore's own, mean: in rfork's errors, one line each, no secrets."""
+"""Translates errors of S3 services and botocore to rfork errors with one-line messages and without secrets."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from rfork.errors import (
     StorageNotFound,
 )
 
-MISSING: Final = frozenset({"NoSuchBucket", "NoSuchKey", "NoSuchVersion", "404", "NotFound"})
-DENIED: Final = frozenset(
+MISSING_CODES: Final = frozenset({"NoSuchBucket", "NoSuchKey", "NoSuchVersion", "404", "NotFound"})
+DENIED_CODES: Final = frozenset(
     {
         "403",
         "AccessDenied",
@@ -46,7 +46,7 @@ DENIED: Final = frozenset(
         "UnauthorizedAccess",
     }
 )
-FULL: Final = frozenset(
+FULL_CODES: Final = frozenset(
     {
         "507",
         "InsufficientCapacity",
@@ -58,7 +58,7 @@ FULL: Final = frozenset(
         "XMinioStorageFull",
     }
 )
-ELSEWHERE: Final = frozenset(
+WRONG_REGION_CODES: Final = frozenset(
     {
         "301",
         "AuthorizationHeaderMalformed",
@@ -67,19 +67,18 @@ ELSEWHERE: Final = frozenset(
         "PermanentRedirect",
     }
 )
-"""What AWS answers in a region that the bucket does not lie in, the first two where a signature says so."""
+"""Codes for a bucket in another region; the first of them also if the signature reveals it."""
 HINTS: Final = {
-    "AuthorizationHeaderMalformed": "RFORK_STORAGE_S3_REGION names the region that the bucket is in",
-    "AuthorizationQueryParametersError": "RFORK_STORAGE_S3_REGION names the region that the bucket is in",
-    "ExpiredToken": "get new credentials",
-    "InvalidObjectState": "the object is in an archive: restore it first",
-    "PermanentRedirect": "RFORK_STORAGE_S3_REGION names the region that the bucket is in",
-    "RequestTimeTooSkewed": "set this machine's clock",
+    "AuthorizationHeaderMalformed": "set AWS_REGION to the bucket's region",
+    "AuthorizationQueryParametersError": "set AWS_REGION to the bucket's region",
+    "ExpiredToken": "renew the credentials",
+    "InvalidObjectState": "the object is archived: restore it first",
+    "PermanentRedirect": "set AWS_REGION to the bucket's region",
+    "RequestTimeTooSkewed": "correct this machine's clock",
 }
 
 CREDENTIALS_HINT: Final = (
-    "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or RFORK_STORAGE_S3_PROFILE; "
-    "RFORK_STORAGE_S3_ANONYMOUS=1 for public buckets"
+    "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; AWS_SKIP_SIGNATURE=true for public buckets"
 )
 
 _STORAGE_FULL_PATTERN = re.compile(
@@ -90,7 +89,7 @@ _MESSAGE = re.compile(rb"<Message>([^<]{1,1000})</Message>")
 
 
 class S3ServiceError(StorageError):
-    """A refusal that storage itself acts upon; to all others it is a StorageError."""
+    """A response that the storage code handles; for all other code it is a StorageError."""
 
     @property
     def kind(self) -> str:
@@ -99,19 +98,19 @@ class S3ServiceError(StorageError):
 
 
 class WrongRegion(S3ServiceError):
-    """The bucket is in another region than the one asked."""
+    """The bucket is in another region."""
 
 
 class ConditionFailed(S3ServiceError):
-    """An object is there that was not to be replaced."""
+    """The object already exists and must not be replaced."""
 
 
 class ConcurrentWriteConflict(S3ServiceError):
-    """Another writer is just about to make or remove the object."""
+    """Another writer is creating or removing the object at the moment."""
 
 
 class Unsupported(S3ServiceError):
-    """The service does not know what was asked of it."""
+    """The service does not support the request."""
 
 
 HANDLED_ERRORS: Final[Mapping[str, type[S3ServiceError]]] = {
@@ -127,57 +126,57 @@ HANDLED_ERRORS: Final[Mapping[str, type[S3ServiceError]]] = {
 
 
 def explain(uri: str, status: int, text: bytes) -> StorageError | None:
-    """What an XML document that came with a status means; None where it is none of S3's."""
+    """Return the error for an XML error document; None if it is not one of S3's."""
     code, message = _CODE.search(text), _MESSAGE.search(text)
     if code is None:
         return None
     detail = html.unescape(message.group(1).decode(errors="replace")) if message else ""
-    return refusal(uri, code.group(1).decode(), detail, status)
+    return error_of_code(uri, code.group(1).decode(), detail, status)
 
 
-def refusal(uri: str, code: str, message: str, status: int) -> StorageError:
-    """The error that a code of S3's means."""
-    # Of a service's own words only these: a signature may stand in others.
+def error_of_code(uri: str, code: str, message: str, status: int) -> StorageError:
+    """Return the error for an S3 error code."""
+    # Quote only this part of the response: others may contain a signature.
     detail = _clean_message(message)
-    words = f"{detail} ({code})" if detail and detail != code else code
+    description = f"{detail} ({code})" if detail and detail != code else code
     hint = HINTS.get(code, "")
-    if code in MISSING:
-        what = "there is no such bucket" if code == "NoSuchBucket" else "there is no such object"
+    if code in MISSING_CODES:
+        what = "no such bucket" if code == "NoSuchBucket" else "no such object"
         return StorageNotFound(f"{uri}: {what}")
-    if code in ELSEWHERE or status == 301:
-        return WrongRegion(f"{uri}: the bucket is in another region: {words}", hint=hint)
+    if code in WRONG_REGION_CODES or status == 301:
+        return WrongRegion(f"{uri}: the bucket is in another region: {description}", hint=hint)
     if code in HANDLED_ERRORS:
-        return HANDLED_ERRORS[code](f"{uri}: the service refuses: {words}")
-    if code in FULL or status == 507 or (status >= 500 and _STORAGE_FULL_PATTERN.search(detail)):
-        return StorageFull(f"{uri}: no room is left: {words}")
-    if code in DENIED or status in (401, 403):
-        return StorageAccessDenied(f"{uri}: access denied: {words}", hint=hint)
-    return StorageError(f"{uri}: the service refuses: {words}", hint=hint)
+        return HANDLED_ERRORS[code](f"{uri}: the service refused the request: {description}")
+    if code in FULL_CODES or status == 507 or (status >= 500 and _STORAGE_FULL_PATTERN.search(detail)):
+        return StorageFull(f"{uri}: no space left: {description}")
+    if code in DENIED_CODES or status in (401, 403):
+        return StorageAccessDenied(f"{uri}: access denied: {description}", hint=hint)
+    return StorageError(f"{uri}: the service refused the request: {description}", hint=hint)
 
 
-def code_of(error: ClientError) -> str:
-    """The code a service gave, or the status where there was no text (as of HEAD)."""
+def error_code(error: ClientError) -> str:
+    """Return the service's error code, or the status if there was no body (HEAD)."""
     return str(error.response.get("Error", {}).get("Code", ""))
 
 
-def status_of(error: ClientError) -> int:
-    """The HTTP status of a refusal; 0 where there is none."""
+def http_status(error: ClientError) -> int:
+    """Return the HTTP status of an error; 0 if there is none."""
     return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
 
 
-def failure(uri: str, error: ClientError | BotoCoreError | ValueError) -> RforkError:
-    """The error that one of botocore's means, for what was asked of `uri`."""
+def to_storage_error(uri: str, error: ClientError | BotoCoreError | ValueError) -> RforkError:
+    """Return the rfork error for an error of botocore about `uri`."""
     match error:
         case ClientError():
             message = str(error.response.get("Error", {}).get("Message", ""))
-            meant = refusal(uri, code_of(error), message, status_of(error))
+            error_for_code = error_of_code(uri, error_code(error), message, http_status(error))
             if error.operation_name.startswith("AssumeRole"):
                 return StorageAccessDenied(
-                    f"{uri}: AWS gives no credentials: {_clean_message(message)} ({code_of(error)})"
+                    f"{uri}: AWS issues no credentials: {_clean_message(message)} ({error_code(error)})"
                 )
-            return meant
+            return error_for_code
         case aws.NoCredentialsError() | aws.NoAuthTokenError():
-            return StorageAccessDenied(f"{uri}: no credentials were found", hint=CREDENTIALS_HINT)
+            return StorageAccessDenied(f"{uri}: no credentials found", hint=CREDENTIALS_HINT)
         case (
             aws.PartialCredentialsError()
             | aws.CredentialRetrievalError()
@@ -186,35 +185,35 @@ def failure(uri: str, error: ClientError | BotoCoreError | ValueError) -> RforkE
             | aws.RefreshWithMFAUnsupportedError()
             | aws.UnauthorizedSSOTokenError()
         ):
-            return StorageAccessDenied(f"{uri}: {_line(error)}", hint=CREDENTIALS_HINT)
+            return StorageAccessDenied(f"{uri}: {_one_line(error)}", hint=CREDENTIALS_HINT)
         case aws.SSLError():
             return StorageError(
                 f"{uri}: the service's certificate is not trusted, or TLS failed",
-                hint="RFORK_STORAGE_CA names the authorities that storage is checked by",
+                hint="set SSL_CERT_FILE to the certificate authorities of the storage server",
             )
         case aws.ReadTimeoutError() | aws.ConnectTimeoutError():
-            return StorageError(f"{uri}: {_service(error)} did not answer in time")
+            return StorageError(f"{uri}: {_service(error)} did not respond in time")
         case aws.UnseekableStreamError():
-            return StorageError(f"{uri}: the upload was given up")
+            return StorageError(f"{uri}: the upload was cancelled")
         case aws.ConnectionError() | aws.HTTPClientError():
             return StorageError(f"{uri}: {_service(error)} cannot be reached")
         case aws.MetadataRetrievalError():
-            return StorageAccessDenied(f"{uri}: no credentials were given: {_line(error)}", hint=CREDENTIALS_HINT)
+            return StorageAccessDenied(f"{uri}: no credentials received: {_one_line(error)}", hint=CREDENTIALS_HINT)
         case aws.FlexibleChecksumError() | aws.ChecksumError():
-            return StorageCorrupt(f"{uri}: what the service sent does not match its checksum")
+            return StorageCorrupt(f"{uri}: the received data does not match its checksum")
         case aws.PaginationError():
-            return StorageError(f"{uri}: the service's list makes no sense: {_line(error)}")
+            return StorageError(f"{uri}: the service returned an invalid listing: {_one_line(error)}")
         case aws.ProfileNotFound():
-            return SettingsError(_line(error), hint="RFORK_STORAGE_S3_PROFILE or AWS_PROFILE names it")
+            return SettingsError(_one_line(error), hint="check AWS_PROFILE")
         case aws.ParamValidationError():
-            return SettingsError(f"{uri} cannot be asked for: {_line(error)}")
+            return SettingsError(f"{uri} cannot be requested: {_one_line(error)}")
         case _:
-            hint = "e.g. RFORK_STORAGE_S3_ENDPOINT=https://s3.example.com" if "endpoint" in str(error) else ""
-            return SettingsError(f"S3 cannot be used for {uri}: {_line(error)}", hint=hint)
+            hint = "e.g. AWS_ENDPOINT_URL=https://s3.example.com" if "endpoint" in str(error) else ""
+            return SettingsError(f"cannot use S3 for {uri}: {_one_line(error)}", hint=hint)
 
 
 def _service(error: BotoCoreError) -> str:
-    # Of the URL that botocore names no more than this: the rest may hold a secret.
+    # Only this part of botocore's URL: the rest may contain a secret.
     parts = urlsplit(str(error.kwargs.get("endpoint_url", "")))
     return f"the service at {parts.scheme}://{parts.netloc}" if parts.netloc else "the service"
 
@@ -223,5 +222,5 @@ def _clean_message(message: str) -> str:
     return " ".join(message.split())[:200].rstrip(".")
 
 
-def _line(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:300]

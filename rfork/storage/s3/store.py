@@ -1,6 +1,6 @@
-"""S3 and what speaks like it: objects of a bucket below a prefix.
+"""S3 and compatible services: objects of a bucket below a prefix.
 
-They are listed, written and removed through botocore, and read by presigned URLs, which botocore signs.
+Objects are listed, written and removed through botocore, and read by presigned URLs that botocore signs.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ try:
     from rfork.storage.s3.errors import WrongRegion, explain
     from rfork.storage.s3.upload import open_upload
 except ImportError as error:
-    raise MissingExtra("boto3, for s3://,", extra="s3", why=str(error)) from None
+    raise MissingExtra("boto3 (for s3://)", extra="s3", why=str(error)) from None
 
 SIGNED_S: Final = 60.0
-"""Seconds that one signature is used for; what it was made with is valid for longer than that."""
+"""Seconds for which a signature is reused; the credentials behind it stay valid for longer."""
 
 
 class S3Store:
-    """See `Store`: the objects of a bucket whose keys begin with a folder's path."""
+    """Objects of a bucket whose keys begin with a folder's path; see `BlobStore`."""
 
     def __init__(self, folder: Location, settings: StorageSettings) -> None:
         self._folder = folder.folder
@@ -40,15 +40,15 @@ class S3Store:
 
     @property
     def uri(self) -> str:
-        """See `Store`."""
+        """See `BlobStore`."""
         return self._folder.uri
 
     def open(self, name: str, *, front: int = 0) -> Blob:
-        """See `Store`."""
+        """See `BlobStore`."""
         try:
             return self._open(name, front)
         except WrongRegion:
-            # As AWS's own clients do: without a region they ask the one they know first.
+            # Like AWS's own clients: without a configured region, they start with the default one.
             self._bucket.find_region()
         try:
             return self._open(name, front)
@@ -56,26 +56,26 @@ class S3Store:
             raise StorageError(str(error), hint=error.hint) from None
 
     def list(self, prefix: str = "") -> Iterator[BlobEntry]:
-        """See `Store`."""
+        """See `BlobStore`."""
         begin = self._folder.path
         found = (BlobEntry(key.removeprefix(begin), size) for key, size in self._bucket.objects(begin + prefix))
-        # Not every service orders them, and the consoles of some make empty objects of folders' names.
+        # Not every service sorts them, and some consoles create empty objects for folders.
         yield from sorted(
             (entry for entry in found if entry.name and not entry.name.endswith("/")),
             key=lambda entry: entry.name,
         )
 
     def write(self, name: str, *, replace: bool = True) -> AbstractContextManager[BlobWriter]:
-        """See `Store`."""
+        """See `BlobStore`."""
         location = self._folder.child(name)
         return open_upload(self._bucket, location.path, location.uri, self._settings, replace=replace)
 
     def remove(self, name: str) -> None:
-        """See `Store`."""
+        """See `BlobStore`."""
         self._bucket.delete(self._folder.child(name).path)
 
     def close(self) -> None:
-        """See `Store`."""
+        """See `BlobStore`."""
         with self._lock:
             if self._made is not None:
                 self._made.close()
@@ -105,7 +105,7 @@ class S3Store:
 
 
 class _Signed:
-    """Makes the requests for one object; see `rfork.storage.http.blob.Sign`. Thread-safe."""
+    """Creates the requests for one object; see `rfork.storage.http.blob.Sign`. Thread-safe."""
 
     def __init__(self, bucket: S3Bucket, key: str) -> None:
         self._bucket = bucket
@@ -114,7 +114,7 @@ class _Signed:
         self._signed: tuple[HttpRequest, float] | None = None
 
     def __call__(self) -> HttpRequest:
-        """The request as it was signed last, or signed anew."""
+        """Return the last signed request, or sign a new one."""
         with self._lock:
             now = time.monotonic()
             if self._signed is None or now - self._signed[1] >= SIGNED_S:

@@ -1,6 +1,6 @@
-"""A blob written to an object store as a stream: in parts, several in flight, with bounded memory.
+"""Streaming upload to an object store: in parts, several in flight, with bounded memory.
 
-Nothing is seen of it before it is complete; what does not get so far is removed.
+The object is invisible until it is complete; an incomplete upload is removed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def open_upload(
     replace: bool,
     pause: Callable[[float], None] = time.sleep,
 ) -> Iterator[Upload]:
-    """An object in the making; see `Store.write`. `pause` stands still for so many seconds."""
+    """Create an object; see `BlobStore.write`. `pause` sleeps for a number of seconds."""
     upload = Upload(bucket, key, uri, settings, replace=replace, pause=pause)
     try:
         yield upload
@@ -51,7 +51,7 @@ def open_upload(
 
 
 class Upload:
-    """See `BlobWriter`. What fits into one part is written by one request, when it is committed."""
+    """See `BlobWriter`. Content that fits in one part is written by a single request on commit."""
 
     def __init__(
         self,
@@ -77,62 +77,62 @@ class Upload:
         self._running: dict[Future[Part], PartBuffer] = {}
         self._begun = 0
         self._parts: list[Part] = []
-        self._there_already = False
+        self._already_exists = False
 
     def write(self, views: Sequence[memoryview]) -> None:
-        """See `BlobWriter`. Raises what parts before this met, too."""
+        """See `BlobWriter`. Also raises errors of earlier parts."""
         for view in views:
             data = view.cast("B")
             self._written += len(data)
-            while data and not self._there_already:
+            while data and not self._already_exists:
                 if self._block.remaining_bytes == 0:
                     self._send()
                     self._block = self._next()
                 data = data[self._block.append(data) :]
 
     def commit(self) -> None:
-        """Make the object."""
-        if self._there_already:
+        """Complete the object."""
+        if self._already_exists:
             return
         if self._id is None:
-            self._make(self._put)
+            self._finish(self._put)
             return
         self._send()
         self._collect(wait(self._running).done)
-        self._make(self._complete)
+        self._finish(self._complete)
         self._abort()
 
     def abort(self) -> None:
-        """Remove what there is of it. Raises nothing: it is what failed before that counts."""
+        """Remove the upload. Raises nothing: the original failure is the one to report."""
         for future, block in self._running.items():
             future.cancel()
             block.cancel()
-        # This waits for those under way: a part that arrives after the abort would be left for ever.
+        # Waits for parts in flight: one that arrives after the abort would never be removed.
         self._abort()
         if self._id is None:
             return
         try:
             self._bucket.abort(self._key, self._id)
         except RforkError as error:
-            log.warning("parts of an upload are left behind", object=self._uri, why=str(error))
+            log.warning("failed to remove the parts of an upload", object=self._uri, reason=str(error))
         self._id = None
 
     def _send(self) -> None:
         """Upload the block as the next part."""
         if self._id is None:
             if not self._replace and self._bucket.head(self._key) is not None:
-                self._there_already = True
+                self._already_exists = True
                 return
             self._id = self._bucket.begin(self._key)
             self._threads = ThreadPoolExecutor(self._settings.concurrency, "rfork-upload")
         if self._threads is None or self._begun == MAX_PARTS:
-            raise StorageError(f"{self._uri}: {self._written} bytes are more than one object can have")
+            raise StorageError(f"{self._uri}: {self._written} bytes exceed the maximum size of an object")
         self._begun += 1
         future = self._threads.submit(self._bucket.put_part, self._key, self._id, self._begun, self._block.body())
         self._running[future] = self._block
 
     def _next(self) -> PartBuffer:
-        """A block for the part after those begun; waits for one where memory has no more."""
+        """Return an empty block for the next part; waits for one in flight if the memory is used up."""
         self._collect([future for future in self._running if future.done()])
         size = part_size(self._begun + 1)
         if size != self._block.size:
@@ -149,40 +149,40 @@ class Upload:
             block.clear()
             self._free.append(block)
 
-    def _make(self, make: Callable[[bool], None]) -> None:
-        """Have `make` make the object, which is told whether one that is there is to stay."""
+    def _finish(self, request: Callable[[bool], None]) -> None:
+        """Complete the object with `request`, whose argument is `only_new`."""
         if self._replace:
-            make(False)
+            request(False)
             return
         attempts = RetryBudget(self._settings.max_attempts, self._settings.timeout_s, random.random, time.monotonic)
         while True:
             try:
-                make(True)
+                request(True)
             except ConditionFailed:
                 self.abort()
             except ConcurrentWriteConflict:
-                # Once the other writer has made it, the next answer is that it is there.
+                # Once the other writer has finished, the service responds that the object exists.
                 delay_s = attempts.failed(0)
                 if delay_s is not None:
                     self._pause(delay_s)
                     continue
-                if not self._is_there():
-                    raise StorageError(f"{self._uri}: others are writing it at the same time") from None
+                if not self._exists():
+                    raise StorageError(f"{self._uri}: another writer is writing it at the same time") from None
                 self.abort()
             except Unsupported:
                 if self._bucket.head(self._key) is None:
-                    make(False)
+                    request(False)
                 else:
                     self.abort()
             except StorageError:
-                # A conflict may have ended this upload: the service knows it no more.
-                if attempts.made == 0 or not self._is_there():
+                # A conflict may have removed this upload, so that the service no longer knows it.
+                if attempts.made == 0 or not self._exists():
                     raise
                 self.abort()
             return
 
-    def _is_there(self) -> bool:
-        """Whether another writer's object is there, as far as this one may look."""
+    def _exists(self) -> bool:
+        """Return whether another writer's object exists, as far as this writer may check."""
         try:
             return self._bucket.head(self._key) is not None
         except StorageAccessDenied:
@@ -193,7 +193,7 @@ class Upload:
 
     def _complete(self, only_new: bool) -> None:
         if self._id is None:
-            raise StorageError(f"{self._uri}: its upload was aborted")
+            raise StorageError(f"{self._uri}: the upload was aborted")
         parts = sorted(self._parts, key=lambda part: part.number)
         tag: str | None
         try:
@@ -201,7 +201,7 @@ class Upload:
         except (ConditionFailed, ConcurrentWriteConflict, Unsupported):
             raise
         except StorageError:
-            # It may have been made all the same, and only the answer got lost.
+            # The object may have been created although the response was lost.
             tag = multipart_etag(parts)
             if tag is None or self._bucket.head(self._key) != ObjectHead(self._written, tag):
                 raise
@@ -209,14 +209,14 @@ class Upload:
 
     def _check(self, tag: str) -> None:
         try:
-            there = self._bucket.head(self._key)
+            existing = self._bucket.head(self._key)
         except StorageAccessDenied:
-            return  # it may be written, and not read
-        if there is None:
-            raise StorageError(f"{self._uri} is not there after it was written")
-        # With another tag it is another writer's by now.
-        if there.etag == tag and there.size != self._written:
-            raise StorageCorrupt(f"{self._uri} has {there.size} bytes where {self._written} were written")
+            return  # may write, but not read
+        if existing is None:
+            raise StorageError(f"{self._uri} does not exist after it was written")
+        # A different tag means that another writer has replaced it.
+        if existing.etag == tag and existing.size != self._written:
+            raise StorageCorrupt(f"{self._uri} has {existing.size} bytes, but {self._written} were written")
 
     def _abort(self) -> None:
         if self._threads is not None:

@@ -1,1 +1,1 @@
-"""Images in storage: written, restored, listed, verified, removed."""
+"""Images in storage: write, restore, list, verify and remove snapshots."""

@@ -1,7 +1,9 @@
-"""Who may write and remove shared chunks at once: two kinds of notes beside them, so that none goes missing.
+"""Coordinates writers and deleters of shared chunks with two types of marker files, so that no referenced
+chunk is lost.
 
-A writer notes which chunks it counts on before it looks whether they are there; who removes chunks notes
-that before it looks who counts on them. Each heeds the other's note, so of two that meet one sees the other.
+A writer marks the chunks it references before it checks which exist; a deleter marks that it is deleting
+before it checks which chunks are referenced. Each then checks for the other's marker, so that at least one of
+two concurrent processes sees the other.
 """
 
 from __future__ import annotations
@@ -18,76 +20,78 @@ from rfork.storage.snapshots.files import MANIFEST_SUFFIX, ManifestFile, manifes
 
 log = logger(__name__)
 
-PENDING_NAME_PATTERN = re.compile(rf"(?P<name>.+){re.escape(MANIFEST_SUFFIX)}\.[0-9a-f]{{32}}\.pending")
-"""A note beside the manifest that is to come, of the same content."""
-REMOVING = "removing-"
-"""What a note in the folder of chunks begins with while somebody removes some of them."""
-NOTE_OF_REMOVAL = re.compile(rf"(.*/)?{REMOVING}[0-9a-f]{{32}}")
+WRITE_MARKER_PATTERN = re.compile(rf"(?P<name>.+){re.escape(MANIFEST_SUFFIX)}\.[0-9a-f]{{32}}\.pending")
+"""Writer's marker, stored next to the future manifest with the same content."""
+DELETE_MARKER_PREFIX = "removing-"
+"""Name prefix of a deleter's marker in the folder of chunks."""
+DELETE_MARKER_PATTERN = re.compile(rf"(.*/)?{DELETE_MARKER_PREFIX}[0-9a-f]{{32}}")
 
 
 @contextmanager
 def pending_write(
     store: BlobStore, name: str, manifest_file: ManifestFile, chunks: BlobStore
 ) -> Iterator[Callable[[], None]]:
-    """Count on the shared chunks of `manifest_file`, whose manifest is written to `store` inside the block.
+    """Reference the shared chunks of `manifest_file`, whose manifest is written to `store` within the block.
 
-    To be called right before that: what the block is given. It raises StorageError where the note was
-    removed meanwhile as a leftover, and chunks with it. So does the block's beginning where somebody removes
-    chunks at this moment.
+    The block must call the yielded function just before it writes the manifest. The function raises
+    StorageError if the marker was removed as a leftover meanwhile, possibly with chunks. Entering the block
+    raises StorageError while another process is deleting chunks.
     """
-    note = f"{manifest_name(name)}.{uuid4().hex}.pending"
-    put(store, note, manifest_file.model_dump_json().encode())
+    marker = f"{manifest_name(name)}.{uuid4().hex}.pending"
+    write_blob(store, marker, manifest_file.model_dump_json().encode())
     try:
         if active_deletes(chunks):
             raise StorageError(
-                f"{chunks.uri}: somebody removes chunks there now",
-                hint="try again; if that died half-way, `rfork snapshot rm --leftovers` ends its work",
+                f"{chunks.uri}: another process is deleting chunks here",
+                hint="try again; if that process died, clean up with `rfork snapshot rm --leftovers`",
             )
-        yield lambda: _still_there(store, note)
+        yield lambda: _check_marker(store, marker)
     except BaseException:
-        best_effort_remove(store, note)
+        best_effort_remove(store, marker)
         raise
-    store.remove(note)
+    store.remove(marker)
 
 
 @contextmanager
 def pending_delete(chunks: BlobStore) -> Iterator[None]:
-    """Remove chunks inside the block that nobody counts on by then."""
-    note = f"{REMOVING}{uuid4().hex}"
-    put(chunks, note, b"")
+    """Mark that unreferenced chunks are deleted within the block."""
+    marker = f"{DELETE_MARKER_PREFIX}{uuid4().hex}"
+    write_blob(chunks, marker, b"")
     try:
         yield
     finally:
-        chunks.remove(note)
+        chunks.remove(marker)
 
 
 def active_deletes(chunks: BlobStore) -> list[str]:
-    """The notes of those who remove chunks now, or died while they did."""
+    """Return the markers of processes that delete chunks, or died doing so."""
     try:
-        return [entry.name for entry in chunks.list(REMOVING)]
-    except StorageNotFound:  # a folder that is not there yet
+        return [entry.name for entry in chunks.list(DELETE_MARKER_PREFIX)]
+    except StorageNotFound:  # the folder does not exist yet
         return []
 
 
 def best_effort_remove(store: BlobStore, name: str) -> None:
-    """Remove what an error made useless. What went wrong before counts, and `ls` shows what stays."""
+    """Remove a file after an error. Failures are only logged: the original error counts, and `ls` lists
+    leftovers.
+    """
     try:
         store.remove(name)
     except StorageError as error:
-        log.warning("a leftover could not be removed", name=f"{store.uri}{name}", detail=str(error))
+        log.warning("failed to remove a leftover file", name=f"{store.uri}{name}", reason=str(error))
 
 
-def put(store: BlobStore, name: str, content: bytes) -> None:
+def write_blob(store: BlobStore, name: str, content: bytes) -> None:
     """Write one small blob."""
     with store.write(name) as writer:
         writer.write([memoryview(content)])
 
 
-def _still_there(store: BlobStore, note: str) -> None:
+def _check_marker(store: BlobStore, marker: str) -> None:
     try:
-        store.open(note).close()
+        store.open(marker).close()
     except StorageNotFound:
         raise StorageError(
-            f"{store.uri}: somebody removed the leftovers of writers while this one wrote",
+            f"{store.uri}: another process removed leftovers during the write, including the marker of this writer",
             hint="write the snapshot again",
         ) from None

@@ -1,4 +1,4 @@
-"""One blob put together from others: a snapshot whose header and chunks are shared objects.
+"""One blob composed of others: a snapshot whose header and chunks are shared objects.
 
 Runs wherever a snapshot is read.
 """
@@ -19,28 +19,28 @@ from rfork.storage.blob import Blob, BlobStore
 from rfork.storage.view_cursor import ViewCursor
 
 MAX_OPEN = 128
-"""Objects held open at once: each may be a descriptor, of which a process has about a thousand."""
+"""Maximum number of open objects: each may use a file descriptor, of which a process has about a thousand."""
 
 
 @dataclass(slots=True)
 class _OpenObject:
-    """An object that is open, and how many read it now."""
+    """An open object and its number of current readers."""
 
     blob: Blob
     users: int
 
 
 class ChunkedBlob:
-    """The objects of one store, one behind the other; see `rfork.storage.blob.Blob`. Thread-safe.
+    """Concatenation of objects in one store; see `rfork.storage.blob.Blob`. Thread-safe.
 
-    An object is opened when it is first read, and closed once `MAX_OPEN` others were read since. `store` is
-    this blob's own: closed with it.
+    Objects are opened on first read; at most `MAX_OPEN` idle ones stay open, the least recently used are
+    closed. Owns `store` and closes it.
     """
 
     version = None
 
     def __init__(self, uri: str, store: BlobStore, parts: Sequence[tuple[str, int]]) -> None:
-        """`parts` are names and bytes, in order."""
+        """`parts` are names and sizes in bytes, in order."""
         self.uri = uri
         self._store = store
         self._parts = tuple(parts)
@@ -51,7 +51,7 @@ class ChunkedBlob:
         self._closed = False
 
     def read(self, offset: int, into: Sequence[memoryview]) -> None:
-        """See `Blob.read`; StorageCorrupt where an object is missing or has another size."""
+        """See `Blob.read`; raises StorageCorrupt if an object is missing or has another size."""
         views = [view for view in into if view.nbytes]
         end = offset + sum(view.nbytes for view in views)
         if not 0 <= offset <= end <= self.size:
@@ -62,7 +62,7 @@ class ChunkedBlob:
                 blob.read(begin, cursor.next_views(length))
 
     def within(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """The parts that hold `[begin, end)`: index, first byte in the part, and bytes."""
+        """Iterate over the parts that contain `[begin, end)`: index, offset in the part, and length."""
         index = bisect_right(self._begins, begin) - 1
         while begin < end:
             inside = begin - self._begins[index]
@@ -74,7 +74,7 @@ class ChunkedBlob:
 
     @contextmanager
     def part(self, index: int) -> Iterator[Blob]:
-        """The object at that place, for the length of the block at least."""
+        """Yield the object with this index, open at least for the duration of the block."""
         open_object = self._acquire(index)
         try:
             yield open_object.blob
@@ -82,7 +82,7 @@ class ChunkedBlob:
             self._release(open_object)
 
     def prepare(self, indices: Sequence[int], threads: int) -> None:
-        """Open these objects, at most `MAX_OPEN`, side by side. Raises as `read` does."""
+        """Open these objects (at most `MAX_OPEN`) in parallel. Raises the same errors as `read`."""
         with ThreadPoolExecutor(threads, thread_name_prefix="rfork-open") as pool:
             for _ in pool.map(self._touch, indices):
                 pass
@@ -120,7 +120,7 @@ class ChunkedBlob:
         return open_object
 
     def _find_open(self, index: int) -> _OpenObject | None:
-        """One more user of the object, where it is open."""
+        """Return the object with one more user, if it is open."""
         if self._closed:
             raise StorageError(f"{self.uri} is closed")
         open_object = self._open_objects.get(index)
@@ -134,7 +134,7 @@ class ChunkedBlob:
         try:
             blob = self._store.open(name)
         except StorageNotFound:
-            raise StorageCorrupt(f"{self.uri} lacks its object {self._store.uri}{name}") from None
+            raise StorageCorrupt(f"{self.uri}: missing object {self._store.uri}{name}") from None
         if blob.size != length:
             blob.close()
             raise StorageCorrupt(f"{blob.uri} has {blob.size} bytes instead of {length}")

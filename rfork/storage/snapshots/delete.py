@@ -1,4 +1,4 @@
-"""Removing snapshots, and what writers that died left behind. Runs where `rfork snapshot rm` does."""
+"""Removes snapshots and the leftovers of dead writers. Runs in `rfork snapshot rm`."""
 
 from __future__ import annotations
 
@@ -16,24 +16,27 @@ from rfork.storage.snapshots.repository import OBJECT, Repository
 
 @dataclass(frozen=True, slots=True)
 class DeleteResult:
-    """Snapshots or leftovers that are gone, and their bytes; `retained_bytes` are of chunks that others need."""
+    """Number and size of removed snapshots or leftovers; `retained_bytes` are chunks that other snapshots
+    need.
+    """
 
     count: int
     freed: int
     retained_bytes: int = 0
 
     def merge(self, other: DeleteResult) -> DeleteResult:
-        """Both together."""
+        """Return the sum of both."""
         return DeleteResult(
             self.count + other.count, self.freed + other.freed, self.retained_bytes + other.retained_bytes
         )
 
 
 def remove_snapshots(snapshots: Sequence[SnapshotEntry], settings: StorageSettings | None = None) -> DeleteResult:
-    """Remove these: each manifest first, then the data; of shared chunks those that no other snapshot names.
+    """Remove snapshots: each manifest first, then the data, or the shared chunks that no other snapshot
+    references.
 
-    Raises StorageCorrupt where a manifest that may name the same chunks cannot be read (nothing of these
-    chunks' snapshots is removed then), SettingsError for storage that can only be read, and StorageErrors.
+    Raises StorageCorrupt if a manifest that may reference the same chunks cannot be read (then no snapshot
+    that uses these chunks is removed), SettingsError for read-only storage, and StorageErrors.
     """
     removed = DeleteResult(len(snapshots), 0)
     shared: dict[Location, list[SnapshotEntry]] = {}
@@ -48,14 +51,14 @@ def remove_snapshots(snapshots: Sequence[SnapshotEntry], settings: StorageSettin
 
 
 def remove_leftovers(repository: Repository) -> DeleteResult:
-    """Remove what no snapshot needs. A writer that is at work there then fails, and has to begin again."""
+    """Remove everything that no snapshot needs. Writers that are active there fail and must start again."""
     count = freed = 0
     with repository.store() as store:
         for leftover in repository.contents().leftovers:
             if not OBJECT.fullmatch(leftover.name):
                 store.remove(leftover.name)
                 count, freed = count + 1, freed + leftover.size
-        # Seen anew: without the notes that are gone now, more chunks may have become nobody's.
+        # List again: without the removed markers, more chunks may be unreferenced.
         folders = {
             leftover.name.rpartition("/")[0].rpartition("/")[0]
             for leftover in repository.contents().leftovers
@@ -84,13 +87,13 @@ def _remove_file(found: SnapshotEntry, settings: StorageSettings | None) -> Dele
 
 
 def _remove_shared(chunks: Location, group: Sequence[SnapshotEntry], settings: StorageSettings | None) -> DeleteResult:
-    going = {found.uri for found in group}
+    deleted = {found.uri for found in group}
     above = Location(chunks.scheme, chunks.host, chunks.path.rstrip("/").rpartition("/")[0]).folder
     with folder_store(chunks, settings) as objects, pending_delete(objects):
-        # All who may name these chunks lie below the folder that theirs lies in.
+        # All snapshots that may reference these chunks are below the parent of the chunk folder.
         contents = Repository(above, settings).contents(strict=True)
-        others = [found for found in contents.snapshots if found.uri not in going]
-        needed = contents.pending.union(*(found.objects for found in others))
+        remaining = [found for found in contents.snapshots if found.uri not in deleted]
+        needed = contents.pending.union(*(found.objects for found in remaining))
         for found in group:
             with folder_store(found.folder, settings) as store:
                 store.remove(manifest_name(found.name))

@@ -1,4 +1,4 @@
-"""Where a snapshot may be written to, as far as its name tells. Runs before weights are fetched or read."""
+"""Validates the destination of a snapshot by its name. Runs before weights are fetched or read."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from rfork.storage import registry
 from rfork.storage.location import Location
 
 OTHER_FORMATS = (".bin", ".ckpt", ".gguf", ".h5", ".npz", ".onnx", ".pt", ".pth")
-"""What others call their files; as a snapshot's name it would become a folder."""
+"""Suffixes of other formats; used as a snapshot's name, one would become a folder."""
 
 
 def validate_destination(uri: str | Path, settings: StorageSettings | None = None) -> None:
-    """Raises SettingsError for what can only be read, or is named as another format; MissingExtra."""
+    """Raise SettingsError for read-only storage or the suffix of another format; MissingExtra."""
     location = Location.parse(uri)
     if location.scheme in ("http", "https"):
-        raise SettingsError(f"{location.uri}: web servers can only be read")
+        raise SettingsError(f"{location.uri}: web servers are read-only")
     if location.name.endswith((*OTHER_FORMATS, ".tensors")):
         raise SettingsError(
-            f"{location.uri}: a snapshot has no such name", hint="name a .safetensors file, or a folder"
+            f"{location.uri}: not a valid name for a snapshot", hint="use a .safetensors file, or a folder"
         )
     registry.open_store(location.folder, settings).close()

@@ -1,4 +1,4 @@
-"""One snapshot in storage, as it is seen without reading its data. Runs where `rfork snapshot ls` does."""
+"""Description of a stored snapshot without reading its data. Runs in `rfork snapshot ls`."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from rfork.storage.snapshots.files import (
     read_manifest,
 )
 
-OWN_NAME: Final = re.compile(r"(.*/)?(model|draft)-rank-[0-9]{3,}(-ep-[0-9]{3,})?\.safetensors")
+RANK_FILE_PATTERN: Final = re.compile(r"(.*/)?(model|speculative)-rank-[0-9]{3,}(-ep-[0-9]{3,})?\.safetensors")
 FORMAT: Final = str(ManifestFile.model_fields["format"].default).encode()
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotEntry:
-    """One snapshot in `folder`. `manifest_file` is None where its manifest cannot be read.
+    """One snapshot in `folder`. `manifest_file` is None if the manifest cannot be read.
 
-    `problem` says what is wrong at first sight. `shared` are bytes of its objects that others found with it
-    have too.
+    `problem` describes damage that is visible without reading the data. `shared` are the bytes of its objects
+    that other listed snapshots use too.
     """
 
     folder: Location
@@ -44,17 +44,17 @@ class SnapshotEntry:
 
     @property
     def uri(self) -> str:
-        """Where its safetensors file lies, or would."""
+        """Location of its safetensors file, even if it only exists as shared chunks."""
         return self.folder.child(self.name).uri
 
     @property
     def size(self) -> int:
-        """Bytes of that file."""
+        """Size of that file in bytes."""
         return self.manifest_file.header_bytes + self.manifest_file.image_bytes if self.manifest_file is not None else 0
 
     @property
     def objects(self) -> dict[str, int]:
-        """Path and bytes of each object that it shares or could share; none in the file form."""
+        """Path and size of each object in the shared form; empty for a single file."""
         if self.manifest_file is None or self.manifest_file.chunks is None:
             return {}
         within = chunk_folder(self.folder, self.manifest_file.chunks).path
@@ -62,10 +62,11 @@ class SnapshotEntry:
 
 
 def read_entry(folder: Location, name: str, settings: StorageSettings | None = None) -> SnapshotEntry:
-    """The one snapshot of that name; its `problem` too, but of shared chunks where storage lists nothing.
+    """Return the snapshot of this name, with its `problem` (except missing shared chunks if storage cannot be
+    listed).
 
-    Raises StorageNotFound where there is none, StorageCorrupt where what has its manifest's name is another
-    program's, and other StorageErrors.
+    Raises StorageNotFound if there is none, StorageCorrupt if the file with its manifest's name belongs to
+    another program, and other StorageErrors.
     """
     manifest = manifest_name(name)
     with folder_store(folder, settings) as store:
@@ -74,7 +75,7 @@ def read_entry(folder: Location, name: str, settings: StorageSettings | None = N
         except StorageNotFound as missing:
             raise _no_snapshot(store, folder, name, missing) from None
         except StorageCorrupt as error:
-            if is_not_ours(store, manifest, strict=False):
+            if is_foreign_manifest(store, manifest, strict=False):
                 raise
             return SnapshotEntry(folder, name, None, str(error))
         found = SnapshotEntry(folder, name, manifest_file)
@@ -85,7 +86,7 @@ def read_entry(folder: Location, name: str, settings: StorageSettings | None = N
                     sizes[folder.path + name] = blob.size
             except StorageNotFound:
                 pass
-            return checked(found, sizes, {})
+            return with_problems(found, sizes, {})
     try:
         chunks = chunk_folder(folder, manifest_file.chunks)
         with folder_store(chunks, settings) as objects:
@@ -96,24 +97,24 @@ def read_entry(folder: Location, name: str, settings: StorageSettings | None = N
         pass
     except (SettingsError, StorageAccessDenied):
         return found
-    return checked(found, sizes, Counter(found.objects))
+    return with_problems(found, sizes, Counter(found.objects))
 
 
 def _no_snapshot(store: BlobStore, folder: Location, name: str, missing: StorageNotFound) -> StorageNotFound:
     try:
         store.open(name).close()
-        hint = "that file has no manifest beside it: a plain safetensors file, or half a snapshot"
+        hint = "this file has no manifest: it is a plain safetensors file, or an incomplete snapshot"
     except StorageNotFound:
         hint = missing.hint
-    return StorageNotFound(f"there is no snapshot at {folder.child(name).uri.partition('?')[0]}", hint=hint)
+    return StorageNotFound(f"no snapshot at {folder.child(name).uri.partition('?')[0]}", hint=hint)
 
 
-def is_not_ours(store: BlobStore, manifest: str, *, strict: bool) -> bool:
-    """Whether a file that cannot be read as a manifest is no damaged one of ours, but another program's.
+def is_foreign_manifest(store: BlobStore, manifest: str, *, strict: bool) -> bool:
+    """Return whether an unreadable manifest belongs to another program, rather than being damaged.
 
-    With `strict`, what is no JSON at all may be ours too.
+    With `strict`, a file that is not JSON counts as damaged.
     """
-    if OWN_NAME.fullmatch(manifest.removesuffix(MANIFEST_SUFFIX)):
+    if RANK_FILE_PATTERN.fullmatch(manifest.removesuffix(MANIFEST_SUFFIX)):
         return False
     with closing(store.open(manifest)) as blob:
         text = read_range(blob, 0, min(blob.size, MAX_MANIFEST_BYTES))
@@ -127,22 +128,22 @@ def is_not_ours(store: BlobStore, manifest: str, *, strict: bool) -> bool:
     return True
 
 
-def checked(found: SnapshotEntry, there: Mapping[str, int], users: Mapping[str, int]) -> SnapshotEntry:
-    """With what the sizes alone tell, and what it shares."""
+def with_problems(found: SnapshotEntry, there: Mapping[str, int], users: Mapping[str, int]) -> SnapshotEntry:
+    """Return the entry with the problems that sizes reveal, and its shared bytes."""
     if found.manifest_file is None:
         return found
     problem = None
     if found.manifest_file.chunks is None:
         size = there.get(found.folder.path + found.name)
         if size is None:
-            problem = "its data is missing"
+            problem = "the data is missing"
         elif size != found.size:
-            problem = f"its data has {size} bytes instead of {found.size}"
+            problem = f"the data has {size} bytes instead of {found.size}"
         return SnapshotEntry(found.folder, found.name, found.manifest_file, problem)
     objects = found.objects
     wrong = [path for path, length in objects.items() if there.get(path) != length]
     if wrong:
         first = wrong[0].rpartition("/")[2]
-        problem = f"{len(wrong)} of {len(objects)} chunks are missing or cut short, {first} first"
+        problem = f"{len(wrong)} of {len(objects)} chunks are missing or truncated, first {first}"
     shared = sum(length for path, length in objects.items() if users[path] > 1)
     return SnapshotEntry(found.folder, found.name, found.manifest_file, problem, shared)

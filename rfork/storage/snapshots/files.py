@@ -1,9 +1,9 @@
-"""What a snapshot consists of in storage: its names, its manifest, and its data as one blob.
+"""Files of a snapshot in storage: names, manifest, and data as one blob.
 
-The data of a rank is one safetensors file, ``model-rank-000.safetensors``; in the shared form its header and
-chunks lie in a folder of chunks instead, each under the name of its digest, and no file of that name exists.
-Either way the manifest beside it, ``model-rank-000.safetensors.manifest.json``, is written last, and says
-which it is. Runs wherever weights are read or written.
+The data of a rank is one safetensors file, ``model-rank-000.safetensors``. In the shared form, that file does
+not exist: its header and chunks are stored in a folder of chunks, named by their digests. In both forms, the
+manifest next to it, ``model-rank-000.safetensors.manifest.json``, is written last, and specifies the form.
+Runs wherever weights are read or written.
 """
 
 from __future__ import annotations
@@ -35,33 +35,35 @@ DATA_SUFFIX = ".safetensors"
 MANIFEST_SUFFIX = ".manifest.json"
 MAX_MANIFEST_BYTES = 64 << 20
 SHARED_CHUNKS_PATH = "../chunks/"
-"""Where shared chunks lie, seen from a revision's folder: one folder for all revisions of a model."""
+"""Folder of shared chunks, relative to a revision's folder: one for all revisions of a model."""
 
 CHUNKS_FOLDER: Final = re.compile(r"(\.\./)*[A-Za-z0-9_][A-Za-z0-9_.-]*/")
-"""Right below a folder that the snapshot lies in: all who share chunks lie below that one."""
+"""Must be directly below an ancestor of the snapshot's folder: all snapshots that share chunks are below that
+one.
+"""
 
 ChunksFolder = Annotated[str, Field(max_length=1024, pattern=f"^{CHUNKS_FOLDER.pattern}$")]
 
 
 class ManifestFile(BaseModel):
-    """The JSON file beside a snapshot."""
+    """Content of the JSON manifest of a snapshot."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     format: Literal["rfork-manifest-v1"] = "rfork-manifest-v1"
-    model: ModelName | None = Field(None, description="what it is a snapshot of, where the writer knew")
+    model: ModelName | None = Field(None, description="model of the snapshot, if the writer knew it")
     version: WeightsVersion | None = Field(
-        None, description="version of the weights, of all ranks together; none: not recorded"
+        None, description="version of the weights, common to all ranks; none: not recorded"
     )
     rank: Rank = Rank()
     layout_id: HexId
     weights_id: HexId
     image_bytes: int = Field(ge=0)
-    header_bytes: int = Field(ge=8, description="where the data section starts in the file")
+    header_bytes: int = Field(ge=8, description="offset of the data section in the file")
     header: HexId = Field(description="digest of the header")
-    digests: tuple[HexId, ...] = Field(description="one a chunk, in chunk order")
+    digests: tuple[HexId, ...] = Field(description="one per chunk, in chunk order")
     chunks: ChunksFolder | None = Field(
-        None, description="folder of the shared chunks, seen from this file; none: one file holds all"
+        None, description="folder of the shared chunks, relative to this file; none: a single file"
     )
 
     @model_validator(mode="after")
@@ -72,29 +74,31 @@ class ManifestFile(BaseModel):
 
     @property
     def parts(self) -> tuple[tuple[str, int], ...]:
-        """Digest and bytes of the header and of each chunk: what the file consists of, in its order."""
+        """Digest and size of the header and of each chunk, in file order."""
         cut = Chunks.of(self.image_bytes)
         named = zip(self.digests, (end - begin for begin, end in cut), strict=True)
         return ((self.header, self.header_bytes), *named)
 
     @property
     def objects(self) -> tuple[tuple[str, int], ...]:
-        """The same by the names that they have, or would have, in the folder of chunks."""
+        """Object name and size of each part, as in the folder of chunks."""
         return tuple((object_name(digest, length), length) for digest, length in self.parts)
 
     def manifest(self, layout: Layout) -> Manifest:
-        """As the manifest of a layout; raises StorageCorrupt where the file does not fit it, or itself."""
+        """Return the manifest for a layout; raises StorageCorrupt if it does not match the layout, or is
+        inconsistent.
+        """
         if (self.layout_id, self.image_bytes) != (layout.layout_id, layout.image_bytes):
-            raise StorageCorrupt("the manifest is of another layout than its snapshot")
+            raise StorageCorrupt("the manifest has another layout than its snapshot")
         manifest = Manifest(layout, tuple(bytes.fromhex(digest) for digest in self.digests))
         if manifest.weights_id != self.weights_id:
-            raise StorageCorrupt("the manifest's digests do not hash to its weights_id")
+            raise StorageCorrupt("the manifest's digests do not match its weights_id")
         return manifest
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotFiles:
-    """A snapshot that is open: its manifest, its header, and its data, whole, in either form."""
+    """An open snapshot: manifest, header, and the data as one blob, in either form."""
 
     uri: str
     manifest_file: ManifestFile
@@ -103,10 +107,11 @@ class SnapshotFiles:
 
 
 def snapshot_name(rank: Rank) -> str:
-    """The name of a rank's file in a folder: ``model-rank-%03d.safetensors``, or ``speculative-rank-…``.
+    """Return the name of a rank's file in a folder: ``model-rank-%03d.safetensors``, or
+    ``speculative-rank-…``.
 
-    The number is ``pp * tp_size + tp``. Where expert parallelism cuts other than along `tp`, ``-ep-%03d``
-    follows: no two ranks of a replica share a name.
+    The number is ``pp * tp_size + tp``. If expert parallelism does not follow `tp`, ``-ep-%03d`` is appended,
+    so that all ranks of a replica have different names.
     """
     role = "model" if rank.role == "main" else rank.role
     along = rank.ep == rank.tp * rank.ep_size // rank.tp_size
@@ -115,19 +120,20 @@ def snapshot_name(rank: Rank) -> str:
 
 
 def manifest_name(name: str) -> str:
-    """The name of the manifest beside the file of this name."""
+    """Return the name of the manifest of a file."""
     return name.partition("?")[0] + MANIFEST_SUFFIX
 
 
 def object_name(digest: str, length: int) -> str:
-    """The name of a shared object in its folder."""
+    """Return the name of a shared object in its folder."""
     return f"{digest[:2]}/{digest}-{length}"
 
 
 def snapshot_location(uri: str | Path, rank: Rank | None = None) -> tuple[Location, str]:
-    """The folder and the name of the snapshot that a URI means: a ``….safetensors``, or a rank's in a folder.
+    """Return folder and name of the snapshot at a URI: a ``….safetensors`` file, or a rank's file in a
+    folder.
 
-    Raises SettingsError for what is no URI of storage.
+    Raises SettingsError for an invalid URI.
     """
     location = Location.parse(uri)
     if is_file(uri):
@@ -136,16 +142,16 @@ def snapshot_location(uri: str | Path, rank: Rank | None = None) -> tuple[Locati
 
 
 def is_file(uri: str | Path) -> bool:
-    """Whether a URI means one file, and not a folder of them."""
+    """Return whether a URI refers to a file rather than a folder."""
     return Location.parse(uri).name.endswith(DATA_SUFFIX)
 
 
 def chunk_folder(folder: Location, relative: str) -> Location:
-    """The folder of chunks that a manifest in `folder` means; StorageCorrupt where that is outside of all."""
+    """Return the chunk folder of a manifest in `folder`; raises StorageCorrupt if it is above the root."""
     path = folder.folder.path
     while relative.startswith("../"):
         if not path.strip("/"):
-            raise StorageCorrupt(f"{folder.uri} has no folder above it for {relative}")
+            raise StorageCorrupt(f"{folder.uri} has no parent folder for {relative}")
         relative = relative.removeprefix("../")
         head, slash, _ = path[:-1].rpartition("/")
         path = head + slash
@@ -153,11 +159,11 @@ def chunk_folder(folder: Location, relative: str) -> Location:
 
 
 def read_manifest(store: BlobStore, name: str) -> ManifestFile:
-    """The manifest of that name. Raises StorageNotFound, StorageCorrupt and other StorageErrors."""
+    """Read a manifest. Raises StorageNotFound, StorageCorrupt and other StorageErrors."""
     blob = store.open(name, front=HEAD_BYTES)
     try:
         if blob.size > MAX_MANIFEST_BYTES:
-            raise StorageCorrupt(f"{blob.uri} is too long for a manifest")
+            raise StorageCorrupt(f"{blob.uri} is too large for a manifest")
         text = read_range(blob, 0, blob.size)
     finally:
         blob.close()
@@ -172,7 +178,7 @@ def read_manifest(store: BlobStore, name: str) -> ManifestFile:
 
 @contextmanager
 def folder_store(folder: Location, settings: StorageSettings | None) -> Iterator[BlobStore]:
-    """The store at a folder, for the length of the block."""
+    """Yield the store of a folder for the duration of the block."""
     store = registry.open_store(folder, settings)
     try:
         yield store
@@ -181,10 +187,10 @@ def folder_store(folder: Location, settings: StorageSettings | None) -> Iterator
 
 
 def open_files(folder: Location, name: str, settings: StorageSettings | None = None) -> SnapshotFiles:
-    """Open the snapshot of that name, whichever its form: manifest and header are read and fit one another.
+    """Open a snapshot in either form: reads manifest and header, and checks that they match.
 
-    Raises StorageNotFound (nothing there), CheckpointError (a file without a manifest), StorageCorrupt (cut
-    short, or of other weights than its manifest) and what the store raises.
+    Raises StorageNotFound (nothing there), CheckpointError (a file without a manifest), StorageCorrupt
+    (truncated, or other weights than the manifest) and the store's errors.
     """
     with folder_store(folder, settings) as store:
         try:
@@ -195,15 +201,15 @@ def open_files(folder: Location, name: str, settings: StorageSettings | None = N
     try:
         if data.size != manifest_file.header_bytes + manifest_file.image_bytes:
             promised = manifest_file.header_bytes + manifest_file.image_bytes
-            raise StorageCorrupt(f"{data.uri} has {data.size} bytes, its manifest promises {promised}")
+            raise StorageCorrupt(f"{data.uri} has {data.size} bytes, but {promised} according to its manifest")
         head = read_range(data, 0, manifest_file.header_bytes)
         if weights_id_of(head) != manifest_file.weights_id:
             raise StorageCorrupt(
-                f"{data.uri} and its manifest are of different weights",
-                hint="somebody writes it now, or died while writing: write the snapshot again",
+                f"{data.uri} and its manifest belong to different weights",
+                hint="it is still being written, or the writer died: write the snapshot again",
             )
         if digest_bytes([memoryview(head)]).hex() != manifest_file.header:
-            raise StorageCorrupt(f"{data.uri}: its header does not match its digest")
+            raise StorageCorrupt(f"{data.uri}: the header does not match its digest")
     except BaseException:
         data.close()
         raise
@@ -217,7 +223,7 @@ def open_data(
     manifest_file: ManifestFile,
     settings: StorageSettings | None = None,
 ) -> Blob:
-    """The data that a manifest in `folder` (whose store is `store`) describes, as one safetensors file."""
+    """Open the data described by a manifest in `folder` (whose store is `store`) as one safetensors file."""
     if manifest_file.chunks is None:
         return store.open(name, front=manifest_file.header_bytes)
     chunks = registry.open_store(chunk_folder(folder, manifest_file.chunks), settings)
@@ -225,9 +231,9 @@ def open_data(
 
 
 def open_safetensors(location: Location, settings: StorageSettings | None = None) -> Blob:
-    """The safetensors file at a location, also where it only exists as shared chunks.
+    """Open the safetensors file at a location, even if it only exists as shared chunks.
 
-    For readers of tensors: what the manifest says of the bytes is not looked at where the file is there.
+    For readers of tensors: if the file exists, its manifest is ignored.
     """
     folder, name = location.parent, location.name + (f"?{location.query}" if location.query else "")
     with folder_store(folder, settings) as store:
@@ -247,6 +253,6 @@ def _no_manifest(store: BlobStore, name: str, missing: StorageNotFound) -> Stora
     try:
         data = store.open(name)
     except StorageNotFound:
-        return StorageNotFound(f"{store.uri}{name.partition('?')[0]}: there is no snapshot", hint=missing.hint)
+        return StorageNotFound(f"no snapshot at {store.uri}{name.partition('?')[0]}", hint=missing.hint)
     data.close()
-    return CheckpointError(f"{data.uri} has no manifest beside it, so it is no snapshot, or half of one")
+    return CheckpointError(f"{data.uri} has no manifest, so it is not a snapshot, or an incomplete one")

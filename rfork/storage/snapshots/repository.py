@@ -1,6 +1,6 @@
-"""The snapshots that lie below a place, and what writers that died left there.
+"""Lists snapshots below a folder, and the leftovers of dead writers.
 
-Runs where `rfork snapshot ls` and `rm` do.
+Runs in `rfork snapshot ls` and `rm`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from rfork.settings import StorageSettings
 from rfork.storage.blob import BlobStore
 from rfork.storage.local.files import TEMPORARY
 from rfork.storage.location import Location
-from rfork.storage.snapshots.chunk_refs import NOTE_OF_REMOVAL, PENDING_NAME_PATTERN
-from rfork.storage.snapshots.entry import OWN_NAME, SnapshotEntry, checked, is_not_ours
+from rfork.storage.snapshots.chunk_refs import DELETE_MARKER_PATTERN, WRITE_MARKER_PATTERN
+from rfork.storage.snapshots.entry import RANK_FILE_PATTERN, SnapshotEntry, is_foreign_manifest, with_problems
 from rfork.storage.snapshots.files import (
     DATA_SUFFIX,
     MANIFEST_SUFFIX,
@@ -37,7 +37,7 @@ OBJECT: Final = re.compile(r"(.*/)?(?P<two>[0-9a-f]{2})/(?P=two)[0-9a-f]{30}-[0-
 
 @dataclass(frozen=True, slots=True)
 class OrphanedObject:
-    """What no snapshot needs: of a writer that died, or is at work now. `name`: as seen from there."""
+    """A file that no snapshot needs, of a dead or active writer. `name` is relative to the repository."""
 
     name: str
     size: int
@@ -46,7 +46,7 @@ class OrphanedObject:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What lies in a repository. `pending` are the objects that writers at work count on."""
+    """Content of a repository. `pending` are the objects that active writers reference."""
 
     snapshots: tuple[SnapshotEntry, ...]
     leftovers: tuple[OrphanedObject, ...]
@@ -54,9 +54,9 @@ class Listing:
 
 
 class Repository:
-    """A folder with snapshots in it and in folders below it.
+    """A folder with snapshots in it and in its subfolders.
 
-    Raises StorageErrors, and SettingsError where the kind of storage cannot be listed.
+    Raises StorageErrors, and SettingsError if the storage cannot be listed.
     """
 
     def __init__(self, folder: Location, settings: StorageSettings | None = None) -> None:
@@ -65,21 +65,21 @@ class Repository:
 
     @contextmanager
     def store(self) -> Iterator[BlobStore]:
-        """The store at the folder."""
+        """Yield the store of the folder."""
         with folder_store(self.folder, self.settings) as store:
             yield store
 
     def contents(self, *, strict: bool = False) -> Listing:
-        """All snapshots and leftovers, by name.
+        """Return all snapshots and leftovers, sorted by name.
 
-        `strict` is for who removes chunks: a manifest that cannot be read raises StorageCorrupt, and a
-        writer that ends its work meanwhile is not overlooked.
+        `strict` is for deleting chunks: an unreadable manifest raises StorageCorrupt, and snapshots of
+        writers that finish during the listing are included.
         """
         with self.store() as store:
             sizes = {entry.name: entry.size for entry in store.list()}
-            notes = self._read(store, [name for name in sizes if PENDING_NAME_PATTERN.fullmatch(name)], strict)
+            markers = self._read(store, [name for name in sizes if WRITE_MARKER_PATTERN.fullmatch(name)], strict)
             if strict:
-                # A note that vanished since was of a snapshot that is there by now.
+                # A marker that disappeared belonged to a snapshot that exists by now.
                 sizes = {entry.name: entry.size for entry in store.list()}
             named = [name for name in sizes if name.endswith(DATA_SUFFIX + MANIFEST_SUFFIX)]
             manifests = self._read(store, named, strict)
@@ -87,16 +87,16 @@ class Repository:
             self._found(name.removesuffix(MANIFEST_SUFFIX), manifest_file, strict)
             for name, manifest_file in manifests.items()
         ]
-        noted = [self._found(name, manifest_file, strict) for name, manifest_file in notes.items()]
+        noted = [self._found(name, manifest_file, strict) for name, manifest_file in markers.items()]
         pending = frozenset(path for each in noted for path in each.objects)
         there = self._with_objects(found, sizes)
         users = Counter(path for each in found for path in each.objects)
-        snapshots = tuple(checked(each, there, users) for each in found)
+        snapshots = tuple(with_problems(each, there, users) for each in found)
         leftovers = (*self._leftovers(sizes, manifests, users, pending), *_unfinished(self.folder))
         return Listing(snapshots, leftovers, pending)
 
     def entries_in(self, contents: Listing) -> list[SnapshotEntry]:
-        """The snapshots that lie in the folder itself."""
+        """Return the snapshots in the folder itself."""
         return [each for each in contents.snapshots if each.folder == self.folder]
 
     def _found(self, name: str, manifest_file: ManifestFile | str, strict: bool) -> SnapshotEntry:
@@ -114,9 +114,9 @@ class Repository:
         return SnapshotEntry(folder, last, manifest_file)
 
     def _read(self, store: BlobStore, names: Sequence[str], strict: bool) -> dict[str, ManifestFile | str]:
-        """The manifests of these names that are still there; of a broken one what is wrong with it.
+        """Return these manifests, if they still exist; for a damaged one, a description of the damage.
 
-        Other programs may call their files so: what does not say that it is one of ours is left out.
+        Other programs may use the same file names: files without our format marker are omitted.
         """
 
         def read(name: str) -> ManifestFile | str | None:
@@ -125,7 +125,7 @@ class Repository:
             except StorageNotFound:
                 return None
             except StorageCorrupt as error:
-                if is_not_ours(store, name, strict=strict):
+                if is_foreign_manifest(store, name, strict=strict):
                     return None
                 if strict:
                     raise
@@ -136,7 +136,7 @@ class Repository:
         return {name: each for name, each in zip(names, results, strict=True) if each is not None}
 
     def _with_objects(self, found: Sequence[SnapshotEntry], sizes: Mapping[str, int]) -> dict[str, int]:
-        """Bytes by path of all that was listed, and of the folders of chunks that lie elsewhere."""
+        """Return sizes by path of all listed objects, and of those in chunk folders elsewhere."""
         there = {self.folder.path + name: size for name, size in sizes.items()}
         elsewhere = {
             chunk_folder(each.folder, each.manifest_file.chunks)
@@ -148,7 +148,7 @@ class Repository:
                 with folder_store(chunks, self.settings) as store:
                     try:
                         there |= {chunks.path + entry.name: entry.size for entry in store.list()}
-                    except StorageNotFound:  # each of its objects is missing, then
+                    except StorageNotFound:  # then all of its objects are missing
                         continue
         return there
 
@@ -162,19 +162,20 @@ class Repository:
         for name, size in sizes.items():
             path = self.folder.path + name
             chunk = OBJECT.fullmatch(name)
-            if PENDING_NAME_PATTERN.fullmatch(name):
-                yield OrphanedObject(name, size, "note of a snapshot that is written now, or whose writer died")
-            elif NOTE_OF_REMOVAL.fullmatch(name):
-                yield OrphanedObject(name, size, "note of somebody who removes chunks now, or died at it")
-            elif OWN_NAME.fullmatch(name) and manifest_name(name) not in manifests:
+            if WRITE_MARKER_PATTERN.fullmatch(name):
+                yield OrphanedObject(name, size, "marker of a snapshot that is being written, or whose writer died")
+            elif DELETE_MARKER_PATTERN.fullmatch(name):
+                yield OrphanedObject(name, size, "marker of a process that is deleting chunks, or died doing so")
+            elif RANK_FILE_PATTERN.fullmatch(name) and manifest_name(name) not in manifests:
                 yield OrphanedObject(name, size, "data without a manifest")
-            # Who uses chunks lies below the folder that theirs lies in: only seen from there.
+            # References to a chunk are below the parent of its folder, so they are only known if the listing
+            # starts there.
             elif chunk and chunk[1] and path not in users and path not in pending:
-                yield OrphanedObject(name, size, "chunk that no snapshot names")
+                yield OrphanedObject(name, size, "chunk without a snapshot")
 
 
 def _unfinished(folder: Location) -> Iterator[OrphanedObject]:
-    """Files that are still written, which no listing shows, or whose writer was killed."""
+    """Iterate over temporary files, which listings omit: being written, or of killed writers."""
     if folder.scheme != "file":
         return
     top = Path(folder.path)
@@ -182,6 +183,6 @@ def _unfinished(folder: Location) -> Iterator[OrphanedObject]:
         if TEMPORARY.fullmatch(path.name):
             try:
                 size = path.stat().st_size
-            except FileNotFoundError:  # whole by now
+            except FileNotFoundError:  # complete by now
                 continue
-            yield OrphanedObject(path.relative_to(top).as_posix(), size, "file that is written now, or half-written")
+            yield OrphanedObject(path.relative_to(top).as_posix(), size, "file that is being written, or incomplete")

@@ -1,9 +1,9 @@
-"""A snapshot: one safetensors file whose data section is an image, and its manifest beside it.
+"""A snapshot: a safetensors file whose data section is an image, and its manifest.
 
-Chunk ``[a, b)`` of the image is file range ``[header + a, header + b)``. The manifest lies in
-``FILE.manifest.json``, so the weights_id is known, and each chunk can be told right from wrong, before
-anything is read. In the shared form the file is put together from chunks that other snapshots have too
-(`rfork.storage.snapshots.files`). Runs on the target; `rfork.storage.snapshots.writer` writes them.
+Chunk ``[a, b)`` of the image is file range ``[header + a, header + b)``. The manifest is in
+``FILE.manifest.json``, so that the weights_id is known, and each chunk can be verified, before anything is
+read. In the shared form, the file is composed of chunks that other snapshots may use too
+(`rfork.storage.snapshots.files`). Runs on the target; written by `rfork.storage.snapshots.writer`.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from rfork.storage.snapshots.files import SnapshotFiles, open_files, snapshot_lo
 
 
 class Snapshot:
-    """A snapshot of a layout, in either form; see `rfork.storage.base.ImageStorage`."""
+    """A snapshot with a layout, in either form; see `rfork.storage.base.ImageStorage`."""
 
     storage_kind: StorageKind = "snapshot"
 
     def __init__(self, files: SnapshotFiles, layout: Layout, settings: StorageSettings) -> None:
-        """Takes over `files`; raises StorageCorrupt where their manifest does not fit itself."""
+        """Take ownership of `files`; raises StorageCorrupt if their manifest is inconsistent."""
         self.uri = files.uri
         self.manifest_file = files.manifest_file
         self.manifest = files.manifest_file.manifest(layout)
@@ -46,10 +46,10 @@ class Snapshot:
     def open(
         cls, uri: str, layout: Layout, *, rank: Rank | None = None, settings: StorageSettings | None = None
     ) -> Self:
-        """Open the snapshot for images of `layout`: the file that `uri` names, or the rank's in that folder.
+        """Open the snapshot for images with `layout`: the file at `uri`, or the rank's file in that folder.
 
-        Raises SettingsError (no such kind of URI), CheckpointError (a snapshot of something else, or a file
-        without a manifest), StorageNotFound, StorageCorrupt (cut short, damaged, half replaced) and other
+        Raises SettingsError (unsupported URI), CheckpointError (another layout, or a file without a
+        manifest), StorageNotFound, StorageCorrupt (truncated, damaged, partly replaced) and other
         StorageErrors.
         """
         chosen = settings or options.load(StorageSettings)
@@ -58,8 +58,10 @@ class Snapshot:
         try:
             if files.manifest_file.layout_id != layout.layout_id:
                 difference = layout.first_difference(layout_of(files.head))
-                problem_text = f"first difference: {difference}" if difference else "its manifest is of another still"
-                raise CheckpointError(f"{files.uri} is of another layout; {problem_text}")
+                problem_text = (
+                    f"first difference: {difference}" if difference else "its manifest has yet another layout"
+                )
+                raise CheckpointError(f"{files.uri} has another layout; {problem_text}")
             return cls(files, layout, chosen)
         except BaseException:
             files.data.close()
@@ -76,17 +78,17 @@ class Snapshot:
         progress: Callable[[int], None] | None = None,
         on_chunk: Callable[[int], None] | None = None,
     ) -> None:
-        """Fill the whole image, each chunk verified as soon as it is there.
+        """Fill the complete image, verifying each chunk as it arrives.
 
-        `progress` is told bytes as they come, one call at a time. `on_chunk` is told each chunk that is
-        verified, on the reading threads, several at once. A chunk that does not match its digest is read
-        once more; StorageCorrupt names it then. Raises other StorageErrors, and ValueError for an image of
-        another layout; the image's content is then undefined.
+        `progress` receives byte counts, one call at a time. `on_chunk` is called for each verified chunk,
+        concurrently on the reading threads. A chunk that does not match its digest is read once more, then
+        StorageCorrupt names it. Raises other StorageErrors, and ValueError for an image with another layout;
+        the content of the image is then undefined.
         """
         if image.layout.layout_id != self.manifest.layout.layout_id:
-            raise ValueError("the image is of another layout than the snapshot")
+            raise ValueError("the image has another layout than the snapshot")
         chunks = len(image.layout.chunks)
-        # As many at once as may be open: all of them but for a shared snapshot of a very large image.
+        # As many as may be open together: all, except for a shared snapshot of a very large image.
         step = MAX_OPEN if isinstance(self._data, ChunkedBlob) else max(1, chunks)
         for first in range(0, chunks, step):
             self._fill(image, range(first, min(first + step, chunks)), progress, on_chunk)
@@ -122,14 +124,15 @@ class Snapshot:
 
     @contextmanager
     def _extents(self, image: Image, chunks: range) -> Iterator[list[tuple[int, Extent]]]:
-        """The extents of these chunks, each with its chunk. In the shared form each chunk is a blob of its
-        own, so that the engine sees files and objects as they are."""
+        """Yield the extents of these chunks, each with its chunk. In the shared form each chunk is a separate
+        blob, so that the reader sees the actual files and objects.
+        """
         with ExitStack() as open_parts:
             chunk_extents: list[tuple[int, Extent]] = []
             if not isinstance(self._data, ChunkedBlob):
                 blobs = [(self._data, self._begin + image.layout.chunks[chunk][0]) for chunk in chunks]
             else:
-                part_numbers = [chunk + 1 for chunk in chunks]  # the first is the header
+                part_numbers = [chunk + 1 for chunk in chunks]  # part 0 is the header
                 self._data.prepare(part_numbers, self._settings.concurrency)
                 blobs = [(open_parts.enter_context(self._data.part(part_number)), 0) for part_number in part_numbers]
             for chunk, (blob, at) in zip(chunks, blobs, strict=True):
@@ -142,7 +145,7 @@ class Snapshot:
         expected = self.manifest.digests[chunk]
         if image.digest(chunk) == expected:
             return
-        # What was wrong on its way is right the second time.
+        # Retry once, in case the data was corrupted in transit.
         begin, end = image.layout.chunks[chunk]
         with image.writable(begin, end) as views:
             self.read(begin, end, views)
@@ -150,5 +153,5 @@ class Snapshot:
             span = f"bytes {self._begin + begin}-{self._begin + end}"
             raise StorageCorrupt(
                 f"{self.uri}: chunk {chunk} ({span}) does not match its digest",
-                hint="`rfork snapshot verify` names all that is damaged; write the snapshot again",
+                hint="run `rfork snapshot verify` to list all damage; write the snapshot again",
             )

@@ -1,4 +1,4 @@
-"""Whether a snapshot's bytes are what its manifest promises, read as a stream. Runs where `verify` does."""
+"""Verifies a snapshot's bytes against its manifest, as a stream. Runs in `rfork snapshot verify`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from rfork.storage.snapshots.entry import SnapshotEntry
 from rfork.storage.snapshots.files import ManifestFile, SnapshotFiles, chunk_folder, open_files
 
 MAX_READ_BYTES = 8 << 20
-"""Bytes read at once by one thread."""
+"""Bytes per read of one thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyResult:
-    """What reading a snapshot found: `mismatches` has a line for each chunk that is not right, in their order."""
+    """Result of verifying a snapshot: `mismatches` has a line for each damaged chunk, in order."""
 
     uri: str
     weights_id: str | None
@@ -35,9 +35,9 @@ class VerifyResult:
 
 @dataclass
 class Verifier:
-    """Reads snapshots one after the other; chunks that several share are read once. Use from one thread.
+    """Verifies snapshots one after the other; shared chunks are read once. Use from one thread.
 
-    `progress` is told bytes, one call at a time.
+    `progress` receives byte counts, one call at a time.
     """
 
     settings: StorageSettings = field(default_factory=lambda: options.load(StorageSettings))
@@ -51,7 +51,9 @@ class Verifier:
         self._piece = max(LEAF_BYTES, piece - piece % LEAF_BYTES)
 
     def verify(self, found: SnapshotEntry) -> VerifyResult:
-        """Digest every chunk. Raises StorageErrors but for damage: what cannot be reached is none."""
+        """Digest every chunk. Damage is reported in the result; raises StorageErrors if storage is
+        unreachable.
+        """
         try:
             files = open_files(found.folder, found.name, self.settings)
         except (StorageCorrupt, StorageNotFound) as error:
@@ -91,7 +93,7 @@ class Verifier:
         )
 
     def _check(self, files: SnapshotFiles, chunk: int, buffer: memoryview, path: str | None) -> str | None:
-        """What is wrong with a chunk, or None. `path` is that of its object, where it may be shared."""
+        """Return what is wrong with a chunk, or None. `path` is the path of its object if it may be shared."""
         begin, end = Chunks.of(files.manifest_file.image_bytes)[chunk]
         with self._lock:
             known = path is not None and path in self._known
@@ -127,15 +129,15 @@ class Verifier:
 
 
 def _objects(folder: Location, manifest_file: ManifestFile) -> list[str]:
-    """The path of each chunk's object; none in the file form."""
+    """Return the path of each chunk's object; empty for a single file."""
     if manifest_file.chunks is None:
         return []
     within = chunk_folder(folder, manifest_file.chunks).path
-    return [within + name for name, _ in manifest_file.objects[1:]]  # behind the header, which is verified by now
+    return [within + name for name, _ in manifest_file.objects[1:]]  # without the header, which was already verified
 
 
 def _manifest_mismatch(files: SnapshotFiles) -> str | None:
-    """Why the manifest is not this file's, or not in itself."""
+    """Return why the manifest does not match the file or itself, or None."""
     try:
         files.manifest_file.manifest(layout_of(files.head))
     except (StorageCorrupt, CheckpointError) as error:

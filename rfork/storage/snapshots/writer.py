@@ -1,7 +1,8 @@
-"""Writing snapshots: an image as one safetensors file, or as chunks that snapshots share, and its manifest.
+"""Writes snapshots: an image as one safetensors file, or as chunks shared with other snapshots, and its
+manifest.
 
-The manifest is written last, and whole or not at all: until then no reader takes what lies there for a
-snapshot of these weights. Runs wherever the weights are.
+The manifest is written last and atomically: before that, no reader accepts the files as a snapshot of these
+weights. Runs wherever the weights are.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from rfork.schema import Rank
 from rfork.settings import StorageSettings
 from rfork.storage.blob import BlobStore, BlobWriter
 from rfork.storage.location import Location
-from rfork.storage.snapshots.chunk_refs import best_effort_remove, pending_write, put
+from rfork.storage.snapshots.chunk_refs import best_effort_remove, pending_write, write_blob
 from rfork.storage.snapshots.destination import validate_destination
 from rfork.storage.snapshots.files import (
     CHUNKS_FOLDER,
@@ -39,14 +40,14 @@ from rfork.storage.snapshots.files import (
 from rfork.storage.versions.version import checked_version
 
 PIECE_BYTES = 16 << 20
-"""What is handed to a store at once; of a GPU's memory, what is brought to the host at once."""
+"""Bytes passed to a store at a time; for GPU memory, bytes copied to the host at a time."""
 MAX_PENDING_DIGESTS = 2
 """Chunks that may be written before the digest of an earlier one is known."""
 
 
 @dataclass(frozen=True, slots=True)
 class WriteReport:
-    """What writing a snapshot did, in bytes; `reused_bytes` were there, from other ranks and revisions."""
+    """Bytes written by a snapshot; `reused_bytes` already existed, from other ranks and revisions."""
 
     uri: str
     weights_id: str
@@ -55,7 +56,7 @@ class WriteReport:
 
 
 class ImageReader(Protocol):
-    """What is written: an `EngineImage`, or what reads one in its place; see there for what these do."""
+    """Source of a snapshot: an `EngineImage` or a reader of one; see there."""
 
     @property
     def layout(self) -> Layout:
@@ -85,15 +86,16 @@ def write_snapshot(
     progress: Callable[[int], None] | None = None,
     settings: StorageSettings | None = None,
 ) -> WriteReport:
-    """Write an image and its manifest to the file that `uri` names, or as the rank's in that folder.
+    """Write an image and its manifest to the file at `uri`, or to the rank's file in that folder.
 
-    `version` is recorded in the manifest: that of the weights, the same for all ranks.
-    With `shared` the header and each chunk become objects in the folder `chunks` (seen from the
-    snapshot's own), so that equal ones are stored once; with `check` those that are there already are read,
-    and written again where they do not match. What was there under this name is replaced.
-    `progress` is told bytes, one call at a time. Raises SourceWeightsChanged where the bytes are not those of the
-    manifest any more, SettingsError for a place that cannot be written to, and StorageErrors: what lies there
-    is then the snapshot before, or nothing that passes for one.
+    `version` is recorded in the manifest: that of the weights, the same for all ranks. With `shared`, the
+    header and each chunk become objects in the folder `chunks` (relative to the snapshot's folder), so that
+    equal ones are stored once; with `check`, existing ones are read, and written again if they do not match.
+    An existing snapshot of this name is replaced. `progress` receives byte counts, one call at a time.
+
+    Raises SourceWeightsChanged if the bytes no longer match the manifest, SettingsError if the destination is
+    read-only, and StorageErrors. The destination then still contains the previous snapshot, or nothing that
+    readers accept as one.
     """
     folder, name = snapshot_location(uri, rank)
     validate_destination(uri, settings)
@@ -132,7 +134,7 @@ def write_snapshot(
 
 @dataclass(slots=True)
 class _WriteJob:
-    """One image on its way into storage."""
+    """State of writing one image to storage."""
 
     image: ImageReader
     manifest: Manifest
@@ -144,7 +146,7 @@ class _WriteJob:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def stream(self, writer: BlobWriter) -> None:
-        """Write all chunks, and find each right after it was written: what changes meanwhile is an error."""
+        """Write all chunks, and check each right after it was written: a concurrent change is an error."""
         pending_digests: deque[Future[None]] = deque()
         with ThreadPoolExecutor(MAX_PENDING_DIGESTS, thread_name_prefix="rfork-digest") as pool:
             for chunk in range(len(self.image.layout.chunks)):
@@ -156,16 +158,16 @@ class _WriteJob:
                 check.result()
 
     def share(self, store: BlobStore, name: str, chunks: BlobStore, manifest_file: ManifestFile, head: bytes) -> None:
-        """Write what is not there yet of header and chunks, then the manifest."""
-        (first, _), *others = manifest_file.objects
+        """Write the missing header and chunks, then the manifest."""
+        (header_object, _), *chunk_objects = manifest_file.objects
         with pending_write(store, name, manifest_file, chunks) as confirm:
-            self._write_shared(chunks, first, head)
+            self._write_shared(chunks, header_object, head)
             chunk_by_object: dict[str, int] = {}
-            for index, (object_, length) in enumerate(others):
-                if chunk_by_object.setdefault(object_, index) != index:  # of equal chunks one is enough
+            for index, (object_, length) in enumerate(chunk_objects):
+                if chunk_by_object.setdefault(object_, index) != index:  # write equal chunks once
                     self._report_progress(length)
                     self._count_bytes(length, written=False)
-            # Each may keep its chunk in memory; one that is larger than all of it goes out in parts.
+            # Each writer may buffer its chunk; a chunk larger than the memory is uploaded in parts.
             size, storage_settings = self.image.layout.chunks.chunk_size, self.settings
             writers = max(1, min(storage_settings.concurrency, storage_settings.staging_bytes // size))
             with ThreadPoolExecutor(writers, thread_name_prefix="rfork-write") as pool:
@@ -179,13 +181,13 @@ class _WriteJob:
                 except BaseException:
                     pool.shutdown(wait=True, cancel_futures=True)
                     raise
-            # Gone before the manifest says that it does not count: it may be of other weights.
+            # Remove it before the new manifest refers to shared chunks instead: it may contain other weights.
             store.remove(name)
             confirm()
             _commit(store, name, manifest_file)
 
     def _write_shared(self, chunks: BlobStore, name: str, what: int | bytes) -> None:
-        """One object, a chunk or the header, unless it is there; where asked for, unless it is right."""
+        """Write an object, a chunk or the header, unless it exists (and matches, with `check`)."""
         length = len(what) if isinstance(what, bytes) else _length(self.image, what)
         size = _size(chunks, name)
         new = size != length or (self.check and _digest(chunks, name) != name.rpartition("/")[2].partition("-")[0])
@@ -211,8 +213,8 @@ class _WriteJob:
     def _check(self, chunk: int) -> None:
         if self.image.digest(chunk) != self.manifest.digests[chunk]:
             raise SourceWeightsChanged(
-                f"the weights changed while their snapshot was written: chunk {chunk} is not what it was",
-                hint="write it again once they are at rest",
+                f"the weights changed while their snapshot was written: chunk {chunk} differs",
+                hint="write it again when the weights no longer change",
             )
 
     def _report_progress(self, count: int) -> None:
@@ -227,15 +229,15 @@ class _WriteJob:
 
 
 def _commit(store: BlobStore, name: str, manifest_file: ManifestFile) -> None:
-    put(store, manifest_name(name), manifest_file.model_dump_json(exclude_none=True).encode())
+    write_blob(store, manifest_name(name), manifest_file.model_dump_json(exclude_none=True).encode())
 
 
 def _within(folder: Location, chunks: str) -> str:
-    """The folder of chunks as the manifest names it: a bucket's own top has nothing above it."""
+    """Return the chunk folder as recorded in the manifest; the root of a bucket has no parent."""
     if not CHUNKS_FOLDER.fullmatch(chunks):
         raise SettingsError(
-            f"{chunks!r} is no folder for shared chunks",
-            hint=f"one name, beside the snapshot's folder or one above it, e.g. {SHARED_CHUNKS_PATH}",
+            f"{chunks!r} is not a valid folder for shared chunks",
+            hint=f"use a name next to the snapshot's folder or one of its parents, e.g. {SHARED_CHUNKS_PATH}",
         )
     within = chunks if folder.path.strip("/") else chunks.removeprefix("../")
     try:
@@ -251,7 +253,7 @@ def _length(image: ImageReader, chunk: int) -> int:
 
 
 def _size(store: BlobStore, name: str) -> int | None:
-    """The bytes of a blob, or None where there is none."""
+    """Return the size of a blob in bytes, or None if it does not exist."""
     try:
         blob = store.open(name)
     except StorageNotFound:
@@ -263,7 +265,7 @@ def _size(store: BlobStore, name: str) -> int | None:
 
 
 def _digest(store: BlobStore, name: str) -> str | None:
-    """What the bytes of a blob hash to, or None where they cannot be read whole."""
+    """Return the digest of a blob, or None if it cannot be read completely."""
     state = RunningDigest()
     with closing(store.open(name)) as blob:
         buffer = memoryview(bytearray(min(PIECE_BYTES, blob.size)))

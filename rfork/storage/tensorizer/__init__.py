@@ -1,1 +1,1 @@
-"""tensorizer's ``.tensors`` files, read and written."""
+"""Reader and writer for tensorizer's ``.tensors`` files."""

@@ -1,7 +1,7 @@
 """Encrypted ``.tensors`` files: keys, passwords, and libsodium's secretbox over blocks of each tensor.
 
-A tensor is cut in blocks of 2 MiB, each encrypted by XSalsa20 and authenticated by Poly1305; the nonces count
-up from the first. A password becomes a key by Argon2id, with a salt that the file names.
+A tensor is split into blocks of 2 MiB, each encrypted with XSalsa20 and authenticated with Poly1305; nonces
+count up from the first. The key is derived from a password with Argon2id and a salt stored in the file.
 """
 
 from __future__ import annotations
@@ -23,55 +23,55 @@ BLOCK = 2 << 20
 DERIVATION, IN_BLOCKS = 1, 2
 ARGON2, ARGON2ID = 1, 2
 MODERATE_OPERATIONS, MODERATE_MEMORY = 3, 256 << 20
-"""libsodium's "moderate" costs of a password: half a second."""
+"""libsodium's "moderate" costs for a password: half a second."""
 MAX_OPERATIONS, MAX_MEMORY = 1000, 4 << 30
-"""A password is not tried on a file that asks for more."""
+"""Files that demand higher costs are rejected."""
 
 
 @dataclass(frozen=True)
 class Secret:
-    """What opens an encrypted file: a key of 32 bytes, or a password. Neither shows in its repr."""
+    """Secret for an encrypted file: a key of 32 bytes, or a password. Neither appears in its repr."""
 
     key: bytes | None = field(default=None, repr=False)
     password: str | None = field(default=None, repr=False)
 
     @classmethod
     def of(cls, key: bytes | None, password: str | None) -> Secret | None:
-        """Take either; None for neither. Raises SettingsError for both, or for one that is none."""
+        """Create a secret from either; None from neither. Raises SettingsError for both, or an invalid one."""
         if key is None and password is None:
             return None
         if key is not None and password is not None:
-            raise SettingsError("give a key or a password, not both")
+            raise SettingsError("pass a key or a password, not both")
         if key is not None and len(key) != KEY_BYTES:
-            raise SettingsError(f"an encryption key has {KEY_BYTES} bytes; this one has {len(key)}")
+            raise SettingsError(f"an encryption key must have {KEY_BYTES} bytes, not {len(key)}")
         if password == "":
-            raise SettingsError("an empty password protects nothing")
+            raise SettingsError("the password is empty")
         return cls(key, password)
 
     @classmethod
     def from_files(cls, key: Path | None, password: Path | None) -> Secret | None:
         """Read a key (32 bytes, or 64 hex digits) or a password (the first line) from a file.
 
-        Raises SettingsError where it cannot be read, or is neither.
+        Raises SettingsError if it cannot be read or is invalid.
         """
         password_lines = None if password is None else _read(password).decode("utf-8", "replace").splitlines()[:1]
         if password_lines is not None and not password_lines:
             raise SettingsError(f"{password} is empty")
-        return cls.of(None if key is None else _key_in(key), password_lines[0] if password_lines else None)
+        return cls.of(None if key is None else _parse_key(key), password_lines[0] if password_lines else None)
 
 
 class Encryptor:
     """See `rfork.storage.tensorizer.header.EncryptorProtocol`."""
 
     def __init__(self, secret: Secret) -> None:
-        """Raises MissingExtra where libsodium is not there; takes half a second for a password."""
-        self._load_libsodium = _load_libsodium()
+        """Raises MissingExtra if libsodium is not installed; takes half a second for a password."""
+        self._sodium = _load_libsodium()
         self._derivation = b""
         if secret.key is not None:
             self._key = secret.key
         else:
             salt, costs = os.urandom(SALT_BYTES), (MODERATE_OPERATIONS, MODERATE_MEMORY, ARGON2ID)
-            self._key = _derived(self._load_libsodium, secret.password or "", Derivation(*costs, salt))
+            self._key = _derive_key(self._sodium, secret.password or "", Derivation(*costs, salt))
             self._derivation = _sized(struct.pack("<HHQQiH", DERIVATION, ARGON2, *costs, SALT_BYTES) + salt)
 
     def seal(self, data: memoryview) -> bytes:
@@ -83,10 +83,10 @@ class Encryptor:
         for step, block in enumerate(_blocks(data, BLOCK)):
             buffer, tag = _address(block), (ctypes.c_ubyte * TAG_BYTES)()
             length, at = ctypes.c_ulonglong(block.nbytes), _nonce(nonce, step)
-            self._load_libsodium.crypto_secretbox_detached(buffer, tag, buffer, length, at, self._key)
+            self._sodium.crypto_secretbox_detached(buffer, tag, buffer, length, at, self._key)
             tags += bytes(tag)
-        how = struct.pack("<HQ24sQ", IN_BLOCKS, BLOCK, nonce, len(tags) // TAG_BYTES) + tags
-        return _sized(struct.pack("<H", 1 + bool(self._derivation)) + self._derivation + _sized(how))
+        params = struct.pack("<HQ24sQ", IN_BLOCKS, BLOCK, nonce, len(tags) // TAG_BYTES) + tags
+        return _sized(struct.pack("<H", 1 + bool(self._derivation)) + self._derivation + _sized(params))
 
     def sealed_size(self, length: int) -> int:
         """See `EncryptorProtocol.sealed_size`."""
@@ -96,47 +96,47 @@ class Encryptor:
 
 
 class Decryptor:
-    """Decrypts what was encrypted under one secret. Thread-safe."""
+    """Decrypts tensors that were encrypted with one secret. Thread-safe."""
 
     def __init__(self, secret: Secret) -> None:
-        """Raises MissingExtra where libsodium is not there."""
-        self._load_libsodium = _load_libsodium()
+        """Raises MissingExtra if libsodium is not installed."""
+        self._sodium = _load_libsodium()
         self._secret = secret
         self._keys: dict[Derivation, bytes] = {}
         self._lock = threading.Lock()
 
     def open(self, crypt: bytes, data: memoryview) -> None:
-        """Decrypt host memory in place, by what the tensor's header says of it.
+        """Decrypt host memory in place, using the parameters in the tensor's header.
 
-        Raises StorageAccessDenied for a wrong key or password (or bytes that are not what was written: the two
-        cannot be told apart), ValueError where `crypt` cannot be read.
+        Raises StorageAccessDenied for a wrong key or password (or modified data: the two are
+        indistinguishable), ValueError if `crypt` cannot be parsed.
         """
-        how = _parse_params(crypt, data.nbytes)
+        params = _parse_params(crypt, data.nbytes)
         if not data.nbytes:
             return
-        key = self._key(how.derivation)
-        for step, block in enumerate(_blocks(data, how.block)):
-            buffer, tag = _address(block), how.tags[step * TAG_BYTES : (step + 1) * TAG_BYTES]
-            length, nonce = ctypes.c_ulonglong(block.nbytes), _nonce(how.nonce, step)
-            if self._load_libsodium.crypto_secretbox_open_detached(buffer, buffer, tag, length, nonce, key):
-                raise StorageAccessDenied("wrong key or password, or its bytes were changed")
+        key = self._key(params.derivation)
+        for step, block in enumerate(_blocks(data, params.block)):
+            buffer, tag = _address(block), params.tags[step * TAG_BYTES : (step + 1) * TAG_BYTES]
+            length, nonce = ctypes.c_ulonglong(block.nbytes), _nonce(params.nonce, step)
+            if self._sodium.crypto_secretbox_open_detached(buffer, buffer, tag, length, nonce, key):
+                raise StorageAccessDenied("wrong key or password, or the data was modified")
 
     def _key(self, derivation: Derivation | None) -> bytes:
         if self._secret.key is not None:
             return self._secret.key
         if self._secret.password is None or derivation is None:
-            raise StorageAccessDenied("it was encrypted with a key, not with a password")
-        # All tensors of a file ask for the same key, and making it takes half a second.
+            raise StorageAccessDenied("encrypted with a key, not with a password")
+        # All tensors of a file use the same key, and deriving it takes half a second.
         with self._lock:
             key = self._keys.get(derivation)
             if key is None:
-                key = self._keys[derivation] = _derived(self._load_libsodium, self._secret.password, derivation)
+                key = self._keys[derivation] = _derive_key(self._sodium, self._secret.password, derivation)
             return key
 
 
 @dataclass(frozen=True, slots=True)
 class Derivation:
-    """How a password becomes a key: Argon2id's costs and salt."""
+    """Key derivation from a password: Argon2id's costs and salt."""
 
     operations: int
     memory: int
@@ -146,7 +146,7 @@ class Derivation:
 
 @dataclass(frozen=True, slots=True)
 class _EncryptionParams:
-    """How one tensor is encrypted: `tags` has 16 bytes a block of `block` bytes."""
+    """Encryption parameters of one tensor: `tags` has 16 bytes per block of `block` bytes."""
 
     derivation: Derivation | None
     block: int
@@ -155,7 +155,7 @@ class _EncryptionParams:
 
 
 def _parse_params(crypt: bytes, length: int) -> _EncryptionParams:
-    """Take that apart, for a tensor of `length` bytes. Raises ValueError."""
+    """Parse the parameters for a tensor of `length` bytes. Raises ValueError."""
     derivation, block, nonce, tags = None, 0, b"", b""
     cursor = ByteCursor(crypt, 0, len(crypt))
     for _ in range(cursor.unpack("<H")[0]):
@@ -165,7 +165,7 @@ def _parse_params(crypt: bytes, length: int) -> _EncryptionParams:
             case 1:
                 method, operations, memory, algorithm, salt = inner.unpack("<HQQiH")
                 if method != ARGON2:
-                    raise ValueError("its key was made in a way that is not known here")
+                    raise ValueError("unknown key derivation")
                 derivation = Derivation(operations, memory, algorithm, inner.next_bytes(salt))
             case 2:
                 (block,) = inner.unpack("<Q")
@@ -173,15 +173,15 @@ def _parse_params(crypt: bytes, length: int) -> _EncryptionParams:
                 tags = inner.next_bytes(TAG_BYTES * inner.unpack("<Q")[0])
             case 3:
                 block, nonce, tags = length, inner.next_bytes(NONCE_BYTES), inner.next_bytes(TAG_BYTES)
-    # One tag is over the whole tensor, whatever the block.
+    # A single tag covers the complete tensor, regardless of the block size.
     block = length if len(tags) == TAG_BYTES else block
     if length and (block <= 0 or len(tags) != TAG_BYTES * -(-length // block)):
-        raise ValueError("it does not say how it is encrypted")
+        raise ValueError("the encryption parameters are missing or invalid")
     return _EncryptionParams(derivation, block, nonce, tags)
 
 
 class _Sodium(Protocol):
-    """The functions of libsodium that are called; each returns 0 where it worked."""
+    """The libsodium functions that are called; each returns 0 on success."""
 
     crypto_secretbox_detached: Callable[..., int]
     crypto_secretbox_open_detached: Callable[..., int]
@@ -192,13 +192,13 @@ def _load_libsodium() -> _Sodium:
     try:
         import libnacl  # type: ignore[import-untyped]
     except (ImportError, OSError) as error:
-        raise MissingExtra("libsodium, for encrypted .tensors files,", extra="tensorizer", why=str(error)) from None
+        raise MissingExtra("libsodium (for encrypted .tensors files)", extra="tensorizer", why=str(error)) from None
     library: _Sodium = libnacl.nacl
     return library
 
 
-def _derived(sodium: _Sodium, password: str, derivation: Derivation) -> bytes:
-    """The key of a password. Raises ValueError where it cannot be made."""
+def _derive_key(sodium: _Sodium, password: str, derivation: Derivation) -> bytes:
+    """Derive the key from a password. Raises ValueError if that fails."""
     operations, memory = derivation.operations, derivation.memory
     if (
         derivation.algorithm != ARGON2ID
@@ -206,7 +206,7 @@ def _derived(sodium: _Sodium, password: str, derivation: Derivation) -> bytes:
         or operations > MAX_OPERATIONS
         or memory > MAX_MEMORY
     ):
-        raise ValueError("its key was made in a way that is not known here")
+        raise ValueError("unknown key derivation")
     key = ctypes.create_string_buffer(KEY_BYTES)
     password_bytes = password.encode()
     failed = sodium.crypto_pwhash(
@@ -214,7 +214,9 @@ def _derived(sodium: _Sodium, password: str, derivation: Derivation) -> bytes:
         ctypes.c_ulonglong(operations), ctypes.c_size_t(memory), ARGON2ID,
     )  # fmt: skip
     if failed:
-        raise ValueError("no key could be made of the password: memory is short, or its costs are out of range")
+        raise ValueError(
+            "the key cannot be derived from the password: not enough memory, or its costs are out of range"
+        )
     return key.raw
 
 
@@ -223,7 +225,7 @@ def _blocks(data: memoryview, size: int) -> list[memoryview]:
 
 
 def _nonce(first: bytes, step: int) -> bytes:
-    """The nonce of a block: the first one, counted up as a little-endian number."""
+    """Return the nonce of a block: the first nonce plus `step`, little-endian."""
     return ((int.from_bytes(first, "little") + step) % (1 << 8 * NONCE_BYTES)).to_bytes(NONCE_BYTES, "little")
 
 
@@ -235,14 +237,14 @@ def _sized(part: bytes) -> bytes:
     return struct.pack("<Q", len(part)) + part
 
 
-def _key_in(path: Path) -> bytes:
+def _parse_key(path: Path) -> bytes:
     raw = _read(path)
     if len(raw) == KEY_BYTES:
         return raw
     try:
         return bytes.fromhex(raw.decode("ascii").strip())
     except ValueError:
-        raise SettingsError(f"{path} holds no key: that is 32 bytes, or 64 hex digits") from None
+        raise SettingsError(f"{path} does not contain a key of 32 bytes or 64 hex digits") from None
 
 
 def _read(path: Path) -> bytes:

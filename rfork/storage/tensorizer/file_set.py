@@ -1,4 +1,4 @@
-"""Which files a name stands for: one ``.tensors`` file, or a set of them that reads as one."""
+"""Resolves a name to files: one ``.tensors`` file, or a numbered set that is read as one."""
 
 from __future__ import annotations
 
@@ -17,46 +17,51 @@ from rfork.storage.tensorizer.format import FRONT
 
 SUFFIX = ".tensors"
 
-# Not what a URI escapes: "%20d" is a space and a letter, "%d0" a part of one.
-_template = re.compile(r"%(?:0\d)?d(?![0-9a-fA-F])")
-_of_a_rank = re.compile(r"(model|draft)-rank-\d+.*")
-_numbered = re.compile(r"(?P<name>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.tensors")
+# Excludes percent-escapes of a URI: "%20d" is a space and a letter, "%d0" part of one.
+_RANK_PLACEHOLDER = re.compile(r"%(?:0\d)?d(?![0-9a-fA-F])")
+_RANK_FILE = re.compile(r"(model|speculative)-rank-\d+.*")
+_NUMBERED_FILE = re.compile(r"(?P<name>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.tensors")
 
 
 def set_names(name: str, count: int) -> list[str]:
-    """The files of a set: ``NAME-00001-of-00008.tensors`` and so on, for ``NAME.tensors``."""
+    """Return the file names of a set: ``NAME-00001-of-00008.tensors`` etc. for ``NAME.tensors``."""
     base = name.removesuffix(SUFFIX)
     return [f"{base}-{number:05d}-of-{count:05d}{SUFFIX}" for number in range(1, count + 1)]
 
 
 def existing_files(store: BlobStore, name: str) -> list[str]:
-    """Every file there is that ``NAME.tensors`` stands for: that one, and those of sets, whole or not."""
+    """Return every existing file of ``NAME.tensors``: the single file, and those of complete and incomplete
+    sets.
+    """
     base = name.removesuffix(SUFFIX)
     try:
         names = [entry.name for entry in store.list(base)]
-    except StorageNotFound:  # a folder that is not there yet
+    except StorageNotFound:  # the folder does not exist yet
         return []
     return [
-        found for found in names if found == name or ((match := _numbered.fullmatch(found)) and match["name"] == base)
+        found
+        for found in names
+        if found == name or ((match := _NUMBERED_FILE.fullmatch(found)) and match["name"] == base)
     ]
 
 
-def of_rank(uri: str, rank: Rank) -> str:
-    """The name of a rank's file, where `uri` is a template as ``model-rank-%03d.tensors``; else `uri`.
+def resolve_template(uri: str, rank: Rank) -> str:
+    """Return a rank's URI if `uri` is a template such as ``model-rank-%03d.tensors``; otherwise `uri`.
 
-    The number is ``pp * tp_size + tp``, followed by ``-ep-%03d`` where a snapshot's is (see `snapshot_name`).
-    Raises SettingsError for more than one number, and for a draft's rank where the name says no ``draft``.
+    The number is ``pp * tp_size + tp``, followed by ``-ep-%03d`` as in a snapshot's name (see
+    `snapshot_name`). Raises SettingsError for more than one number, and for a speculative rank if the name
+    does not contain ``speculative``.
     """
     head, slash, name = uri.rpartition("/")
     if not is_template(uri):
         return uri
-    found = _template.findall(name)
+    found = _RANK_PLACEHOLDER.findall(name)
     if len(found) != 1:
-        raise SettingsError(f"{name!r} has more than one place for the number of the rank")
+        raise SettingsError(f"{name!r} has more than one placeholder for the rank's number")
     if rank.role != "main" and rank.role not in name:
         raise SettingsError(
-            f"{name!r} names files of the model itself, and the rank is a {rank.role}'s",
-            hint=f"a name with {rank.role!r} in it, as {rank.role}-rank-%03d{SUFFIX}",
+            f"{name!r} is a template for the main model, but the rank's role is {rank.role}",
+            hint=f"use a name that contains {rank.role!r}, such as {rank.role}-rank-%03d{SUFFIX}",
         )
     expert = snapshot_name(rank).removesuffix(DATA_SUFFIX).partition("-ep-")
     number = found[0] % (rank.pp * rank.tp_size + rank.tp) + expert[1] + expert[2]
@@ -64,20 +69,22 @@ def of_rank(uri: str, rank: Rank) -> str:
 
 
 def is_template(uri: str) -> bool:
-    """Whether a URI names a file of each rank: ``….tensors`` or ``….safetensors``, with ``%03d`` in it."""
+    """Return whether a URI is a template for the files of several ranks: ``….tensors`` or ``….safetensors``
+    with ``%03d``.
+    """
     name = uri.rpartition("/")[2]
-    return name.endswith((SUFFIX, DATA_SUFFIX)) and _template.search(name) is not None
+    return name.endswith((SUFFIX, DATA_SUFFIX)) and _RANK_PLACEHOLDER.search(name) is not None
 
 
 def opened_files(uri: str, settings: StorageSettings, resources: ExitStack) -> list[Blob]:
-    """The blobs that `uri` stands for, in order; they and their store are closed with `resources`.
+    """Open the blobs of `uri`, in order; `resources` closes them and their store.
 
-    A file is itself; one of a numbered set is the whole set. A name that is not there, but a set of that name
-    is, is the set; a folder is what it holds, where that is one file or one set. A name without the suffix
-    may be either.
+    A file stands for itself; a file of a numbered set stands for the complete set. A name that does not exist
+    stands for the set of that name; a folder for the one file or set in it. A name without the suffix may be
+    either.
 
-    Raises StorageNotFound where nothing is there, or a file of a set is not; CheckpointError where a folder
-    holds more than one, or files of ranks.
+    Raises StorageNotFound if there is nothing, or a file of a set is missing; CheckpointError if a folder
+    contains more than one model, or files of ranks.
     """
     location = Location.parse(uri)
     requested_name = location.name + (f"?{location.query}" if location.query else "")
@@ -86,18 +93,18 @@ def opened_files(uri: str, settings: StorageSettings, resources: ExitStack) -> l
         resources.callback(folder.close)
         try:
             return _opened(folder, _in_folder(folder), resources)
-        except (StorageNotFound, SettingsError):  # no folder, or one of a web server, which lists none
+        except (StorageNotFound, SettingsError):  # no folder, or on a web server, which cannot list it
             if not location.name:
                 raise
     store = registry.open_store(location.parent, settings)
     resources.callback(store.close)
-    if (match := _numbered.fullmatch(location.name)) and not location.query:
+    if (match := _NUMBERED_FILE.fullmatch(location.name)) and not location.query:
         return _opened(store, _complete_set(match), resources)
     try:
         return _opened(store, [requested_name], resources)
     except StorageNotFound:
         if location.scheme in ("http", "https"):
-            raise  # a web server does not tell what else it has
+            raise  # a web server cannot list its files
         found = _sets(store, location.name.removesuffix(SUFFIX))
         if len(found) != 1:
             raise
@@ -115,31 +122,31 @@ def _opened(store: BlobStore, names: Sequence[str], resources: ExitStack) -> lis
 
 def _in_folder(store: BlobStore) -> list[str]:
     names = [entry.name for entry in store.list() if entry.name.endswith(SUFFIX) and "/" not in entry.name]
-    if ranks := [name for name in names if _of_a_rank.fullmatch(name)]:
-        # That of the rank asked for would have been named: another's has other weights.
+    if ranks := [name for name in names if _RANK_FILE.fullmatch(name)]:
+        # The requested rank's file would have matched by name: those of other ranks have other weights.
         raise CheckpointError(
-            f"{store.uri} holds {ranks[0]} ({len(ranks)} such), but none of the rank asked for",
-            hint="name the rank, or one of these files",
+            f"{store.uri} contains {ranks[0]} ({len(ranks)} in total), but not the requested rank",
+            hint="pass the rank, or one of these files",
         )
-    single = [[name] for name in names if not _numbered.fullmatch(name)]
+    single = [[name] for name in names if not _NUMBERED_FILE.fullmatch(name)]
     found = single + _sets(store, "", names)
     if not found:
-        raise StorageNotFound(f"{store.uri} holds no {SUFFIX} file")
+        raise StorageNotFound(f"{store.uri} contains no {SUFFIX} file")
     if len(found) > 1:
         raise CheckpointError(
-            f"{store.uri} holds {len(found)} models: {found[0][0]}, {found[1][0]} …",
-            hint="name one of its files",
+            f"{store.uri} contains {len(found)} models: {found[0][0]}, {found[1][0]} …",
+            hint="pass one of its files",
         )
     return found[0]
 
 
 def _sets(store: BlobStore, base: str, names: Sequence[str] | None = None) -> list[list[str]]:
-    """The sets there are, of that name or of any (``""``), by one file of each."""
+    """Return the existing sets of this name, or of any (``""``)."""
     if names is None:
         names = [entry.name for entry in store.list(f"{base}-")]
     found: dict[tuple[str, str], list[str]] = {}
     for name in names:
-        match = _numbered.fullmatch(name)
+        match = _NUMBERED_FILE.fullmatch(name)
         if match and base in ("", match["name"]):
             found.setdefault((match["name"], match["count"]), _complete_set(match))
     return list(found.values())
@@ -148,5 +155,5 @@ def _sets(store: BlobStore, base: str, names: Sequence[str] | None = None) -> li
 def _complete_set(match: re.Match[str]) -> list[str]:
     count = int(match["count"])
     if not 1 <= int(match["number"]) <= count:
-        raise CheckpointError(f"{match[0]!r} is no number of its set")
+        raise CheckpointError(f"{match[0]!r} has an invalid number in its set")
     return set_names(match["name"], count)

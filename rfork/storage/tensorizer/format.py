@@ -1,8 +1,8 @@
-"""The bytes of a ``.tensors`` file: an index in front, then each tensor behind a header with its hashes.
+"""Binary format of a ``.tensors`` file: an index, then each tensor after a header with its hashes.
 
 The format is tensorizer's (https://github.com/coreweave/tensorizer), data versions 1 to 5. Little-endian:
-``|TZR|``, u32 version, 32 bytes of flags, u64 bytes of tensors, 8 bytes unused, u64 count of tensors, u64
-length of the index, the index, the tensors, and a u64 of 0 as the end. Nothing is aligned.
+``|TZR|``, u32 version, 32 bytes of flags, u64 bytes of tensors, 8 bytes unused, u64 number of tensors, u64
+length of the index, the index, the tensors, and a u64 of 0 at the end. Nothing is aligned.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from rfork.storage.tensors import StoredTensor
 
 MAGIC = b"|TZR|"
 HEAD = struct.Struct("<5sI32sQ8xQQ")
-"""What stands before the index: magic, version, flags, bytes of tensors, their count, length of the index."""
+"""Fields before the index: magic, version, flags, bytes of tensors, their number, length of the index."""
 FRONT = HEAD.size + (256 << 10)
-"""What tensorizer leaves room for in front of the tensors."""
+"""Space that tensorizer reserves before the tensors."""
 END = bytes(8)
-"""Where the length of one more header would be."""
+"""Zero in the position of the next header's length."""
 
 LONG_DIMENSION = 1 << 32
-"""Shapes with such a dimension are written with 8 bytes a dimension, in data version 5."""
+"""From this size of a dimension, shapes are written with 8 bytes per dimension, in data version 5."""
 
 EntryType = Literal["parameter", "buffer", "entry"]
-"""What tensorizer's own loader makes of a tensor: a module's parameter or buffer, or a state dict's entry."""
+"""Type of a tensor in tensorizer's own loader: a module's parameter or buffer, or a state dict's entry."""
 ENTRY_TYPES: tuple[EntryType, ...] = ("parameter", "buffer", "entry")
 
 _TYPES: Mapping[torch.dtype, str] = {
@@ -38,13 +38,13 @@ _TYPES: Mapping[torch.dtype, str] = {
     torch.uint64: "<u8", torch.uint32: "<u4", torch.uint16: "<u2", torch.uint8: "|u1",
     torch.bool: "|b1", torch.complex128: "<c16", torch.complex64: "<c8",
 }  # fmt: skip
-"""numpy's names; any other type is ``V`` with its size, and torch's name behind a zero byte."""
+"""numpy's names; other dtypes are ``V`` with their size, a zero byte and torch's name."""
 _BY_NAME = {name: dtype for dtype, name in _TYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor as the index has it: `header` and `data` are file offsets, `length` its bytes there."""
+    """One tensor in the index: `header` and `data` are file offsets, `length` its size in bytes."""
 
     name: str
     stored_name: bytes
@@ -58,7 +58,7 @@ class TensorEntry:
 
 
 def type_name(dtype: torch.dtype) -> bytes:
-    """How a file names a type."""
+    """Return the name of a dtype in a file."""
     plain = _TYPES.get(dtype)
     if plain is None:
         plain = f"{'|' if dtype.itemsize == 1 else '<'}V{dtype.itemsize}\0{dtype}"
@@ -66,7 +66,7 @@ def type_name(dtype: torch.dtype) -> bytes:
 
 
 def dtype_named(name: bytes) -> torch.dtype:
-    """The type of that name. Raises CheckpointError where torch has none."""
+    """Return the dtype of this name. Raises CheckpointError if torch has none."""
     text = name.decode("utf-8", "replace")
     plain, _, opaque = text.partition("\0")
     dtype = _BY_NAME.get(plain)
@@ -75,12 +75,12 @@ def dtype_named(name: bytes) -> torch.dtype:
         if isinstance(found, torch.dtype) and plain in (f"<V{found.itemsize}", f"|V{found.itemsize}"):
             dtype = found
     if dtype is None:
-        raise CheckpointError(f"a tensor of type {opaque or plain!r}, which torch has not on this machine")
+        raise CheckpointError(f"a tensor has dtype {opaque or plain!r}, which this torch does not support")
     return dtype
 
 
 class ByteCursor:
-    """Fields of a buffer, from `at` on, none of them past `end`."""
+    """Cursor over the fields of a buffer, from `at`, bounded by `end`."""
 
     def __init__(self, buffer: bytes, at: int, end: int) -> None:
         self._buffer = buffer
@@ -88,19 +88,19 @@ class ByteCursor:
         self._end = min(end, len(buffer))
 
     def next_bytes(self, length: int) -> bytes:
-        """The next bytes. Raises ValueError at the end."""
+        """Return the next bytes. Raises ValueError at the end."""
         if length < 0 or self.at + length > self._end:
-            raise ValueError(f"it ends at byte {self._end}")
+            raise ValueError(f"unexpected end at byte {self._end}")
         self.at += length
         return self._buffer[self.at - length : self.at]
 
     def unpack(self, form: str) -> tuple[int, ...]:
-        """The next numbers."""
+        """Return the next numbers."""
         return struct.unpack(form, self.next_bytes(struct.calcsize(form)))
 
 
 def type_and_shape(entry: TensorEntry) -> bytes:
-    """The part that index and header have in common."""
+    """Encode dtype and shape, as in the index and in the header."""
     shape = entry.spec.shape
     return (
         struct.pack("<B", len(entry.type_name))

@@ -1,4 +1,4 @@
-"""The header of one tensor in a ``.tensors`` file: what it is, its hashes, how it is encrypted."""
+"""Header of one tensor in a ``.tensors`` file: metadata, hashes and encryption parameters."""
 
 from __future__ import annotations
 
@@ -15,61 +15,64 @@ CRC32, SHA256 = 0, 1
 
 
 class EncryptorProtocol(Protocol):
-    """What a file is encrypted under. Thread-safe."""
+    """Encrypts the tensors of a file. Thread-safe."""
 
     def seal(self, data: memoryview) -> bytes:
-        """Encrypt host memory in place; how that was done, for the tensor's header."""
+        """Encrypt host memory in place; return the parameters for the tensor's header."""
         ...
 
     def sealed_size(self, length: int) -> int:
-        """The length of what `seal` returns for so many bytes."""
+        """Return the size of the result of `seal` for `length` bytes."""
         ...
 
 
-def header_size(entry: TensorEntry, lock: EncryptorProtocol | None) -> int:
-    """The length of a tensor's own header."""
-    hashes, crypt = (40, 0) if lock is None else (34, lock.sealed_size(entry.length))
+def header_size(entry: TensorEntry, encryptor: EncryptorProtocol | None) -> int:
+    """Return the size of a tensor's header."""
+    hashes, crypt = (40, 0) if encryptor is None else (34, encryptor.sealed_size(entry.length))
     return 13 + len(entry.stored_name) + len(type_and_shape(entry)) + 3 + hashes + crypt + 8
 
 
-def write_header(entry: TensorEntry, data: memoryview, lock: EncryptorProtocol | None) -> bytes:
-    """A tensor's own header; `data` is encrypted in place where there is a lock.
+def write_header(entry: TensorEntry, data: memoryview, encryptor: EncryptorProtocol | None) -> bytes:
+    """Return a tensor's header; encrypts `data` in place if `encryptor` is given.
 
-    The hashes are over the header, with zeros in their places and without how it is encrypted, and the data.
+    The hashes cover the header, with zeros in place of the hashes and without the encryption parameters, and
+    the data.
     """
     before = struct.pack(
-        "<QHBH", header_size(entry, lock), 0, ENTRY_TYPES.index(entry.entry_type), len(entry.stored_name)
+        "<QHBH", header_size(entry, encryptor), 0, ENTRY_TYPES.index(entry.entry_type), len(entry.stored_name)
     )
     before += entry.stored_name + type_and_shape(entry)
     length_field = struct.pack("<q", entry.length)
 
     def hashed(crc: int, sha: bytes) -> bytes:
         strong = struct.pack("<BB32s", SHA256, 32, sha)
-        if lock is None:
+        if encryptor is None:
             return struct.pack("<HBBBI", 41, 2, CRC32, 4, crc) + strong
         return struct.pack("<HB", 35, 1) + strong
 
     blank = before + hashed(0, bytes(32)) + length_field
     state = sha256(blank)
     state.update(data)
-    # A CRC of what is encrypted would tell of its content.
-    crc = zlib.crc32(data, zlib.crc32(blank)) if lock is None else 0
-    crypt = lock.seal(data) if lock is not None else b""
+    # A CRC of encrypted data would leak information about its content.
+    crc = zlib.crc32(data, zlib.crc32(blank)) if encryptor is None else 0
+    crypt = encryptor.seal(data) if encryptor is not None else b""
     return before + hashed(crc, state.digest()) + crypt + length_field
 
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """A tensor's own header: `blank` is what the hashes cover of it, `crypt` how the data is encrypted."""
+    """Parsed header of a tensor: `blank` is the part that the hashes cover, `crypt` the encryption
+    parameters.
+    """
 
     blank: bytes
     hashes: Mapping[int, bytes]
     crypt: bytes
 
     def fits(self, data: memoryview) -> bool:
-        """Whether header and (decrypted) data have the hash that the header names.
+        """Return whether header and (decrypted) data match the hash in the header.
 
-        SHA-256 is the one that counts, where there is one; it takes the time of the CRC over again.
+        Checks SHA-256 if present, otherwise the CRC, because checking both would double the time.
         """
         if SHA256 in self.hashes:
             state = sha256(self.blank)
@@ -79,9 +82,9 @@ class TensorHeader:
 
 
 def read_header(entry: TensorEntry, header: bytes, *, encrypted: bool) -> TensorHeader:
-    """Take a tensor's own header apart.
+    """Parse a tensor's header.
 
-    Raises ValueError where it cannot be read, has no hash, or is of another tensor than the index says.
+    Raises ValueError if it cannot be parsed, has no hash, or belongs to another tensor than in the index.
     """
     try:
         cursor = ByteCursor(header, 0, len(header))
@@ -114,7 +117,7 @@ def read_header(entry: TensorEntry, header: bytes, *, encrypted: bool) -> Tensor
     except (struct.error, IndexError) as error:
         raise ValueError(str(error)) from None
     if not same:
-        raise ValueError("its header is not the one that the index tells of")
+        raise ValueError("the header does not match the index")
     if not hashes.keys() & {CRC32, SHA256}:
-        raise ValueError("it has no hash")
+        raise ValueError("the header has no hash")
     return TensorHeader(bytes(blank), hashes, crypt)

@@ -1,4 +1,4 @@
-"""The index of a ``.tensors`` file: what it holds, and where. See `rfork.storage.tensorizer.format`."""
+"""Index of a ``.tensors`` file: its tensors and their locations. See `rfork.storage.tensorizer.format`."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from rfork.storage.tensors import StoredTensor
 
 ENCRYPTED, VERSIONED = 1, 2
 MAX_HEADER_BYTES = 64 << 20
-"""A tensor's own header: longer ones are not read."""
+"""Maximum size of a tensor's header; longer ones are rejected."""
 
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """What the front of a file says."""
+    """Parsed front of a file."""
 
     encrypted: bool
     entries: Sequence[TensorEntry]
 
 
 def index_length(uri: str, front: bytes) -> int:
-    """How long the index at the front of a file is, with what stands before it; `front` is `HEAD.size` bytes.
+    """Return the offset of the end of the index; `front` must have at least `HEAD.size` bytes.
 
-    Raises StorageCorrupt for what is no such file.
+    Raises StorageCorrupt if it is not a ``.tensors`` file.
     """
     if len(front) < HEAD.size or not front.startswith(MAGIC):
         raise StorageCorrupt(f"{uri} is not a .tensors file")
@@ -46,13 +46,13 @@ def index_length(uri: str, front: bytes) -> int:
 
 
 def read_index(uri: str, front: bytes, size: int) -> Index:
-    """The index in `front`, the first `index_length` bytes of a file of `size` bytes.
+    """Parse the index from `front`, the first `index_length` bytes of a file of `size` bytes.
 
-    Raises StorageCorrupt where it cannot be read, or tells of bytes that the file does not have.
+    Raises StorageCorrupt if it cannot be parsed, or refers to bytes beyond the end of the file.
     """
     _, version, flags, _, count, length = HEAD.unpack_from(front)
     if not 1 <= version <= 5:
-        raise CheckpointError(f"{uri}: data version {version} of .tensors files is not known here")
+        raise CheckpointError(f"{uri}: data version {version} of .tensors files is not supported")
     flag = int.from_bytes(flags, "little") if version >= 4 else 0
     encrypted = version == 3 or bool(flag & ENCRYPTED)
     cursor = ByteCursor(front, HEAD.size, HEAD.size + length)
@@ -63,23 +63,25 @@ def read_index(uri: str, front: bytes, size: int) -> Index:
     except CheckpointError as error:
         raise CheckpointError(f"{uri}: {error}") from None
     except (ValueError, struct.error, IndexError, RecursionError) as error:
-        raise StorageCorrupt(f"{uri}: its index cannot be read: {error}") from None
+        raise StorageCorrupt(f"{uri}: the index cannot be parsed: {error}") from None
     begin = HEAD.size + length
     for entry in entries:
         if not begin <= entry.header <= entry.data - 8 or entry.data - entry.header > MAX_HEADER_BYTES:
-            raise StorageCorrupt(f"{uri}: its index has a wrong place for {entry.name}")
+            raise StorageCorrupt(f"{uri}: invalid offsets of {entry.name} in the index")
         needed = entry.data + entry.length + len(END)
         if needed > size:
-            raise StorageCorrupt(f"{uri} is cut short: it has {size} bytes, {entry.name} ends at {needed - 8}")
+            raise StorageCorrupt(f"{uri} is truncated: it has {size} bytes, but {entry.name} ends at {needed - 8}")
         if entry.length not in (0, entry.spec.nbytes):
             raise StorageCorrupt(f"{uri}: {entry.name} has {entry.length} bytes, not {entry.spec.nbytes}")
     if len({entry.name for entry in entries}) != len(entries):
-        raise StorageCorrupt(f"{uri}: its index names a tensor twice")
+        raise StorageCorrupt(f"{uri}: the index contains a name twice")
     return Index(encrypted, entries)
 
 
 def write_index(entries: Sequence[TensorEntry], *, encrypted: bool) -> bytes:
-    """The front of a file that holds these tensors; each `header` and `data` counts from the index's end."""
+    """Return the front of a file with these tensors, whose `header` and `data` are relative to the end of the
+    index.
+    """
     long = any(entry.long for entry in entries)
     opaque = any(b"\0" in entry.type_name for entry in entries)
     version = 5 if long else 3 if encrypted else 2 if opaque else 1
@@ -123,11 +125,11 @@ def _entry(cursor: ByteCursor, *, versioned: bool) -> TensorEntry:
 
 
 def _name_of(stored: bytes, entry_type: EntryType) -> str:
-    """The name as a state dict has it: parts of nested ones are joined by dots."""
+    """Return the name as in a state dict: nested parts are joined by dots."""
     if stored.startswith(b"\x1e"):
         return ".".join(str(part) for part in json.loads(stored[1:]))
     name = stored.decode()
-    # What hangs on a module itself, and not on one below it, is stored with an empty module's name.
+    # Tensors of the root module are stored with an empty module name.
     return name.removeprefix(".") if entry_type != "entry" else name
 
 

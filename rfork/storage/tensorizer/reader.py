@@ -1,4 +1,4 @@
-"""Tensors of ``.tensors`` files into memory, each checked as soon as it is there."""
+"""Reads tensors of ``.tensors`` files into memory and verifies each as it arrives."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rfork.storage.tensorizer.header import read_header
 
 @dataclass(frozen=True, slots=True)
 class StoredTensorRef:
-    """A tensor, and the file it lies in."""
+    """A tensor and the file that contains it."""
 
     blob: Blob
     encrypted: bool
@@ -28,7 +28,7 @@ class StoredTensorRef:
 
 @dataclass(frozen=True, slots=True)
 class TensorRead:
-    """A tensor to be read, and the host memory for it: uint8, 1-D, `spec.nbytes` long."""
+    """A tensor to read, and host memory for it: uint8, 1-D, `spec.nbytes` long."""
 
     stored: StoredTensorRef
     into: torch.Tensor
@@ -36,14 +36,14 @@ class TensorRead:
 
 def read_checked(
     reads: Sequence[TensorRead],
-    opener: Decryptor | None,
+    decryptor: Decryptor | None,
     settings: StorageSettings,
     progress: Callable[[int], None] | None = None,
     on_complete: Callable[[int], None] | None = None,
 ) -> None:
-    """Read, decrypt and check; `on_complete` is told the index of each tensor that is right, on any thread.
+    """Read, decrypt and verify; `on_complete` is called with the index of each valid tensor, on any thread.
 
-    Raises StorageCorrupt or StorageAccessDenied, naming the tensor, and what the blobs raise.
+    Raises StorageCorrupt or StorageAccessDenied with the tensor's name, and the blobs' errors.
     """
     sizes = [read.stored.entry.data - read.stored.entry.header for read in reads]
     header_buffer, at = torch.empty(sum(sizes), dtype=torch.uint8), 0
@@ -55,17 +55,18 @@ def read_checked(
         at += size
         extents.append(Extent(stored.blob, stored.entry.header, header))
         extents.append(Extent(stored.blob, stored.entry.data, read.into[: stored.entry.length]))
-    lacking = set(range(len(reads)))
+    incomplete = set(range(len(reads)))
 
     def filled(index: int) -> None:
         index //= 2
         try:
-            # The first of the two only leaves. By one step that needs no lock, of many small tensors.
-            lacking.remove(index)
+            # Header and data complete separately; the first one returns here. set.remove is atomic, so many
+            # small tensors need no lock.
+            incomplete.remove(index)
             return
         except KeyError:
             pass
-        _check(reads[index], bytes(headers[index].numpy()), opener)
+        _check(reads[index], bytes(headers[index].numpy()), decryptor)
         if on_complete is not None:
             on_complete(index)
 
@@ -74,26 +75,26 @@ def read_checked(
     fill(extents, settings, on_filled=filled, progress=report)
 
 
-def _check(read: TensorRead, header: bytes, opener: Decryptor | None) -> None:
+def _check(read: TensorRead, header: bytes, decryptor: Decryptor | None) -> None:
     blob, entry = read.stored.blob, read.stored.entry
     memory = host_view(read.into.data_ptr(), entry.length) if entry.length else memoryview(b"")
     try:
         header_info = read_header(entry, header, encrypted=read.stored.encrypted)
-        if opener is not None:
-            opener.open(header_info.crypt, memory)
-        right = header_info.fits(memory)
+        if decryptor is not None:
+            decryptor.open(header_info.crypt, memory)
+        is_valid = header_info.fits(memory)
     except StorageAccessDenied as error:
         raise StorageAccessDenied(f"{blob.uri}: {entry.name}: {error}") from None
     except ValueError as error:
         raise StorageCorrupt(f"{blob.uri}: {entry.name}: {error}") from None
-    if not right:
+    if not is_valid:
         raise StorageCorrupt(f"{blob.uri}: {entry.name} does not match its hash")
     if not entry.length:
-        read.into.zero_()  # what was saved from the meta device
+        read.into.zero_()  # saved from the meta device
 
 
 def _capped_progress(total: int, progress: Callable[[int], None]) -> Callable[[int], None]:
-    """`progress`, told of `total` bytes in all: headers are read too, and nobody counts them."""
+    """Limit the bytes reported to `progress` to `total`, because headers are read too but must not count."""
     left = [total]
 
     def report(count: int) -> None:

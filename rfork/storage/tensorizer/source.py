@@ -1,8 +1,8 @@
-"""A ``.tensors`` file, or a numbered set of them, as a source of tensors.
+"""Tensor source for a ``.tensors`` file, or a numbered set of them.
 
-Read by our own engine, straight into the tensors: tensorizer's loader reads with one thread where it is not
-given a path, keeps all that it has read, and takes a file that is cut short for whole unless asked to check.
-Here every tensor is checked against its hash, always.
+Reads with rfork's own reader, directly into the tensors. tensorizer's loader uses one thread unless it is
+given a path, keeps everything it has read, and accepts a truncated file unless verification is enabled. Here
+every tensor is verified against its hash.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from rfork.storage.formats.tensor_blocks import bytes_of
 from rfork.storage.io.prefetch import group_by_size, read_ahead
 from rfork.storage.location import Location
 from rfork.storage.tensorizer.encryption import Decryptor, Secret
-from rfork.storage.tensorizer.file_set import of_rank, opened_files
+from rfork.storage.tensorizer.file_set import opened_files, resolve_template
 from rfork.storage.tensorizer.format import FRONT
 from rfork.storage.tensorizer.index import index_length, read_index
 from rfork.storage.tensorizer.reader import StoredTensorRef, TensorRead, read_checked
 from rfork.storage.tensors import StoredTensor
 
 ALIGNMENT = 64
-"""Of tensors that share an allocation."""
+"""Alignment of tensors that share an allocation."""
 
 
 class TensorizerSource:
@@ -42,7 +42,7 @@ class TensorizerSource:
         settings: StorageSettings,
         secret: Secret | None = None,
     ) -> None:
-        """Over open blobs, which stay the caller's where this raises; they are closed with the source."""
+        """Take ownership of open blobs, unless this raises; they are closed with the source."""
         self.uri = uri
         self._settings = settings
         self._blobs = tuple(blobs)
@@ -50,7 +50,7 @@ class TensorizerSource:
         for blob in blobs:
             self._add(blob, secret)
         self._specs = {name: stored.entry.spec for name, stored in self._tensors.items()}
-        self._opener = Decryptor(secret) if secret is not None else None
+        self._decryptor = Decryptor(secret) if secret is not None else None
         self._owned = ExitStack()
         for blob in blobs:
             self._owned.callback(blob.close)
@@ -67,15 +67,16 @@ class TensorizerSource:
     ) -> Self:
         """Open a file, a numbered set (``NAME-00001-of-00008.tensors``), or a folder with either.
 
-        In a name as ``model-rank-%03d.tensors`` the number is that of `rank`.
+        In a template such as ``model-rank-%03d.tensors`` the number is that of `rank`.
 
-        Reads the index, and no tensor. Raises StorageCorrupt (no such file, or cut short), StorageAccessDenied
-        (it is encrypted, and neither `key`, 32 bytes, nor `password` is given), StorageNotFound and others.
+        Reads only the index. Raises StorageCorrupt (not a ``.tensors`` file, or truncated),
+        StorageAccessDenied (encrypted, but neither `key` (32 bytes) nor `password` is given), StorageNotFound
+        and others.
         """
         chosen = settings or options.load(StorageSettings)
         secret = Secret.of(key, password)
         with ExitStack() as resources:
-            blobs = opened_files(of_rank(uri, rank or Rank()), chosen, resources)
+            blobs = opened_files(resolve_template(uri, rank or Rank()), chosen, resources)
             display_uri = blobs[0].uri if len(blobs) == 1 else Location.parse(uri).uri
             source = cls(display_uri, blobs, chosen, secret)
             source._owned = resources.pop_all()
@@ -89,8 +90,8 @@ class TensorizerSource:
     def read_into(self, tensors: Mapping[str, torch.Tensor], progress: Callable[[int], None] | None = None) -> None:
         """See `TensorSource.read_into`; StorageCorrupt names the tensor whose hash does not match.
 
-        What has another type, lies on a GPU or has gaps is read through staging memory: at most
-        `settings.memory` bytes, or what the largest such tensor has.
+        Tensors with another dtype, on a GPU or with gaps are read through staging memory: at most
+        `settings.staging_bytes` bytes, or the size of the largest of them.
         """
         self._check(tensors)
         direct, staged = self._split(tensors)
@@ -98,15 +99,15 @@ class TensorizerSource:
         for group in group_by_size(staged, [self._specs[name].nbytes for name in staged], self._settings.staging_bytes):
             reads = self._allocate(group)
             self._fill(reads, progress)
-            # Parameters are written in place, and those that were made for inference too.
+            # Parameters are written in place, inference tensors too.
             with torch.inference_mode():
                 for name, read in zip(group, reads, strict=True):
-                    tensors[name].copy_(self._seen(read))
+                    tensors[name].copy_(self._as_tensor(read))
 
     def stream(
         self, names: Collection[str] | None = None, device: torch.device | str = "cpu"
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `TensorSource.stream`. Two groups, of half of `settings.memory` each, are under way at once."""
+        """See `TensorSource.stream`. Two groups of half of `settings.staging_bytes` each are in memory."""
         wanted = self._named(names)
         sizes = [self._specs[name].nbytes for name in wanted]
         groups = group_by_size(wanted, sizes, self._settings.staging_bytes // 2)
@@ -114,7 +115,7 @@ class TensorizerSource:
         def read(group: Sequence[str]) -> list[tuple[str, torch.Tensor]]:
             reads, arrived = self._allocate(group), list[int]()
             self._fill(reads, None, arrived.append)
-            return [(group[index], self._seen(reads[index]).to(device)) for index in arrived]
+            return [(group[index], self._as_tensor(reads[index]).to(device)) for index in arrived]
 
         return read_ahead(groups, read)
 
@@ -124,7 +125,7 @@ class TensorizerSource:
             raise KeyError(name)
         reads = self._allocate([name])
         self._fill(reads, None)
-        return self._seen(reads[0])
+        return self._as_tensor(reads[0])
 
     def close(self) -> None:
         """See `TensorSource.close`."""
@@ -140,41 +141,43 @@ class TensorizerSource:
         front = read_range(blob, 0, min(blob.size, FRONT))
         length = index_length(blob.uri, front)
         if length > blob.size:
-            raise StorageCorrupt(f"{blob.uri} is cut short: its index has {length} bytes, the file {blob.size}")
+            raise StorageCorrupt(
+                f"{blob.uri} is truncated: its index ends at byte {length}, but the file has {blob.size} bytes"
+            )
         front += read_range(blob, len(front), max(0, length - len(front)))
         index = read_index(blob.uri, front, blob.size)
         if index.encrypted and secret is None:
-            raise StorageAccessDenied(f"{blob.uri} is encrypted", hint="give its key or its password")
+            raise StorageAccessDenied(f"{blob.uri} is encrypted", hint="pass its key or password")
         if secret is not None and not index.encrypted:
-            raise CheckpointError(f"{blob.uri} is not encrypted, and a key or password was given")
+            raise CheckpointError(f"{blob.uri} is not encrypted, but a key or password was given")
         for entry in index.entries:
             if entry.name in self._tensors:
-                raise CheckpointError(f"{blob.uri} holds {entry.name}, which another file of the set has too")
+                raise CheckpointError(f"{blob.uri} contains {entry.name}, which is also in another file of the set")
             self._tensors[entry.name] = StoredTensorRef(blob, index.encrypted, entry)
 
     def _named(self, names: Collection[str] | None) -> list[str]:
-        """All names, or those given, in the order in which they are stored."""
+        """Return all names, or the given ones, in storage order."""
         if names is None:
             return list(self._tensors)
         wanted = set(names)
         unknown = sorted(wanted - self._tensors.keys())
         if unknown:
-            raise CheckpointError(f"{self.uri} lacks {unknown[0]} ({len(unknown)} such)")
+            raise CheckpointError(f"{self.uri} lacks {unknown[0]} ({len(unknown)} in total)")
         return [name for name in self._tensors if name in wanted]
 
     def _check(self, tensors: Mapping[str, torch.Tensor]) -> None:
         for name in self._named(tensors.keys()):
             shape, wanted = self._specs[name].shape, tuple(tensors[name].shape)
             if shape != wanted:
-                raise CheckpointError(f"{self.uri}: {name} has shape {list(shape)}, the model's is {list(wanted)}")
+                raise CheckpointError(f"{self.uri}: {name} has shape {list(shape)}, but {list(wanted)} in the model")
             if tensors[name].is_meta:
-                raise CheckpointError(f"{name} has no memory to be loaded into")
+                raise CheckpointError(f"cannot load into {name}: it has no memory")
             stored, wished = self._specs[name].dtype, tensors[name].dtype
             if not torch.can_cast(stored, wished):
-                raise CheckpointError(f"{self.uri}: {name} is {stored}, and the model's {wished}")
+                raise CheckpointError(f"{self.uri}: {name} is {stored}, but {wished} in the model")
 
     def _split(self, tensors: Mapping[str, torch.Tensor]) -> tuple[list[TensorRead], list[str]]:
-        """What is read where it belongs, and the names of what goes through staging memory."""
+        """Return the tensors to read in place, and the names of those to read through staging memory."""
         ordered = self._named(tensors.keys())
         addresses = {name: tensors[name].data_ptr() for name in ordered}
         direct: list[TensorRead] = []
@@ -182,7 +185,7 @@ class TensorizerSource:
         end = 0
         for name in sorted(ordered, key=addresses.__getitem__):
             tensor, spec = tensors[name], self._specs[name]
-            # Of tensors that share memory one alone is read there: two at once would mix their bytes.
+            # Of tensors that share memory, only one is read in place: concurrent reads would mix their bytes.
             fits = addresses[name] >= end and tensor.device.type == "cpu" and tensor.dtype == spec.dtype
             if fits and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
                 direct.append(TensorRead(self._tensors[name], bytes_of(tensor)))
@@ -192,7 +195,7 @@ class TensorizerSource:
         return direct, [name for name in ordered if name in staged]
 
     def _allocate(self, names: Sequence[str]) -> list[TensorRead]:
-        """New memory for these tensors, in one allocation."""
+        """Allocate memory for these tensors, in one allocation."""
         sizes = [self._specs[name].nbytes for name in names]
         buffer = torch.empty(sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), dtype=torch.uint8)
         reads: list[TensorRead] = []
@@ -202,8 +205,8 @@ class TensorizerSource:
             at += -(-size // ALIGNMENT) * ALIGNMENT
         return reads
 
-    def _seen(self, read: TensorRead) -> torch.Tensor:
-        """The memory of a read as the tensor it holds."""
+    def _as_tensor(self, read: TensorRead) -> torch.Tensor:
+        """Return the memory of a read as its tensor."""
         spec = read.stored.entry.spec
         if not spec.nbytes:
             return torch.empty(spec.shape, dtype=spec.dtype)
@@ -215,4 +218,4 @@ class TensorizerSource:
         progress: Callable[[int], None] | None,
         on_complete: Callable[[int], None] | None = None,
     ) -> None:
-        read_checked(reads, self._opener, self._settings, progress, on_complete)
+        read_checked(reads, self._decryptor, self._settings, progress, on_complete)

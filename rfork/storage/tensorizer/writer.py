@@ -1,8 +1,8 @@
-"""Write tensors as a ``.tensors`` file that tensorizer and vLLM load.
+"""Writes tensors as a ``.tensors`` file that tensorizer and vLLM can load.
 
-Saved by ourselves, as a stream, so that it goes to an object store without a copy on disk first:
-tensorizer's own writer goes back to the front of its file, takes 2,500 tensors at most, and encrypts weights
-in the model's own memory, where somebody may be serving with them.
+Implemented here as a stream, so that it can be written to an object store without a local copy. tensorizer's
+own writer seeks back to the front of its file, accepts at most 2,500 tensors, and encrypts weights in the
+model's own memory, which may be in use for serving.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from rfork.storage.tensors import StoredTensor
 
 MAX_NAME_BYTES = 65535
 MAX_THREADS = 8
-"""That hash and encrypt; each takes 1.2 GB/s."""
+"""Threads that hash and encrypt; each processes 1.2 GB/s."""
 GROUP_BYTES = 4 << 20
-"""Of small tensors that are hashed by one thread in one go, and written by one call."""
+"""Small tensors are grouped up to this size, hashed by one thread and written by one call."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorOutline:
-    """A tensor that is going to be written."""
+    """Name and metadata of a tensor to write."""
 
     name: str
     spec: StoredTensor
@@ -61,14 +61,15 @@ def write_tensors(
     settings: StorageSettings | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> SaveReport:
-    """Write named tensors, or a module's parameters and persistent buffers, on any device, as they are now.
+    """Write named tensors, or a module's parameters and persistent buffers, from any device.
 
-    Tied tensors are written under each of their names, those with gaps without the gaps. They must not change
-    meanwhile. `key` (32 bytes) or `password` encrypts; `max_file_bytes` makes a numbered set of files.
-    `progress` is told the bytes of each tensor written. Nothing is seen at `uri` before all of it is there;
-    what was there is replaced by then, but a set of as many files, which is removed before.
+    Tied tensors are written under each of their names, strided ones without gaps. They must not change
+    meanwhile. `key` (32 bytes) or `password` encrypts; `max_file_bytes` writes a numbered set of files.
+    `progress` receives the bytes of each tensor written. Nothing is visible at `uri` until everything is
+    written; existing files are replaced then, except a set with the same number of files, which is removed
+    first.
 
-    Raises UnsupportedTensor, CheckpointError (there are none) and StorageError kinds.
+    Raises UnsupportedTensor, CheckpointError (no tensors) and StorageError subclasses.
     """
     chosen = settings or options.load(StorageSettings)
     if isinstance(tensors, nn.Module):
@@ -78,7 +79,7 @@ def write_tensors(
         }
     else:
         named, entry_types = tensors, {}
-    image_from_tensors(named)  # raises for what has no plain bytes
+    image_from_tensors(named)  # raises for tensors without plain bytes
     outlines = [
         TensorOutline(
             name,
@@ -94,7 +95,7 @@ def write_tensors(
 
 
 def module_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """A module's parameters and persistent buffers; raises UnsupportedTensor for extra state."""
+    """Return a module's parameters and persistent buffers; raises UnsupportedTensor for extra state."""
     named: dict[str, torch.Tensor] = {}
     for name, value in module.state_dict(keep_vars=True).items():
         if not isinstance(value, torch.Tensor):
@@ -113,36 +114,36 @@ def write_stream(
     max_file_bytes: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> SaveReport:
-    """As `write_tensors`, of tensors that come one after the other, in the order of `outlines`.
+    """Like `write_tensors`, for tensors from an iterator in the order of `outlines`.
 
-    At most `settings.memory` bytes of them are held at once, or two tensors.
+    At most `settings.staging_bytes` bytes of them, or two tensors, are in memory at a time.
     """
     if not outlines:
-        raise CheckpointError(f"{uri}: there is no tensor to write")
+        raise CheckpointError(f"{uri}: no tensors to write")
     began = time.monotonic()
-    lock = Encryptor(secret) if secret is not None else None
+    encryptor = Encryptor(secret) if secret is not None else None
     location = Location.parse(uri)
     files = _files(outlines, max_file_bytes)
     names = [location.name] if len(files) == 1 else set_names(location.name, len(files))
-    entries = [_entries(file, lock) for file in files]
+    entries = [_entries(file, encryptor) for file in files]
     with closing(registry.open_store(location.parent, settings)) as store:
-        # Looked at before hours of writing; who may not list knows nothing of other names.
+        # List before hours of writing; without permission to list, other names are unknown.
         old = _previous_files(store, location.name)
         if len(names) > 1:
-            # Of a set of as many files: new ones and old ones would read as one.
+            # A set with the same number of files: new and old files would be read as one.
             for name in names:
                 store.remove(name)
         kept: list[str] = []
         try:
             for name, file in zip(names, entries, strict=True):
                 kept.append(name)
-                _write(store, name, file, tensors, lock, settings, progress)
+                _write(store, name, file, tensors, encryptor, settings, progress)
         except BaseException:
-            # A set that lacks a file is none; the file under way is not there anyhow.
+            # A set with a missing file is invalid; the file that failed is not visible anyway.
             for name in kept[:-1]:
                 best_effort_remove(store, name)
             raise
-        # What stood for this name before: the file would hide the set, or one set the other.
+        # Previous files of this name: a single file would hide the set, or one set the other.
         for name in old:
             if name not in names:
                 store.remove(name)
@@ -158,7 +159,7 @@ def _previous_files(store: BlobStore, name: str) -> list[str]:
 
 
 def _files(outlines: Sequence[TensorOutline], max_bytes: int | None) -> list[list[TensorOutline]]:
-    """Which tensors go into which file: in order, none larger than `max_bytes` bytes unless one tensor is."""
+    """Distribute tensors to files, in order, each at most `max_bytes` bytes or one tensor."""
     files: list[list[TensorOutline]] = []
     pending_bytes = 0
     for outline in outlines:
@@ -175,13 +176,13 @@ def _write(
     name: str,
     entries: Sequence[TensorEntry],
     tensors: Iterator[torch.Tensor],
-    lock: EncryptorProtocol | None,
+    encryptor: EncryptorProtocol | None,
     settings: StorageSettings,
     progress: Callable[[int], None] | None,
 ) -> None:
     with store.write(name) as writer:
-        writer.write([memoryview(write_index(entries, encrypted=lock is not None))])
-        for group in _prepared(entries, tensors, lock, settings.staging_bytes):
+        writer.write([memoryview(write_index(entries, encrypted=encryptor is not None))])
+        for group in _prepared(entries, tensors, encryptor, settings.staging_bytes):
             views = [_view(memory) for _, memory in group]
             headers = (memoryview(header) for header, _ in group)
             writer.write([view for pair in zip(headers, views, strict=True) for view in pair])
@@ -193,10 +194,10 @@ def _write(
 def _prepared(
     entries: Iterable[TensorEntry],
     tensors: Iterator[torch.Tensor],
-    lock: EncryptorProtocol | None,
+    encryptor: EncryptorProtocol | None,
     max_bytes: int,
 ) -> Iterator[list[tuple[bytes, torch.Tensor]]]:
-    """Headers and bytes, in order; those of the next tensors are made while others are written."""
+    """Iterate over headers and bytes, in order; the next ones are prepared while others are written."""
     waiting: deque[tuple[int, Future[list[tuple[bytes, torch.Tensor]]]]] = deque()
     pending_bytes = 0
     threads = min(MAX_THREADS, os.cpu_count() or 1)
@@ -209,14 +210,14 @@ def _prepared(
                 pending_bytes -= length
                 yield future.result()
             pending_bytes += nbytes
-            waiting.append((nbytes, pool.submit(_prepare_all, group, checked, lock)))
+            waiting.append((nbytes, pool.submit(_prepare_all, group, checked, encryptor)))
             del checked
         for _, future in waiting:
             yield future.result()
 
 
 def _groups(entries: Iterable[TensorEntry]) -> Iterator[list[TensorEntry]]:
-    """Small tensors that follow one another together; a large one by itself."""
+    """Group adjacent small tensors; a large one forms its own group."""
     group: list[TensorEntry] = []
     pending_bytes = 0
     for entry in entries:
@@ -231,35 +232,37 @@ def _groups(entries: Iterable[TensorEntry]) -> Iterator[list[TensorEntry]]:
 
 def _check_spec(entry: TensorEntry, tensor: torch.Tensor | None) -> torch.Tensor:
     if tensor is None or (tuple(tensor.shape), tensor.dtype) != (entry.spec.shape, entry.spec.dtype):
-        raise ValueError(f"what came for {entry.name} is not what was promised")
+        raise ValueError(f"{entry.name} does not match its outline")
     return tensor
 
 
 def _prepare_all(
-    entries: Sequence[TensorEntry], tensors: Sequence[torch.Tensor], lock: EncryptorProtocol | None
+    entries: Sequence[TensorEntry], tensors: Sequence[torch.Tensor], encryptor: EncryptorProtocol | None
 ) -> list[tuple[bytes, torch.Tensor]]:
-    return [_prepare(entry, tensor, lock) for entry, tensor in zip(entries, tensors, strict=True)]
+    return [_prepare(entry, tensor, encryptor) for entry, tensor in zip(entries, tensors, strict=True)]
 
 
-def _prepare(entry: TensorEntry, tensor: torch.Tensor, lock: EncryptorProtocol | None) -> tuple[bytes, torch.Tensor]:
-    """The header of a tensor and its bytes, which are a copy where they are going to be encrypted."""
+def _prepare(
+    entry: TensorEntry, tensor: torch.Tensor, encryptor: EncryptorProtocol | None
+) -> tuple[bytes, torch.Tensor]:
+    """Return a tensor's header and its bytes, as a copy if they will be encrypted."""
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         host = tensor.detach().to("cpu").contiguous()
-        if lock is not None and host.data_ptr() == tensor.data_ptr():
+        if encryptor is not None and host.data_ptr() == tensor.data_ptr():
             host = host.clone()
-    return write_header(entry, _view(host), lock), host
+    return write_header(entry, _view(host), encryptor), host
 
 
 def _view(host: torch.Tensor) -> memoryview:
     return host_view(host.data_ptr(), host.nbytes) if host.nbytes else memoryview(b"")
 
 
-def _entries(outlines: Sequence[TensorOutline], lock: EncryptorProtocol | None) -> list[TensorEntry]:
-    """Where each tensor lies behind the index."""
+def _entries(outlines: Sequence[TensorOutline], encryptor: EncryptorProtocol | None) -> list[TensorEntry]:
+    """Compute each tensor's position after the index."""
     entries: list[TensorEntry] = []
     at = 0
     for outline in outlines:
-        # tensorizer's loader takes the part up to the last dot for the module, which may have no name.
+        # tensorizer's loader uses the part up to the last dot as the module's name, which may be empty.
         stored = outline.name if outline.entry_type == "entry" or "." in outline.name else f".{outline.name}"
         raw = stored.encode()
         if not raw or raw.startswith(b"\x1e") or len(raw) > MAX_NAME_BYTES:
@@ -269,7 +272,7 @@ def _entries(outlines: Sequence[TensorOutline], lock: EncryptorProtocol | None) 
         entry = TensorEntry(
             outline.name, raw, outline.entry_type, type_name(spec.dtype), spec, at, 0, spec.nbytes, long
         )
-        entry = replace(entry, data=at + header_size(entry, lock))
+        entry = replace(entry, data=at + header_size(entry, encryptor))
         entries.append(entry)
         at = entry.data + entry.length
     return entries

@@ -1,1 +1,1 @@
-"""Versions of weights: the hub commit or the fingerprint that identifies one set of weight files."""
+"""Versions of weights: the hub commit or the fingerprint that identifies a set of weight files."""

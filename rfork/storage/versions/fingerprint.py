@@ -1,4 +1,4 @@
-"""Fingerprints of weight files: equal for equal files, found without reading all of them.
+"""Fingerprints of weight files: equal for equal files, computed without reading them completely.
 
 Runs on the target, without torch for local files that are not snapshots.
 """
@@ -23,15 +23,15 @@ from rfork.storage.versions.weight_files import DEFAULT_INDEXES, WeightFiles, sh
 FINGERPRINT_PREFIX: Final = "files:"
 DOMAIN: Final = b"rfork-fingerprint-v1\n"
 MAX_ATTEMPTS: Final = 3
-"""Reads of local files that change meanwhile."""
+"""Attempts at local files that change during the read."""
 
 
 class Files(Protocol):
-    """The weight files that a URI means, in one kind of storage."""
+    """The weight files at a URI, in one type of storage."""
 
     @property
     def folder(self) -> Location:
-        """The folder that all names are relative to."""
+        """Folder that all names are relative to."""
         ...
 
     @property
@@ -41,7 +41,7 @@ class Files(Protocol):
 
     @property
     def is_listed(self) -> bool:
-        """True for the complete listing of a folder; False where the URI names files, or listing fails."""
+        """True for a complete listing of a folder; False if the URI refers to files, or listing fails."""
         ...
 
     @property
@@ -50,28 +50,28 @@ class Files(Protocol):
         ...
 
     def text(self, name: str) -> bytes:
-        """Return the content of an index or a manifest. Raises StorageError kinds."""
+        """Return the content of an index or a manifest. Raises StorageError subclasses."""
         ...
 
     def digests(self, names: Sequence[str]) -> Sequence[bytes]:
-        """Return a digest of each weight file. Raises StorageError kinds."""
+        """Return a digest of each weight file. Raises StorageError subclasses."""
         ...
 
 
 def fingerprint_of(uri: str | Path, settings: StorageSettings | None = None) -> str | None:
     """Return the version of the weights at a folder, file or URI; None for a folder without weight files.
 
-    It is ``files:`` and 32 hex digits, equal for equal files wherever they lie. It covers the names of the
-    weight files (see `select_weight_files`), their sizes, headers and sampled blocks (see `sampled_ranges`),
-    and the content of their indexes; in object stores and on web servers names, sizes and entity tags. A
-    change within a large local file that touches no sampled block is not noticed.
+    The version is ``files:`` and 32 hex digits, equal for equal files in any location. It covers the names of
+    the weight files (see `select_weight_files`), their sizes, headers and sampled blocks (see
+    `sampled_ranges`), and the content of their indexes; in object stores and on web servers: names, sizes and
+    entity tags. A change within a large local file that affects no sampled block is not detected.
 
-    A snapshot, or a folder of snapshots, has the version that its manifests record; where none is recorded,
+    A snapshot, or a folder of snapshots, has the version recorded in its manifests; if none is recorded,
     ``weights:`` and its weights_id, or a hash of all ranks' weights_ids.
 
     Raises StorageNotFound (nothing there, a broken link, a missing shard of the index), StorageAccessDenied,
-    StorageCorrupt (no safetensors file, no index, snapshots of several versions), StorageChanged (files keep
-    changing) and other StorageErrors; SettingsError for what is no URI of storage.
+    StorageCorrupt (invalid safetensors file or index, snapshots of several versions), StorageChanged (files
+    keep changing) and other StorageErrors; SettingsError for an invalid URI.
     """
     location = Location.parse(uri)
     chosen = settings or options.load(StorageSettings)
@@ -98,8 +98,8 @@ def _version_of_files(files: Files, settings: StorageSettings) -> str | None:
     weights = _with_shards(files, texts)
     if not weights and files.is_partial:
         raise StorageNotFound(
-            f"{files.folder.uri} cannot be listed, and has no weight file of a well-known name",
-            hint="name the file, or state the version",
+            f"{files.folder.uri} cannot be listed, and contains no weight file with a well-known name",
+            hint="pass the file, or state the version",
         )
     if not weights:
         return None
@@ -109,7 +109,7 @@ def _version_of_files(files: Files, settings: StorageSettings) -> str | None:
 
 
 def _with_shards(files: Files, texts: Mapping[str, bytes]) -> list[str]:
-    """Weight files and the shards that indexes name; of a listed folder with an index and no shard, none."""
+    """Return weight files and the shards in indexes; empty for a listed folder with an index but no shard."""
     weights = set(files.found.weights)
     if files.is_listed and not weights:
         return []

@@ -1,4 +1,4 @@
-"""Commits of Hugging Face models, found in the local cache. The network is never used."""
+"""Finds commits of Hugging Face models in the local cache. Never uses the network."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _IN_CACHE: Final = re.compile(r".*/models--[^/]+/snapshots/(?P<commit>[0-9a-f]{4
 
 
 def hub_commit(source: str | Path, revision: str | None = None, *, cache: str | Path | None = None) -> str | None:
-    """Return the resolved commit (40 hex digits) of a model, or None where it is not known here.
+    """Return the resolved commit (40 hex digits) of a model, or None if it is unknown.
 
     `source` is a path in a Hugging Face cache (``models--ORG--NAME/snapshots/COMMIT``, or below; links are
-    not followed), or a hub id whose `revision` (``main`` where None) is in the local cache. The cache is at
-    `cache`, else where ``HF_HUB_CACHE`` or ``HF_HOME`` says. A `revision` that is a complete commit is
-    returned as it is. A local folder with the name of a hub id is a folder, as for engines.
+    not followed), or a hub id whose `revision` (``main`` if None) is in the local cache. The cache is at
+    `cache`, or at the location set by ``HF_HUB_CACHE`` or ``HF_HOME``. A `revision` that is a full commit is
+    returned unchanged. A local folder with the name of a hub id counts as a folder, as in engines.
 
-    An engine with access to the hub may move ``main`` to a newer commit as it starts: call this once it has
-    resolved the model, or name a revision.
+    An engine with access to the hub may update ``main`` to a newer commit at start: call this after it has
+    resolved the model, or specify a revision.
     """
     if found := _in_cache(source):
         return found["commit"]
@@ -44,7 +44,9 @@ def hub_commit(source: str | Path, revision: str | None = None, *, cache: str | 
 
 
 def is_hub_id(source: str | Path) -> bool:
-    """Tell if this can only be a hub id: its form is one, and no local file or folder has the name."""
+    """Return whether this can only be a hub id: it has the form of one, and no local file or folder has this
+    name.
+    """
     return (
         isinstance(source, str)
         and HUB_ID.fullmatch(source) is not None
@@ -54,7 +56,7 @@ def is_hub_id(source: str | Path) -> bool:
 
 
 def is_complete_snapshot(source: str | Path) -> bool:
-    """Tell if this is the folder of a commit in a Hugging Face cache, not one file or folder below it."""
+    """Return whether this is a commit's folder in a Hugging Face cache, rather than something below it."""
     found = _in_cache(source)
     return found is not None and found["below"] is None
 
@@ -65,6 +67,6 @@ def _in_cache(source: str | Path) -> re.Match[str] | None:
         if not text.startswith("file:///"):
             return None
         text = text.removeprefix("file://")
-    if ".." in text.split("/"):  # with links on the way, the name alone does not show the folder
+    if ".." in text.split("/"):  # with links in the path, the name alone does not determine the folder
         return None
     return _IN_CACHE.fullmatch(os.path.abspath(os.path.expanduser(text)))

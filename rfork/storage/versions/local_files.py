@@ -1,4 +1,4 @@
-"""The weight files of a local folder or path, as a fingerprint reads them."""
+"""Weight files in a local folder or at a local path, for fingerprints."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ THREADS: Final = 32
 
 
 class LocalFiles:
-    """The files at a path as they are when this is created; see `Files`."""
+    """The files at a path as of creation; see `Files`."""
 
     is_partial = False
 
     def __init__(self, path: Path) -> None:
-        """Raises StorageNotFound where nothing is there, and other StorageErrors."""
+        """Raises StorageNotFound if the path does not exist, and other StorageErrors."""
         self._path = path
         try:
             self._name = None if path.is_dir() else path.name
@@ -55,7 +55,7 @@ class LocalFiles:
         """See `Files`."""
         path, state = self._folder / name, self._states[name]
         if state.size > MAX_INDEX_BYTES:
-            raise StorageCorrupt(f"{path} is too long for an index: {state.size} bytes")
+            raise StorageCorrupt(f"{path} is too large for an index: {state.size} bytes")
         return read_unchanged(path, state, lambda read: read(0, state.size))
 
     def digests(self, names: Sequence[str]) -> Sequence[bytes]:
@@ -68,7 +68,7 @@ class LocalFiles:
         return parallel_map(str(self._folder), digest, names, THREADS)
 
     def check_unchanged(self) -> None:
-        """Raise StorageChanged where files were added, removed, replaced or written to since the creation."""
+        """Raise StorageChanged if files were added, removed, replaced or modified since creation."""
         if self._find() != self.found or self._find_states(self._states) != self._states:
             raise changed(self._folder)
 
@@ -103,8 +103,8 @@ class LocalFiles:
 
 
 def changed(folder: Path) -> StorageChanged:
-    """The error for files that another program writes."""
+    """Return the error for files that another program is writing."""
     return StorageChanged(
-        f"the weight files in {folder} changed while they were read",
+        f"the weight files in {folder} changed during the read",
         hint="wait until the checkpoint is complete",
     )

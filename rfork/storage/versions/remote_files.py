@@ -1,4 +1,4 @@
-"""The weight files of an object store or a web server: a fingerprint reads their entity tags and sizes."""
+"""Weight files in an object store or on a web server, for fingerprints: uses entity tags and sizes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from rfork.storage.versions.weight_files import (
 
 MAX_LISTED: Final = 10_000
 UNTAGGED_SAMPLES: Final = 8
-"""Blocks read of a file whose server sends neither an entity tag nor a date."""
+"""Blocks to read from a file whose server sends neither an entity tag nor a date."""
 KNOWN_NAMES: Final = (
     "model.safetensors.index.json",
     "model.safetensors",
@@ -36,12 +36,12 @@ KNOWN_NAMES: Final = (
     "model-rank-000.safetensors.manifest.json",
     "config.json",
 )
-"""Names that are tried in a folder that cannot be listed."""
+"""Names to try in a folder that cannot be listed."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteFiles:
-    """Files in a store's folder; see `Files`. `query` is that of a presigned URL, which names one file."""
+    """Files in a store's folder; see `Files`. `query` is that of a presigned URL, which refers to one file."""
 
     store: BlobStore
     folder: Location
@@ -55,7 +55,7 @@ class RemoteFiles:
         """See `Files`."""
         with closing(self.store.open(name + self.query)) as blob:
             if blob.size > MAX_INDEX_BYTES:
-                raise StorageCorrupt(f"{blob.uri} is too long for an index: {blob.size} bytes")
+                raise StorageCorrupt(f"{blob.uri} is too large for an index: {blob.size} bytes")
             return read_range(blob, 0, blob.size)
 
     def digests(self, names: Sequence[str]) -> Sequence[bytes]:
@@ -79,7 +79,7 @@ class RemoteFiles:
 
 
 def open_remote_files(location: Location, settings: StorageSettings) -> RemoteFiles:
-    """Find the files that a URI means. Raises StorageNotFound where it means none, and other StorageErrors."""
+    """Find the files of a URI. Raises StorageNotFound if there are none, and other StorageErrors."""
     is_folder = not location.query and not has_weight_suffix(location.name)
     folder = (location if is_folder else location.parent).folder
     store = registry.open_store(folder, settings)
@@ -91,7 +91,7 @@ def open_remote_files(location: Location, settings: StorageSettings) -> RemoteFi
             names, is_listed = _names_of_file(store, location), False
             found = select_named(location.name, names)
         if not names:
-            raise StorageNotFound(f"{location.uri} has no files", hint="is its name right?")
+            raise StorageNotFound(f"{location.uri} has no files", hint="check its name")
     except BaseException:
         store.close()
         raise
@@ -107,7 +107,7 @@ def open_remote_files(location: Location, settings: StorageSettings) -> RemoteFi
 
 
 def _names(store: BlobStore) -> tuple[Sequence[str], bool]:
-    """Names in a folder, and whether they are all."""
+    """Return the names in a folder, and whether they are complete."""
     try:
         return _listed(store, ""), True
     except (SettingsError, StorageAccessDenied):  # a web server, or no permission to list
@@ -129,12 +129,14 @@ def _names_of_file(store: BlobStore, location: Location) -> Sequence[str]:
 def _listed(store: BlobStore, prefix: str) -> Sequence[str]:
     names = [entry.name for entry in islice(store.list(prefix), MAX_LISTED + 1)]
     if len(names) > MAX_LISTED:
-        raise StorageError(f"{store.uri} holds more than {MAX_LISTED} files", hint="name the folder of one checkpoint")
+        raise StorageError(
+            f"{store.uri} contains more than {MAX_LISTED} files", hint="pass the folder of one checkpoint"
+        )
     return names
 
 
 def _existing(store: BlobStore, names: Sequence[str]) -> Sequence[str]:
-    """Those of these names that exist. Raises StorageAccessDenied where access to all of them is denied."""
+    """Return the names that exist. Raises StorageAccessDenied if access to all of them is denied."""
     found: list[str] = []
     denied: list[StorageAccessDenied] = []
     for name in names:
@@ -142,7 +144,7 @@ def _existing(store: BlobStore, names: Sequence[str]) -> Sequence[str]:
             store.open(name).close()
         except StorageNotFound:
             continue
-        except StorageAccessDenied as error:  # S3's response for missing names to clients that may not list
+        except StorageAccessDenied as error:  # S3's response for missing names if listing is not allowed
             denied.append(error)
         else:
             found.append(name)

@@ -16,7 +16,7 @@ from rfork.errors import StorageChanged, StorageCorrupt, StorageError, StorageNo
 from rfork.storage.local.errors import storage_error
 from rfork.storage.versions.weight_files import SAFETENSORS
 
-COMPLETE_BYTES: Final = 256 << 10
+MAX_FULLY_READ_BYTES: Final = 256 << 10
 """Files up to this size are read completely."""
 SAMPLES: Final = 64
 BLOCK_BYTES: Final = 4096
@@ -24,18 +24,19 @@ HEAD_BYTES: Final = 64 << 10
 """Bytes at the front of a file that is not safetensors, where most formats keep their metadata."""
 MAX_HEADER_BYTES: Final = 100_000_000
 """Limit of the safetensors format."""
-SETTLED_NS: Final = 2_000_000_000
-"""Age of the last change from which on a file's digest is cached: file systems date changes in ticks, and two
-changes within one tick cannot be distinguished."""
+MIN_CACHE_AGE_NS: Final = 2_000_000_000
+"""Minimum age of the last change for a digest to be cached: file systems record changes in ticks, and two
+changes within one tick cannot be distinguished.
+"""
 MAX_CACHED: Final = 1 << 16
 LFS_POINTER: Final = b"version https://git-lfs"
 
-Read = Callable[[int, int], bytes]
-"""Returns the bytes at an offset, of a length."""
+ReadBytes = Callable[[int, int], bytes]
+"""Returns bytes by offset and length."""
 
 
 class FileState(NamedTuple):
-    """Identity and time of last change of a local file."""
+    """Identity and last modification of a local file."""
 
     device: int
     inode: int
@@ -49,7 +50,7 @@ _cache_lock = threading.Lock()
 
 
 def state_of(path: Path) -> FileState:
-    """Return the state of a regular file, links followed. Raises StorageError kinds."""
+    """Return the state of a regular file, following links. Raises StorageError subclasses."""
     try:
         return _checked_state(path, path.stat())
     except FileNotFoundError as error:
@@ -66,8 +67,8 @@ def state_of(path: Path) -> FileState:
 def digest_of_file(path: Path, state: FileState) -> bytes:
     """Digest a file by its size, header and sampled blocks. Thread-safe.
 
-    Raises StorageChanged where the file is no longer in `state` before or after it is read, StorageCorrupt
-    where its name says safetensors and its content does not, and other StorageErrors.
+    Raises StorageChanged if the file differs from `state` before or after the read, StorageCorrupt if it is
+    named safetensors but is not, and other StorageErrors.
     """
     key = state, path.name.endswith(SAFETENSORS)
     with _cache_lock:
@@ -75,7 +76,7 @@ def digest_of_file(path: Path, state: FileState) -> bytes:
     if cached is not None:
         return cached
     digest = read_unchanged(path, state, lambda read: sampled_digest(str(path), state.size, read))
-    if time.time_ns() - state.ctime_ns >= SETTLED_NS:
+    if time.time_ns() - state.ctime_ns >= MIN_CACHE_AGE_NS:
         with _cache_lock:
             while len(_cache) >= MAX_CACHED:
                 del _cache[next(iter(_cache))]
@@ -83,12 +84,12 @@ def digest_of_file(path: Path, state: FileState) -> bytes:
     return digest
 
 
-def read_unchanged(path: Path, state: FileState, use: Callable[[Read], bytes]) -> bytes:
-    """Return what `use` makes of the file's bytes. Raises as `digest_of_file`."""
+def read_unchanged(path: Path, state: FileState, use: Callable[[ReadBytes], bytes]) -> bytes:
+    """Return the result of `use` for the file's bytes. Raises the same errors as `digest_of_file`."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
-        raise StorageChanged(f"{path} was removed while it was read") from None
+        raise StorageChanged(f"{path} was removed during the read") from None
     except OSError as error:
         raise storage_error(path, error) from None
     try:
@@ -100,7 +101,7 @@ def read_unchanged(path: Path, state: FileState, use: Callable[[Read], bytes]) -
             while len(block) < length:  # pread may return less
                 more = os.pread(descriptor, length - len(block), offset + len(block))
                 if not more:
-                    raise StorageChanged(f"{path} was truncated while it was read")
+                    raise StorageChanged(f"{path} was truncated during the read")
                 block += more
             return block
 
@@ -113,8 +114,10 @@ def read_unchanged(path: Path, state: FileState, use: Callable[[Read], bytes]) -
         os.close(descriptor)
 
 
-def sampled_digest(uri: str, size: int, read: Read, samples: int = SAMPLES) -> bytes:
-    """Digest a file's size, its header and its sampled blocks. Raises StorageCorrupt, or as `read`."""
+def sampled_digest(uri: str, size: int, read: ReadBytes, samples: int = SAMPLES) -> bytes:
+    """Digest a file's size, its header and its sampled blocks. Raises StorageCorrupt, or the errors of
+    `read`.
+    """
     head = HEAD_BYTES
     if uri.endswith(SAFETENSORS):
         head = _header_bytes(uri, size, read)
@@ -125,12 +128,12 @@ def sampled_digest(uri: str, size: int, read: Read, samples: int = SAMPLES) -> b
 
 
 def sampled_ranges(size: int, head: int, samples: int = SAMPLES) -> list[tuple[int, int]]:
-    """Return offset and length of each part of a file that is read: all of it up to `COMPLETE_BYTES`.
+    """Return offset and length of each range to read: the complete file up to `MAX_FULLY_READ_BYTES`.
 
-    Of a larger file: the first `head` bytes, a block at a page boundary in each of `samples` equal parts,
+    For a larger file: the first `head` bytes, a block at a page boundary in each of `samples` equal parts,
     chosen by a hash of the size and the part's number, and the last block.
     """
-    if size <= COMPLETE_BYTES:
+    if size <= MAX_FULLY_READ_BYTES:
         return [(0, size)]
     pages = -(-size // BLOCK_BYTES)
     hashed = hashlib.shake_256(f"rfork-samples-v1:{size}".encode()).digest(8 * samples)
@@ -143,26 +146,28 @@ def sampled_ranges(size: int, head: int, samples: int = SAMPLES) -> list[tuple[i
     return ranges
 
 
-def _header_bytes(uri: str, size: int, read: Read) -> int:
+def _header_bytes(uri: str, size: int, read: ReadBytes) -> int:
     front = read(0, min(size, 9))
     if len(front) == 9 and front[8:] == b"{":
         end = 8 + int.from_bytes(front[:8], "little")
         if end <= min(size, 8 + MAX_HEADER_BYTES):
             return end
         if end <= 8 + MAX_HEADER_BYTES:
-            raise StorageCorrupt(f"{uri} is truncated: {size} bytes, and its header has {end}", hint=_again(b""))
-    raise StorageCorrupt(f"{uri} is not a safetensors file", hint=_again(front))
+            raise StorageCorrupt(
+                f"{uri} is truncated: {size} bytes, but its header alone has {end}", hint=_repair_hint(b"")
+            )
+    raise StorageCorrupt(f"{uri} is not a safetensors file", hint=_repair_hint(front))
 
 
-def _again(front: bytes) -> str:
+def _repair_hint(front: bytes) -> str:
     if front and LFS_POINTER.startswith(front):
-        return "it is a pointer of Git LFS: run `git lfs pull`"
+        return "it is a Git LFS pointer: run `git lfs pull`"
     return "download the checkpoint again"
 
 
 def _check_unchanged(path: Path, state: FileState, descriptor: int) -> None:
     if _checked_state(path, os.fstat(descriptor)) != state:
-        raise StorageChanged(f"{path} changed while it was read")
+        raise StorageChanged(f"{path} changed during the read")
 
 
 def _checked_state(path: Path, status: os.stat_result) -> FileState:

@@ -1,4 +1,4 @@
-"""Versions of snapshots: the one recorded in their manifests, or one that follows from their weights_ids."""
+"""Versions of snapshots: recorded in their manifests, or derived from their weights_ids."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ WEIGHTS_PREFIX: Final = "weights:"
 def read_snapshots(folder: Location, found: WeightFiles, settings: StorageSettings) -> dict[str, ManifestFile] | None:
     """Return the manifest of each snapshot in a folder, by name; None unless all weight files are snapshots.
 
-    Each snapshot's header is read too, since its data may have been replaced without its manifest: raises
+    Each snapshot's header is read too, because its data may have been replaced without its manifest: raises
     StorageCorrupt then, and other StorageErrors. Other programs' manifests are ignored.
     """
     described = {manifest.removesuffix(MANIFEST_SUFFIX) for manifest in found.manifests}
     if not described or not described.issuperset(found.weights):
         return None
-    # These import torch.
-    from rfork.storage.snapshots.entry import is_not_ours
+    # Imported here because they import torch.
+    from rfork.storage.snapshots.entry import is_foreign_manifest
     from rfork.storage.snapshots.files import folder_store, manifest_name, open_files
 
     manifests: dict[str, ManifestFile] = {}
@@ -37,7 +37,7 @@ def read_snapshots(folder: Location, found: WeightFiles, settings: StorageSettin
             try:
                 files = open_files(folder, name, settings)
             except StorageCorrupt:
-                if is_not_ours(store, manifest_name(name), strict=False):
+                if is_foreign_manifest(store, manifest_name(name), strict=False):
                     continue
                 raise
             with closing(files.data):
@@ -46,16 +46,16 @@ def read_snapshots(folder: Location, found: WeightFiles, settings: StorageSettin
 
 
 def version_of_snapshots(uri: str, manifests: Mapping[str, ManifestFile], *, is_partial: bool) -> str:
-    """Return the one version of all these snapshots. Raises StorageCorrupt where they have several.
+    """Return the common version of these snapshots. Raises StorageCorrupt if they have several.
 
-    With `is_partial` other ranks' snapshots may exist: raises StorageError where no version is recorded.
+    With `is_partial`, snapshots of other ranks may exist: raises StorageError if no version is recorded.
     """
     recorded = {manifest.version for manifest in manifests.values()}
     if len(recorded) > 1:
         named = ", ".join(sorted(version or "none" for version in recorded))
         raise StorageCorrupt(
-            f"{uri} holds snapshots of several versions: {named}",
-            hint="write the snapshots of all ranks again, or name one file",
+            f"{uri} contains snapshots of several versions: {named}",
+            hint="write the snapshots of all ranks again, or pass one file",
         )
     (version,) = recorded
     if version is not None:

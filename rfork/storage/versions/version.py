@@ -1,4 +1,4 @@
-"""The version of the weights that an instance would load by itself. Runs on the target, without torch."""
+"""Version of the weights that an instance would load from storage. Runs on the target, without torch."""
 
 from __future__ import annotations
 
@@ -23,18 +23,20 @@ def checked_version(text: str) -> str:
         return _version.validate_python(text)
     except ValidationError as error:
         raise SettingsError(
-            f"{text[:80]!r} cannot be a version: {error.errors()[0]['msg']}", hint="e.g. the revision's name"
+            f"{text[:80]!r} is not a valid version: {error.errors()[0]['msg']}", hint="e.g. the revision's name"
         ) from None
 
 
 def version_of(
     source: str | Path, *, revision: str | None = None, settings: StorageSettings | None = None
 ) -> str | None:
-    """Return ``commit:`` and the commit of a hub model, else the fingerprint of the weight files at `source`.
+    """Return ``commit:`` and the commit of a hub model, otherwise the fingerprint of the weight files at
+    `source`.
 
-    `source` is a folder, a file, a URI of storage, or a hub id. None means that no version is known: a folder
-    without weight files, or a hub id that is not in the local cache (yet). One file or one folder of a hub
-    model has its fingerprint, as a repository may hold several sets of weights. Raises as `fingerprint_of`.
+    `source` is a folder, a file, a storage URI, or a hub id. None means that no version is known: a folder
+    without weight files, or a hub id that is not in the local cache (yet). A single file or subfolder of a
+    hub model has its own fingerprint, because a repository may contain several sets of weights. Raises the
+    same errors as `fingerprint_of`.
     """
     hub_id = is_hub_id(source)
     if hub_id or is_complete_snapshot(source):

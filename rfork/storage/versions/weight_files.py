@@ -1,4 +1,4 @@
-"""Selection of the files in a folder that hold weights, by their names alone."""
+"""Selects the files in a folder that contain weights, by name only."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ INDEX_SUFFIX: Final = ".index.json"
 MAX_INDEX_BYTES: Final = 256 << 20
 MANIFEST_SUFFIX: Final = ".manifest.json"
 DEFAULT_INDEXES: Final = frozenset({"model.safetensors.index.json", "pytorch_model.bin.index.json"})
-"""Indexes that engines read by default, so every shard that they name must exist."""
+"""Indexes that engines read by default, so every shard in them must exist."""
 SINGLE: Final = "model.safetensors"
 
 _TEMPLATE: Final = re.compile(r"%(?:0\d)?d(?![0-9a-fA-F])")
 _GGUF_PART: Final = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<parts>\d{5})\.gguf")
-_RANK_SNAPSHOT: Final = re.compile(r"(model|draft)-rank-\d{3,}(-ep-\d{3,})?\.safetensors(\.manifest\.json)?")
+_RANK_SNAPSHOT: Final = re.compile(r"(model|speculative)-rank-\d{3,}(-ep-\d{3,})?\.safetensors(\.manifest\.json)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +47,12 @@ class WeightFiles:
 
 
 def select_weight_files(names: Collection[str]) -> WeightFiles:
-    """Select among the names of a folder. Hidden files and files in folders below are ignored.
+    """Select among the names of a folder. Hidden files and files in subfolders are ignored.
 
-    Weights are all ``*.safetensors``, ``*.gguf`` and ``*.tensors``, in an index or not, consolidated
-    duplicates included: which of them is loaded depends on the engine and its flags. Where there are none of
-    these, weights are ``*.bin``, ``*.pt`` and ``*.pth``, without the state of a training run. Snapshots of
-    ranks next to a Hugging Face checkpoint are ignored, as `open_source` ignores them.
+    Weights are all ``*.safetensors``, ``*.gguf`` and ``*.tensors``, in an index or not, including
+    consolidated duplicates: which of them are loaded depends on the engine and its flags. If there are none,
+    weights are ``*.bin``, ``*.pt`` and ``*.pth``, without the state of a training run. Snapshots of ranks
+    next to a Hugging Face checkpoint are ignored, as in `open_source`.
     """
     visible = sorted(name for name in names if "/" not in name and not name.startswith("."))
     is_checkpoint = not DEFAULT_INDEXES.isdisjoint(visible) or (
@@ -73,10 +73,10 @@ def select_weight_files(names: Collection[str]) -> WeightFiles:
 
 
 def select_named(name: str, names: Collection[str]) -> WeightFiles:
-    """Select the files that a URI of one file means, among the names of its folder.
+    """Select the files for the URI of one file, among the names of its folder.
 
     These are the file and its manifest, all parts of a split ``.gguf`` or ``.tensors``, all ranks of a
-    template such as ``model-rank-%03d.safetensors``, or an index, without the shards that it names.
+    template such as ``model-rank-%03d.safetensors``, or an index, without its shards.
     """
     if name.endswith(INDEX_SUFFIX):
         return WeightFiles((), (name,))
@@ -96,31 +96,33 @@ def select_named(name: str, names: Collection[str]) -> WeightFiles:
 
 
 def has_weight_suffix(name: str) -> bool:
-    """Tell if a name is one of a weight file or an index, rather than of a folder."""
+    """Return whether a name is that of a weight file or an index, rather than of a folder."""
     return name.endswith((*FORMATS, *PICKLES, INDEX_SUFFIX))
 
 
 def is_set(name: str) -> bool:
-    """Tell if the name of one file may mean several; see `select_named`."""
+    """Return whether the name of one file may refer to several; see `select_named`."""
     return name.endswith(TENSORIZER) or _GGUF_PART.fullmatch(name) is not None or _TEMPLATE.search(name) is not None
 
 
 def shards_of_index(text: bytes) -> frozenset[str]:
-    """Return the files that an index names. Raises ValueError where it is none, or names one outside."""
+    """Return the shards in an index. Raises ValueError if it is invalid, or refers to a file outside of its
+    folder.
+    """
     try:
         shards = frozenset(json.loads(text)["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError("it has no weight_map from tensors to files") from None
     for shard in shards:
         if not isinstance(shard, str) or not shard or shard.startswith("/") or ".." in shard.split("/"):
-            raise ValueError(f"it names {shard!r}, which is not within the folder")
+            raise ValueError(f"it refers to {shard!r}, which is outside of the folder")
     return shards
 
 
 def missing_shard(folder: str, name: str) -> StorageNotFound:
-    """The error for a shard that an index names and that does not exist."""
+    """Return the error for a missing shard of an index."""
     return StorageNotFound(
-        f"{folder} lacks the shard {name}, which its index names", hint="download the checkpoint again"
+        f"{folder} lacks the shard {name} that its index lists", hint="download the checkpoint again"
     )
 
 

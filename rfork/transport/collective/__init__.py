@@ -1,8 +1,8 @@
-"""Two-sided reads through torch.distributed's process groups: NCCL between GPUs, gloo between hosts.
+"""Two-sided reads over torch.distributed process groups: NCCL between GPUs, gloo between hosts.
 
-For fleets without a one-sided transport. On a `Line` both sides agree on a group and on which range goes
-when; the bytes go through the group. Whoever reaches the ports of a group is not kept out of it, so both
-are used only where ``RFORK_TRANSPORTS`` names them.
+For fleets without a one-sided transport. Both sides use a `ControlStream` to agree on a group and on the next
+range to send; the bytes go through the group. The ports of a group do not authenticate clients, so both
+transports are used only if ``RFORK_TRANSPORTS`` names them.
 """
 
 from rfork.transport.collective.transport import GlooTransport, NcclTransport

@@ -1,6 +1,7 @@
-"""Image ranges as one tensor each: in place where they are one run of memory, else through a staging tensor.
+"""Maps image ranges to single tensors: in place if the range is contiguous, otherwise through a staging
+tensor.
 
-So an image of many small tensors costs what its bytes cost, not a message each.
+So an image of many small tensors needs one message per block, not one per tensor.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from rfork.image.memory import Image
 
 
 class BlockTensors:
-    """Takes ranges of at most `max_bytes` bytes out of an image, and puts them in. Used by one thread.
+    """Copies image ranges of at most `max_bytes` bytes to and from single tensors. Used by one thread.
 
-    `device`: where the group wants its tensors; parts that lie elsewhere go through the staging tensor,
-    which is there.
+    `device`: the device that the group requires. Parts on another device go through the staging tensor, which
+    is allocated on `device`.
     """
 
     def __init__(self, image: Image, max_bytes: int, device: torch.device) -> None:
@@ -24,7 +25,7 @@ class BlockTensors:
         self._staging: torch.Tensor | None = None
 
     def gather(self, begin: int, end: int) -> torch.Tensor:
-        """The bytes of `[begin, end)`, to be sent. On the source, inside `Gate.reading`."""
+        """Return the bytes of `[begin, end)` for sending. On the source, within `AccessGate.read_guard`."""
         parts = self._image.tensor_slices(begin, end)
         if self._is_direct(parts):
             return parts[0]
@@ -34,12 +35,12 @@ class BlockTensors:
         return block
 
     def destination(self, begin: int, end: int) -> torch.Tensor:
-        """Where the bytes of `[begin, end)` are to arrive; `scatter` brings them to where they belong."""
+        """Return the tensor to receive `[begin, end)` into; call `scatter` afterwards."""
         parts = self._image.tensor_slices(begin, end)
         return parts[0] if self._is_direct(parts) else self._block(end - begin)
 
     def scatter(self, block: torch.Tensor, begin: int, end: int) -> None:
-        """After the bytes have arrived in what `destination` gave."""
+        """Copy the received bytes from the tensor returned by `destination` into the image."""
         if self._staging is None or block.data_ptr() != self._staging.data_ptr():
             return
         parts = self._image.tensor_slices(begin, end)
@@ -49,7 +50,7 @@ class BlockTensors:
             torch.cuda.current_stream(self._device).synchronize()
 
     def scratch(self, nbytes: int) -> torch.Tensor:
-        """Room for bytes that nobody wants any more."""
+        """Return a tensor for bytes that are received but not needed."""
         return self._block(nbytes)
 
     def _is_direct(self, parts: list[torch.Tensor]) -> bool:
@@ -62,5 +63,5 @@ class BlockTensors:
 
 
 def _cut(block: torch.Tensor, parts: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The block as pieces of the parts' sizes."""
+    """Split the block into pieces with the sizes of `parts`."""
     return list(torch.split(block, [part.numel() for part in parts]))

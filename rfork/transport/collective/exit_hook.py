@@ -1,4 +1,4 @@
-"""What has to end before the interpreter does."""
+"""Cleanup that must run before the interpreter exits."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 
 class ExitHook:
-    """Calls a method of an object that still lives when the process ends, unless `cancel` came first.
+    """Calls a method of an object at process exit, unless `cancel` was called or the object was collected.
 
-    A thread that comes back from C++ while the interpreter goes down is ended by unwinding its stack; C++
-    does not let it pass, and the process dies by SIGABRT. So no thread may be within a group by then. The
-    interpreter calls this when its main thread is done, and not in a process that a signal ends.
+    When the interpreter shuts down, it unwinds the stack of any thread that returns from C++; that aborts the
+    process (SIGABRT). So no thread may be inside a process group at that point. The interpreter runs this
+    hook when its main thread has finished, but not if a signal kills the process.
     """
 
     def __init__(self, end: Callable[[], None]) -> None:
@@ -20,7 +20,7 @@ class ExitHook:
         atexit.register(self._run)
 
     def cancel(self) -> None:
-        """There is nothing to end any more. Safe to call twice."""
+        """Unregister the hook. Idempotent."""
         atexit.unregister(self._run)
 
     def _run(self) -> None:

@@ -1,4 +1,4 @@
-"""The source side: one image, given to groups of readers that talk with it on their lines."""
+"""Source side of the collective transports: serves one image to groups of readers."""
 
 from __future__ import annotations
 
@@ -25,100 +25,105 @@ from rfork.transport.collective.messages import (
     receive_from_reader,
 )
 
-LISTEN_S = 3600.0
-"""A reader may say nothing for long: its line ends with its channel, and that with its lease."""
+RECEIVE_TIMEOUT_S = 3600.0
+"""Long, because a reader may be silent: its control stream closes with its channel, and the channel with its
+lease.
+"""
 MAX_READERS = 4096
-LEAVE_S = 8.0
-"""A process that ends waits so long for its groups; one that forms now needs most of that."""
+EXIT_TIMEOUT_S = 8.0
+"""Maximum wait for groups to close at process exit; mostly needed by a group that is forming."""
 
 log = logger(__name__)
 
 
 class CollectiveExporter:
-    """Gives `image` through groups of `backend`. Every block passes the gate, with the reader's newest token.
+    """Serves `image` through groups of `backend`. Each block is authorized with the reader's newest token.
 
-    `source_idle_timeout_s`: so long a block may take before its group is broken up. `nice`: see `lower_thread_priority`.
+    `idle_timeout_s`: maximum time for one block; a group that takes longer is closed. `nice`: see
+    `lower_thread_priority`.
     """
 
-    def __init__(self, image: Image, gate: AccessGate, backend: Backend, *, stall_s: float, nice: int) -> None:
+    def __init__(self, image: Image, gate: AccessGate, backend: Backend, *, idle_timeout_s: float, nice: int) -> None:
         self._image, self._gate, self._backend = image, gate, backend
-        self._stall_s, self._nice = stall_s, nice
+        self._idle_timeout_s, self._nice = idle_timeout_s, nice
         self._lock = threading.Lock()
         self._numbers = count(1)
         self._addresses: dict[str, str] = {}  # by channel
         self._members: set[GroupMember] = set()
         self._groups: set[GroupSender] = set()
         self._closed = False
-        self._at_exit = ExitHook(self._leave_process)
+        self._at_exit = ExitHook(self._close_at_exit)
         self.broadcasts = 0
-        """Pieces that went to several readers at once, of groups that are over."""
+        """Broadcast pieces of all closed groups."""
         self.sends = 0
         log.warning(
-            f"{backend.name}: its ports ask for no lease, and let in {backend.open_to}, to read and to end "
-            "this process; take it out of RFORK_TRANSPORTS unless you trust all of them"
+            f"{backend.name}: its ports do not check leases; {backend.open_to} can read the weights or crash "
+            "this process; remove it from RFORK_TRANSPORTS unless all of them are trusted"
         )
 
     def endpoint(self) -> Endpoint:
-        """The version of the library, and the most bytes of a block: the rest is agreed on the line."""
+        """Return the library's version and the maximum block size; everything else is agreed on the control
+        stream.
+        """
         version, block = self._backend.version(), str(self._backend.block_bytes)
         return Endpoint(self._backend.name, {"version": version, "block": block})
 
     def ready(self, deadline: float) -> bool:
-        """See `FakeSpanExporter.ready`: nothing is done before a reader comes."""
+        """See `Exporter.ready`: needs no preparation."""
         return True
 
     def authorize_peer(self, channel_id: str, address: str) -> None:
-        """Readers of one address share groups; see `FakeSpanExporter.authorize_peer`."""
+        """See `Exporter.authorize_peer`. Readers with the same address share groups."""
         with self._lock:
             if len(self._addresses) >= MAX_READERS:
-                raise SourceBusy(f"{MAX_READERS} channels are open")
+                raise SourceBusy(f"too many open channels (limit {MAX_READERS})")
             self._addresses[channel_id] = address
 
     def revoke_peer(self, channel_id: str) -> None:
-        """End its line and the group that it is in; see `FakeSpanExporter.revoke_peer`."""
+        """See `Exporter.revoke_peer`. Closes the reader's control stream and its group."""
         with self._lock:
             self._addresses.pop(channel_id, None)
-            leaving = [member for member in self._members if member.channel_id == channel_id]
-        for member in leaving:
-            member.line.close()
+            removed = [member for member in self._members if member.channel_id == channel_id]
+        for member in removed:
+            member.stream.close()
             self._remove_reader(member, "a reader's channel was closed")
 
-    def run_control_stream(self, channel_id: str, line: ControlStream) -> None:
-        """Hear what one reader says until its line ends; see `FakeSpanExporter.converse`."""
+    def run_control_stream(self, channel_id: str, stream: ControlStream) -> None:
+        """See `Exporter.run_control_stream`."""
         with self._lock:
             address = self._addresses.get(channel_id)
             if address is None or self._closed:
-                line.close()
+                stream.close()
                 return
-            member = GroupMember(channel_id, address, line)
+            member = GroupMember(channel_id, address, stream)
             self._members.add(member)
         try:
             while not member.left:
-                self._handle(member, receive_from_reader(line, time.monotonic() + LISTEN_S))
+                self._handle(member, receive_from_reader(stream, time.monotonic() + RECEIVE_TIMEOUT_S))
         except RforkError as error:
-            log.debug("a reader is gone", transport=self._backend.name, because=str(error))
+            log.debug("reader disconnected", transport=self._backend.name, reason=str(error))
         finally:
-            line.close()
+            stream.close()
             with self._lock:
                 self._members.discard(member)
-            self._remove_reader(member, "a reader of the group is gone")
+            self._remove_reader(member, "a reader of the group disconnected")
 
     def close(self) -> None:
-        """End all lines and groups; returns once none touches the image. Safe to call twice."""
-        self._end(None)
+        """Close all control streams and groups; return when none accesses the image any more. Idempotent."""
+        self._close(None)
         self._at_exit.cancel()
 
-    def _leave_process(self) -> None:
-        self._end(time.monotonic() + LEAVE_S)
+    def _close_at_exit(self) -> None:
+        self._close(time.monotonic() + EXIT_TIMEOUT_S)
 
-    def _end(self, deadline: float | None) -> None:
+    def _close(self, deadline: float | None) -> None:
         with self._lock:
             self._closed = True
             members, groups = list(self._members), list(self._groups)
         for member in members:
-            member.line.close()
+            member.stream.close()
         for group in groups:
-            group.disband("the source stops giving")
+            group.disband("the source stopped serving")
         for group in groups:
             group.join(deadline)
 
@@ -126,25 +131,25 @@ class CollectiveExporter:
         self, member: GroupMember, message: JoinGroup | RequestBlock | CancelBlock | StorePut | StoreGet
     ) -> None:
         if isinstance(message, JoinGroup):
-            self._remove_reader(member, "a reader of the group left it")
+            self._remove_reader(member, "a reader left the group")
             self._assign_group(member)
             return
         group = self._group_of(member)
         if group is None:
             if isinstance(message, StorePut | StoreGet):
-                member.send(GroupClosed(group=message.group, text="the group is over"))
+                member.send(GroupClosed(group=message.group, text="the group is closed"))
             return
         match message:
             case RequestBlock():
                 group.request(member, message)
             case CancelBlock():
-                group.drop(member, message.number)
+                group.cancel(member, message.number)
             case _ if message.group != group.number:
-                member.send(GroupClosed(group=message.group, text="the group is over"))
+                member.send(GroupClosed(group=message.group, text="the group is closed"))
             case StorePut():
-                admitted = self._backend.admits(message.key, message.value, member.rank, group.size, member.address)
+                admitted = self._backend.may_set(message.key, message.value, member.rank, group.size, member.address)
                 if not admitted:
-                    raise SourceCorrupt(f"the reader at {member.address} does not say where it listens")
+                    raise SourceCorrupt(f"the reader at {member.address} sent an invalid listen address")
                 group.rendezvous.put(message.key, message.value)
             case StoreGet():
                 call = message.call
@@ -155,7 +160,7 @@ class CollectiveExporter:
                 )
 
     def _assign_group(self, member: GroupMember) -> None:
-        """Into the group of its host that still gathers, or a new one."""
+        """Add the reader to a group of its host that is still forming, or to a new group."""
         with self._lock:
             if self._closed:
                 return
@@ -167,25 +172,25 @@ class CollectiveExporter:
                 self._image,
                 self._gate,
                 self._backend,
-                stall_s=self._stall_s,
+                idle_timeout_s=self._idle_timeout_s,
                 nice=self._nice,
-                ended=self._on_group_closed,
+                on_closed=self._on_group_closed,
             )
             group.add(member)
             try:
                 group.start()
-            except RuntimeError as error:  # no thread to be had
-                raise SourceBusy(f"no thread is left for a group: {error}") from None
+            except RuntimeError as error:  # the thread could not be started
+                raise SourceBusy(f"cannot start a thread for a new group: {error}") from None
             self._groups.add(group)
 
     def _group_of(self, member: GroupMember) -> GroupSender | None:
         with self._lock:
             return next((group for group in self._groups if group.contains(member)), None)
 
-    def _remove_reader(self, member: GroupMember, why: str) -> None:
+    def _remove_reader(self, member: GroupMember, reason: str) -> None:
         group = self._group_of(member)
         if group is not None:
-            group.disband(why)
+            group.disband(reason)
 
     def _on_group_closed(self, group: GroupSender) -> None:
         with self._lock:

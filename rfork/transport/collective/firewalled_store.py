@@ -1,4 +1,4 @@
-"""The port of a gloo group, shut but for the hosts of the group before anybody is told of it."""
+"""Key-value store that installs a packet filter on the port of a gloo group before publishing its address."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from rfork.transport.collective.rendezvous import KeyValueStore
 
 MAX_HOSTNAME_CHARS = 255
 ADDRESS_BYTES = 136
-"""A `sockaddr_storage` and a sequence number: how gloo tells where a rank listens."""
+"""A `sockaddr_storage` and a sequence number: gloo's encoding of a listen address."""
 
 
 @dataclass(frozen=True)
 class ListenAddress:
-    """Where a rank says that it listens."""
+    """Address that a rank published as its listen address."""
 
     host: ipaddress.IPv4Address | ipaddress.IPv6Address
     port: int
 
 
 class FirewalledStore:
-    """A group's keys, as gloo sees them: it tells where it listens once nobody else reaches that port.
+    """Key-value store for gloo that filters a rank's port before other ranks learn its address.
 
-    `readers`: on the source, the address of the readers' host; on a reader, empty. gloo gives its own
-    ranks no way to know one another: who connects first has a rank's place. So where somebody came before
-    the filter was there, the group does not form.
+    `readers`: on the source, the IP address of the readers' host; on a reader, empty. gloo does not
+    authenticate its ranks: the first client to connect is accepted as a rank. So if a client connected before
+    the filter was installed, the group is not formed.
     """
 
     def __init__(self, keys: KeyValueStore, rank: int, size: int, readers: str, deadline: float) -> None:
@@ -49,39 +49,44 @@ class FirewalledStore:
         return self._keys.get_values(keys, deadline, wait=wait)
 
     def _install_filter(self, value: bytes) -> None:
-        here = self._read(value)
-        self.port.add(here.port)
+        own_address = self._read(value)
+        self.port.add(own_address.port)
         if self.port.cut():
-            raise SourceUnavailable("a stranger came to the port of a gloo group before it was shut")
+            raise SourceUnavailable(
+                "an unauthenticated client connected to the port of a gloo group before it was filtered"
+            )
         if self._rank:
             self.port.allow(
                 "source", str(self._read(self._keys.get_values(["0/0"], self._deadline, wait=True)[0]).host)
             )
-            self.port.allow("readers", str(here.host))  # those of the group are on one host
+            self.port.allow("readers", str(own_address.host))  # all readers of a group are on one host
         else:
             self.port.allow("readers", self._readers)
 
     def _read(self, value: bytes | None) -> ListenAddress:
-        at = parse_listen_address(value or b"", self._size)
-        if at is None:
-            raise SourceUnavailable("gloo does not say where it listens as this version of torch should")
-        return at
+        address = parse_listen_address(value or b"", self._size)
+        if address is None:
+            raise SourceUnavailable(
+                "unexpected format of gloo's listen address; this version of torch is not supported"
+            )
+        return address
 
 
 def parse_listen_address(value: bytes, size: int) -> ListenAddress | None:
-    """Address and port in what a rank of a group of `size` tells of itself; None: gloo did not write that.
+    """Parse the address and the port that a rank of a group of `size` published; None if the format is not
+    gloo's.
 
-    Its host's name, its address, a number for each rank; each of the first two behind its length.
+    Format: host name and socket address, each preceded by its length, then one number per rank.
     """
     if len(value) < 8:
         return None
-    (named,) = struct.unpack_from("=Q", value)
-    if named > MAX_HOSTNAME_CHARS or len(value) != 8 + named + 8 + ADDRESS_BYTES + 8 * size:
+    (name_bytes,) = struct.unpack_from("=Q", value)
+    if name_bytes > MAX_HOSTNAME_CHARS or len(value) != 8 + name_bytes + 8 + ADDRESS_BYTES + 8 * size:
         return None
-    length, family = struct.unpack_from("=QH", value, 8 + named)
+    length, family = struct.unpack_from("=QH", value, 8 + name_bytes)
     if length != ADDRESS_BYTES:
         return None
-    at = 8 + named + 8
+    at = 8 + name_bytes + 8
     (port,) = struct.unpack_from("!H", value, at + 2)
     if family == socket.AF_INET:
         return ListenAddress(ipaddress.IPv4Address(value[at + 4 : at + 8]), port)

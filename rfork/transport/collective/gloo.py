@@ -1,9 +1,9 @@
-"""gloo: process groups over TCP between host memories.
+"""gloo backend: process groups over TCP between host memories.
 
-A group's sockets listen on this instance's own address and on a port that the system picks; gloo asks
-nobody who connects for anything, and one malformed message from a rank ends the process. So a packet
-filter lets nobody to that port but the hosts of the group (`FirewalledStore`). What a reader tells of where it
-listens is checked before it is believed.
+A group listens on this instance's own address and on a port that the system selects. gloo does not
+authenticate clients, and one malformed message from a rank ends the process. So a packet filter restricts
+that port to the hosts of the group (`FirewalledStore`), and the listen address that a reader sends is
+validated.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ GRACE_S = 2.0
 
 
 class GlooBackend:
-    """Makes gloo groups that listen on `address`; see `Backend`."""
+    """Creates gloo groups that listen on `address`; see `Backend`."""
 
     name = "gloo"
     block_bytes = BLOCK_BYTES
@@ -43,24 +43,24 @@ class GlooBackend:
         self._address = address
 
     def version(self) -> str:
-        """torch's: gloo has none of its own, and what it sends changed between torch's releases."""
+        """Return torch's version: gloo has no version, and its protocol has changed between torch releases."""
         return ".".join(torch.__version__.split("+")[0].split(".")[:2])
 
-    def fits(self, version: str) -> bool:
-        """Whether it is the same."""
+    def is_compatible(self, version: str) -> bool:
+        """Return True if the versions are equal."""
         return version == self.version()
 
     def device(self, image: Image) -> torch.device:
-        """The CPU; see `Backend.device`."""
+        """Return the CPU; see `Backend.device`."""
         if any(device.type != "cpu" for device in image.devices):
             raise TransportUnavailable(
-                f"gloo gives host memory alone, and the image lies on {image.device}",
+                f"gloo serves only host memory, and the image is on {image.device}",
                 hint="use nccl or http for weights on a GPU",
             )
         return torch.device("cpu")
 
-    def working(self, device: torch.device) -> AbstractContextManager[None]:
-        """Nothing: host memory has no streams."""
+    def transfer_context(self, device: torch.device) -> AbstractContextManager[None]:
+        """See `Backend.transfer_context`: host memory needs no stream."""
         return nullcontext()
 
     def form(
@@ -70,30 +70,32 @@ class GlooBackend:
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = _left(deadline)
         options._threads = 1
-        shut = FirewalledStore(keys, rank, size, readers, deadline)
+        store = FirewalledStore(keys, rank, size, readers, deadline)
         try:
             options._devices = [ProcessGroupGloo.create_device(hostname=self._address)]
-            group = ProcessGroupGloo(KeyStore(shut, deadline), rank, size, options)
+            group = ProcessGroupGloo(KeyStore(store, deadline), rank, size, options)
         except RuntimeError as error:
-            shut.port.close()
-            raise group_error(error, "no gloo group could be formed") from None
-        except BaseException:  # what the keys raised, as it is
-            shut.port.close()
+            store.port.close()
+            raise group_error(error, "could not form a gloo group") from None
+        except BaseException:  # errors of the key store, unchanged
+            store.port.close()
             raise
-        return GlooGroup(cast(TorchProcessGroup, group), rank, shut.port)
+        return GlooGroup(cast(TorchProcessGroup, group), rank, store.port)
 
-    def sent_by_source(self, readers: int) -> int:
+    def broadcast_copies(self, readers: int) -> int:
         """gloo broadcasts along a binomial tree: the source sends to every power of two."""
         return readers.bit_length()
 
-    def admits(self, key: str, value: bytes, rank: int, size: int, address: str) -> bool:
-        """A reader tells where it itself listens, on the host that its channel was opened from."""
-        at = parse_listen_address(value, size)
-        return key == f"0/{rank}" and at is not None and at.host == ipaddress.ip_address(address)
+    def may_set(self, key: str, value: bytes, rank: int, size: int, address: str) -> bool:
+        """A reader may only publish its own listen address, on the host from which it opened its channel."""
+        listen_address = parse_listen_address(value, size)
+        return (
+            key == f"0/{rank}" and listen_address is not None and listen_address.host == ipaddress.ip_address(address)
+        )
 
 
 class GlooGroup:
-    """See `Group`."""
+    """See `CollectiveGroup`."""
 
     def __init__(self, group: TorchProcessGroup, rank: int, port: PacketFilter) -> None:
         self._group: TorchProcessGroup | None = group
@@ -103,15 +105,15 @@ class GlooGroup:
         self._aborted = False
 
     def send(self, block: torch.Tensor, rank: int, deadline: float) -> None:
-        """See `Group.send`."""
+        """See `CollectiveGroup.send`."""
         self._move(lambda group: group.send([block], rank, 0), deadline)
 
     def receive(self, block: torch.Tensor, deadline: float) -> None:
-        """See `Group.receive`."""
+        """See `CollectiveGroup.receive`."""
         self._move(lambda group: group.recv([block], 0, 0), deadline)
 
     def broadcast(self, block: torch.Tensor, deadline: float) -> None:
-        """See `Group.broadcast`."""
+        """See `CollectiveGroup.broadcast`."""
         options = BroadcastOptions()
         options.rootRank, options.rootTensor, options.timeout = 0, 0, _left(deadline)
         self._move(lambda group: group.broadcast([block], options), deadline, GRACE_S)
@@ -119,9 +121,9 @@ class GlooGroup:
     def _move(self, begin: Callable[[TorchProcessGroup], Work], deadline: float, grace_s: float = 0.0) -> None:
         with self._lock:
             if self._aborted or self._group is None:
-                raise SourceUnavailable("the gloo group is over")
+                raise SourceUnavailable("the gloo group is closed")
             if time.monotonic() >= deadline:
-                raise SourceTimeout("no time is left for the next block")
+                raise SourceTimeout("the deadline passed before the next block")
             try:
                 work = begin(self._group)
             except RuntimeError as error:
@@ -130,16 +132,16 @@ class GlooGroup:
             work.wait(_left(deadline) + timedelta(seconds=grace_s))
         except RuntimeError as error:
             self.abort()
-            # A broadcast runs on a thread of gloo's: it has ended once this returns or raises.
+            # A broadcast runs on one of gloo's threads: it has finished once this returns or raises.
             with suppress(RuntimeError):
                 work.wait(timedelta(seconds=GRACE_S))
             raise group_error(error, "gloo") from None
 
     def abort(self) -> None:
-        """See `Group.abort`.
+        """See `CollectiveGroup.abort`.
 
-        gloo has no abort (`ProcessGroupGloo.abort` leaves what waits waiting). What ends it is a receive
-        that times out: that closes all connections of the group, and whoever waits on one raises.
+        gloo has no abort (`ProcessGroupGloo.abort` does not interrupt pending operations). A receive that
+        times out works instead: it closes all connections of the group, and pending operations raise.
         """
         with self._lock:
             if self._aborted or self._group is None:
@@ -150,7 +152,7 @@ class GlooGroup:
                 self._group.recv([nothing], self._peer, POISON_TAG).wait(timedelta(seconds=POISON_S))
 
     def close(self) -> None:
-        """See `Group.close`."""
+        """See `CollectiveGroup.close`."""
         self.abort()
         self._port.close()
         with self._lock:

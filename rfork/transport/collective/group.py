@@ -1,4 +1,4 @@
-"""The seam between the two transports and what they have in common: a group of ranks that moves tensors."""
+"""Interface of a process group that transfers tensors, implemented by gloo and NCCL."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from rfork.transport.collective.rendezvous import KeyValueStore
 
 
 class TorchProcessGroup(Protocol):
-    """What torch's process groups have, and its annotations lack."""
+    """Methods of torch's process groups that its annotations lack."""
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Work:
-        """Begin to send."""
+        """Start a send."""
         ...
 
     def recv(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Work:
-        """Begin to receive."""
+        """Start a receive."""
         ...
 
     def broadcast(self, tensors: list[torch.Tensor], options: BroadcastOptions, /) -> Work:
-        """Begin to broadcast."""
+        """Start a broadcast."""
         ...
 
     def _start_coalescing(self) -> None: ...
@@ -36,77 +36,82 @@ class TorchProcessGroup(Protocol):
 class CollectiveGroup(Protocol):
     """One rank's view of a process group: rank 0 is the source, the others are readers.
 
-    One thread moves bytes, any may abort. `deadline`s are `time.monotonic()` values. All that move bytes
-    raise SourceTimeout at the deadline, and SourceUnavailable when a rank is gone or the group was aborted; the
-    group is then of no use any more, and no byte of that tensor is read or written once they have raised.
+    One thread transfers, any thread may abort. `deadline`s are `time.monotonic()` values. `send`, `receive`
+    and `broadcast` raise SourceTimeout at the deadline, and SourceUnavailable if a rank died or the group was
+    aborted. The group is then unusable, and the tensor is no longer read or written.
     """
 
     def send(self, block: torch.Tensor, rank: int, deadline: float) -> None:
-        """On the source: the bytes of a uint8 tensor, 1-D, to one reader."""
+        """On the source: send a 1-D uint8 tensor to one reader."""
         ...
 
     def receive(self, block: torch.Tensor, deadline: float) -> None:
-        """On a reader: fill the tensor with what the source sends to this rank."""
+        """On a reader: fill the tensor with the bytes that the source sends to this rank."""
         ...
 
     def broadcast(self, block: torch.Tensor, deadline: float) -> None:
-        """On all ranks: from the source into the others' tensors."""
+        """On all ranks: copy the source's tensor into the readers' tensors."""
         ...
 
     def abort(self) -> None:
-        """End what moves now, from any thread; returns soon. Safe to call twice, and after `close`."""
+        """Abort the current transfer, from any thread; returns soon. Idempotent, also after `close`."""
         ...
 
     def close(self) -> None:
-        """Give all back that it holds, on the thread that moves bytes."""
+        """Release all resources, on the thread that transfers."""
         ...
 
 
 class Backend(Protocol):
-    """What makes groups: gloo or NCCL."""
+    """Creates groups: gloo or NCCL."""
 
     name: str
     block_bytes: int
-    """Most bytes that move at once."""
+    """Maximum size of one transfer."""
     open_to: str
-    """Who may join a group unasked, and so read, or end the process: in words."""
+    """Clients that can join a group without authentication, and so read the weights or crash the process; for
+    the warning.
+    """
 
     def version(self) -> str:
-        """Of the library: told to the other side before it joins."""
+        """Return the library's version, which the other side compares before it joins."""
         ...
 
-    def fits(self, version: str) -> bool:
-        """Whether ours and the other side's version can form a group."""
+    def is_compatible(self, version: str) -> bool:
+        """Return True if this version can form a group with the other side's version."""
         ...
 
     def device(self, image: Image) -> torch.device:
-        """Where blocks of this image have to lie; raises TransportUnavailable for an image on the wrong one."""
+        """Return the device for blocks of this image. Raises TransportUnavailable for an image on an
+        unsupported device.
+        """
         ...
 
-    def working(self, device: torch.device) -> AbstractContextManager[None]:
-        """Around all that one thread does with a group and its blocks."""
+    def transfer_context(self, device: torch.device) -> AbstractContextManager[None]:
+        """Context for all work of a thread on a group and its blocks."""
         ...
 
     def form(
         self, keys: KeyValueStore, rank: int, size: int, readers: str, device: torch.device, deadline: float
     ) -> CollectiveGroup:
-        """Join a group as `rank`; returns once all have. Raises SourceUnavailable or SourceTimeout.
+        """Join a group as `rank`; return when all ranks have joined. Raises SourceUnavailable or
+        SourceTimeout.
 
-        `readers`: on the source, the IP address of the host that the readers are on; on a reader, empty.
+        `readers`: on the source, the IP address of the readers' host; on a reader, empty.
         """
         ...
 
-    def sent_by_source(self, readers: int) -> int:
-        """How many times the source sends the bytes of one broadcast to so many readers."""
+    def broadcast_copies(self, readers: int) -> int:
+        """Return how many times the source sends the bytes of one broadcast to this many readers."""
         ...
 
-    def admits(self, key: str, value: bytes, rank: int, size: int, address: str) -> bool:
-        """On the source: whether the reader of this rank, at this IP address, may set this key."""
+    def may_set(self, key: str, value: bytes, rank: int, size: int, address: str) -> bool:
+        """On the source: return True if the reader with this rank and IP address may set this key."""
         ...
 
 
 def group_error(error: Exception, name: str) -> RforkError:
-    """What a failure within a group means to whoever reads."""
+    """Convert an error of a process group to the error that readers raise."""
     text = " ".join(str(error).split())
     if "imed out" in text or "imeout" in text or "deadline" in text:
         return SourceTimeout(f"{name}: {text}")

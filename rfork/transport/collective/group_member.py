@@ -1,4 +1,4 @@
-"""One reader's line on the source, and what it wants."""
+"""A reader of a group, as the source sees it, and its block requests."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from rfork.transport.base import ControlStream
 from rfork.transport.collective.messages import FromSource, Rejected, RequestBlock, send_message
 
 MAX_REQUESTS = 256
-"""Of one reader at once: two for each thread that reads."""
+"""Limit per reader: two for each reading thread."""
 
 
 @dataclass(eq=False)
 class BlockRequest:
-    """A range that a reader wants, and how far it has come."""
+    """A requested range and its progress."""
 
     member: GroupMember
-    want: RequestBlock
+    message: RequestBlock
     at: int
     since: float = field(default_factory=time.monotonic)
     dropped: bool = False
@@ -27,28 +27,32 @@ class BlockRequest:
 
 @dataclass(eq=False)
 class GroupMember:
-    """A reader that talks with the exporter: `rank` in the group that it is in."""
+    """A connected reader; `rank` is its rank in its current group."""
 
     channel_id: str
     address: str
-    line: ControlStream
+    stream: ControlStream
     rank: int = 0
     left: bool = False
 
     def send(self, message: FromSource) -> None:
-        """Say it; a reader that is gone hears nothing, and the group learns of that elsewhere."""
+        """Send a message. A closed stream is not an error here: the group detects it elsewhere."""
         try:
-            send_message(self.line, message)
+            send_message(self.stream, message)
         except RforkError:
             self.left = True
 
-    def reject(self, wanted: BlockRequest, error: RforkError) -> None:
-        """Say that it does not get this, and why."""
-        wanted.dropped = True
-        self.send(Rejected(number=wanted.want.number, error=error.kind, text=str(error)))
+    def reject(self, request: BlockRequest, error: RforkError) -> None:
+        """Reject a request with an error."""
+        request.dropped = True
+        self.send(Rejected(number=request.message.number, error=error.kind, text=str(error)))
 
 
-def identical_requests(one: BlockRequest, others: Sequence[BlockRequest]) -> list[BlockRequest]:
-    """Those of the others that are the same bytes, of which nothing has moved yet."""
-    same = (one.want.begin, one.want.end)
-    return [each for each in others if (each.want.begin, each.want.end) == same and each.at == each.want.begin]
+def identical_requests(request: BlockRequest, candidates: Sequence[BlockRequest]) -> list[BlockRequest]:
+    """Return the requests among `candidates` for the same range that have not been started."""
+    same = (request.message.begin, request.message.end)
+    return [
+        candidate
+        for candidate in candidates
+        if (candidate.message.begin, candidate.message.end) == same and candidate.at == candidate.message.begin
+    ]

@@ -1,7 +1,7 @@
-"""Who is in a group on the source, what each wants, and what goes next.
+"""Membership and request queue of a group on the source.
 
-In the order in which it was asked for. When all readers of the group want the same block at about the
-same time it is broadcast, otherwise each gets its own.
+Requests are served in order of arrival. If all readers of the group request the same block at about the same
+time, it is broadcast; otherwise it is sent to each reader separately.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from rfork.transport.collective.group_member import (
 from rfork.transport.collective.messages import RequestBlock
 
 FORM_WINDOW_S = 0.05
-"""Readers of one host that come within so long are one group."""
+"""Readers of one host that join within this time form one group."""
 BROADCAST_WINDOW_S = 0.02
-"""So long a block waits for the others of its group to want it too, while that has been worth it."""
+"""Maximum time that a block waits for the other readers to request it too, if the last block was broadcast."""
 MAX_MEMBERS = 8
 
 
 class GroupScheduler:
-    """The readers of a group, and their wants: from any thread; what goes next is for the group's own."""
+    """Readers of a group and their requests. Thread-safe; only the group's thread takes blocks from the
+    queue.
+    """
 
     def __init__(self, image_bytes: int, block_bytes: int) -> None:
         self._image_bytes, self._block_bytes = image_bytes, block_bytes
@@ -38,44 +40,47 @@ class GroupScheduler:
         self._waits_for_more = True
 
     def add(self, member: GroupMember) -> bool:
-        """Take a reader in, while it still gathers; whether it did."""
+        """Add a reader while the group is forming; return False if it cannot be added."""
         with self._changed:
             if not self._gathering or self._close_reason or len(self._members) >= MAX_MEMBERS:
                 return False
             self._members.append(member)
             member.rank = len(self._members)
-            self._changed.notify_all()  # a full group gathers no longer
+            self._changed.notify_all()  # a full group stops waiting
             return True
 
     @property
     def size(self) -> int:
-        """Ranks, the source's included."""
+        """Number of ranks, including the source."""
         return len(self._members) + 1
 
     def contains(self, member: GroupMember) -> bool:
-        """Whether the reader is in this group, and that not over."""
+        """Return True if the reader is in this group and the group is not closed."""
         with self._changed:
             return member in self._members and not self._close_reason
 
-    def request(self, member: GroupMember, request: RequestBlock) -> None:
-        """A reader wants a block. One that wants what cannot be is refused."""
-        wanted = BlockRequest(member, request, request.begin)
+    def request(self, member: GroupMember, message: RequestBlock) -> None:
+        """Queue a reader's request, or reject it if it is invalid."""
+        request = BlockRequest(member, message, message.begin)
         with self._changed:
-            waiting = sum(each.member is member for each in self._queue)
-            max_end = min(self._image_bytes, request.begin + self._block_bytes)
-            is_valid = request.begin < request.end <= max_end
+            waiting = sum(request.member is member for request in self._queue)
+            max_end = min(self._image_bytes, message.begin + self._block_bytes)
+            is_valid = message.begin < message.end <= max_end
             if is_valid and waiting < MAX_REQUESTS:
-                self._queue.append(wanted)
+                self._queue.append(request)
                 self._changed.notify_all()
                 return
-        member.reject(wanted, SourceBusy(f"[{request.begin}, {request.end}) is no block, or too many are wanted"))
+        member.reject(
+            request,
+            SourceBusy(f"[{message.begin}, {message.end}) is not a valid block, or too many blocks are requested"),
+        )
 
-    def drop(self, member: GroupMember, number: int) -> None:
-        """A reader does not want that any more."""
+    def cancel(self, member: GroupMember, number: int) -> None:
+        """Cancel a reader's request."""
         with self._changed:
-            for wanted in self._queue:
-                if wanted.member is member and wanted.want.number == number:
-                    wanted.dropped = True
+            for request in self._queue:
+                if request.member is member and request.message.number == number:
+                    request.dropped = True
 
     def _wait_for_members(self) -> None:
         with self._changed:
@@ -83,16 +88,16 @@ class GroupScheduler:
             self._gathering = False
 
     def _next_block(self) -> list[BlockRequest]:
-        """What to give now: one reader's block, or the same block of all readers."""
+        """Return the next block to send: one reader's request, or the same block for all readers."""
         with self._changed:
             while True:
-                self._queue = [wanted for wanted in self._queue if not wanted.dropped]
+                self._queue = [request for request in self._queue if not request.dropped]
                 self._check_open()
                 if not self._queue:
                     self._changed.wait()
                     continue
                 first = self._queue[0]
-                same = {each.member: each for each in reversed(identical_requests(first, self._queue))}
+                same = {request.member: request for request in reversed(identical_requests(first, self._queue))}
                 together = len(same) == len(self._members)
                 remaining_s = first.since + BROADCAST_WINDOW_S - time.monotonic()
                 if not together and self._waits_for_more and remaining_s > 0:
@@ -100,7 +105,7 @@ class GroupScheduler:
                     continue
                 self._waits_for_more = together
                 selected = list(same.values()) if together else [first]
-                self._queue = [wanted for wanted in self._queue if wanted not in selected]
+                self._queue = [request for request in self._queue if request not in selected]
                 return selected
 
     def _check_open(self) -> None:

@@ -1,7 +1,7 @@
-"""What the two sides of a group say on the line: JSON, each message checked before it is believed.
+"""Messages on the control stream of a group: JSON, each validated on receipt.
 
-A reader says hello, is put into a group of one or several readers, and from then on wants blocks. Before
-each piece of a block moves, the source says so: all ranks of a group then do the same thing.
+A reader asks to join, is placed in a group of one or more readers, and then requests blocks. The source
+announces each piece of a block before sending it, so that all ranks of the group run the same operation.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class _Message(BaseModel):
 
 
 class JoinGroup(_Message):
-    """Reader: put me into a group, the last one is over for me. All that I wanted is forgotten."""
+    """Reader: add me to a new group. Leaves the previous group and cancels all its requests."""
 
-    send_message: Literal["join"] = "join"
+    type: Literal["join"] = "join"
 
 
 class RequestBlock(_Message):
-    """Reader: image range `[begin, end)`, at most a block, under the newest token."""
+    """Reader: request image range `[begin, end)`, at most one block, with the newest token."""
 
-    send_message: Literal["want"] = "want"
+    type: Literal["request"] = "request"
     number: Number
     begin: Number
     end: Number
@@ -43,25 +43,25 @@ class RequestBlock(_Message):
 
 
 class CancelBlock(_Message):
-    """Reader: not that any more; what is said to move already still does."""
+    """Reader: cancel a request. A piece that was already announced is still sent."""
 
-    send_message: Literal["drop"] = "drop"
+    type: Literal["cancel"] = "cancel"
     number: Number
 
 
 class StorePut(_Message):
     """Reader: set a key of the group's store."""
 
-    send_message: Literal["put"] = "put"
+    type: Literal["store_put"] = "store_put"
     group: Number
     key: Key
     value: Value
 
 
 class StoreGet(_Message):
-    """Reader: the values of keys; `wait`: once all are there."""
+    """Reader: get the values of keys; with `wait`, once all are set."""
 
-    send_message: Literal["ask"] = "ask"
+    type: Literal["store_get"] = "store_get"
     group: Number
     call: Number
     keys: Annotated[list[Key], Field(max_length=MAX_KEYS)]
@@ -69,46 +69,46 @@ class StoreGet(_Message):
 
 
 class GroupFormed(_Message):
-    """Source: you are this rank of a group of `size`, whose rank 0 I am."""
+    """Source: the group has `size` ranks, this is yours, and mine is 0."""
 
-    send_message: Literal["formed"] = "formed"
+    type: Literal["formed"] = "formed"
     group: Number
     rank: Number
     size: Number
 
 
 class StoreValues(_Message):
-    """Source: the values that were asked for, none for those that are not there."""
+    """Source: reply to `StoreGet`; None for a missing key."""
 
-    send_message: Literal["have"] = "have"
+    type: Literal["store_values"] = "store_values"
     call: Number
     values: list[Value | None]
 
 
 class SendingBlock(_Message):
-    """Source: these bytes of what you want move next; `together`: to all ranks of the group at once."""
+    """Source: this piece of your request is sent next; `is_broadcast`: as a broadcast to all ranks of the group."""
 
-    send_message: Literal["sending"] = "sending"
+    type: Literal["sending"] = "sending"
     group: Number
     number: Number
     begin: Number
     end: Number
-    together: bool
+    is_broadcast: bool
 
 
 class Rejected(_Message):
-    """Source: this you do not get, and why."""
+    """Source: the request is rejected with this error."""
 
-    send_message: Literal["refused"] = "refused"
+    type: Literal["rejected"] = "rejected"
     number: Number
     error: str
     text: str
 
 
 class GroupClosed(_Message):
-    """Source: that group is no more; join the next one."""
+    """Source: the group is closed; join the next one."""
 
-    send_message: Literal["over"] = "over"
+    type: Literal["closed"] = "closed"
     group: Number
     text: str
 
@@ -116,35 +116,35 @@ class GroupClosed(_Message):
 Message = TypeVar("Message")
 FromReader = JoinGroup | RequestBlock | CancelBlock | StorePut | StoreGet
 FromSource = GroupFormed | StoreValues | SendingBlock | Rejected | GroupClosed
-_from_reader: TypeAdapter[FromReader] = TypeAdapter(Annotated[FromReader, Field(discriminator="say")])
-_from_source: TypeAdapter[FromSource] = TypeAdapter(Annotated[FromSource, Field(discriminator="say")])
+_from_reader: TypeAdapter[FromReader] = TypeAdapter(Annotated[FromReader, Field(discriminator="type")])
+_from_source: TypeAdapter[FromSource] = TypeAdapter(Annotated[FromSource, Field(discriminator="type")])
 
 
-def send_message(line: ControlStream, message: FromReader | FromSource) -> None:
-    """Send it; raises as `Line.send` does."""
-    line.send(message.model_dump_json().encode())
+def send_message(stream: ControlStream, message: FromReader | FromSource) -> None:
+    """Send a message; raises as `ControlStream.send`."""
+    stream.send(message.model_dump_json().encode())
 
 
-def receive_from_reader(line: ControlStream, deadline: float) -> FromReader:
-    """On the source. Raises as `Line.receive` does, and SourceCorrupt for what cannot be understood."""
-    return _validate(_from_reader, line.receive(deadline))
+def receive_from_reader(stream: ControlStream, deadline: float) -> FromReader:
+    """Receive on the source. Raises as `ControlStream.receive`, and SourceCorrupt for an invalid message."""
+    return _validate(_from_reader, stream.receive(deadline))
 
 
-def receive_from_source(line: ControlStream, deadline: float) -> FromSource:
-    """On the target; see `receive_from_reader`."""
-    return _validate(_from_source, line.receive(deadline))
+def receive_from_source(stream: ControlStream, deadline: float) -> FromSource:
+    """Receive on the target; see `receive_from_reader`."""
+    return _validate(_from_source, stream.receive(deadline))
 
 
 def _validate(adapter: TypeAdapter[Message], message: bytes) -> Message:
     try:
         return adapter.validate_json(message)
     except ValidationError as error:
-        raise SourceCorrupt(f"a message on the line makes no sense: {error.errors()[0]['msg']}") from None
+        raise SourceCorrupt(f"invalid message on the control stream: {error.errors()[0]['msg']}") from None
 
 
-def error_of(refused: Rejected, error_types: tuple[type[RforkError], ...]) -> RforkError:
-    """The error that a refusal tells of: one of `kinds`, the last of them where it names none."""
+def rejection_error(rejection: Rejected, error_types: tuple[type[RforkError], ...]) -> RforkError:
+    """Return the error of a rejection: one of `error_types`, or the last of them for an unknown name."""
     error_type = next(
-        (error_type for error_type in error_types if error_type.__name__ == refused.error), error_types[-1]
+        (error_type for error_type in error_types if error_type.__name__ == rejection.error), error_types[-1]
     )
-    return error_type(refused.text)
+    return error_type(rejection.text)

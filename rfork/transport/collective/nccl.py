@@ -1,8 +1,8 @@
-"""NCCL: process groups between GPUs.
+"""NCCL backend: process groups between GPUs.
 
-torch would end the process when a communicator fails or its watchdog hears nothing: right for training,
-wrong for a seed. So its watchdog is told to handle nothing, and this module waits itself, by the clock, and
-aborts what does not end. None of this has been run in this project's tests, which have no such devices.
+By default torch ends the process when a communicator fails or its watchdog times out: right for training,
+wrong for a seed. So the watchdog is disabled, and this module polls for completion and aborts on timeout. Not
+covered by this project's tests, which have no GPUs for it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rfork.image.memory import Image
 from rfork.transport.collective.group import TorchProcessGroup, group_error
 from rfork.transport.collective.rendezvous import KeyStore, KeyValueStore
 
-if TYPE_CHECKING:  # a torch without NCCL has none
+if TYPE_CHECKING:  # missing in a torch built without NCCL
     from torch.distributed import ProcessGroupNCCL
 
 BLOCK_BYTES = 64 << 20
@@ -37,53 +37,53 @@ NO_WATCHDOG_ENV = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
 }
-"""What torch reads when a group is made, and not later."""
-_making = threading.Lock()
+"""Read by torch only when a group is created."""
+_environment_lock = threading.Lock()
 
 
 class NcclBackend:
-    """Makes NCCL groups; see `Backend`."""
+    """Creates NCCL groups; see `Backend`."""
 
     name = "nccl"
     block_bytes = BLOCK_BYTES
-    open_to = "whoever reaches them"
+    open_to = "every client that can connect to them"
 
     def version(self) -> str:
-        """NCCL's, as MAJOR.MINOR.PATCH."""
+        """Return NCCL's version as MAJOR.MINOR.PATCH."""
         return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
 
-    def fits(self, version: str) -> bool:
-        """Whether major and minor are the same: NCCL promises nothing across these."""
+    def is_compatible(self, version: str) -> bool:
+        """Return True if major and minor version are equal: NCCL guarantees no other compatibility."""
         return version.split(".")[:2] == self.version().split(".")[:2]
 
     def device(self, image: Image) -> torch.device:
-        """The image's GPU; raises TransportUnavailable for an image in host memory, or on several GPUs."""
+        """Return the image's GPU. Raises TransportUnavailable for an image in host memory or on several GPUs."""
         gpus = [device for device in image.devices if device.type != "cpu"]
         if image.device.type != "cuda" or len(gpus) != 1:
             raise TransportUnavailable(
-                f"nccl gives the memory of one GPU, and the image lies on {sorted(map(str, image.devices))}",
+                f"nccl serves the memory of one GPU, and the image is on {sorted(map(str, image.devices))}",
                 hint="use http or gloo for weights in host memory",
             )
         return gpus[0]
 
     @contextmanager
-    def working(self, device: torch.device) -> Iterator[None]:
-        """A stream of this thread's own: bytes wait for no kernel of the engine."""
+    def transfer_context(self, device: torch.device) -> Iterator[None]:
+        """Use a separate stream, so that transfers do not wait for the engine's kernels."""
         with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
             yield
 
     def form(
         self, keys: KeyValueStore, rank: int, size: int, readers: str, device: torch.device, deadline: float
     ) -> NcclGroup:
-        """See `Backend.form`; returns once the communicator is there."""
+        """See `Backend.form`; returns once the communicator is initialized."""
         from torch.distributed import ProcessGroupNCCL
 
         options = ProcessGroupNCCL.Options()
         options._timeout = NO_TIMEOUT
         options.config.blocking = 0
         with _without_watchdog():
-            made = ProcessGroupNCCL(KeyStore(keys, deadline), rank, size, options)
-        group = NcclGroup(made, device)
+            process_group = ProcessGroupNCCL(KeyStore(keys, deadline), rank, size, options)
+        group = NcclGroup(process_group, device)
         try:
             group.warm_up(deadline)
         except (SourceUnavailable, SourceTimeout):
@@ -91,17 +91,17 @@ class NcclBackend:
             raise
         return group
 
-    def sent_by_source(self, readers: int) -> int:
-        """NCCL broadcasts along a ring or a tree of two branches; within a host once is the rule."""
+    def broadcast_copies(self, readers: int) -> int:
+        """NCCL broadcasts along a ring or a binary tree; within a host the source sends once."""
         return 1
 
-    def admits(self, key: str, value: bytes, rank: int, size: int, address: str) -> bool:
-        """Only rank 0 has anything to tell: the communicator's id."""
+    def may_set(self, key: str, value: bytes, rank: int, size: int, address: str) -> bool:
+        """Readers set no keys: only rank 0 publishes one, the communicator's id."""
         return False
 
 
 class NcclGroup:
-    """See `Group`. Moves bytes on the current stream of the thread that calls."""
+    """See `CollectiveGroup`. Transfers on the current stream of the calling thread."""
 
     def __init__(self, group: ProcessGroupNCCL, device: torch.device) -> None:
         self._group: ProcessGroupNCCL | None = group
@@ -110,7 +110,9 @@ class NcclGroup:
         self._aborted = threading.Event()
 
     def warm_up(self, deadline: float) -> None:
-        """Make the communicator: one byte to all. On a thread of its own: NCCL may not come back from it."""
+        """Initialize the communicator by broadcasting one byte, on a separate thread because NCCL may never
+        return.
+        """
         errors: list[Exception] = []
 
         def warm_up() -> None:
@@ -120,25 +122,25 @@ class NcclGroup:
             except (SourceUnavailable, SourceTimeout) as error:
                 errors.append(error)
 
-        meeting = threading.Thread(target=warm_up, name="rfork-nccl-meet", daemon=True)
-        meeting.start()
-        meeting.join(max(0.0, deadline - time.monotonic()) + GRACE_S)
-        if meeting.is_alive():
+        thread = threading.Thread(target=warm_up, name="rfork-nccl-meet", daemon=True)
+        thread.start()
+        thread.join(max(0.0, deadline - time.monotonic()) + GRACE_S)
+        if thread.is_alive():
             self.abort()
-            raise SourceTimeout("nccl: the ranks of the group did not meet before the deadline")
+            raise SourceTimeout("nccl: the ranks of the group did not connect before the deadline")
         if errors:
             raise errors[0]
 
     def send(self, block: torch.Tensor, rank: int, deadline: float) -> None:
-        """See `Group.send`."""
+        """See `CollectiveGroup.send`."""
         self._move(lambda group: _coalesced(group, lambda: group.send([block], rank, 0)), deadline)
 
     def receive(self, block: torch.Tensor, deadline: float) -> None:
-        """See `Group.receive`."""
+        """See `CollectiveGroup.receive`."""
         self._move(lambda group: _coalesced(group, lambda: group.recv([block], 0, 0)), deadline)
 
     def broadcast(self, block: torch.Tensor, deadline: float) -> None:
-        """See `Group.broadcast`."""
+        """See `CollectiveGroup.broadcast`."""
         options = BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         self._move(lambda group: group.broadcast([block], options), deadline)
@@ -147,15 +149,15 @@ class NcclGroup:
         with self._lock:
             group = self._group
         if group is None or self._aborted.is_set():
-            raise SourceUnavailable("the nccl group is over")
+            raise SourceUnavailable("the nccl group is closed")
         if time.monotonic() >= deadline:
-            raise SourceTimeout("no time is left for the next block")
+            raise SourceTimeout("the deadline passed before the next block")
         try:
             work = begin(cast(TorchProcessGroup, group))
             while not work.is_completed():
                 if time.monotonic() >= deadline:
                     self._abort_and_wait()
-                    raise SourceTimeout("nccl: the block was not there at the deadline")
+                    raise SourceTimeout("nccl: the block did not arrive before the deadline")
                 if self._aborted.wait(POLL_S):
                     break
         except RuntimeError as error:
@@ -166,13 +168,15 @@ class NcclGroup:
             raise SourceUnavailable("the nccl group was aborted")
 
     def _abort_and_wait(self) -> None:
-        """Abort, and wait until no kernel of ours reads or writes the block: another may abort just now."""
+        """Abort, and wait until none of our kernels accesses the block; another thread may be aborting at the
+        same time.
+        """
         self.abort()
         with suppress(RuntimeError):
             torch.cuda.current_stream(self._device).synchronize()
 
     def abort(self) -> None:
-        """See `Group.abort`: ncclCommAbort, which ends kernels that wait for the other side."""
+        """See `CollectiveGroup.abort`. Calls ncclCommAbort, which ends kernels that wait for the other side."""
         if self._aborted.is_set():
             return
         self._aborted.set()
@@ -183,14 +187,16 @@ class NcclGroup:
                 group.abort()
 
     def close(self) -> None:
-        """See `Group.close`."""
+        """See `CollectiveGroup.close`."""
         self.abort()
         with self._lock:
             self._group = None
 
 
 def _coalesced(group: TorchProcessGroup, begin: Callable[[], Work]) -> Work:
-    """As part of a batch a send uses the group's own communicator; alone, it would make one for each pair."""
+    """Run a send as a batch, so that it uses the group's communicator instead of creating one per pair of
+    ranks.
+    """
     group._start_coalescing()
     begin()
     return group._end_coalescing()
@@ -198,8 +204,8 @@ def _coalesced(group: TorchProcessGroup, begin: Callable[[], Work]) -> Work:
 
 @contextmanager
 def _without_watchdog() -> Iterator[None]:
-    """Make a group whose failures are ours to handle: torch takes this from the environment alone."""
-    with _making:
+    """Disable torch's watchdog for groups created in this context; torch reads it only from the environment."""
+    with _environment_lock:
         before = {name: os.environ.get(name) for name in NO_WATCHDOG_ENV}
         os.environ.update(NO_WATCHDOG_ENV)
         try:

@@ -1,4 +1,4 @@
-"""The target side: two threads, of which one hears the source, and one takes what it sends."""
+"""Target side of the collective transports: one thread receives messages, another receives the bytes."""
 
 from __future__ import annotations
 
@@ -31,24 +31,26 @@ from rfork.transport.collective.messages import (
     Rejected,
     SendingBlock,
     StoreValues,
-    error_of,
     receive_from_source,
+    rejection_error,
     send_message,
 )
 from rfork.transport.collective.remote_store import RemoteKeyStore
 
 MAX_ATTEMPTS = 3
-"""Groups that may break one after another, without a byte from any, before the source counts as gone."""
-LISTEN_S = 3600.0
-FORM_S = 5.0
+"""Consecutive groups that may fail without a byte received before the source counts as unavailable."""
+RECEIVE_TIMEOUT_S = 3600.0
+FORM_TIMEOUT_S = 5.0
 GRACE_S = 2.0
 REJECTION_ERRORS = (LeaseRejected, SourceBusy, SourceWeightsChanged, SourceTimeout, SourceUnavailable)
 
 
 class CollectiveReader(BlockRequests):
-    """Fills `image` from the source at the other end of `line`; see `rfork.transport.base.Reader`.
+    """Fills `image` from the source at the other end of the control stream; see
+    `rfork.transport.base.Reader`.
 
-    A group that breaks (a reader of this host died, say) is joined anew, and reads go on where they were.
+    If the group breaks (for example because another reader of this host died), it joins a new one and
+    continues the reads.
     """
 
     def __init__(
@@ -57,13 +59,13 @@ class CollectiveReader(BlockRequests):
         backend: Backend,
         device: torch.device,
         token: TokenSource,
-        line: ControlStream,
+        stream: ControlStream,
         *,
         block_bytes: int,
-        stall_s: float,
+        idle_timeout_s: float,
     ) -> None:
-        super().__init__(image.layout.image_bytes, block_bytes, token, line)
-        self._backend, self._device, self._stall_s = backend, device, stall_s
+        super().__init__(image.layout.image_bytes, block_bytes, token, stream)
+        self._backend, self._device, self._idle_timeout_s = backend, device, idle_timeout_s
         self._blocks = BlockTensors(image, block_bytes, device)
         self._messages: deque[GroupFormed | SendingBlock | GroupClosed] = deque()
         self._group: CollectiveGroup | None = None
@@ -76,8 +78,8 @@ class CollectiveReader(BlockRequests):
         ]
 
     def open(self, deadline: float) -> None:
-        """Join a group; returns once there is one. Raises as `Reader.read`."""
-        send_message(self._line, JoinGroup())
+        """Join a group; return when it has formed. Raises as `Reader.read`."""
+        send_message(self._stream, JoinGroup())
         for thread in self._threads:
             thread.start()
         with self._changed:
@@ -87,19 +89,19 @@ class CollectiveReader(BlockRequests):
                     raise SourceTimeout("the source formed no group before the deadline")
 
     def set_rate_limit(self, rate: int | None) -> None:
-        """Nothing to do: the source holds its readers back."""
+        """Does nothing: the source throttles its readers."""
 
     def close(self) -> None:
         """See `Reader.close`."""
         self._fail(SourceUnavailable("the reader was closed"))
-        self._line.close()
+        self._stream.close()
         for thread in self._threads:
             if thread.ident is not None and thread is not threading.current_thread():
-                thread.join(FORM_S + GRACE_S)
+                thread.join(FORM_TIMEOUT_S + GRACE_S)
         self._at_exit.cancel()
 
     def _fail(self, error: RforkError) -> None:
-        """Nothing more comes from this source, and why; the first reason stands."""
+        """Fail all reads with `error` and abort the group; the first error wins."""
         with self._changed:
             super()._fail(error)
             if self._keys is not None:
@@ -108,63 +110,63 @@ class CollectiveReader(BlockRequests):
         if group is not None:
             group.abort()
 
-    # -- what the source says: on one thread -----------------------------------------------------------
+    # -- messages from the source: on one thread --------------------------------------------------------
 
     def _receive_loop(self) -> None:
         try:
             while self._error is None:
-                self._handle(receive_from_source(self._line, time.monotonic() + LISTEN_S))
+                self._handle(receive_from_source(self._stream, time.monotonic() + RECEIVE_TIMEOUT_S))
         except SourceTimeout:
-            self._fail(SourceUnavailable("the source said nothing for an hour"))
+            self._fail(SourceUnavailable("the source sent no message for an hour"))
         except RforkError as error:
             self._fail(error)
 
     def _handle(self, message: FromSource) -> None:
-        cut: CollectiveGroup | None = None
+        closed_group: CollectiveGroup | None = None
         with self._changed:
             match message:
                 case StoreValues():
                     if self._keys is not None:
                         self._keys.on_reply(message)
                 case Rejected():
-                    wanted = self._wanted.get(message.number)
-                    if wanted is not None:
-                        wanted.error = error_of(message, REJECTION_ERRORS)
+                    pending = self._pending.get(message.number)
+                    if pending is not None:
+                        pending.error = rejection_error(message, REJECTION_ERRORS)
                 case GroupClosed():
                     if message.group == self._group_number:
-                        cut = self._group
+                        closed_group = self._group
                         if self._keys is not None:
                             self._keys.close(message.text)
                     self._messages.append(message)
                 case GroupFormed():
-                    self._keys = RemoteKeyStore(self._line, message.group, self._changed)
+                    self._keys = RemoteKeyStore(self._stream, message.group, self._changed)
                     self._group_number = message.group
                     self._messages.append(message)
                 case SendingBlock():
                     self._messages.append(message)
             self._changed.notify_all()
-        if cut is not None:
-            cut.abort()
+        if closed_group is not None:
+            closed_group.abort()
 
     # -- the group: on another thread ------------------------------------------------------------------
 
     def _transfer_loop(self) -> None:
         try:
-            with self._backend.working(self._device):
+            with self._backend.transfer_context(self._device):
                 while True:
                     with self._changed:
                         self._changed.wait_for(lambda: bool(self._messages) or self._error is not None)
                         self._raise_error()
                         message = self._messages.popleft()
-                    self._follow(message)
+                    self._process(message)
         except RforkError as error:
             self._fail(error)
-        except Exception as error:  # a bug must end the reads, not leave them waiting
+        except Exception as error:  # an unexpected error must fail the reads; otherwise they would wait
             self._fail(SourceUnavailable(f"{type(error).__name__}: {error}"))
         finally:
             self._drop_group()
 
-    def _follow(self, message: GroupFormed | SendingBlock | GroupClosed) -> None:
+    def _process(self, message: GroupFormed | SendingBlock | GroupClosed) -> None:
         try:
             match message:
                 case GroupFormed():
@@ -172,67 +174,70 @@ class CollectiveReader(BlockRequests):
                 case SendingBlock() if message.group == self._group_number and self._group is not None:
                     self._receive(message, self._group)
                 case GroupClosed() if message.group == self._group_number and self._formed:
-                    raise SourceUnavailable(f"the group is over: {message.text}")
+                    raise SourceUnavailable(f"the source closed the group: {message.text}")
         except (SourceUnavailable, SourceTimeout) as error:
             self._rejoin(error, group_is_closed=isinstance(message, GroupClosed))
 
-    def _form(self, formed: GroupFormed) -> None:
+    def _form(self, message: GroupFormed) -> None:
         keys = self._keys
-        if keys is None or not 0 < formed.rank < formed.size <= 64:
-            raise SourceCorrupt(f"the source names rank {formed.rank} of {formed.size}")
-        deadline = time.monotonic() + min(FORM_S, self._stall_s)
-        group = self._backend.form(keys, formed.rank, formed.size, "", self._device, deadline)
+        if keys is None or not 0 < message.rank < message.size <= 64:
+            raise SourceCorrupt(f"the source assigned an invalid rank, {message.rank} of {message.size}")
+        deadline = time.monotonic() + min(FORM_TIMEOUT_S, self._idle_timeout_s)
+        group = self._backend.form(keys, message.rank, message.size, "", self._device, deadline)
         with self._changed:
             self._group, self._formed = group, True
-            pending = [
-                (wanted, self._group_to_request(wanted)) for wanted in self._wanted.values() if wanted.error is None
+            requests = [
+                (pending, self._group_to_request(pending))
+                for pending in self._pending.values()
+                if pending.error is None
             ]
             self._changed.notify_all()
-        for wanted, number in pending:
-            self._send_request(wanted, number)
+        for pending, number in requests:
+            self._send_request(pending, number)
 
     def _receive(self, sending: SendingBlock, group: CollectiveGroup) -> None:
         begin, end = sending.begin, sending.end
         if not begin < end <= begin + self._block_bytes:
-            raise SourceCorrupt(f"the source sends [{begin}, {end}), which is no block")
+            raise SourceCorrupt(f"the source announced [{begin}, {end}), which is not a valid block")
         with self._changed:
-            wanted = self._wanted.get(sending.number)
-            if wanted is not None:
-                if begin != wanted.at or end > wanted.end:
-                    raise SourceCorrupt(f"the source sends [{begin}, {end}), which was not asked for")
-                wanted.is_receiving = True
-        deadline = time.monotonic() + self._stall_s
+            pending = self._pending.get(sending.number)
+            if pending is not None:
+                if begin != pending.at or end > pending.end:
+                    raise SourceCorrupt(f"the source announced [{begin}, {end}), which was not requested")
+                pending.is_receiving = True
+        deadline = time.monotonic() + self._idle_timeout_s
         try:
-            if wanted is None:
+            if pending is None:
                 block = self._blocks.scratch(end - begin)
             else:
-                block, deadline = self._blocks.destination(begin, end), min(deadline, wanted.deadline)
-            if sending.together:
+                block, deadline = self._blocks.destination(begin, end), min(deadline, pending.deadline)
+            if sending.is_broadcast:
                 group.broadcast(block, deadline)
             else:
                 group.receive(block, deadline)
-            if wanted is not None:
+            if pending is not None:
                 self._blocks.scatter(block, begin, end)
-                wanted.at = end
+                pending.at = end
             self._attempts = 0
         finally:
             with self._changed:
-                if wanted is not None:
-                    wanted.is_receiving = False
+                if pending is not None:
+                    pending.is_receiving = False
                 self._changed.notify_all()
 
     def _rejoin(self, error: RforkError, *, group_is_closed: bool) -> None:
-        """The group broke: into another one, unless that happened too often."""
+        """Join another group, unless too many groups have failed."""
         self._drop_group()
         with self._changed:
             group_closed = any(
-                isinstance(each, GroupClosed) and each.group == self._group_number for each in self._messages
+                isinstance(message, GroupClosed) and message.group == self._group_number for message in self._messages
             )
-        # A source that says so itself may do so whenever a reader of this host comes or goes.
+        # A group closed by the source does not count: that happens whenever a reader of this host joins or
+        # leaves.
         self._attempts += 0 if group_closed or group_is_closed else 1
         if self._attempts >= MAX_ATTEMPTS:
             raise error
-        send_message(self._line, JoinGroup())
+        send_message(self._stream, JoinGroup())
 
     def _drop_group(self) -> None:
         with self._changed:

@@ -1,7 +1,7 @@
-"""How the ranks of a group find one another: a store of a few keys on the source, reached over the lines.
+"""Key-value store through which the ranks of a group connect. It lives on the source.
 
-torch's process groups want a `torch.distributed.Store`. This one opens no port: what a reader's group sets
-or asks for goes to the source over the reader's `Line`, under its lease.
+torch's process groups need a `torch.distributed.Store`. This one opens no port: a reader's group accesses it
+over the reader's `ControlStream`, under its lease.
 """
 
 from __future__ import annotations
@@ -21,19 +21,21 @@ Reply = Callable[[list[bytes | None]], None]
 
 
 class KeyValueStore(Protocol):
-    """Where a group's keys are, near or far. Thread-safe."""
+    """Key-value store of a group, local or remote. Thread-safe."""
 
     def put(self, key: str, value: bytes) -> None:
-        """Set one."""
+        """Set a key."""
         ...
 
     def get_values(self, keys: Sequence[str], deadline: float, *, wait: bool) -> list[bytes | None]:
-        """Their values, once all are there if `wait`. Raises SourceTimeout at the deadline, or SourceUnavailable."""
+        """Return the values, with `wait` once all are set. Raises SourceTimeout at the deadline, or
+        SourceUnavailable.
+        """
         ...
 
 
 class Rendezvous:
-    """The keys of one group, on the source; see `KeyValueStore`."""
+    """Key-value store of one group, on the source; see `KeyValueStore`."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -42,54 +44,55 @@ class Rendezvous:
         self._closed = False
 
     def put(self, key: str, value: bytes) -> None:
-        """See `KeyValueStore.put`. Raises SourceBusy for more than a group needs."""
+        """See `KeyValueStore.put`. Raises SourceBusy for more keys or larger values than a group needs."""
         with self._changed:
             if len(value) > MAX_VALUE_BYTES or (key not in self._values and len(self._values) >= MAX_KEYS):
-                raise SourceBusy(f"a group has at most {MAX_KEYS} keys of {MAX_VALUE_BYTES} bytes")
+                raise SourceBusy(f"the store of a group is limited to {MAX_KEYS} keys of {MAX_VALUE_BYTES} bytes")
             self._values[key] = value
             self._changed.notify_all()
-            ready = [each for each in self._waiting if all(name in self._values for name in each[0])]
-            self._waiting = [each for each in self._waiting if each not in ready]
+            ready = [waiting for waiting in self._waiting if all(name in self._values for name in waiting[0])]
+            self._waiting = [waiting for waiting in self._waiting if waiting not in ready]
         for keys, on_reply in ready:
-            on_reply(self._of(keys))
+            on_reply(self._lookup(keys))
 
     def get_values(self, keys: Sequence[str], deadline: float, *, wait: bool) -> list[bytes | None]:
         """See `KeyValueStore.get_values`."""
         with self._changed:
             while wait and not self._closed and any(key not in self._values for key in keys):
                 if not self._changed.wait(max(0.0, deadline - time.monotonic())):
-                    raise SourceTimeout("a rank of the group did not come")
+                    raise SourceTimeout("a rank of the group did not connect before the deadline")
             if self._closed:
-                raise SourceUnavailable("the group is over")
-        return self._of(keys)
+                raise SourceUnavailable("the group is closed")
+        return self._lookup(keys)
 
     def get_values_async(self, keys: list[str], on_reply: Reply, *, wait: bool) -> None:
-        """`get_values` without waiting: `answer` is called now, or later on another thread."""
+        """Non-blocking `get_values`: calls `on_reply` immediately, or later on another thread."""
         with self._changed:
             if wait and any(key not in self._values for key in keys):
                 if len(self._waiting) >= MAX_KEYS:
-                    raise SourceBusy("too many wait for the keys of one group")
+                    raise SourceBusy("too many calls wait for keys of one group")
                 self._waiting.append((keys, on_reply))
                 return
-        on_reply(self._of(keys))
+        on_reply(self._lookup(keys))
 
     def close(self) -> None:
-        """Whoever waits is told that it is over."""
+        """Fail all waiting calls."""
         with self._changed:
             self._closed = True
             self._waiting.clear()
             self._changed.notify_all()
 
-    def _of(self, keys: Sequence[str]) -> list[bytes | None]:
+    def _lookup(self, keys: Sequence[str]) -> list[bytes | None]:
         with self._changed:
             return [self._values.get(key) for key in keys]
 
 
 class KeyStore(Store):
-    """A `torch.distributed.Store` over `KeyValueStore`: what gloo and NCCL call to form a group, and no more.
+    """Adapts `KeyValueStore` to `torch.distributed.Store`; only the methods that gloo and NCCL use to form a
+    group.
 
-    torch calls it from C++, on threads of its own too. What it raises comes out of the call that forms the
-    group: as it is, or from another thread as a RuntimeError.
+    torch calls it from C++, also on its own threads. Its errors are raised by the call that forms the group:
+    unchanged, or as a RuntimeError if raised on another thread.
     """
 
     def __init__(self, keys: KeyValueStore, deadline: float) -> None:
@@ -102,11 +105,11 @@ class KeyStore(Store):
         self._keys.put(key, value.encode() if isinstance(value, str) else bytes(value))
 
     def get(self, key: str) -> bytes:
-        """See `torch.distributed.Store.get`; waits until it is there."""
+        """See `torch.distributed.Store.get`; waits until the key is set."""
         return self._keys.get_values([key], self._deadline, wait=True)[0] or b""
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """See `torch.distributed.Store.wait`; no longer than the group may take to form."""
+        """See `torch.distributed.Store.wait`; limited by the deadline for forming the group."""
         until = self._deadline
         if timeout is not None and timeout > timedelta(0):
             until = min(until, time.monotonic() + timeout.total_seconds())
@@ -125,5 +128,5 @@ class KeyStore(Store):
         return False
 
     def delete_key(self, key: str) -> bool:
-        """Nothing is deleted: the keys are the group's alone, and go with it."""
+        """Delete nothing: the store belongs to one group and is dropped with it."""
         return False

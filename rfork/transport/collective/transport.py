@@ -1,4 +1,4 @@
-"""The `nccl` and `gloo` transports: when they can run, and how both sides begin."""
+"""The `nccl` and `gloo` transports: availability, export and connect."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from rfork.errors import SourceCorrupt, SourceTimeout, TransportUnavailable, VersionMismatch
 from rfork.image.memory import Image
 from rfork.settings import InstanceSettings, own_address
+from rfork.thread_priority import SERVING_THREAD_NICE
 from rfork.transport.base import (
     AccessGate,
     Availability,
@@ -23,16 +24,16 @@ from rfork.transport.base import (
     no_control_stream,
 )
 
-if TYPE_CHECKING:  # torch.distributed, which not every torch has, is imported when a group is wanted
+if TYPE_CHECKING:  # imports torch.distributed, which some builds of torch lack
     from rfork.transport.collective.group import Backend
 
 WILDCARDS = frozenset({"", "0.0.0.0", "::"})
 
 
 class GlooTransport:
-    """Host memory to host memory, over TCP: for fleets whose only other way would be none at all.
+    """Host memory to host memory over TCP, for fleets that cannot use another transport.
 
-    It is here because it is the same code as `nccl` and runs anywhere; `http` is faster and guarded.
+    It shares its code with `nccl` and runs anywhere; `http` is faster and authenticates readers.
     """
 
     name = "gloo"
@@ -46,8 +47,8 @@ class GlooTransport:
         if not _has_distributed() or not torch.distributed.is_gloo_available():
             return Availability(False, "this torch was built without gloo", "install a torch with gloo")
         if not sys.platform.startswith("linux"):
-            return Availability(False, "needs Linux: its ports are shut by a packet filter")
-        return Availability(True, "host memory, over TCP that every process on a reader's host may join")
+            return Availability(False, "needs Linux: a packet filter protects its ports")
+        return Availability(True, "host memory over TCP; every process on a reader's host can connect")
 
     def export(self, image: Image, gate: AccessGate) -> Exporter:
         """Source side; see `Transport.export`. Raises TransportUnavailable for an image on a GPU."""
@@ -59,10 +60,10 @@ class GlooTransport:
         image: Image,
         token: TokenSource,
         deadline: float,
-        talk: OpenControlStream = no_control_stream,
+        open_control_stream: OpenControlStream = no_control_stream,
     ) -> Reader:
-        """Target side; see `Transport.connect`. Raises VersionMismatch where the two torches differ."""
-        return _connect(self._settings, self._backend(), endpoint, image, token, deadline, talk)
+        """Target side; see `Transport.connect`. Raises VersionMismatch if the torch versions differ."""
+        return _connect(self._settings, self._backend(), endpoint, image, token, deadline, open_control_stream)
 
     def _backend(self) -> Backend:
         _require(self.name, self.availability)
@@ -73,13 +74,13 @@ class GlooTransport:
 
 
 class NcclTransport:
-    """GPU memory to GPU memory by NCCL: over NVLink, InfiniBand, RoCE or TCP, whatever NCCL finds.
+    """GPU memory to GPU memory over NCCL: NVLink, InfiniBand, RoCE or TCP, whichever NCCL selects.
 
-    NCCL moves bytes by kernels. So giving costs the seed's GPU some of its multiprocessors and memory
-    bandwidth while it lasts, beside the kernels it serves with: the one transport that does.
+    NCCL transfers with kernels, so serving occupies some of the seed's multiprocessors and memory bandwidth,
+    concurrently with its own kernels. No other transport does that.
 
-    One GPU a process, that of the image. What a module keeps in host memory goes through the staging
-    tensor on that GPU.
+    Uses one GPU per process, that of the image. Parts of the image in host memory go through a staging tensor
+    on that GPU.
     """
 
     name = "nccl"
@@ -94,7 +95,7 @@ class NcclTransport:
             return Availability(False, "this torch was built without NCCL", "install a torch for CUDA")
         if not torch.cuda.is_available():
             return Availability(False, "no CUDA device", "use http or gloo for weights in host memory")
-        return Availability(True, "by kernels on both GPUs; whoever reaches its ports may join")
+        return Availability(True, "kernels on both GPUs; every client that can connect to its ports can join")
 
     def export(self, image: Image, gate: AccessGate) -> Exporter:
         """Source side; see `Transport.export`. Raises TransportUnavailable for an image in host memory."""
@@ -106,10 +107,10 @@ class NcclTransport:
         image: Image,
         token: TokenSource,
         deadline: float,
-        talk: OpenControlStream = no_control_stream,
+        open_control_stream: OpenControlStream = no_control_stream,
     ) -> Reader:
-        """Target side; see `Transport.connect`. Raises VersionMismatch where NCCL's majors differ."""
-        return _connect(self._settings, self._backend(), endpoint, image, token, deadline, talk)
+        """Target side; see `Transport.connect`. Raises VersionMismatch if NCCL's versions are incompatible."""
+        return _connect(self._settings, self._backend(), endpoint, image, token, deadline, open_control_stream)
 
     def _backend(self) -> Backend:
         _require(self.name, self.availability)
@@ -133,7 +134,7 @@ def _export(settings: InstanceSettings, backend: Backend, image: Image, gate: Ac
 
     backend.device(image)
     return CollectiveExporter(
-        image, gate, backend, stall_s=settings.source_idle_timeout_s, nice=settings.serving_thread_nice
+        image, gate, backend, idle_timeout_s=settings.source_idle_timeout_s, nice=SERVING_THREAD_NICE
     )
 
 
@@ -144,23 +145,29 @@ def _connect(
     image: Image,
     token: TokenSource,
     deadline: float,
-    talk: OpenControlStream,
+    open_control_stream: OpenControlStream,
 ) -> Reader:
     from rfork.transport.collective.reader import CollectiveReader
 
     device = backend.device(image)
-    theirs, block = endpoint.parameters.get("version", ""), endpoint.parameters.get("block", "")
-    if not backend.fits(theirs):
+    source_version, block_bytes = endpoint.parameters.get("version", ""), endpoint.parameters.get("block", "")
+    if not backend.is_compatible(source_version):
         raise VersionMismatch(
-            f"{backend.name}: the source has version {theirs[:40] or 'none'}, here is {backend.version()}",
-            hint="run one release of torch on both sides, or use another transport between them",
+            f"{backend.name}: the source has version {source_version[:40] or 'none'}, here {backend.version()}",
+            hint="run the same release of torch on both sides, or use another transport between them",
         )
-    if not block.isdecimal() or not 0 < int(block) <= backend.block_bytes:
-        raise SourceCorrupt(f"{backend.name}: the source says its blocks have {block[:40]!r} bytes")
+    if not block_bytes.isdecimal() or not 0 < int(block_bytes) <= backend.block_bytes:
+        raise SourceCorrupt(f"{backend.name}: the source reports an invalid block size, {block_bytes[:40]!r} bytes")
     if time.monotonic() >= deadline:
-        raise SourceTimeout(f"no time is left to connect over {backend.name}")
+        raise SourceTimeout(f"the deadline passed before connecting over {backend.name}")
     reader = CollectiveReader(
-        image, backend, device, token, talk(), block_bytes=int(block), stall_s=settings.source_idle_timeout_s
+        image,
+        backend,
+        device,
+        token,
+        open_control_stream(),
+        block_bytes=int(block_bytes),
+        idle_timeout_s=settings.source_idle_timeout_s,
     )
     try:
         reader.open(deadline)

@@ -1,4 +1,4 @@
-"""The cuda_ipc transport: weights copied from GPU to GPU of one host, out of the source's own memory."""
+"""The cuda_ipc transport: copies weights between GPUs of one host, directly from the source's memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which allocations hold an image: the few things that one process opens of another one. For both sides."""
+"""Device allocations that contain an image; another process opens memory by allocation. For both sides."""
 
 from __future__ import annotations
 
@@ -10,44 +10,44 @@ from rfork.image.memory import Image, Segment
 from rfork.transport.cuda_ipc.driver import Allocation, Driver, DriverError
 
 MAX_ALLOCATIONS = 1 << 17
-"""Of one image: 2 TB in expandable segments of 20 MiB; a table of so many has 4 MB."""
+"""Limit per image: 2 TB in expandable segments of 20 MiB. A table of this size has 4 MB."""
 
-_NOT_SHARED = (
-    "use torch's own allocator without sleep mode or backend:cudaMallocAsync; "
-    "with expandable_segments unset TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC=0, and have torch 2.6 or newer"
+_NOT_SHAREABLE_HINT = (
+    "use torch's default allocator without sleep mode and without backend:cudaMallocAsync; "
+    "with expandable_segments, unset TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC=0 and use torch 2.6 or newer"
 )
 
 
 class AllocationTable:
-    """Allocations sorted by address, none over another. Addresses in none of them are host memory.
+    """Non-overlapping allocations sorted by address. Addresses outside all of them are host memory.
 
-    Raises SourceCorrupt for what is no such table.
+    Raises SourceCorrupt for an invalid table.
     """
 
     def __init__(self, table: Sequence[Allocation]) -> None:
-        reached = 1
+        min_base = 1
         for allocation in table:
-            if allocation.base < reached or allocation.size <= 0:
-                raise SourceCorrupt(f"the source's allocation at {allocation.base:#x} lies over another, or nowhere")
-            reached = allocation.end
+            if allocation.base < min_base or allocation.size <= 0:
+                raise SourceCorrupt(f"the source's allocation at {allocation.base:#x} overlaps another or is invalid")
+            min_base = allocation.end
         self.table = tuple(table)
         self._bases = [allocation.base for allocation in table]
 
     def index(self, address: int) -> int | None:
-        """The number of the allocation that an address lies in; None: it is one of host memory."""
+        """Return the index of the allocation that contains an address; None for host memory."""
         index = bisect_right(self._bases, address) - 1
         return index if index >= 0 and address < self.table[index].end else None
 
     @property
     def devices(self) -> list[int]:
-        """The devices that any of them lie on."""
+        """Devices of the allocations, sorted."""
         return sorted({allocation.device for allocation in self.table})
 
 
 def allocations_of(driver: Driver, image: Image) -> AllocationTable:
-    """The allocations that hold `image` where it lies on devices. Raises DriverError.
+    """Return the device allocations that contain `image`. Raises DriverError.
 
-    The driver is asked once for each: torch puts many tensors into one allocation.
+    Queries the driver once per allocation: torch puts many tensors into one.
     """
     regions = image.regions
     on_devices: list[tuple[int, int, int]] = []
@@ -57,7 +57,7 @@ def allocations_of(driver: Driver, image: Image) -> AllocationTable:
     found: list[Allocation] = []
     for address, length, device in sorted(on_devices):
         at, end = address, address + length
-        # A tensor may lie in several, one behind the other: in expandable segments.
+        # With expandable segments a tensor may span several adjacent allocations.
         while at < end:
             if not found or at >= found[-1].end:
                 found.append(driver.allocation(device, at))
@@ -66,29 +66,37 @@ def allocations_of(driver: Driver, image: Image) -> AllocationTable:
 
 
 def shareable_allocations(driver: Driver, image: Image) -> AllocationTable:
-    """The same on the source. Raises TransportUnavailable where there are none, or they cannot be shown."""
+    """Return the allocations of the source's image. Raises TransportUnavailable if there are none or they
+    cannot be shared.
+    """
     try:
-        areas = allocations_of(driver, image)
+        allocations = allocations_of(driver, image)
     except DriverError as error:
-        raise TransportUnavailable(f"the driver does not know the image's memory: {error}") from error
-    if not areas.table:
-        raise TransportUnavailable("no byte of the image lies on a GPU", hint="shared_memory is for host memory")
-    if len(areas.table) > MAX_ALLOCATIONS:
-        raise TransportUnavailable(f"the image lies in {len(areas.table)} allocations, more than {MAX_ALLOCATIONS}")
-    hidden = [allocation for allocation in areas.table if allocation.handle_type == "none"]
-    if hidden:
+        raise TransportUnavailable(f"the driver does not recognize the image's memory: {error}") from error
+    if not allocations.table:
         raise TransportUnavailable(
-            f"{len(hidden)} of the image's {len(areas.table)} allocations cannot be shown to another process",
-            hint=_NOT_SHARED,
+            "the image has no bytes on a GPU", hint="use shared_memory for weights in host memory"
         )
-    return areas
+    if len(allocations.table) > MAX_ALLOCATIONS:
+        raise TransportUnavailable(
+            f"the image has {len(allocations.table)} allocations; the limit is {MAX_ALLOCATIONS}"
+        )
+    not_shareable = [allocation for allocation in allocations.table if allocation.handle_type == "none"]
+    if not_shareable:
+        raise TransportUnavailable(
+            f"{len(not_shareable)} of the image's {len(allocations.table)} allocations are not shareable",
+            hint=_NOT_SHAREABLE_HINT,
+        )
+    return allocations
 
 
-def host_ranges(areas: AllocationTable, segments: Iterator[Segment] | Sequence[Segment]) -> list[tuple[int, int]]:
-    """The image ranges of those of the source's `segments` that lie in host memory, neighbours joined."""
+def host_ranges(allocations: AllocationTable, segments: Iterator[Segment] | Sequence[Segment]) -> list[tuple[int, int]]:
+    """Return the image ranges of those `segments` of the source that are in host memory; adjacent ranges are
+    joined.
+    """
     found: list[tuple[int, int]] = []
     for begin, address, length in segments:
-        if areas.index(address) is not None:
+        if allocations.index(address) is not None:
             continue
         if found and found[-1][1] == begin:
             found[-1] = (found[-1][0], begin + length)

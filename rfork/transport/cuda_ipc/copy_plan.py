@@ -1,4 +1,4 @@
-"""Which copies fill an image range: pure functions over two address maps. Runs on the target."""
+"""Plans the copies that fill an image range: pure functions over two address maps. Runs on the target."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rfork.transport.mooncake.read_plan import ContiguousPiece
 
 
 class PlannedCopy(NamedTuple):
-    """One copy: from `offset` of the source's allocation number `allocation` to address `local`, by `device`."""
+    """One copy: from `offset` in the source's allocation `allocation` to address `local`, run by `device`."""
 
     allocation: int
     offset: int
@@ -23,32 +23,32 @@ class PlannedCopy(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
-    """What fills a range: copies, and the image ranges that the source has in host memory."""
+    """Copies that fill a range, and the image ranges that are in the source's host memory."""
 
     copies: tuple[PlannedCopy, ...]
     on_host: tuple[tuple[int, int], ...]
 
     @property
     def allocations_needed(self) -> dict[int, list[int]]:
-        """The source's allocations that each device of this side has to have opened."""
+        """The source's allocations that each device of the target must open."""
         found: dict[int, dict[int, None]] = {}
-        for step in self.copies:
-            found.setdefault(step.device, {})[step.allocation] = None
-        return {device: list(areas) for device, areas in found.items()}
+        for copy in self.copies:
+            found.setdefault(copy.device, {})[copy.allocation] = None
+        return {device: list(allocations) for device, allocations in found.items()}
 
 
 def plan_copies(
     pieces: Iterable[ContiguousPiece], begin: int, source: AllocationTable, target: AllocationTable
 ) -> CopyPlan:
-    """The copies of `pieces`, which are those of an image range from `begin` on, in image order.
+    """Plan the copies for `pieces` of an image range that starts at `begin`, in image order.
 
-    What goes on on both sides, inside one allocation each, is one copy: an allocator puts tensors side by
-    side, and each copy costs some µs. `target` are this side's allocations; where a piece of host memory here
-    is filled from a device there, the first of them does it.
+    Bytes that are contiguous within one allocation on both sides become one copy: allocators place tensors
+    side by side, and each copy costs a few µs. `target` are the target's allocations; host memory of the
+    target is filled by the device of the first.
     """
     copies: list[PlannedCopy] = []
     on_host: list[tuple[int, int]] = []
-    lands_in: int | None = None
+    last_target: int | None = None
     for remote, local, length in ((piece.remote, piece.local, piece.length) for piece in pieces):
         index = source.index(remote)
         if index is None:
@@ -59,11 +59,11 @@ def plan_copies(
             begin += length
             continue
         begin += length
-        landing = target.index(local)
-        device = target.table[landing or 0].device
+        target_index = target.index(local)
+        device = target.table[target_index or 0].device
         while length:
             if index is None:
-                raise SourceCorrupt(f"the source's address map goes beyond its allocations at {remote:#x}")
+                raise SourceCorrupt(f"the source's address map exceeds its allocations at {remote:#x}")
             allocation = source.table[index]
             run, offset = min(length, allocation.end - remote), remote - allocation.base
             last = copies[-1] if copies else None
@@ -71,13 +71,13 @@ def plan_copies(
                 last is not None
                 and (last.allocation, last.offset + last.length) == (index, offset)
                 and last.local + last.length == local
-                and landing is not None
-                and landing == lands_in
+                and target_index is not None
+                and target_index == last_target
             ):
                 copies[-1] = last._replace(length=last.length + run)
             else:
                 copies.append(PlannedCopy(index, offset, local, run, device))
-            lands_in = landing
+            last_target = target_index
             remote, local, length = remote + run, local + run, length - run
             index = source.index(remote) if length else None
     return CopyPlan(tuple(copies), tuple(on_host))

@@ -1,9 +1,8 @@
-"""The real driver: NVIDIA GPUs through libcuda. See `rfork.transport.cuda_ipc.driver.Driver`.
+"""Driver for NVIDIA GPUs, using libcuda. See `rfork.transport.cuda_ipc.driver.Driver`.
 
-Every call is made with the device's primary context current, which is torch's: so what torch allocated is
-found, and no second context takes memory of a GPU that serves. And every call is made with this thread's
-capture mode relaxed, so that an engine that captures a CUDA graph meanwhile, on another thread, loses no
-capture to it.
+Every call runs in the device's primary context, which torch uses too: so torch's allocations are accessible,
+and no second context uses memory of a serving GPU. Every call also relaxes this thread's stream capture mode,
+so that it does not invalidate a CUDA graph capture of the engine on another thread.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ _FABRIC, _DESCRIPTOR = libcuda.MEM_HANDLE_TYPE_FABRIC, libcuda.MEM_HANDLE_TYPE_P
 
 
 class CudaDriver:
-    """`Driver` for the GPUs that this process sees.
+    """`Driver` for the GPUs visible to this process.
 
-    Raises TransportUnavailable kinds without a fitting driver.
+    Raises TransportUnavailable or a subclass without a suitable driver.
     """
 
     def __init__(self, library: CudaDriverLibrary | None = None) -> None:
         self._library = library or CudaDriverLibrary()
         self._library.call("cuInit", 0)
         self._lock = threading.Lock()
-        # Never released: torch holds them, too, until the process ends.
+        # Never released: torch retains them too until the process ends.
         self._contexts: dict[int, int] = {}
 
     def device_of(self, storage: torch.UntypedStorage) -> int | None:
@@ -47,7 +46,7 @@ class CudaDriver:
         return storage.device.index if storage.device.type == "cuda" else None
 
     def uuid(self, device: int) -> str:
-        """See `Driver.uuid`: of a MIG device its own, not that of the GPU that it is a part of."""
+        """See `Driver.uuid`. A MIG device has its own UUID, different from its GPU's."""
         found = libcuda.Uuid()
         self._library.call("cuDeviceGetUuid_v2", byref(found), self._ordinal(device))
         return bytes(found.data).hex()
@@ -62,15 +61,15 @@ class CudaDriver:
         """See `Driver.can_access_peer`."""
         if device == peer:
             return True
-        can = c_int()
-        here, there = self._ordinal(device), self._ordinal(peer)
-        self._library.call("cuDeviceCanAccessPeer", byref(can), here, there)
-        return bool(can.value)
+        can_access = c_int()
+        ordinal, peer_ordinal = self._ordinal(device), self._ordinal(peer)
+        self._library.call("cuDeviceCanAccessPeer", byref(can_access), ordinal, peer_ordinal)
+        return bool(can_access.value)
 
     def allocation(self, device: int, address: int) -> Allocation:
         """See `Driver.allocation`.
 
-        Of memory that was mapped, what was mapped at once, and not all that was reserved.
+        For mapped memory, returns one mapping, not the complete reserved range.
         """
         base, size = c_uint64(), c_size_t()
         with self.current(device):
@@ -91,9 +90,9 @@ class CudaDriver:
         call = self._library.call
         with self.current(allocation.device):
             if allocation.handle_type == "legacy":
-                named = libcuda.IpcMemHandle()
-                call("cuIpcGetMemHandle", byref(named), allocation.base)
-                return IpcHandle(bytes(named.reserved))
+                ipc_handle = libcuda.IpcMemHandle()
+                call("cuIpcGetMemHandle", byref(ipc_handle), allocation.base)
+                return IpcHandle(bytes(ipc_handle.reserved))
             memory = c_uint64()
             call("cuMemRetainAllocationHandle", byref(memory), allocation.base)
             try:
@@ -123,13 +122,13 @@ class CudaDriver:
                 self._library.call("cuMemUnmap", opened.address, opened.size)
                 self._library.call("cuMemAddressFree", opened.address, opened.size)
 
-    def copies(self, device: int) -> CudaCopyStream:
-        """See `Driver.copies`."""
+    def copy_stream(self, device: int) -> CudaCopyStream:
+        """See `Driver.copy_stream`."""
         return CudaCopyStream(self, self._library, device)
 
     @contextlib.contextmanager
     def current(self, device: int) -> Iterator[None]:
-        """Have a device's primary context current on this thread inside the block."""
+        """Make a device's primary context current on this thread within the context."""
         context, mode = self._context(device), c_int(libcuda.STREAM_CAPTURE_MODE_RELAXED)
         self._library.call("cuCtxPushCurrent_v2", context)
         try:
@@ -155,36 +154,35 @@ class CudaDriver:
         return found.value
 
     def _attribute(self, attribute: int, address: int) -> int:
-        # As wide as the widest: drivers write 4 or 8 bytes, and this is little-endian on all that CUDA runs
-        # on.
+        # 64 bits: drivers write 4 or 8 bytes, and all CUDA platforms are little-endian.
         value = c_uint64()
         self._library.call("cuPointerGetAttribute", byref(value), attribute, address)
         return value.value
 
     def _open_legacy(self, handle: IpcHandle, size: int) -> int:
-        named = libcuda.IpcMemHandle.from_buffer_copy(handle.data)
+        ipc_handle = libcuda.IpcMemHandle.from_buffer_copy(handle.data)
         address = c_uint64()
         flags = libcuda.IPC_MEM_LAZY_ENABLE_PEER_ACCESS
-        self._library.call("cuIpcOpenMemHandle_v2", byref(address), named, flags)
-        # A copy from beyond its end would cost this process its context. Where the driver does not say, the
-        # source is believed.
+        self._library.call("cuIpcOpenMemHandle_v2", byref(address), ipc_handle, flags)
+        # Copying beyond the end would destroy this process's context, so check the size. If the driver cannot
+        # report it, trust the source.
         base, opened = c_uint64(), c_size_t()
-        measure = self._library.function("cuMemGetAddressRange_v2")
-        measured = measure(byref(base), byref(opened), address.value) == libcuda.SUCCESS
-        if measured and base.value + opened.value < address.value + size:
+        address_range = self._library.function("cuMemGetAddressRange_v2")
+        has_size = address_range(byref(base), byref(opened), address.value) == libcuda.SUCCESS
+        if has_size and base.value + opened.value < address.value + size:
             self._library.call("cuIpcCloseMemHandle", address.value)
             text = f"the allocation has {opened.value} bytes, not {size}"
             raise DriverError("cuIpcOpenMemHandle_v2", libcuda.INVALID_VALUE, text)
         return address.value
 
     def _map(self, device: int, handle_type: HandleType, handle: IpcHandle, size: int) -> int:
-        """Map memory of cuMemCreate into this process; the driver refuses more bytes than it has."""
+        """Map memory of cuMemCreate into this process; the driver rejects a size beyond the allocation."""
         call, address, memory = self._library.call, c_uint64(), c_uint64()
         if handle_type == "fabric":
             fabric = libcuda.FabricHandle.from_buffer_copy(handle.data)
             call("cuMemImportFromShareableHandle", byref(memory), byref(fabric), _FABRIC)
         else:
-            # The descriptor itself stands where the pointer should.
+            # The descriptor is passed by value in place of a pointer.
             call("cuMemImportFromShareableHandle", byref(memory), handle.descriptor, _DESCRIPTOR)
         try:
             call("cuMemAddressReserve", byref(address), size, 0, 0, 0)
@@ -199,11 +197,11 @@ class CudaDriver:
                 call("cuMemAddressFree", address.value, size)
                 raise
         finally:
-            call("cuMemRelease", memory.value)  # the mapping holds it from now on
+            call("cuMemRelease", memory.value)  # the mapping keeps the memory alive
         return address.value
 
     def _map_read_only(self, device: int, address: int, size: int) -> None:
-        """Read only, where the driver can: this side has nothing to write there."""
+        """Map read-only if the driver supports it, because the target never writes."""
         location = libcuda.MemLocation(libcuda.MEM_LOCATION_TYPE_DEVICE, device)
         for flags in (libcuda.MEM_ACCESS_FLAGS_PROT_READ, libcuda.MEM_ACCESS_FLAGS_PROT_READWRITE):
             access = libcuda.MemAccessDesc(location, flags)
@@ -211,12 +209,12 @@ class CudaDriver:
                 self._library.call("cuMemSetAccess", address, size, byref(access), 1)
                 return
             except DriverError as error:
-                refused = error
-        raise refused
+                last_error = error
+        raise last_error
 
 
 class CudaCopyStream:
-    """`Copies` on a non-blocking stream; on two GPUs of one host by NVLink or PCIe, whatever joins them."""
+    """`CopyStream` on a non-blocking CUDA stream; between two GPUs it uses NVLink or PCIe."""
 
     def __init__(self, driver: CudaDriver, library: CudaDriverLibrary, device: int) -> None:
         self._driver = driver
@@ -228,16 +226,16 @@ class CudaCopyStream:
         self._stream = stream.value or 0
 
     def queue(self, copies: Sequence[CopyOp]) -> None:
-        """See `Copies.queue`: one call of a few µs for each, so 20,000 cost about a tenth of a second."""
+        """See `CopyStream.queue`: one call of a few µs per copy, so 20,000 copies take about 0.1 s."""
         copy, stream = self._library.function("cuMemcpyAsync"), self._stream
         with self._driver.current(self._device):
-            for wanted in copies:
-                code = copy(wanted.target, wanted.source, wanted.length, stream)
+            for op in copies:
+                code = copy(op.target, op.source, op.length, stream)
                 if code:
                     self._library.check("cuMemcpyAsync", code)
 
     def done(self) -> bool:
-        """See `Copies.done`."""
+        """See `CopyStream.done`."""
         with self._driver.current(self._device):
             code = self._library.function("cuStreamQuery")(self._stream)
         if code == libcuda.NOT_READY:
@@ -246,6 +244,6 @@ class CudaCopyStream:
         return True
 
     def close(self) -> None:
-        """See `Copies.close`."""
+        """See `CopyStream.close`."""
         with self._driver.current(self._device):
             self._library.call("cuStreamDestroy_v2", self._stream)

@@ -1,7 +1,7 @@
-"""The seam to the GPUs: what the cuda_ipc transport asks of a CUDA driver, on either side.
+"""Interface to a CUDA driver, used by both sides of the cuda_ipc transport.
 
-`rfork.transport.cuda_ipc.cuda.CudaDriver` is the real one. Nothing above this seam knows CUDA, so all of it
-is tested on machines without a GPU. Devices are numbered as the process sees them.
+`rfork.transport.cuda_ipc.cuda.CudaDriver` implements it with libcuda. No other module uses CUDA, so all of
+them are tested on machines without a GPU. Device numbers are those visible to the process.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Final, Literal, Protocol
 import torch
 
 HandleType = Literal["legacy", "descriptor", "fabric", "none"]
-"""How an allocation can be shown to another process.
+"""Mechanism by which an allocation can be shared with another process.
 
-`legacy`: by 64 bytes that name it (memory of cudaMalloc); `descriptor`: by a file descriptor, and `fabric`:
-by 64 bytes (memory of cuMemCreate, such as torch's expandable segments); `none`: not at all.
+`legacy`: 64-byte handle (memory of cudaMalloc); `descriptor`: file descriptor, and `fabric`: 64-byte handle
+(memory of cuMemCreate, such as torch's expandable segments); `none`: cannot be shared.
 """
 HANDLE_TYPES: Final[tuple[HandleType, ...]] = ("legacy", "descriptor", "fabric", "none")
 
@@ -24,9 +24,9 @@ HANDLE_BYTES: Final = 64
 
 
 class DriverError(Exception):
-    """A call that the driver refused: its name, and the driver's number and text for the reason.
+    """A driver call failed: its name, and the driver's error code and text.
 
-    It never leaves this package: who made the call knows whom it blames.
+    Never raised outside this package: the caller converts it to an error that blames the right side.
     """
 
     def __init__(self, call: str, code: int, text: str) -> None:
@@ -36,7 +36,7 @@ class DriverError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """One allocation of a device's memory: what is shown to another process as a whole."""
+    """One allocation of device memory: the unit that is shared with another process."""
 
     base: int
     size: int
@@ -45,15 +45,15 @@ class Allocation:
 
     @property
     def end(self) -> int:
-        """The first address behind it."""
+        """First address after the allocation."""
         return self.base + self.size
 
 
 @dataclass(frozen=True, slots=True)
 class IpcHandle:
-    """What lets another process open an allocation.
+    """Handle with which another process opens an allocation.
 
-    The `descriptor` is whoever's has the handle, to close.
+    The owner of the handle closes the `descriptor`.
     """
 
     data: bytes = b""
@@ -62,7 +62,7 @@ class IpcHandle:
 
 @dataclass(frozen=True, slots=True)
 class ImportedAllocation:
-    """An allocation of another process, at `address` of this one, for use by one device of this one."""
+    """An allocation of another process, mapped at `address` in this one for one of its devices."""
 
     address: int
     size: int
@@ -72,7 +72,7 @@ class ImportedAllocation:
 
 @dataclass(frozen=True, slots=True)
 class CopyOp:
-    """`length` bytes from one address to another; either may be a device's."""
+    """Copy of `length` bytes between two addresses; either may be on a device."""
 
     source: int
     target: int
@@ -80,63 +80,67 @@ class CopyOp:
 
 
 class CopyStream(Protocol):
-    """Copies on a stream of its own, which waits for no kernel and which no kernel waits for. One thread."""
+    """Copies on a separate stream, independent of all kernels. Used by one thread."""
 
     def queue(self, copies: Sequence[CopyOp]) -> None:
-        """Start copies. Raises DriverError, some of them then being under way."""
+        """Start copies. Raises DriverError; some of them may then be running."""
         ...
 
     def done(self) -> bool:
-        """Whether all that was queued has ended.
+        """Return True if all queued copies have finished.
 
-        Raises DriverError when the device failed: then it has, too.
+        Raises DriverError if the device failed; they have then finished too.
         """
         ...
 
     def close(self) -> None:
-        """Let the stream go; after its copies have ended."""
+        """Destroy the stream, after its copies have finished."""
         ...
 
 
 class Driver(Protocol):
-    """Thread-safe. Every method but `device_of` raises DriverError."""
+    """Driver of the GPUs visible to this process. Thread-safe. Every method except `device_of` raises
+    DriverError.
+    """
 
     def device_of(self, storage: torch.UntypedStorage) -> int | None:
-        """The device that a storage lies on; None: in host memory."""
+        """Return the device of a storage; None for host memory."""
         ...
 
     def uuid(self, device: int) -> str:
-        """What the device is called in every process."""
+        """Return the device's UUID, which is the same in every process."""
         ...
 
     def device_index(self, uuid: str) -> int | None:
-        """The device of that name; None: this process does not see it."""
+        """Return the device with this UUID; None if it is not visible to this process."""
         ...
 
     def can_access_peer(self, device: int, peer: int) -> bool:
-        """Whether a device can address another one's memory, or is that one."""
+        """Return True if the devices are equal or `device` can address the memory of `peer`."""
         ...
 
     def allocation(self, device: int, address: int) -> Allocation:
-        """The allocation of this process that an address on a device lies in. Runs on both sides."""
+        """Return the allocation of this process that contains a device address. Runs on both sides."""
         ...
 
     def export(self, allocation: Allocation) -> IpcHandle:
-        """Make a handle of an allocation of this process, whose kind is not `none`. Runs on the source."""
+        """Create a handle of an allocation of this process whose handle type is not `none`. Runs on the
+        source.
+        """
         ...
 
     def open(self, device: int, handle_type: HandleType, handle: IpcHandle, size: int) -> ImportedAllocation:
-        """Make an allocation of another process readable by a device of this one. Runs on the target.
+        """Map an allocation of another process for a device of this one. Runs on the target.
 
-        The handle's descriptor may be closed afterwards. Raises DriverError, also where the allocation has
-        fewer than `size` bytes.
+        The handle's descriptor may be closed afterwards. Raises DriverError, also if the allocation has fewer
+        than `size` bytes.
         """
         ...
 
     def close(self, opened: ImportedAllocation) -> None:
-        """Undo `open`; after all copies out of it have ended."""
+        """Undo `open`, after all copies from it have finished."""
         ...
 
-    def copies(self, device: int) -> CopyStream:
-        """A new stream of copies to, or for, this device."""
+    def copy_stream(self, device: int) -> CopyStream:
+        """Create a stream for copies by this device."""
         ...

@@ -1,7 +1,7 @@
-"""The source side: shows its allocations to readers with a lease, and lends them range by range.
+"""Source side: shares its allocations with readers that have a lease, and grants ranges one by one.
 
-The bytes go from GPU to GPU without this process: it answers a few small questions for each 64 MiB, and runs
-no kernel. But each read is admitted, metered and fenced here, and the reader says when it is done.
+Bytes are copied between GPUs without this process: it answers a few small requests per 64 MiB and runs no
+kernel. But it authorizes, meters and fences each read, and the reader reports when it has finished.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from rfork.errors import LeaseRejected, SourceBusy, SourceCorrupt, SourceWeights
 from rfork.image.memory import Image
 from rfork.logs import logger
 from rfork.settings import InstanceSettings
+from rfork.thread_priority import SERVING_THREAD_NICE
 from rfork.transport.base import AccessGate, Endpoint, StatelessExporter
 from rfork.transport.cuda_ipc import protocol
 from rfork.transport.cuda_ipc.allocations import host_ranges, shareable_allocations
@@ -27,41 +28,42 @@ from rfork.transport.unix_socket.connection import UnixSocketConnection, close_a
 from rfork.transport.unix_socket.messages import Message, encode_error, get_int, get_ints, get_str
 from rfork.transport.unix_socket.server import LocalServer
 
-IDLE_S: Final = 60.0
-"""Seconds a connection that was admitted may rest between two questions, and a hold between two tokens."""
+IDLE_TIMEOUT_S: Final = 60.0
+"""Maximum idle time in seconds of an authorized connection, and of a pin between two tokens."""
 RELEASE_TIMEOUT_S: Final = 3.0
-"""Seconds that a closing source waits for its readers to unmap its memory."""
+"""Maximum wait in seconds of a closing source for its readers to unmap its memory."""
 
 log = logger(__name__)
 
 
 class CudaIpcExporter(StatelessExporter):
-    """One image, readable by the processes of this host that hold a lease. Runs on the source.
+    """One image, readable by processes of this host that have a lease. Runs on the source.
 
-    What CUDA leaves open: an allocation that was shown to a process can be read, and written, by it as a
-    whole, with all else that lies in it; and cannot be taken back. So a lease lets in a process that keeps
-    to the rules: it asks before each read. `close` waits for readers to unmap, for `RELEASE_TIMEOUT_S`. A reader that
-    stands still for longer keeps its mapping: CUDA says that what it then reads, of cudaMalloc's memory that
-    was freed, is undefined; memory of cuMemCreate stays as it is until the last mapping has gone.
+    Limits of CUDA: a process that opened an allocation can read and write all of it, and access cannot be
+    revoked. So a lease admits a process that follows the protocol: it sends a request before each read.
+    `close` waits up to `RELEASE_TIMEOUT_S` for readers to unmap. A reader that is stopped for longer keeps
+    its mapping: reading freed cudaMalloc memory is then undefined, according to CUDA; memory of cuMemCreate
+    stays valid until the last mapping is removed.
 
-    Raises TransportUnavailable kinds for an image that cannot be shown, SettingsError for a bad socket folder.
+    Raises TransportUnavailable or a subclass for an image that cannot be shared, SettingsError for an invalid
+    socket directory.
     """
 
     def __init__(self, image: Image, gate: AccessGate, driver: Driver, settings: InstanceSettings) -> None:
-        self._areas = shareable_allocations(driver, image)
-        self._devices = self._areas.devices
+        self._allocations = shareable_allocations(driver, image)
+        self._devices = self._allocations.devices
         uuids = ",".join(driver.uuid(device) for device in self._devices)
         self._image = image
         self._gate = gate
         self._driver = driver
-        self._stall_s = settings.source_idle_timeout_s
+        self._idle_timeout_s = settings.source_idle_timeout_s
         segments = image.segments(0, image.layout.image_bytes)
-        self._all_on_devices = not host_ranges(self._areas, segments)
+        self._all_on_devices = not host_ranges(self._allocations, segments)
         self._lock = threading.Lock()
         self._closing = False
         self._handles: dict[int, IpcHandle] = {}
-        self._holders: set[int] = set()
-        self._server = LocalServer("cuda-ipc", settings.unix_socket_dir, self._serve, nice=settings.serving_thread_nice)
+        self._pin_pipes: set[int] = set()
+        self._server = LocalServer("cuda-ipc", settings.unix_socket_dir, self._serve, nice=SERVING_THREAD_NICE)
         parameters = {
             **self._server.parameters,
             protocol.DEVICES: uuids,
@@ -70,75 +72,80 @@ class CudaIpcExporter(StatelessExporter):
         self._endpoint = Endpoint("cuda_ipc", parameters, tuple(segments))
 
     def endpoint(self) -> Endpoint:
-        """The socket, the GPUs, and the address of every byte of the image."""
+        """Return the socket, the GPUs, and the addresses of the image."""
         return self._endpoint
 
     def close(self) -> None:
-        """Cut every reader off, and wait until they have unmapped the memory, `RELEASE_TIMEOUT_S` at most."""
+        """Disconnect every reader, and wait up to `RELEASE_TIMEOUT_S` until they have unmapped the memory."""
         with self._lock:
             self._closing = True
         self._server.close()
         with self._lock:
-            holders, self._holders = self._holders, set()
-        left = _wait_closed(holders, time.monotonic() + RELEASE_TIMEOUT_S)
-        if left:
-            log.warning("readers still map this instance's memory: they stand still", readers=left)
-        close_all(list(holders))
+            pipes, self._pin_pipes = self._pin_pipes, set()
+        open_ends = _wait_closed(pipes, time.monotonic() + RELEASE_TIMEOUT_S)
+        if open_ends:
+            log.warning("readers did not unmap this instance's memory in time", readers=open_ends)
+        close_all(list(pipes))
 
     def _serve(self, connection: UnixSocketConnection) -> None:
-        """Answer one connection's questions until it ends; on a thread of its own."""
-        timeout_s = self._stall_s  # a stranger's
+        """Handle one connection's requests until it closes; on a separate thread."""
+        timeout_s = self._idle_timeout_s  # unauthenticated
         while True:
-            question, descriptors = connection.receive(time.monotonic() + timeout_s)
+            request, descriptors = connection.receive(time.monotonic() + timeout_s)
             close_all(descriptors)
             try:
-                goes_on = self._respond(connection, question)
+                keep_open = self._respond(connection, request)
             except (LeaseRejected, SourceBusy, SourceWeightsChanged) as error:
                 self._reply(connection, encode_error(error))
                 continue
-            if not goes_on:
+            if not keep_open:
                 return
-            timeout_s = IDLE_S
+            timeout_s = IDLE_TIMEOUT_S
 
-    def _respond(self, connection: UnixSocketConnection, question: Message) -> bool:
-        """Answer one question; whether another may follow."""
-        request_name, token = get_str(question, "ask"), get_str(question, "token")
-        if request_name == "borrow":
-            self._grant_range(connection, token, get_int(question, "begin"), get_int(question, "end"))
+    def _respond(self, connection: UnixSocketConnection, request: Message) -> bool:
+        """Handle one request; return True if another may follow."""
+        operation, token = get_str(request, "operation"), get_str(request, "token")
+        if operation == "acquire":
+            self._grant_range(connection, token, get_int(request, "begin"), get_int(request, "end"))
             return True
         fork_id = self._gate.authorize(token, 0, 0)
-        if request_name == "hold":
+        if operation == "pin":
             if not self._server.pin(connection, fork_id):
-                raise SourceBusy("this fork holds on to the source already")
-            self._pin(connection, fork_id)
+                raise SourceBusy("too many pins of this fork")
+            self._serve_pin(connection, fork_id)
             return False
         self._acquire_slot(connection, fork_id)
-        if request_name == "areas":
-            self._reply(connection, self._page_of(get_int(question, "from")))
-        elif request_name == "handles":
-            self._send_handles(connection, get_ints(question, "areas"))
+        if operation == "allocations":
+            self._reply(connection, self._allocation_page(get_int(request, "from")))
+        elif operation == "handles":
+            self._send_handles(connection, get_ints(request, "allocations"))
         else:
-            raise SourceCorrupt(f"a reader asked for {request_name[:40]!r}")
+            raise SourceCorrupt(f"unknown request {operation[:40]!r}")
         return True
 
     def _acquire_slot(self, connection: UnixSocketConnection, fork_id: str) -> None:
         if not self._server.acquire_slot(connection, fork_id):
-            raise SourceBusy("all slots are taken")
+            raise SourceBusy("no free connection slot")
 
-    def _page_of(self, first: int) -> Message:
-        table = self._areas.table
+    def _allocation_page(self, first: int) -> Message:
+        table = self._allocations.table
         page = table[max(first, 0) : max(first, 0) + protocol.ALLOCATIONS_PER_PAGE]
         rows = [
-            [area.base, area.size, self._devices.index(area.device), HANDLE_TYPES.index(area.handle_type)]
-            for area in page
+            [
+                allocation.base,
+                allocation.size,
+                self._devices.index(allocation.device),
+                HANDLE_TYPES.index(allocation.handle_type),
+            ]
+            for allocation in page
         ]
-        return {"areas": rows, "count": len(table)}
+        return {"allocations": rows, "count": len(table)}
 
     def _send_handles(self, connection: UnixSocketConnection, indices: list[int]) -> None:
-        """Send handles of some allocations, and descriptors for as long as that takes."""
-        table = self._areas.table
+        """Send handles of allocations; their descriptors are open only during the call."""
+        table = self._allocations.table
         if len(indices) > protocol.HANDLES_PER_PAGE or not all(0 <= index < len(table) for index in indices):
-            raise SourceCorrupt("a reader asked for allocations that there are not")
+            raise SourceCorrupt("a reader requested unknown allocations")
         descriptors: list[int] = []
         try:
             names: list[str] = []
@@ -149,83 +156,89 @@ class CudaIpcExporter(StatelessExporter):
                     descriptors.append(handle.descriptor)
             self._reply(connection, {"handles": names}, descriptors)
         except DriverError as error:
-            log.warning("the driver does not show an allocation", because=str(error))
-            raise SourceBusy(f"the source's driver does not show its memory: {error}") from error
+            log.warning("driver cannot export an allocation", reason=str(error))
+            raise SourceBusy(f"the source's driver cannot export its memory: {error}") from error
         finally:
             close_all(descriptors)
 
     def _handle(self, index: int) -> IpcHandle:
-        """Made once where it is only a name. Descriptors are made anew: thousands open would be too many."""
+        """Return a handle. Only handles without a descriptor are cached, because thousands of descriptors are
+        too many.
+        """
         with self._lock:
-            read_end = self._handles.get(index)
-        if read_end is None:
-            read_end = self._driver.export(self._areas.table[index])
-            if read_end.descriptor is None:
+            handle = self._handles.get(index)
+        if handle is None:
+            handle = self._driver.export(self._allocations.table[index])
+            if handle.descriptor is None:
                 with self._lock:
-                    self._handles[index] = read_end
-        return read_end
+                    self._handles[index] = handle
+        return handle
 
-    def _pin(self, connection: UnixSocketConnection, fork_id: str) -> None:
-        """Wait until the reader, its lease or `close` ends it; the pipe that it has says when it unmapped."""
+    def _serve_pin(self, connection: UnixSocketConnection, fork_id: str) -> None:
+        """Keep the pin until the reader, its lease or `close` ends it; closing its pipe signals that the
+        reader has unmapped.
+        """
         read_end, write_end = os.pipe2(os.O_CLOEXEC)
         with self._lock:
-            self._holders.add(read_end)
+            self._pin_pipes.add(read_end)
         try:
             try:
-                self._reply(connection, {"held": 1}, [write_end])
+                self._reply(connection, {"pinned": 1}, [write_end])
             finally:
                 os.close(write_end)
             self._wait_for_release(connection, fork_id)
         finally:
             with self._lock:
                 if not self._closing:
-                    self._holders.discard(read_end)
+                    self._pin_pipes.discard(read_end)
                     os.close(read_end)
 
     def _wait_for_release(self, connection: UnixSocketConnection, fork_id: str) -> None:
-        """Have the reader show its newest token again and again: nobody holds on longer than its lease."""
+        """Request the reader's newest token periodically, so that a pin ends with its lease."""
         while True:
-            question, descriptors = connection.receive(time.monotonic() + IDLE_S)
+            request, descriptors = connection.receive(time.monotonic() + IDLE_TIMEOUT_S)
             close_all(descriptors)
             try:
-                with contextlib.suppress(SourceBusy):  # which says nothing against the lease
-                    if fork_id != self._gate.authorize(get_str(question, "token"), 0, 0):
-                        raise LeaseRejected("the token is another fork's")
-                if get_str(question, "ask") != "hold":
-                    raise SourceCorrupt("a reader talks where it is only to hold on")
-                self._reply(connection, {"held": 1})
+                with contextlib.suppress(SourceBusy):  # does not invalidate the lease
+                    if fork_id != self._gate.authorize(get_str(request, "token"), 0, 0):
+                        raise LeaseRejected("the token belongs to another fork")
+                if get_str(request, "operation") != "pin":
+                    raise SourceCorrupt("unexpected request on a pin's connection")
+                self._reply(connection, {"pinned": 1})
             except (LeaseRejected, SourceWeightsChanged) as error:
                 self._reply(connection, encode_error(error))
                 return
 
     def _grant_range(self, connection: UnixSocketConnection, token: str, begin: int, end: int) -> None:
-        """Lend the first bytes of a range until they are returned, or the loan is cut, or too old."""
+        """Grant the first bytes of a range until the reader releases them, the grant is cut, or it times out."""
         if not 0 <= begin < end <= self._image.layout.image_bytes:
-            raise SourceCorrupt(f"a reader asked for [{begin}, {end}), which is not within the image")
+            raise SourceCorrupt(f"a reader requested [{begin}, {end}), which is not within the image")
         fork_id = self._gate.authorize(token, begin, end)
         self._acquire_slot(connection, fork_id)
-        until = begin + self._gate.acquire_bytes(min(end - begin, protocol.SLICE_BYTES), fork_id)
+        granted_end = begin + self._gate.acquire_bytes(min(end - begin, protocol.SLICE_BYTES), fork_id)
         with (
-            self._gate.read_guard(token, begin, until, connection.abort),
-            self._host_bytes(begin, until) as descriptors,
+            self._gate.read_guard(token, begin, granted_end, connection.abort),
+            self._host_bytes(begin, granted_end) as descriptors,
         ):
             try:
-                self._reply(connection, {"lent": until - begin}, descriptors)
-                reply, unasked = connection.receive(time.monotonic() + self._stall_s)
+                self._reply(connection, {"granted": granted_end - begin}, descriptors)
+                reply, received = connection.receive(time.monotonic() + self._idle_timeout_s)
             except BaseException:
-                # Before the bytes are lent no more: a reader that sends its return later must not get far.
+                # Abort before the guard ends: a later release must not be accepted.
                 connection.abort()
                 raise
-        close_all(unasked)
-        if get_str(reply, "ask") != "return":
-            raise SourceCorrupt("a reader asked for more before it returned what it has")
-        # The block ended by itself, and was not cut: what was read is what was lent.
-        self._reply(connection, {"returned": 1})
+        close_all(received)
+        if get_str(reply, "operation") != "release":
+            raise SourceCorrupt("a reader sent another request before releasing its range")
+        # The guard was not cut, so the reader read the granted bytes.
+        self._reply(connection, {"released": 1})
 
     @contextlib.contextmanager
     def _host_bytes(self, begin: int, end: int) -> Iterator[list[int]]:
-        """A file of the range's bytes in host memory, where there are any: models keep small ones."""
-        ranges = [] if self._all_on_devices else host_ranges(self._areas, self._image.segments(begin, end))
+        """Yield a file with the range's bytes that are in host memory, if any: models keep small tensors
+        there.
+        """
+        ranges = [] if self._all_on_devices else host_ranges(self._allocations, self._image.segments(begin, end))
         if not ranges:
             yield []
             return
@@ -237,20 +250,20 @@ class CudaIpcExporter(StatelessExporter):
                         file.writelines(views)
             yield [descriptor]
         finally:
-            os.ftruncate(descriptor, 0)  # whoever keeps it keeps no memory with it
+            os.ftruncate(descriptor, 0)  # frees its memory even if the reader keeps it open
             os.close(descriptor)
 
     def _reply(self, connection: UnixSocketConnection, message: Message, descriptors: list[int] | None = None) -> None:
-        connection.send(message, descriptors or (), deadline=time.monotonic() + self._stall_s)
+        connection.send(message, descriptors or (), deadline=time.monotonic() + self._idle_timeout_s)
 
 
 def _wait_closed(ends: set[int], deadline: float) -> int:
-    """Wait until the other ends of these pipes are closed; how many are not by the deadline."""
-    left, poll = set(ends), select.poll()
-    for end in left:
-        poll.register(end, 0)  # a hang-up is always told
-    while left and (time_left := deadline - time.monotonic()) > 0:
-        for end, _ in poll.poll(time_left * 1000):
+    """Wait until the other ends of these pipes are closed; return how many are still open at the deadline."""
+    open_ends, poll = set(ends), select.poll()
+    for end in open_ends:
+        poll.register(end, 0)  # POLLHUP is always reported
+    while open_ends and (remaining_s := deadline - time.monotonic()) > 0:
+        for end, _ in poll.poll(remaining_s * 1000):
             poll.unregister(end)
-            left.discard(end)
-    return len(left)
+            open_ends.discard(end)
+    return len(open_ends)

@@ -1,7 +1,8 @@
-"""libcuda.so.1 by ctypes: the functions that are used, typed as cuda.h declares them, and their results.
+"""ctypes bindings for libcuda.so.1, with the signatures and constants of cuda.h.
 
-The driver API and not the runtime: only it opens memory that torch's expandable segments lie in, and it comes
-with the driver, whatever CUDA torch was built for. Names carry the version that ``cuda.h`` maps them to.
+Uses the driver API, not the runtime: only the driver API can open torch's expandable segments, and the
+library comes with the driver, independent of torch's CUDA version. Function names have the version suffix
+that ``cuda.h`` maps them to.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from rfork.errors import TransportUnavailable, VersionMismatch
 from rfork.transport.cuda_ipc.driver import HANDLE_BYTES, DriverError
 
 MIN_VERSION: Final = 11040
-"""CUDA 11.4, driver R470: the first with all that is called here."""
+"""CUDA 11.4, driver R470: the first with all functions used here."""
 
 SUCCESS: Final = 0
 INVALID_VALUE: Final = 1
@@ -48,7 +49,7 @@ class IpcMemHandle(ctypes.Structure):
 
 
 class FabricHandle(ctypes.Structure):
-    """CUmemFabricHandle: always passed by its address."""
+    """CUmemFabricHandle: always passed by address."""
 
     _fields_ = (("data", ctypes.c_ubyte * HANDLE_BYTES),)
 
@@ -105,7 +106,7 @@ _SIGNATURES: Final[Mapping[str, tuple[type[ctypes._CDataType], ...]]] = {
     "cuStreamDestroy_v2": (c_void_p,),
 }
 
-# The last is what byref() gives.
+# The last type is returned by byref().
 Argument: TypeAlias = "int | ctypes.Structure | ctypes._CArgObject | None"
 Function = Callable[..., int]
 
@@ -113,16 +114,16 @@ Function = Callable[..., int]
 class CudaDriverLibrary:
     """The driver's functions. `path` names the library.
 
-    Raises TransportUnavailable where there is no driver, and VersionMismatch where it is too old.
+    Raises TransportUnavailable without a driver, and VersionMismatch if it is too old.
     """
 
     def __init__(self, path: str = "libcuda.so.1") -> None:
         try:
-            # Calls let go of Python's lock: some wait for the driver.
+            # CDLL releases the GIL during calls: some of them wait for the driver.
             library = ctypes.CDLL(path)
         except OSError as error:
             raise TransportUnavailable(
-                f"the NVIDIA driver's library cannot be loaded: {error}", hint="give the container its GPUs"
+                f"cannot load the NVIDIA driver's library: {error}", hint="expose GPUs to the container"
             ) from None
         self._functions: dict[str, Function] = {}
         for name, arguments in _SIGNATURES.items():
@@ -130,33 +131,35 @@ class CudaDriverLibrary:
                 function = library[name]
             except AttributeError:
                 raise VersionMismatch(
-                    f"the NVIDIA driver has no {name}", hint="a driver of CUDA 11.4 (R470) or newer is needed"
+                    f"the NVIDIA driver has no {name}", hint="needs a driver for CUDA 11.4 (R470) or newer"
                 ) from None
             function.argtypes = list(arguments)
             function.restype = c_int
             self._functions[name] = function
 
     def version(self) -> int:
-        """The newest CUDA that the driver knows, as 1000 * major + 10 * minor. Opens no device."""
+        """Return the newest CUDA version that the driver supports, as 1000 * major + 10 * minor. Opens no
+        device.
+        """
         version = c_int()
         self.call("cuDriverGetVersion", ctypes.byref(version))
         return version.value
 
     def function(self, name: str) -> Function:
-        """One of the functions, for those that look at its result themselves."""
+        """Return a function whose result the caller checks."""
         return self._functions[name]
 
     def call(self, name: str, *arguments: Argument) -> None:
-        """Call a function. Raises DriverError for every result but success."""
+        """Call a function. Raises DriverError unless it succeeds."""
         self.check(name, self._functions[name](*arguments))
 
     def check(self, name: str, code: int) -> None:
-        """Raise DriverError for a function's result, but for success."""
+        """Raise DriverError unless a function's result is success."""
         if code != SUCCESS:
             raise DriverError(name, code, self._text(code))
 
     def _text(self, code: int) -> str:
         text = c_char_p()
         if self._functions["cuGetErrorString"](code, ctypes.byref(text)) != SUCCESS or text.value is None:
-            return "an error that the driver has no words for"
+            return "unknown error"
         return text.value.decode("ascii", "replace")

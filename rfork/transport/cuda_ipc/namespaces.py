@@ -1,4 +1,4 @@
-"""What CUDA's own handles need two processes to share. For both sides."""
+"""Namespaces that two processes must share for CUDA's own handles. For both sides."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _NAMES = {protocol.PROCESSES: "PID", protocol.IPC: "IPC"}
 
 
 def namespaces() -> dict[str, str]:
-    """Endpoint parameters that name the PID and the IPC namespace of this process; "" where that is not told.
+    """Return endpoint parameters with the PID and IPC namespaces of this process; "" if unknown.
 
-    A handle of cudaMalloc's memory names a process by its number, and the driver lets it be opened within one
-    IPC namespace only: from another it says "invalid device context". Descriptors of memory open in any.
+    A handle of cudaMalloc memory contains a process id, and the driver opens it only within one IPC
+    namespace; otherwise it reports "invalid device context". Descriptors of memory work across namespaces.
     """
     return {protocol.PROCESSES: namespace("pid"), protocol.IPC: namespace("ipc")}
 
 
 def differing_namespaces(parameters: Mapping[str, str]) -> list[str]:
-    """Which of the two this process does not share with the source whose endpoint says so: "PID", "IPC"."""
-    return [_NAMES[name] for name, here in namespaces().items() if parameters.get(name, "") != here]
+    """Return those of "PID" and "IPC" for which this process and the source's endpoint differ."""
+    return [_NAMES[name] for name, local in namespaces().items() if parameters.get(name, "") != local]

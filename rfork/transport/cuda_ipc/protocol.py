@@ -1,21 +1,24 @@
-"""What the two sides of cuda_ipc say to one another, over a same-host connection.
+"""Protocol of cuda_ipc, over a same-host connection.
 
-The target asks, the source answers each question once, in order; a refusal is `encode_error` its error::
+The target sends requests; the source replies once to each, in order, with the result or with `encode_error`::
 
-    {"ask": "areas", "token", "from"}       {"areas": [[base, size, device, kind], …], "count"}
-    {"ask": "handles", "token", "areas"}    {"handles": ["hex" or ""]} and a descriptor for each that is ""
-    {"ask": "hold", "token"}                {"held": 1}, the first time with a descriptor
-    {"ask": "borrow", "token", "begin", "end"}   {"lent": bytes}, and a descriptor where host memory is in it
-    {"ask": "return"}                       {"returned": 1}
+    {"operation": "allocations", "token", "from"}    {"allocations": [[base, size, device, type], …], "count"}
+    {"operation": "handles", "token", "allocations"} {"handles": ["hex" or ""]}, plus a descriptor for each ""
+    {"operation": "pin", "token"}                    {"pinned": 1}, the first time with a descriptor
+    {"operation": "acquire", "token", "begin", "end"}    {"granted": bytes}, plus a descriptor for host memory
+    {"operation": "release"}                         {"released": 1}
 
-*Areas* are the allocations that hold the image; `device` counts the endpoint's devices, `kind` those of
-`rfork.transport.cuda_ipc.driver.HANDLE_TYPES`. The descriptor of *hold* stays open in the target for as long as it
-has any of them opened: its end tells the source that the memory may be freed. Its connection does nothing
-else: the target shows its newest token on it every `TOKEN_REFRESH_S`, and either side ends it, the source when the
-lease is over. What is *lent* is the first so many bytes of what was asked: they do not change until they are
-returned, or the connection ends. A target believes what it read only once the source has said that it is
-returned: the source then lived until the copies had ended, and a message to one that is dying does not tell.
-The descriptor of a loan is a file of the loan's bytes in host memory, in image order; it is empty after that.
+*Allocations* are those that contain the image; `device` is an index into the endpoint's devices, `type` into
+`rfork.transport.cuda_ipc.driver.HANDLE_TYPES`.
+
+The target keeps the descriptor of a *pin* open as long as it has any allocation opened: when it closes, the
+source knows that the memory may be freed. Nothing else is sent on the pin's connection: the target sends its
+newest token every `TOKEN_REFRESH_S`, and either side may end it, the source when the lease has expired.
+
+*Granted* are the first bytes of the requested range: they do not change until they are released or the
+connection closes. The target trusts the bytes only after the reply to its release: it proves that the source
+was alive until the copies had finished. The descriptor of a grant is a file of its bytes in host memory, in
+image order; it is emptied afterwards.
 """
 
 from __future__ import annotations
@@ -25,10 +28,10 @@ from typing import Final
 from rfork.image.chunks import MIB
 
 SLICE_BYTES: Final = 64 * MIB
-"""Most bytes lent at once: under a millisecond from GPU to GPU, so a fence waits for little."""
+"""Maximum bytes granted at once: less than a millisecond between GPUs, so a fence waits only briefly."""
 ALLOCATIONS_PER_PAGE: Final = 1000
 HANDLES_PER_PAGE: Final = 32
-"""Each may come with a descriptor, of which one message takes 64."""
+"""Each may have a descriptor; one message carries up to 64."""
 
 DEVICES: Final = "devices"
 """Endpoint parameter: the UUIDs of the source's GPUs, comma separated."""
@@ -37,4 +40,4 @@ PROCESSES: Final = "processes"
 IPC: Final = "ipc"
 """Endpoint parameter: the source's IPC namespace."""
 TOKEN_REFRESH_S: Final = 10.0
-"""Seconds after which who holds on shows its newest token again; the source waits for it a minute."""
+"""Interval in seconds at which a pin sends its newest token; the source waits a minute for it."""

@@ -1,4 +1,4 @@
-"""The target side: image ranges copied from the source's GPU memory into the target's own."""
+"""Target side: copies image ranges from the source's GPU memory into the target's image."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ log = logger(__name__)
 
 
 class CudaIpcReader:
-    """One source's image. Runs on the target; thread-safe: each read under way has a stream of its own.
+    """Reads one source's image. Runs on the target; thread-safe: each concurrent read uses a separate stream.
 
-    `remote` are the source's addresses, `target` this side's allocations, `source_idle_timeout_s` the seconds that the
-    source may take for an answer. A copy that was begun cannot be broken off, so every way out of a read
-    waits for those under way: 64 MiB at most.
+    Parameters: `remote`, the source's addresses; `target`, this side's allocations; `idle_timeout_s`, timeout
+    of a reply. A running copy cannot be cancelled, so leaving a read always waits for running copies: at most
+    64 MiB.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class CudaIpcReader:
         *,
         remote: AddressMap,
         target: AllocationTable,
-        stall_s: float,
+        idle_timeout_s: float,
     ) -> None:
         self._connections = connections
         self._memory = memory
@@ -53,153 +53,155 @@ class CudaIpcReader:
         self._token = token
         self._remote = remote
         self._target = target
-        self._stall_s = stall_s
-        self._attaching = threading.Lock()
+        self._idle_timeout_s = idle_timeout_s
+        self._pin_lock = threading.Lock()
         self._source_pin: SourcePin | None = None
         self._changed = threading.Condition()
-        self._inside = 0
+        self._active_reads = 0
         self._error: RforkError | None = None
         self._broken = threading.Event()
-        self._down = threading.Event()
+        self._released = threading.Event()
         self._copier = StreamCopier(driver, memory, self._broken, self._check)
 
     def open(self, deadline: float) -> None:
-        """Hold on to the source, and open an allocation of each kind on each GPU, to see whether it works.
+        """Pin the source, and test each handle type of each GPU by opening one allocation.
 
-        Raises as `read` does, and TransportUnavailable kinds.
+        Raises as `read`, and TransportUnavailable or a subclass.
         """
-        with self._use():
-            areas = self._areas(deadline)
-            rising = list(enumerate(areas.table))
-            firsts = {(area.device, area.handle_type): index for index, area in reversed(rising)}
+        with self._in_use():
+            allocations = self._allocations(deadline)
+            numbered = list(enumerate(allocations.table))
+            first_of_type = {
+                (allocation.device, allocation.handle_type): index for index, allocation in reversed(numbered)
+            }
             for device in self._target.devices:
-                self._memory.open(list(firsts.values()), device, deadline)
+                self._memory.open(list(first_of_type.values()), device, deadline)
 
     def read(self, begin: int, end: int, deadline: float) -> None:
         """Copy image range `[begin, end)` into the target image; see `Reader.read`.
 
-        A range outside the image is a ValueError.
+        Raises ValueError for a range outside the image.
         """
         self._image.segments(begin, end)
-        with self._use():
+        with self._in_use():
             at = begin
             while at < end:
-                at += self._slice(at, min(end, at + protocol.SLICE_BYTES), deadline)
+                at += self._read_slice(at, min(end, at + protocol.SLICE_BYTES), deadline)
 
     def set_rate_limit(self, rate: int | None) -> None:
-        """Nothing to do: the source lends as slowly as it likes. See `Reader.set_rate_limit`."""
+        """Does nothing: the source throttles. See `Reader.set_rate_limit`."""
 
     def close(self) -> None:
-        """Let go of the source's memory; reads under way raise SourceUnavailable. Safe to call twice."""
-        self._end(SourceUnavailable("this reader was closed"))
-        self._down.wait()
+        """Release the source's memory; reads in progress raise SourceUnavailable. Idempotent."""
+        self._fail(SourceUnavailable("the reader was closed"))
+        self._released.wait()
 
-    def _slice(self, begin: int, end: int, deadline: float) -> int:
-        """Copy the first bytes of a range; how many.
+    def _read_slice(self, begin: int, end: int, deadline: float) -> int:
+        """Copy the first bytes of a range; return how many.
 
-        A connection that drops is replaced once: a source that cut this reader off says why when it is asked
-        again.
+        A lost connection is replaced once: a source that disconnected the reader reports the reason on the
+        next request.
         """
-        wanted = self._steps(begin, end, deadline)
-        for device, areas in wanted.allocations_needed.items():
-            self._open(areas, device, deadline)
+        plan = self._plan(begin, end, deadline)
+        for device, allocations in plan.allocations_needed.items():
+            self._open(allocations, device, deadline)
         try:
-            return self._request_range(begin, end, wanted, deadline)
+            return self._request_range(begin, end, plan, deadline)
         except SourceUnavailable as first:
             self._check()
-            log.info("connection replaced", because=str(first), missing=end - begin)
-            return self._request_range(begin, end, wanted, deadline)
+            log.info("connection replaced", reason=str(first), missing=end - begin)
+            return self._request_range(begin, end, plan, deadline)
 
-    def _open(self, areas: Sequence[int], device: int, deadline: float) -> None:
-        """What did not show when this transport was chosen counts as the source's failure now."""
+    def _open(self, allocations: Sequence[int], device: int, deadline: float) -> None:
+        """Open allocations. After the transport has been selected, a failure is the source's."""
         try:
-            self._memory.open(areas, device, deadline)
+            self._memory.open(allocations, device, deadline)
         except TransportUnavailable as error:
-            raise SourceUnavailable(f"the rest of the source cannot be had: {error}", hint=error.hint) from error
+            raise SourceUnavailable(f"cannot open more of the source's memory: {error}", hint=error.hint) from error
 
-    def _request_range(self, begin: int, end: int, wanted: CopyPlan, deadline: float) -> int:
+    def _request_range(self, begin: int, end: int, plan: CopyPlan, deadline: float) -> int:
         with self._connections.lease(self._remaining(deadline)) as connection:
-            question: Message = {"ask": "borrow", "token": self._token(), "begin": begin, "end": end}
-            connection.send(question, deadline=self._remaining(deadline))
+            request: Message = {"operation": "acquire", "token": self._token(), "begin": begin, "end": end}
+            connection.send(request, deadline=self._remaining(deadline))
             reply, descriptors = connection.receive(self._remaining(deadline))
             try:
                 raise_error(reply)
-                lent = get_int(reply, "lent")
-                if not 0 < lent <= end - begin:
-                    raise SourceCorrupt(f"the source lent {lent} of {end - begin} bytes")
-                if lent < end - begin:
-                    wanted = self._steps(begin, begin + lent, deadline)
-                self._copy_range(wanted, descriptors, deadline)
+                granted = get_int(reply, "granted")
+                if not 0 < granted <= end - begin:
+                    raise SourceCorrupt(f"the source granted {granted} of {end - begin} bytes")
+                if granted < end - begin:
+                    plan = self._plan(begin, begin + granted, deadline)
+                self._copy_range(plan, descriptors, deadline)
             except SourceCorrupt:
                 if not connection.is_idle:
-                    raise SourceUnavailable("the source took back what it lent") from None
+                    raise SourceUnavailable("the source revoked the granted range") from None
                 raise
             finally:
                 close_all(descriptors)
-            connection.send({"ask": "return"}, deadline=self._remaining(deadline))
+            connection.send({"operation": "release"}, deadline=self._remaining(deadline))
             reply, descriptors = connection.receive(self._remaining(deadline))
             close_all(descriptors)
             raise_error(reply)
-            get_int(reply, "returned")
-        return lent
+            get_int(reply, "released")
+        return granted
 
-    def _copy_range(self, wanted: CopyPlan, descriptors: Sequence[int], deadline: float) -> None:
-        """Do the copies, then take what came in a file, while the bytes are lent."""
-        if wanted.copies:
-            self._copier.copy(wanted, deadline)
-        if not wanted.on_host:
+    def _copy_range(self, plan: CopyPlan, descriptors: Sequence[int], deadline: float) -> None:
+        """Run the copies, then read the bytes of host memory from the file, while the range is granted."""
+        if plan.copies:
+            self._copier.copy(plan, deadline)
+        if not plan.on_host:
             return
         if len(descriptors) != 1:
-            raise SourceCorrupt("the source sent no file of its bytes in host memory")
+            raise SourceCorrupt("the source sent no file with its bytes in host memory")
         offset = 0
-        for begin, end in wanted.on_host:
+        for begin, end in plan.on_host:
             with self._image.writable(begin, end) as views:
                 for view in views:
                     _fill_from(descriptors[0], offset, view)
                     offset += view.nbytes
 
-    def _steps(self, begin: int, end: int, deadline: float) -> CopyPlan:
+    def _plan(self, begin: int, end: int, deadline: float) -> CopyPlan:
         pieces = common_pieces(self._remote.segments(begin, end), self._image.segments(begin, end))
-        return plan_copies(pieces, begin, self._areas(deadline), self._target)
+        return plan_copies(pieces, begin, self._allocations(deadline), self._target)
 
-    def _areas(self, deadline: float) -> AllocationTable:
-        """The source's allocations; it is held on to from the first question on."""
-        if not self._attaching.acquire(timeout=max(deadline - time.monotonic(), 0)):
-            raise SourceTimeout("the source did not let this side hold on to it in time")
+    def _allocations(self, deadline: float) -> AllocationTable:
+        """Return the source's allocations; the first call pins the source."""
+        if not self._pin_lock.acquire(timeout=max(deadline - time.monotonic(), 0)):
+            raise SourceTimeout("the source was not pinned in time")
         try:
             if self._source_pin is None:
-                self._source_pin = SourcePin(self._connections, self._token, self._remaining(deadline), self._end)
+                self._source_pin = SourcePin(self._connections, self._token, self._remaining(deadline), self._fail)
         finally:
-            self._attaching.release()
-        return self._memory.areas(self._remaining(deadline))
+            self._pin_lock.release()
+        return self._memory.allocations(self._remaining(deadline))
 
     def _remaining(self, deadline: float) -> float:
-        return min(deadline, time.monotonic() + self._stall_s)
+        return min(deadline, time.monotonic() + self._idle_timeout_s)
 
     @contextmanager
-    def _use(self) -> Iterator[None]:
-        """Keep the source's memory open inside the block."""
+    def _in_use(self) -> Iterator[None]:
+        """Keep the source's memory open within the context."""
         with self._changed:
             self._check()
-            self._inside += 1
+            self._active_reads += 1
         try:
             yield
         except SourceUnavailable:
-            self._check()  # closed by this side, or by the source: that is the reason
+            self._check()  # prefer the reason why either side closed the reader
             raise
         finally:
             with self._changed:
-                self._inside -= 1
+                self._active_reads -= 1
                 self._changed.notify_all()
 
     def _check(self) -> None:
         if self._error is not None:
             raise type(self._error)(str(self._error))
 
-    def _end(self, error: RforkError) -> None:
-        """Spend the reader: no read goes on, and once none is under way all is let go.
+    def _fail(self, error: RforkError) -> None:
+        """Fail the reader: reads stop, and when none is in progress all resources are released.
 
-        Only the first one counts.
+        Only the first error counts.
         """
         with self._changed:
             if self._error is not None:
@@ -209,17 +211,17 @@ class CudaIpcReader:
         self._connections.close()
         try:
             with self._changed:
-                self._changed.wait_for(lambda: self._inside == 0)
+                self._changed.wait_for(lambda: self._active_reads == 0)
             self._copier.close()
             self._memory.close()
             if self._source_pin is not None:
                 self._source_pin.release()
         finally:
-            self._down.set()
+            self._released.set()
 
 
 def _fill_from(descriptor: int, offset: int, view: memoryview) -> None:
-    """Fill a view from a file. Raises SourceCorrupt where it ends too early, or is none."""
+    """Fill a view from a file. Raises SourceCorrupt if it is too short or not readable."""
     done = 0
     while done < view.nbytes:
         try:
@@ -227,5 +229,5 @@ def _fill_from(descriptor: int, offset: int, view: memoryview) -> None:
         except OSError as error:
             raise SourceCorrupt(f"the source's bytes in host memory cannot be read: {error.strerror}") from None
         if not count:
-            raise SourceCorrupt("the source sent fewer bytes of host memory than it lent")
+            raise SourceCorrupt("the source sent fewer bytes of host memory than it granted")
         done += count

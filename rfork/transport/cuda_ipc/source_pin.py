@@ -1,4 +1,4 @@
-"""What a target holds of its source for as long as it has the source's memory opened. Runs on the target."""
+"""Pin that keeps the source's memory valid while the target has it opened. Runs on the target."""
 
 from __future__ import annotations
 
@@ -18,16 +18,19 @@ from rfork.transport.unix_socket.connection import UnixSocketConnection, close_a
 from rfork.transport.unix_socket.messages import raise_error
 
 REPLY_TIMEOUT_S: Final = 60.0
-"""Seconds that the source may take to answer a token: it may stand still, and reads have deadlines."""
+"""Timeout of the source's reply to a token: long, because it may be stopped, and reads have their own
+deadlines.
+"""
 
 log = logger(__name__)
 
 
 class SourcePin:
-    """A connection on which the source says, by ending it, that its memory has to be let go.
+    """Connection and descriptor that coordinate the release of a source's memory.
 
-    And a descriptor that tells the source, by its end, that it was. `on_end` is called, on the hold's own
-    thread, when the source ends it; it has to let go. Takes hold at once; raises as `Reader.read` does.
+    The source closes the connection to request the release: `on_end` is then called on the pin's thread and
+    must release the memory. Closing the descriptor tells the source that the memory has been released. The
+    constructor sets the pin; raises as `Reader.read`.
     """
 
     def __init__(
@@ -41,57 +44,54 @@ class SourcePin:
         self._token = token
         self._on_end = on_end
         self._pinned: Future[int] = Future()
-        self._thread = threading.Thread(target=self._run, args=(deadline,), name="rfork-cuda-ipc-hold", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(deadline,), name="rfork-cuda-ipc-pin", daemon=True)
         self._thread.start()
-        self._descriptor = self._pinned.result()  # each step of it has its deadline
+        self._descriptor = self._pinned.result()  # each step has a deadline
 
     def release(self) -> None:
-        """Tell the source that nothing of it is opened here any more; after its connections were cut.
-
-        Once only.
-        """
+        """Close the descriptor, after all connections to the source were closed. Call once."""
         os.close(self._descriptor)
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def _listen(self, connection: UnixSocketConnection) -> None:
-        """Until it is time to show a token again. Raises what the source ends it with."""
+    def _wait_for_refresh(self, connection: UnixSocketConnection) -> None:
+        """Wait until the next token is due. Raises the error with which the source ends the pin."""
         try:
-            message, unasked = connection.receive(time.monotonic() + TOKEN_REFRESH_S)
+            message, descriptors = connection.receive(time.monotonic() + TOKEN_REFRESH_S)
         except SourceTimeout:
             return
-        close_all(unasked)
+        close_all(descriptors)
         raise_error(message)
-        raise SourceCorrupt("the source talks where it was not asked")
+        raise SourceCorrupt("unexpected message from the source")
 
-    def _show(self, connection: UnixSocketConnection) -> None:
-        connection.send({"ask": "hold", "token": self._token()}, deadline=time.monotonic() + REPLY_TIMEOUT_S)
-        reply, unasked = connection.receive(time.monotonic() + REPLY_TIMEOUT_S)
-        close_all(unasked)
+    def _refresh_token(self, connection: UnixSocketConnection) -> None:
+        connection.send({"operation": "pin", "token": self._token()}, deadline=time.monotonic() + REPLY_TIMEOUT_S)
+        reply, descriptors = connection.receive(time.monotonic() + REPLY_TIMEOUT_S)
+        close_all(descriptors)
         raise_error(reply)
 
     def _run(self, deadline: float) -> None:
         try:
             with self._connections.lease(deadline) as connection:
-                connection.send({"ask": "hold", "token": self._token()}, deadline=deadline)
+                connection.send({"operation": "pin", "token": self._token()}, deadline=deadline)
                 reply, descriptors = connection.receive(deadline)
                 try:
                     raise_error(reply)
                     if len(descriptors) != 1:
-                        raise SourceCorrupt("the source gave nothing to hold on to")
+                        raise SourceCorrupt("the source sent no descriptor for the pin")
                 except BaseException:
                     close_all(descriptors)
                     raise
                 self._pinned.set_result(descriptors[0])
                 while True:
-                    self._listen(connection)
-                    self._show(connection)
+                    self._wait_for_refresh(connection)
+                    self._refresh_token(connection)
         except RforkError as error:
             if self._pinned.done():
                 self._on_end(error)
             else:
                 self._pinned.set_exception(error)
-        except Exception as error:  # whoever waits for the hold must not wait for ever
-            log.exception("hold failed")
+        except Exception as error:  # an unexpected error must reach the caller that waits for the pin
+            log.exception("pin failed")
             if not self._pinned.done():
                 self._pinned.set_exception(error)

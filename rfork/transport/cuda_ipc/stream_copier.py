@@ -1,4 +1,4 @@
-"""Streams of copies: made when wanted, waited for with a deadline, and kept for the next read."""
+"""Runs copies on streams, which are created on demand and reused."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from rfork.transport.cuda_ipc.driver import CopyOp, CopyStream, Driver, DriverEr
 from rfork.transport.cuda_ipc.source_memory import SourceMemory
 
 MIN_WAIT_S, MAX_WAIT_S = 0.00005, 0.002
-WARN_S: Final = 5.0
+WARN_INTERVAL_S: Final = 5.0
 
 log = logger(__name__)
 
 
 class StreamCopier:
-    """Does the copies of reads; thread-safe: each copies on streams of its own.
+    """Runs the copies of reads. Thread-safe: each call of `copy` uses separate streams.
 
-    A copy that was begun cannot be broken off, so every way out of `copy` waits for those under way. Once
-    `broken` is set, `check` says why by raising it.
+    A running copy cannot be cancelled, so leaving `copy` always waits for running copies. Once `broken` is
+    set, `check` raises the reason.
     """
 
     def __init__(
@@ -37,26 +37,26 @@ class StreamCopier:
         self._idle: dict[int, list[CopyStream]] = {}
 
     def close(self) -> None:
-        """Let the streams go; after the last `copy`."""
+        """Destroy the streams, after the last `copy`."""
         with self._lock:
-            streams = [lane for idle in self._idle.values() for lane in idle]
+            streams = [stream for idle in self._idle.values() for stream in idle]
             self._idle.clear()
-        for lane in streams:
-            _close(lane)
+        for stream in streams:
+            _close(stream)
 
-    def copy(self, wanted: CopyPlan, deadline: float) -> None:
-        """Do them. Raises SourceTimeout at the deadline, TargetError when a device fails, or as `check`."""
+    def copy(self, plan: CopyPlan, deadline: float) -> None:
+        """Run the copies. Raises SourceTimeout at the deadline, TargetError if a device fails, or as `check`."""
         streams: list[tuple[int, CopyStream]] = []
         try:
-            for device in wanted.allocations_needed:
-                lane = self._stream(device)
-                streams.append((device, lane))
+            for device in plan.allocations_needed:
+                stream = self._stream(device)
+                streams.append((device, stream))
                 address = self._memory.address
-                lane.queue(
+                stream.queue(
                     [
-                        CopyOp(address(step.allocation, device) + step.offset, step.local, step.length)
-                        for step in wanted.copies
-                        if step.device == device
+                        CopyOp(address(copy.allocation, device) + copy.offset, copy.local, copy.length)
+                        for copy in plan.copies
+                        if copy.device == device
                     ]
                 )
             self._wait(streams, deadline)
@@ -66,46 +66,46 @@ class StreamCopier:
             self._drain(streams)
 
     def _wait(self, streams: Sequence[tuple[int, CopyStream]], deadline: float) -> None:
-        """Return once all copies have ended.
+        """Return when all copies have finished.
 
-        Raises SourceTimeout at the deadline, DriverError, or what ended this.
+        Raises SourceTimeout at the deadline, DriverError, or as `check`.
         """
         wait = MIN_WAIT_S
-        while not all(lane.done() for _, lane in streams):
+        while not all(stream.done() for _, stream in streams):
             if self._broken.wait(wait):
                 self._check()
             if time.monotonic() >= deadline:
-                raise SourceTimeout("copies from the source's GPU were not done by the deadline")
+                raise SourceTimeout("copies from the source's GPU did not finish before the deadline")
             wait = min(wait * 1.5, MAX_WAIT_S)
 
     def _drain(self, streams: Sequence[tuple[int, CopyStream]]) -> None:
-        """Give the streams back once nothing is under way on them; those that failed are dropped."""
-        for device, lane in streams:
+        """Return the streams to the pool once nothing runs on them; drop those that failed."""
+        for device, stream in streams:
             try:
-                warn_at = time.monotonic() + WARN_S
-                # However long: bytes that land later, where another source's are by then, are worse. A device
-                # that is lost says so, and nothing lands any more.
-                while not lane.done():
+                warn_at = time.monotonic() + WARN_INTERVAL_S
+                # Wait without limit: bytes that arrive after another source has filled the range would
+                # corrupt it. If the device is lost, done() raises and no more bytes arrive.
+                while not stream.done():
                     if time.monotonic() >= warn_at:
-                        log.warning("copies out of a source's GPU memory still go on", device=device)
-                        warn_at += WARN_S
+                        log.warning("copies from a source's GPU memory are still running", device=device)
+                        warn_at += WARN_INTERVAL_S
                     time.sleep(MAX_WAIT_S)
             except DriverError as error:
-                log.warning("a stream of copies failed", device=device, because=str(error))
-                _close(lane)
+                log.warning("copy stream failed", device=device, reason=str(error))
+                _close(stream)
             else:
                 with self._lock:
-                    self._idle.setdefault(device, []).append(lane)
+                    self._idle.setdefault(device, []).append(stream)
 
     def _stream(self, device: int) -> CopyStream:
         with self._lock:
             if self._idle.get(device):
                 return self._idle[device].pop()
-        return self._driver.copies(device)
+        return self._driver.copy_stream(device)
 
 
-def _close(lane: CopyStream) -> None:
+def _close(stream: CopyStream) -> None:
     try:
-        lane.close()
+        stream.close()
     except DriverError as error:
-        log.warning("a stream cannot be let go", because=str(error))
+        log.warning("cannot destroy a copy stream", reason=str(error))

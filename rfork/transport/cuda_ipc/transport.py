@@ -1,7 +1,7 @@
-"""The `cuda_ipc` transport: when it can run, and how both sides begin.
+"""The `cuda_ipc` transport: availability, export and connect.
 
-From GPU to GPU of one host, or within one GPU: by NVLink where there is one, else over PCIe. It needs no
-network, and takes no memory beside the tensors.
+Copies between GPUs of one host, or within one GPU, over NVLink or PCIe. Needs no network, and no memory in
+addition to the tensors.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ log = logger(__name__)
 
 
 class CudaIpcTransport:
-    """Copies between two processes of one host, out of one's GPU memory into the other's.
+    """Copies from one process's GPU memory to another's on the same host.
 
-    `driver` makes what speaks to the GPUs.
+    `driver` creates the driver for the GPUs.
     """
 
     name = "cuda_ipc"
@@ -57,10 +57,10 @@ class CudaIpcTransport:
         self._driver = driver
 
     def availability(self) -> Availability:
-        """Usable on Linux with a GPU of NVIDIA's that torch sees; see `Transport.availability`."""
-        here = same_host_availability()
-        if not here.usable:
-            return here
+        """Available on Linux with an NVIDIA GPU visible to torch; see `Transport.availability`."""
+        same_host = same_host_availability()
+        if not same_host.usable:
+            return same_host
         if torch.version.cuda is None or not torch.cuda.is_available():
             return Availability(False, "torch finds no CUDA device")
         try:
@@ -68,20 +68,20 @@ class CudaIpcTransport:
         except (RforkError, DriverError) as error:
             return Availability(False, str(error), error.hint if isinstance(error, RforkError) else "")
         if version < libcuda.MIN_VERSION:
-            text = f"the NVIDIA driver is of CUDA {version // 1000}.{version % 1000 // 10}"
-            return Availability(False, text, "CUDA 11.4 (driver R470) or newer is needed")
-        return Availability(True, "from GPU to GPU of this host")
+            text = f"the NVIDIA driver supports only CUDA {version // 1000}.{version % 1000 // 10}"
+            return Availability(False, text, "needs CUDA 11.4 (driver R470) or newer")
+        return Availability(True, "between GPUs of this host")
 
     def export(self, image: Image, gate: AccessGate) -> CudaIpcExporter:
-        """Source side: show the image's GPU memory to whoever `gate` admits.
+        """Source side: share the image's GPU memory with the readers that `gate` authorizes.
 
-        Raises TransportUnavailable kinds for an image of host memory, or of memory that no other process can
-        open; SettingsError when the folder of sockets cannot be used.
+        Raises TransportUnavailable or a subclass for an image in host memory, or in memory that other
+        processes cannot open; SettingsError if the socket directory cannot be used.
         """
         try:
             return CudaIpcExporter(image, gate, self._driver(), self._settings)
         except DriverError as error:
-            raise TransportUnavailable(f"the GPU's driver refuses: {error}") from error
+            raise TransportUnavailable(f"the GPU driver failed: {error}") from error
 
     def connect(
         self,
@@ -89,12 +89,12 @@ class CudaIpcTransport:
         image: Image,
         token: TokenSource,
         deadline: float,
-        talk: OpenControlStream = no_control_stream,
+        open_control_stream: OpenControlStream = no_control_stream,
     ) -> CudaIpcReader:
-        """Target side: hold on to the source, and open some of its memory to learn whether that works.
+        """Target side: pin the source and open some of its memory as a test.
 
-        A lease that is refused by then is said by the first read. Raises as `CudaIpcReader.read` does, and
-        NotSameHost, PeerAccessUnavailable, VersionMismatch or TransportUnavailable.
+        A lease that is rejected at this point is reported by the first read. Raises as `CudaIpcReader.read`,
+        and NotSameHost, PeerAccessUnavailable, VersionMismatch or TransportUnavailable.
         """
         settings, parameters = self._settings, endpoint.parameters
         remote = AddressMap(endpoint.segments, image.layout.image_bytes)
@@ -104,14 +104,14 @@ class CudaIpcTransport:
             reader = self._reader(connections, parameters, image, token, remote)
         except DriverError as error:
             connections.close()
-            raise TransportUnavailable(f"the GPU's driver refuses: {error}") from error
+            raise TransportUnavailable(f"the GPU driver failed: {error}") from error
         except BaseException:
             connections.close()
             raise
         try:
             reader.open(deadline)
         except (LeaseRejected, SourceBusy, SourceWeightsChanged) as error:
-            log.debug("the source refuses for now", because=str(error))
+            log.debug("source rejected the request for now", reason=str(error))
         except BaseException:
             reader.close()
             raise
@@ -128,8 +128,10 @@ class CudaIpcTransport:
         driver = self._driver()
         target = allocations_of(driver, image)
         if not target.table:
-            raise TransportUnavailable("no byte of this instance's image lies on a GPU")
+            raise TransportUnavailable("this instance's image has no bytes on a GPU")
         require_peer_access(driver, parameters.get(protocol.DEVICES, "").split(","), target.devices)
-        stall_s = self._settings.source_idle_timeout_s
-        memory = SourceMemory(driver, connections, token, parameters, stall_s)
-        return CudaIpcReader(driver, connections, memory, image, token, remote=remote, target=target, stall_s=stall_s)
+        idle_timeout_s = self._settings.source_idle_timeout_s
+        memory = SourceMemory(driver, connections, token, parameters, idle_timeout_s)
+        return CudaIpcReader(
+            driver, connections, memory, image, token, remote=remote, target=target, idle_timeout_s=idle_timeout_s
+        )

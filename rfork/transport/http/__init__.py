@@ -1,7 +1,8 @@
-"""The http transport: HTTP/1.1 Range requests on a live image, under a lease token, TLS by setting.
+"""The http transport: HTTP/1.1 Range requests on a live image, authorized by a lease token, optionally over
+TLS.
 
-The default where there is no RDMA. What a seed serves is a safetensors file, so any HTTP client can
-read it, and what reads it here reads any file behind HTTP.
+Default for machines without RDMA. A seed serves a safetensors file, so any HTTP client can read it, and the
+reader can read any file from an HTTP server.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from rfork.errors import SettingsError, SourceCorrupt
 from rfork.image.memory import Image
 from rfork.image.safetensors_header import live_header
 from rfork.settings import InstanceSettings
+from rfork.thread_priority import SERVING_THREAD_NICE
 from rfork.tls_files import client_context, server_context
 from rfork.transport.base import (
     AccessGate,
@@ -20,7 +22,7 @@ from rfork.transport.base import (
     no_control_stream,
 )
 from rfork.transport.http.client import HttpReader
-from rfork.transport.http.range_request import HttpTarget
+from rfork.transport.http.range_request import HttpLocation
 from rfork.transport.http.responses import ImageResource
 from rfork.transport.http.server import HttpExporter
 
@@ -28,8 +30,8 @@ from rfork.transport.http.server import HttpExporter
 class HttpTransport:
     """`Transport` over HTTP/1.1.
 
-    Endpoint parameters: `url`; `data_offset`, the file offset of the image (default 0); `etag`, the
-    strong entity tag that every answer must have (default: that of the first answer).
+    Endpoint parameters: `url`; `data_offset`, the file offset of the image (default 0); `etag`, the strong
+    entity tag that every response must have (default: that of the first response).
     """
 
     def __init__(self, settings: InstanceSettings) -> None:
@@ -37,24 +39,24 @@ class HttpTransport:
 
     @property
     def name(self) -> str:
-        """The word used for it in settings, plans and reports."""
+        """Name in settings, plans and reports."""
         return "http"
 
     @property
     def one_sided(self) -> bool:
-        """The source sends each byte itself."""
+        """False: the source sends each byte."""
         return False
 
     def availability(self) -> Availability:
-        """Usable wherever there is TCP; not with TLS files that cannot be read."""
+        """Available unless the TLS files cannot be read."""
         tls = self._settings.tls
         try:
-            serves = server_context(tls) is not None
-            if tls.enabled:  # or there is nothing to try, and all authorities of this machine would be read
+            serves_tls = server_context(tls) is not None
+            if tls.enabled:  # otherwise there is nothing to check, and loading the system's CA certificates is slow
                 client_context(tls)
         except SettingsError as error:
-            return Availability(False, str(error), "mend or unset RFORK_TLS_*")
-        return Availability(True, f"needs nothing but TCP; serves {'https' if serves else 'http'}")
+            return Availability(False, str(error), "correct or unset RFORK_TLS_*")
+        return Availability(True, f"needs only TCP; serves {'https' if serves_tls else 'http'}")
 
     def export(self, image: Image, gate: AccessGate) -> HttpExporter:
         """Source side: serve `image` until the exporter is closed. Raises PortInUse or SettingsError."""
@@ -65,8 +67,8 @@ class HttpTransport:
             ports=settings.ports_from(settings.http_port),
             advertise=settings.advertised_host,
             tls=server_context(settings.tls),
-            stall_s=settings.source_idle_timeout_s,
-            nice=settings.serving_thread_nice,
+            idle_timeout_s=settings.source_idle_timeout_s,
+            nice=SERVING_THREAD_NICE,
         )
 
     def connect(
@@ -75,22 +77,22 @@ class HttpTransport:
         image: Image,
         token: TokenSource,
         deadline: float,
-        talk: OpenControlStream = no_control_stream,
+        open_control_stream: OpenControlStream = no_control_stream,
     ) -> HttpReader:
-        """Target side: connect to the endpoint's URL; a token of "" is not sent. Raises as `read` does."""
+        """Target side: connect to the endpoint's URL; an empty token is not sent. Raises as `Reader.read`."""
         parameters = endpoint.parameters
-        http_target = HttpTarget.of(parameters.get("url", ""))
+        location = HttpLocation.parse(parameters.get("url", ""))
         offset = parameters.get("data_offset", "0")
         if not offset.isdecimal():
-            raise SourceCorrupt(f"{http_target} says its image begins at {offset!r}, which is no byte offset")
+            raise SourceCorrupt(f"{location} reports an invalid data offset, {offset!r}")
         reader = HttpReader(
-            http_target,
+            location,
             image,
             token,
             data_offset=int(offset),
             etag=parameters.get("etag", ""),
-            context=client_context(self._settings.tls) if http_target.secure else None,
-            stall_s=self._settings.source_idle_timeout_s,
+            context=client_context(self._settings.tls) if location.secure else None,
+            idle_timeout_s=self._settings.source_idle_timeout_s,
         )
         reader.open(deadline)
         return reader

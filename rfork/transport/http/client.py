@@ -1,7 +1,7 @@
-"""The target side of the http transport: image ranges out of any HTTP server, into the tensors' memory.
+"""Target side of the http transport: reads image ranges from any HTTP server into the tensors' memory.
 
-The server is a live seed's, or any that serves a file with Range requests: a snapshot behind nginx or
-an object store. Only an answer's head is parsed; its body goes from the socket into the views.
+The server is a live seed, or any server of a file with Range requests, such as nginx or an object store with
+a snapshot. Only the head of a response is parsed; its body is received directly into the views.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rfork.transport.base import TokenSource
 from rfork.transport.http import headers as http_fields
 from rfork.transport.http.parser import is_keep_alive
 from rfork.transport.http.range_request import (
-    HttpTarget,
+    HttpLocation,
     IdleTimeout,
     error_from_response,
     open_stream,
@@ -30,50 +30,52 @@ from rfork.transport.http.stream import ScatterCursor, Stream
 log = logger(__name__)
 
 REQUEST_BYTES = 32 << 20
-"""Most bytes asked for at once. Each request shows the newest token, and the source looks at it again
-while it sends: so one request must be done well within a lease's time."""
+"""Maximum bytes of one request. Each request carries the newest token, and the source checks it again while
+sending, so a request must finish well within a lease's lifetime.
+"""
 
 
 class HttpReader:
-    """Reads image ranges from one file. Thread-safe: each read under way has a connection of its own.
+    """Reads image ranges from one file. Thread-safe: each concurrent read uses a separate connection.
 
-    The image begins at file byte `data_offset`. `etag` empty: the first answer's is held to.
-    `context` None: plain TCP. `source_idle_timeout_s`: seconds without a byte after which a source counts as stalled.
+    The image begins at file byte `data_offset`. If `etag` is empty, the tag of the first response is used.
+    `context` None: plain TCP. `idle_timeout_s`: seconds without a byte after which a source counts as
+    stalled.
     """
 
     def __init__(
         self,
-        http_target: HttpTarget,
+        location: HttpLocation,
         image: Image,
         token: TokenSource,
         *,
         data_offset: int,
         etag: str,
         context: ssl.SSLContext | None,
-        stall_s: float,
+        idle_timeout_s: float,
     ) -> None:
-        self._http_target = http_target
+        self._location = location
         self._image = image
         self._token = token
         self._data_offset = data_offset
         self._etag = etag
         self._context = context
-        self._stall_s = stall_s
+        self._idle_timeout_s = idle_timeout_s
         self._lock = threading.Lock()
         self._closed = False
         self._idle: list[Stream] = []
         self._streams: set[Stream] = set()
-        self.answered = False
-        """Whether a byte of an image has ever come from there."""
+        self.has_received = False
+        """True if any byte of an image has been received."""
 
     def open(self, deadline: float) -> None:
-        """Make the first connection, to learn at once whether there is a server. Raises as `read` does."""
+        """Open the first connection, to detect an unreachable server early. Raises as `read`."""
         self._release(self._connect(deadline))
 
     def read(self, begin: int, end: int, deadline: float) -> None:
-        """Copy image range `[begin, end)` into the image; raises as `Reader.read` says.
+        """Copy image range `[begin, end)` into the image; raises as `Reader.read`.
 
-        A range outside the image is a ValueError.
+        Raises ValueError for a range outside the image.
         """
         with self._image.writing(begin, end) as steps:
             cursor = ScatterCursor((), steps)
@@ -82,10 +84,10 @@ class HttpReader:
                 self._read_request(cursor, begin, until, deadline)
 
     def set_rate_limit(self, rate: int | None) -> None:
-        """Nothing to do: the source sends as slowly as it likes. See `Reader.set_rate_limit`."""
+        """Does nothing: the source throttles. See `Reader.set_rate_limit`."""
 
     def close(self) -> None:
-        """Drop all connections; reads under way raise SourceUnavailable."""
+        """Close all connections; reads in progress raise SourceUnavailable."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -96,10 +98,10 @@ class HttpReader:
             self._discard(stream)
 
     def _read_request(self, cursor: ScatterCursor, begin: int, until: int, deadline: float) -> None:
-        """Fill the cursor, which began at image offset `begin`, until it has `until` bytes.
+        """Fill the cursor, which starts at image offset `begin`, until it has `until` bytes.
 
-        A connection that drops is replaced once, and the rest asked for on the new one: servers close
-        idle connections, and a source that cut a reader off says why when it is asked again.
+        A lost connection is replaced once and the rest requested on the new one: servers close idle
+        connections, and a source that disconnected the reader reports the reason on the next request.
         """
         began = time.monotonic()
         try:
@@ -110,8 +112,8 @@ class HttpReader:
         if not self._closed:
             log.info(
                 "connection replaced",
-                source=str(self._http_target),
-                because=str(first),
+                source=str(self._location),
+                reason=str(first),
                 missing=until - cursor.done,
                 seconds=round(time.monotonic() - began, 1),
             )
@@ -120,59 +122,57 @@ class HttpReader:
             self._run_request(stream, cursor, begin, until, deadline)
         except OSError as error:
             self._check_open()
-            raise SourceUnavailable(
-                f"{self._http_target} dropped the connection twice: {first}, then {error}"
-            ) from error
+            raise SourceUnavailable(f"{self._location} closed the connection twice: {first}, then {error}") from error
 
     def _run_request(self, stream: Stream, cursor: ScatterCursor, begin: int, until: int, deadline: float) -> None:
-        """One request and its answer; the stream is kept after a good one, and closed after any other."""
-        good = False
+        """Send one request and read its response; keep the stream after success, otherwise close it."""
+        succeeded = False
         try:
-            good = self._request(stream, cursor, begin, until, deadline)
+            succeeded = self._request(stream, cursor, begin, until, deadline)
         finally:
-            if good:
+            if succeeded:
                 self._release(stream)
             else:
                 self._discard(stream)
 
     def _request(self, stream: Stream, cursor: ScatterCursor, begin: int, until: int, deadline: float) -> bool:
-        idle_timeout = IdleTimeout(self._http_target, self._stall_s, deadline, self._mark_answered)
+        idle_timeout = IdleTimeout(self._location, self._idle_timeout_s, deadline, self._mark_received)
         first, count = self._data_offset + begin + cursor.done, until - cursor.done
         response, body = send_range_request(stream, first, first + count, self._token(), self._etag, idle_timeout)
         if response.status != 206:
             raise error_from_response(stream, response, body, idle_timeout)
         self._check(response.fields, first, first + count)
         if len(body) > count:
-            raise SourceCorrupt(f"{self._http_target} sends more than the {count} bytes it was asked for")
+            raise SourceCorrupt(f"{self._location} sent more than the {count} bytes requested")
         cursor.write_bytes(body)
         if body:
-            self._mark_answered()
+            self._mark_received()
         read_body_into(stream, cursor, count - len(body), idle_timeout)
         return is_keep_alive(response)
 
-    def _mark_answered(self) -> None:
-        self.answered = True
+    def _mark_received(self) -> None:
+        self.has_received = True
 
     def _check(self, fields: Mapping[str, str], begin: int, end: int) -> None:
-        """Refuse a 206 answer whose body is not exactly file range `[begin, end)` of this very file."""
+        """Reject a 206 response whose body is not exactly file range `[begin, end)` of the expected file."""
         etag = fields.get("etag", "")
         with self._lock:
             self._etag = self._etag or etag
         if etag and etag != self._etag:
             raise SourceWeightsChanged(
-                f"{self._http_target} has another file by now: its tag is {etag}, not {self._etag}"
+                f"the file at {self._location} has changed: its entity tag is {etag}, not {self._etag}"
             )
         try:
             got_begin, got_end, size = http_fields.parse_content_range(fields.get("content-range", ""))
         except ValueError as error:
-            raise SourceCorrupt(f"{self._http_target}: {error}") from None
+            raise SourceCorrupt(f"{self._location}: {error}") from None
         if (got_begin, got_end) != (begin, end):
-            requested_text = f"where [{begin}, {end}) were asked for"
-            raise SourceCorrupt(f"{self._http_target} gives bytes [{got_begin}, {got_end}) of {size} {requested_text}")
+            requested_text = f"instead of [{begin}, {end})"
+            raise SourceCorrupt(f"{self._location} sent bytes [{got_begin}, {got_end}) of {size} {requested_text}")
         if fields.get("content-length") != str(end - begin) or "transfer-encoding" in fields:
-            raise SourceCorrupt(f"{self._http_target} does not say that its answer has {end - begin} bytes")
+            raise SourceCorrupt(f"{self._location} does not report a content length of {end - begin} bytes")
         if fields.get("content-encoding", "identity") != "identity":
-            raise SourceCorrupt(f"{self._http_target} encodes its answer as {fields['content-encoding']}")
+            raise SourceCorrupt(f"{self._location} sent an encoded response: {fields['content-encoding']}")
 
     def _acquire(self) -> Stream | None:
         with self._lock:
@@ -180,13 +180,13 @@ class HttpReader:
 
     def _connect(self, deadline: float) -> Stream:
         self._check_open()
-        stream = open_stream(self._http_target, self._context, self._stall_s, deadline)
+        stream = open_stream(self._location, self._context, self._idle_timeout_s, deadline)
         with self._lock:
             if not self._closed:
                 self._streams.add(stream)
                 return stream
         stream.close()
-        raise SourceUnavailable(f"the reader of {self._http_target} was closed")
+        raise SourceUnavailable(f"the reader of {self._location} was closed")
 
     def _release(self, stream: Stream) -> None:
         with self._lock:
@@ -202,4 +202,4 @@ class HttpReader:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise SourceUnavailable(f"the reader of {self._http_target} was closed")
+            raise SourceUnavailable(f"the reader of {self._location} was closed")

@@ -1,4 +1,4 @@
-"""The HTTP header fields that both sides of the http transport read and write (RFC 9110)."""
+"""HTTP header fields that both sides of the http transport parse and write (RFC 9110)."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ _CONTENT_RANGE = re.compile(r"bytes\s+([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19}|\
 
 
 class RangeNotSatisfiable(ValueError):
-    """A Range field that asks for no byte of the file, or for none that can be understood (416)."""
+    """A Range field that selects no byte of the file or is malformed (416)."""
 
 
 def parse_range(value: str, size: int) -> Range | None:
-    """The half-open byte range that a Range field asks of a file of `size` bytes; None: send it whole.
+    """Return the half-open byte range that a Range field selects of a file of `size` bytes; None for the
+    complete file.
 
-    Another unit than bytes must be ignored, and several ranges may be (RFC 9110 14.2): both send the
-    whole file. One malformed range is refused: a client that erred should not be sent 100 GB.
-    Raises RangeNotSatisfiable.
+    Other units than bytes must be ignored, and several ranges may be (RFC 9110 14.2): both return None. A
+    single malformed range is rejected, so that a client's mistake does not send it 100 GB. Raises
+    RangeNotSatisfiable.
     """
     unit, _, ranges = value.partition("=")
     if unit.strip().lower() != "bytes" or "," in ranges:
         return None
     match = _RANGE.fullmatch(ranges.strip())
     if match is None or match.group(1) == match.group(2) == "":
-        raise RangeNotSatisfiable(f"cannot understand the range {value!r}")
+        raise RangeNotSatisfiable(f"malformed range {value!r}")
     first, last = match.groups()
     if first == "":
         begin, end = max(0, size - int(last)), size
@@ -37,28 +38,28 @@ def parse_range(value: str, size: int) -> Range | None:
         if last != "" and int(last) < begin:
             raise RangeNotSatisfiable(f"the range {value!r} ends before it begins")
     if begin >= end:
-        raise RangeNotSatisfiable(f"the range {value!r} has no byte of the file's {size}")
+        raise RangeNotSatisfiable(f"the range {value!r} is outside the file's {size} bytes")
     return begin, end
 
 
 def parse_content_range(value: str) -> tuple[int, int, int | None]:
-    """(begin, end, size) of a 206 answer's Content-Range, half-open; size None: the server does not say.
+    """Return (begin, end, size) of a 206 response's Content-Range, half-open; size None if unknown.
 
     Raises ValueError for anything else.
     """
     match = _CONTENT_RANGE.fullmatch(value.strip())
     if match is None:
-        raise ValueError(f"cannot understand Content-Range {value!r}")
+        raise ValueError(f"malformed Content-Range {value!r}")
     first, last, size = match.groups()
     return int(first), int(last) + 1, None if size == "*" else int(size)
 
 
 def etag_matches(value: str, etag: str) -> bool:
-    """Whether an If-Match or If-Range field names `etag` by strong comparison (RFC 9110 8.8.3.2)."""
+    """Return True if an If-Match or If-Range field matches `etag` by strong comparison (RFC 9110 8.8.3.2)."""
     return value.strip() == "*" or (not etag.startswith("W/") and etag in _ENTITY_TAG.findall(value))
 
 
 def bearer_token(fields: Mapping[str, str]) -> str | None:
-    """The token of an Authorization field of scheme Bearer (RFC 6750); None when there is none."""
+    """Return the token of an Authorization field with the scheme Bearer (RFC 6750); None if there is none."""
     scheme, _, token = fields.get("authorization", "").strip().partition(" ")
     return token.strip() or None if scheme.lower() == "bearer" else None

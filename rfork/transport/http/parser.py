@@ -1,8 +1,8 @@
-"""Message heads of HTTP/1.1 (RFC 9112): the start line and the fields, strictly parsed.
+"""Strict parser of HTTP/1.1 message heads (RFC 9112): start line and header fields.
 
-A parser of our own because it runs between any two chunks, on caches that the chunks have just swept:
-a general one costs a tenth of the transport's speed there. It refuses whatever it need not understand
-(bare line feeds, folded lines, spaces around names), so it has few states to be wrong in.
+Hand-written because it runs between chunks, when the CPU caches hold only chunk data: a general parser costs
+a tenth of the transport's throughput there. It rejects everything optional (bare line feeds, folded lines,
+spaces around names), so it has few states.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _END = b"\r\n\r\n"
 
 
 class MalformedHead(ValueError):
-    """Bytes that are no HTTP/1.1 head; `status` is what a server answers to them."""
+    """Not a valid HTTP/1.1 head; `status` is the server's response code for it."""
 
     def __init__(self, reason: str, status: int = 400) -> None:
         super().__init__(reason)
@@ -31,17 +31,17 @@ class MalformedHead(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class RequestHead:
-    """A request; field names are in lower case."""
+    """A request head; field names are in lower case."""
 
     method: str
-    target: str
+    request_target: str
     version: str
     fields: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseHead:
-    """A final (not 1xx) answer; field names are in lower case."""
+    """A final (not 1xx) response head; field names are in lower case."""
 
     status: int
     version: str
@@ -49,31 +49,32 @@ class ResponseHead:
 
 
 def parse_request(received: bytes, max_bytes: int) -> tuple[RequestHead, bytes] | None:
-    """The head at the start of `received` and the bytes behind it; None: more must come first.
+    """Return the head at the start of `received` and the bytes after it; None if it is incomplete.
 
-    Raises MalformedHead for what is not a head, as early as that shows, and for one of over `max_bytes` bytes.
+    Raises MalformedHead as early as possible, also for a head of more than `max_bytes` bytes.
     """
-    received = received.removeprefix(b"\r\n")  # RFC 9112 2.2: some clients end the last request so
+    received = received.removeprefix(b"\r\n")  # RFC 9112 2.2: some clients end the previous request like this
     if (end := _end_of_head(received, max_bytes)) is None:
         first = received.partition(b"\r\n")[0]
         if first and not _REQUEST_BEGUN.match(first):
-            raise MalformedHead("this is no HTTP request")
+            raise MalformedHead("not an HTTP request")
         return None
     lines = _lines(received[:end])
     match = _REQUEST_LINE.fullmatch(lines[0])
     if match is None:
-        raise MalformedHead("cannot understand the request line")
-    method, target, version = match.groups()
+        raise MalformedHead("malformed request line")
+    method, request_target, version = match.groups()
     if not version.startswith("1."):
-        raise MalformedHead(f"HTTP/{version} is not spoken here", 505)
+        raise MalformedHead(f"HTTP/{version} is not supported", 505)
     fields = _fields(lines[1:])
     if version >= "1.1" and "," in fields.get("host", ","):
-        raise MalformedHead("a request has one Host field")
-    return RequestHead(method, target, version, fields), received[end + len(_END) :]
+        raise MalformedHead("a request must have exactly one Host field")
+    return RequestHead(method, request_target, version, fields), received[end + len(_END) :]
 
 
 def parse_response(received: bytes, max_bytes: int) -> tuple[ResponseHead, bytes] | None:
-    """The final head in `received`, past any 1xx ones, and the bytes behind it; None: more must come.
+    """Return the final head in `received`, skipping 1xx heads, and the bytes after it; None if it is
+    incomplete.
 
     Raises MalformedHead.
     """
@@ -81,18 +82,18 @@ def parse_response(received: bytes, max_bytes: int) -> tuple[ResponseHead, bytes
         lines = _lines(received[:end])
         match = _STATUS_LINE.fullmatch(lines[0])
         if match is None:
-            raise MalformedHead("cannot understand the status line")
+            raise MalformedHead("malformed status line")
         received = received[end + len(_END) :]
         status = int(match.group(2))
         if status >= 200:
             return ResponseHead(status, match.group(1), _fields(lines[1:])), received
     if not received.startswith(_STATUS_BEGUN[: len(received)]):
-        raise MalformedHead("this is no HTTP answer")
+        raise MalformedHead("not an HTTP response")
     return None
 
 
 def is_keep_alive(head: RequestHead | ResponseHead) -> bool:
-    """Whether the connection stays open after this message."""
+    """Return True if the connection stays open after this message."""
     options = head.fields.get("connection", "").lower()
     return head.version >= "1.1" and "close" not in (option.strip() for option in options.split(","))
 
@@ -104,24 +105,24 @@ def _end_of_head(received: bytes, max_bytes: int) -> int | None:
     if len(received) >= max_bytes:
         raise MalformedHead(f"the head is longer than {max_bytes} bytes", 431)
     if b"\n" in received.replace(b"\r\n", b""):
-        raise MalformedHead("lines end in CR LF")
+        raise MalformedHead("lines must end in CR LF")
     return None
 
 
 def _lines(head: bytes) -> list[str]:
     lines = head.decode("latin-1").split("\r\n")
     if _CONTROL.search("".join(lines)):
-        raise MalformedHead("a head holds no control characters")
+        raise MalformedHead("control characters are not allowed in a head")
     return lines
 
 
 def _fields(lines: list[str]) -> dict[str, str]:
-    """Fields by name; those sent more than once are joined by commas, as RFC 9110 5.2 says."""
+    """Return the fields by name; repeated fields are joined by commas (RFC 9110 5.2)."""
     fields: dict[str, str] = {}
     for line in lines:
         name, colon, value = line.partition(":")
         if not colon or not _NAME.fullmatch(name):
-            raise MalformedHead("cannot understand a header field")
+            raise MalformedHead("malformed header field")
         name, value = name.lower(), value.strip(" \t")
         fields[name] = f"{fields[name]}, {value}" if name in fields else value
     return fields

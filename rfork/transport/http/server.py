@@ -1,10 +1,9 @@
-"""The source side of the http transport: an HTTP/1.1 server in the seed's process, for one image.
+"""Source side of the http transport: an HTTP/1.1 server for one image, in the seed's process.
 
-One thread a connection: bytes go out of the tensors' own memory by `sendmsg`, which works without the
-GIL. Who may hold a thread is bounded twice. A connection starts in the *lobby*; once the gate admitted
-a token of it, it has a *slot*. A full lobby loses its oldest connection to the newest, so that any
-number of silent strangers keeps no reader out; with all slots taken, or those of its fork, the next
-reader is answered 503.
+One thread per connection: `sendmsg` sends bytes directly from the tensors' memory, without the GIL.
+Connections are bounded twice. A new connection is *unauthenticated*; once the gate has authorized a token, it
+gets a *slot*. If there are too many unauthenticated connections, the oldest is closed, so that idle clients
+cannot keep readers out. If all slots, or those of its fork, are in use, the next reader gets a 503.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from rfork.transport.http.stream import PlainStream, Stream, TlsStream
 log = logging.getLogger(__name__)
 
 MAX_UNAUTHENTICATED = 128
-"""Most connections that have shown no valid token yet."""
+"""Maximum number of connections without a valid token."""
 MAX_CONNECTIONS = 256
-"""Most connections that have."""
+"""Maximum number of connections with a valid token."""
 MAX_CONNECTIONS_PER_FORK = 64
-"""Most of one fork: as many as it may have chunks in flight."""
+"""Maximum number per fork: equal to the maximum number of chunks in flight."""
 BACKLOG = 1024
 ACCEPT_RETRY_S = 0.05
 
@@ -38,9 +37,9 @@ ACCEPT_RETRY_S = 0.05
 class HttpExporter(StatelessExporter):
     """Serves one image file from construction until `close`.
 
-    It listens on the first of `ports` that is free. `tls` None: plain TCP. `advertise` is the host that
-    readers are told. `nice`: by how much the threads that send are nicer to the rest of the machine than
-    this process. Raises PortInUse, or SettingsError when this machine has no such address.
+    Listens on the first free port of `ports`. `tls` None: plain TCP. `advertise` is the host in the URL for
+    readers. `nice` lowers the priority of the sending threads. Raises PortInUse, or SettingsError if this
+    machine does not have the address.
     """
 
     def __init__(
@@ -51,13 +50,13 @@ class HttpExporter(StatelessExporter):
         ports: Sequence[int],
         advertise: str,
         tls: ssl.SSLContext | None,
-        stall_s: float,
+        idle_timeout_s: float,
         nice: int = 0,
         max_connections: int = MAX_CONNECTIONS,
     ) -> None:
         self._file = file
         self._tls = tls
-        self._stall_s = stall_s
+        self._idle_timeout_s = idle_timeout_s
         self._nice = nice
         self._max_connections = max_connections
         self._listener = _listen(bind, ports)
@@ -67,29 +66,29 @@ class HttpExporter(StatelessExporter):
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._unauthenticated: dict[ServerConnection, None] = {}  # oldest first
-        self._slots: dict[ServerConnection, str] = {}  # with its fork
+        self._slots: dict[ServerConnection, str] = {}  # value: the fork
         self._threads: set[threading.Thread] = set()
         self._acceptor = threading.Thread(target=self._accept, name="rfork-http-accept", daemon=True)
         self._acceptor.start()
 
     def endpoint(self) -> Endpoint:
-        """The URL, the length of the header in front of the image, and the file's entity tag now."""
+        """Return the URL, the length of the header before the image, and the current entity tag."""
         parameters = {"url": self._url, "data_offset": str(len(self._file.header)), "etag": self._file.etag}
         return Endpoint("http", parameters)
 
     def close(self) -> None:
-        """Stop listening, cut every reader, and return once no thread touches the image."""
+        """Stop listening, disconnect every reader, and return when no thread accesses the image any more."""
         with self._lock:
             self._closing.set()
-            conversations = [*self._unauthenticated, *self._slots]
+            connections = [*self._unauthenticated, *self._slots]
             threads = list(self._threads)
         try:
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept()
         except OSError as error:
-            if error.errno not in (errno.ENOTCONN, errno.EBADF):  # closed before
+            if error.errno not in (errno.ENOTCONN, errno.EBADF):  # already closed
                 raise
-        for conversation in conversations:
-            conversation.stream.abort()
+        for connection in connections:
+            connection.stream.abort()
         self._acceptor.join()
         for thread in threads:
             thread.join()
@@ -98,95 +97,95 @@ class HttpExporter(StatelessExporter):
     def _accept(self) -> None:
         while not self._closing.is_set():
             try:
-                connected, _ = self._listener.accept()
+                client_socket, _ = self._listener.accept()
             except OSError as error:
                 if self._closing.is_set():
                     return
-                # Out of descriptors or memory: make room and go on.
+                # Out of descriptors or memory: close idle connections and continue.
                 log.warning("cannot accept a connection: %s", error)
                 self._evict_oldest(0)
                 self._closing.wait(ACCEPT_RETRY_S)
                 continue
             try:
-                stream = self._stream(connected)
+                stream = self._stream(client_socket)
             except OSError as error:
-                log.debug("a client went before it was served: %s", error)
-                connected.close()
+                log.debug("client disconnected before it was served: %s", error)
+                client_socket.close()
                 continue
             self._evict_oldest(MAX_UNAUTHENTICATED - 1)
             self._start_thread(stream)
 
-    def _stream(self, connected: socket.socket) -> Stream:
+    def _stream(self, client_socket: socket.socket) -> Stream:
         if self._tls is None:
-            return PlainStream(connected)
-        # The handshake waits for the client, so it is left to the connection's own thread.
-        return TlsStream(self._tls.wrap_socket(connected, server_side=True, do_handshake_on_connect=False))
+            return PlainStream(client_socket)
+        # The handshake waits for the client, so it runs on the connection's thread.
+        return TlsStream(self._tls.wrap_socket(client_socket, server_side=True, do_handshake_on_connect=False))
 
     def _start_thread(self, stream: Stream) -> None:
-        """Start a connection's thread; all under the lock, so that `close` sees all of it or nothing."""
-        conversation = ServerConnection(stream, self._file, self._stall_s, self._acquire_slot)
-        thread = threading.Thread(target=self._run_connection, args=(conversation,), name="rfork-http", daemon=True)
+        """Start a connection's thread; under the lock, so that `close` sees it completely or not at all."""
+        connection = ServerConnection(stream, self._file, self._idle_timeout_s, self._acquire_slot)
+        thread = threading.Thread(target=self._run_connection, args=(connection,), name="rfork-http", daemon=True)
         with self._lock:
             if self._closing.is_set():
                 stream.close()
                 return
             try:
                 thread.start()
-            except RuntimeError as error:  # no thread to be had
+            except RuntimeError as error:  # the thread could not be started
                 log.warning("cannot serve a connection: %s", error)
                 stream.close()
                 return
-            self._unauthenticated[conversation] = None
+            self._unauthenticated[connection] = None
             self._threads.add(thread)
 
-    def _run_connection(self, conversation: ServerConnection) -> None:
+    def _run_connection(self, connection: ServerConnection) -> None:
         try:
             lower_thread_priority(self._nice)
-            conversation.run()
+            connection.run()
         except TimeoutError as error:
-            # Silent strangers are no news; who was let in and stands still is.
-            known = conversation in self._slots
-            log.log(logging.INFO if known else logging.DEBUG, "connection given up: %s", error)
+            # Timeouts of unauthenticated clients are not logged as info.
+            is_authorized = connection in self._slots
+            log.log(logging.INFO if is_authorized else logging.DEBUG, "connection timed out: %s", error)
         except OSError as error:
-            log.debug("connection ended: %s", error)
+            log.debug("connection closed: %s", error)
         except (LeaseRejected, SourceBusy, SourceWeightsChanged) as error:
-            log.info("reader cut in mid-body: %s", error)
+            log.info("reader disconnected during a response: %s", error)
         finally:
-            conversation.stream.close()
+            connection.stream.close()
             with self._lock:
-                self._unauthenticated.pop(conversation, None)
-                self._slots.pop(conversation, None)
+                self._unauthenticated.pop(connection, None)
+                self._slots.pop(connection, None)
                 self._threads.discard(threading.current_thread())
 
-    def _acquire_slot(self, conversation: ServerConnection, fork_id: str) -> bool:
-        """Give a connection of the lobby a slot, as one of this fork; whether it has one now."""
+    def _acquire_slot(self, connection: ServerConnection, fork_id: str) -> bool:
+        """Give an unauthenticated connection one of the slots of this fork; return True if it has one now."""
         with self._lock:
-            if conversation in self._slots:
+            if connection in self._slots:
                 return True
-            if conversation not in self._unauthenticated or len(self._slots) >= self._max_connections:
+            if connection not in self._unauthenticated or len(self._slots) >= self._max_connections:
                 return False
             if list(self._slots.values()).count(fork_id) >= MAX_CONNECTIONS_PER_FORK:
                 return False
-            del self._unauthenticated[conversation]
-            self._slots[conversation] = fork_id
+            del self._unauthenticated[connection]
+            self._slots[connection] = fork_id
             return True
 
     def _evict_oldest(self, max_unauthenticated: int) -> None:
-        """Cut the oldest connections of the lobby until it has at most `max_unauthenticated`."""
+        """Close the oldest unauthenticated connections until at most `max_unauthenticated` are left."""
         with self._lock:
             evicted = list(self._unauthenticated)[: max(0, len(self._unauthenticated) - max_unauthenticated)]
-            for conversation in evicted:
-                del self._unauthenticated[conversation]
-        for conversation in evicted:
-            conversation.stream.abort()
+            for connection in evicted:
+                del self._unauthenticated[connection]
+        for connection in evicted:
+            connection.stream.abort()
 
 
 def _listen(bind: str, ports: Sequence[int]) -> socket.socket:
-    """A listener on the first of the ports that is free: two never get one, as listening takes it."""
+    """Listen on the first free port; binding is exclusive, so two processes never share one."""
     for port in ports:
         try:
-            found = socket.getaddrinfo(bind, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-            family, _, _, _, address = found[0]
+            addresses = socket.getaddrinfo(bind, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            family, _, _, _, address = addresses[0]
             return socket.create_server(address, family=family, backlog=BACKLOG)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:

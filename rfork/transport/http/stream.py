@@ -1,10 +1,10 @@
-"""Bytes between a connected socket and the tensors' memory, scattered over many views, with time limits.
+"""Transfers bytes between a socket and the tensors' memory, scattered over many views, with timeouts.
 
-Both sides of the http transport use these. A plain socket moves up to 1024 views (IOV_MAX) in one
-system call and copies nothing in user space; TLS copies as it must, one view at a time.
+Used on both sides of the http transport. A plain socket transfers up to 1024 views (IOV_MAX) per system call
+without a copy in user space; TLS copies, one view at a time.
 
 Timeouts are in seconds. Plain sockets stay in blocking mode with kernel timeouts (SO_RCVTIMEO): with
-MSG_WAITALL one call then fills many views and takes the GIL back once, not once a TCP segment.
+MSG_WAITALL, one call then fills many views and acquires the GIL once, not once per TCP segment.
 """
 
 from __future__ import annotations
@@ -23,42 +23,42 @@ from typing import Protocol
 Bytes = bytes | memoryview
 
 MAX_VIEWS = 1024
-"""IOV_MAX on Linux: most views in one sendmsg or recvmsg."""
-SEND_S = 1.0
-"""Most seconds of one system call that sends: no more is lost where the kernel fails to wake it."""
+"""IOV_MAX on Linux: maximum views of one sendmsg or recvmsg."""
+SEND_TIMEOUT_S = 1.0
+"""Maximum seconds of one sending system call; bounds the delay if the kernel fails to wake it."""
 TLS_PIECE = 256 << 10
-"""Bytes handed to one TLS write: enough to amortise the call, small enough to stay in the cache."""
+"""Bytes per TLS write: enough to amortise the call, small enough for the cache."""
 
 
 class ScatterCursor:
-    """A place in a line of views that are filled or sent in order.
+    """Position in a sequence of views that are filled or sent in order.
 
-    `more` gives the views behind these, step by step, and is asked for a step once all before it is done.
-    `left` are the bytes to go of the step that is under way: 0 only where there is no step behind it.
+    `more` yields further views step by step; the next step is requested when all earlier ones are done.
+    `left` is the number of remaining bytes of the current step: 0 only after the last step.
     """
 
     def __init__(self, views: Sequence[Bytes], more: Iterable[Sequence[Bytes]] = ()) -> None:
         self._steps = chain((views,), more)
         self._views: list[memoryview] = []
-        self._ends: list[int] = []  # of the step's views, counted from the first step's begin
+        self._ends: list[int] = []  # of the current step's views, relative to the start of the first step
         self.done = self.left = self._index = 0
         self._next()
 
     def window(self, max_bytes: int, max_views: int = MAX_VIEWS) -> list[memoryview]:
-        """The next views, at most this many bytes and views."""
+        """Return the next views, limited to this many bytes and views."""
         if not self.left or max_bytes <= 0:
             return []
-        first, until = self._index, self.done + max_bytes
-        stop = min(bisect_left(self._ends, until, first) + 1, first + max_views, len(self._views))
+        first, max_done = self._index, self.done + max_bytes
+        stop = min(bisect_left(self._ends, max_done, first) + 1, first + max_views, len(self._views))
         window = self._views[first:stop]
-        if (excess := self._ends[stop - 1] - until) > 0:
+        if (excess := self._ends[stop - 1] - max_done) > 0:
             window[-1] = window[-1][:-excess]
         if skip := self.done + len(self._views[first]) - self._ends[first]:
             window[0] = window[0][skip:]
         return window
 
     def advance(self, count: int) -> None:
-        """Say that the next `count` bytes are done."""
+        """Mark the next `count` bytes as done."""
         self.done += count
         self.left -= count
         self._index = bisect_right(self._ends, self.done, self._index)
@@ -66,7 +66,7 @@ class ScatterCursor:
             self._next()
 
     def write_bytes(self, data: bytes) -> None:
-        """Copy `data` in at this place; for the few bytes that came along with a message head."""
+        """Copy `data` to the current position; for the few bytes received with a message head."""
         source = memoryview(data)
         while source:
             target = self.window(len(source), 1)[0]
@@ -85,75 +85,78 @@ class ScatterCursor:
 
 
 class Stream(Protocol):
-    """One connection. One thread uses it at a time; any thread may `abort` it."""
+    """One connection. Used by one thread at a time; any thread may `abort` it."""
 
     def handshake(self, timeout: float) -> None:
-        """What comes before the first byte. Raises TimeoutError or another OSError."""
+        """Set up the connection. Raises TimeoutError or another OSError."""
         ...
 
     def receive(self, max_bytes: int, timeout: float) -> bytes:
-        """Up to `max_bytes` bytes; none at the end of the stream. Raises TimeoutError or another OSError."""
+        """Receive up to `max_bytes` bytes; none at the end of the stream. Raises TimeoutError or another
+        OSError.
+        """
         ...
 
     def receive_into(self, cursor: ScatterCursor, max_bytes: int, timeout: float) -> int:
-        """Fill from the cursor on and advance it: how many bytes, up to `max_bytes`, came within `timeout`.
+        """Receive up to `max_bytes` bytes into the cursor within `timeout`, advance it, and return the number
+        of bytes.
 
-        Returns 0 at the end of the stream. Raises TimeoutError when none came, or another OSError.
+        Returns 0 at the end of the stream. Raises TimeoutError if none arrived, or another OSError.
         """
         ...
 
     def send(self, views: Sequence[Bytes], timeout: float) -> None:
-        """Send all of it. Raises TimeoutError (the stream is of no use after) or another OSError."""
+        """Send all views. Raises TimeoutError (the stream is then unusable) or another OSError."""
         ...
 
     def shutdown_write(self) -> None:
-        """Tell the other side that nothing more comes; receiving goes on."""
+        """Signal the end of sent data; receiving continues."""
         ...
 
     def abort(self) -> None:
-        """End the connection; a thread blocked on it wakes. Safe from any thread."""
+        """Shut down the connection and wake a thread blocked on it. Safe from any thread."""
         ...
 
     def close(self) -> None:
-        """Give the socket back. Only for the thread that uses the stream."""
+        """Close the socket. Only for the thread that uses the stream."""
         ...
 
 
 class _SocketStream:
-    """What ending a connection takes, plain or TLS."""
+    """Shutdown and close, shared by plain and TLS streams."""
 
-    def __init__(self, connected: socket.socket) -> None:
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._connected = connected
-        self._ending = threading.Lock()
+    def __init__(self, raw_socket: socket.socket) -> None:
+        raw_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._raw_socket = raw_socket
+        self._close_lock = threading.Lock()
 
     def shutdown_write(self) -> None:
         """See `Stream`."""
-        _shut_down(self._connected, socket.SHUT_WR)
+        _shut_down(self._raw_socket, socket.SHUT_WR)
 
     def abort(self) -> None:
         """See `Stream`."""
-        with self._ending:
-            _shut_down(self._connected, socket.SHUT_RDWR)
+        with self._close_lock:
+            _shut_down(self._raw_socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
         """See `Stream`."""
-        # Under the lock: a `abort` on its way must not hit the next socket that gets this descriptor.
-        with self._ending:
-            self._connected.close()
+        # With the lock, a concurrent `abort` cannot shut down the next socket that gets this descriptor.
+        with self._close_lock:
+            self._raw_socket.close()
 
 
 class PlainStream(_SocketStream):
     """A `Stream` over plain TCP."""
 
-    def __init__(self, connected: socket.socket) -> None:
-        super().__init__(connected)
-        connected.settimeout(None)
-        self._socket = connected
+    def __init__(self, raw_socket: socket.socket) -> None:
+        super().__init__(raw_socket)
+        raw_socket.settimeout(None)
+        self._socket = raw_socket
         self._limits: dict[int, float] = {}
 
     def handshake(self, timeout: float) -> None:
-        """Plain TCP needs none."""
+        """Does nothing: plain TCP needs no handshake."""
 
     def receive(self, max_bytes: int, timeout: float) -> bytes:
         """See `Stream`."""
@@ -161,7 +164,7 @@ class PlainStream(_SocketStream):
         try:
             return self._socket.recv(max_bytes)
         except BlockingIOError:
-            raise TimeoutError("nothing came in time") from None
+            raise TimeoutError("no data received in time") from None
 
     def receive_into(self, cursor: ScatterCursor, max_bytes: int, timeout: float) -> int:
         """See `Stream`."""
@@ -169,19 +172,19 @@ class PlainStream(_SocketStream):
         try:
             count = self._socket.recvmsg_into(cursor.window(max_bytes), 0, socket.MSG_WAITALL)[0]
         except BlockingIOError:
-            raise TimeoutError("nothing came in time") from None
+            raise TimeoutError("no data received in time") from None
         cursor.advance(count)
         return count
 
     def send(self, views: Sequence[Bytes], timeout: float) -> None:
         """See `Stream`."""
         cursor = ScatterCursor(views)
-        until = time.monotonic() + timeout
+        deadline = time.monotonic() + timeout
         while cursor.left:
-            left_s = until - time.monotonic()
-            if left_s <= 0:
-                raise TimeoutError(f"the other side does not read: {cursor.left} bytes to send")
-            self._set_timeout(socket.SO_SNDTIMEO, min(left_s, SEND_S))
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
+                raise TimeoutError(f"the other side does not read: {cursor.left} bytes not sent")
+            self._set_timeout(socket.SO_SNDTIMEO, min(remaining_s, SEND_TIMEOUT_S))
             try:
                 cursor.advance(self._socket.sendmsg(cursor.window(cursor.left)))
             except BlockingIOError:
@@ -189,24 +192,24 @@ class PlainStream(_SocketStream):
 
     def _set_timeout(self, option: int, seconds: float) -> None:
         if seconds <= 0:
-            raise TimeoutError("out of time")
+            raise TimeoutError("timed out")
         if self._limits.get(option) != seconds:
-            # A zero timeval would mean "for ever".
-            whole_seconds, micro = divmod(max(1000, math.ceil(seconds * 1e6)), 1_000_000)
-            self._socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", whole_seconds, micro))
+            # A zero timeval would mean no timeout.
+            full_seconds, microseconds = divmod(max(1000, math.ceil(seconds * 1e6)), 1_000_000)
+            self._socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", full_seconds, microseconds))
             self._limits[option] = seconds
 
 
 class TlsStream(_SocketStream):
     """A `Stream` over TLS.
 
-    It is ended as a TCP connection, not by SSLSocket's methods: those drop the TLS state at once, and a
-    thread that is in the middle of receiving would go on with ciphertext.
+    It is shut down as a TCP connection, not by SSLSocket's methods: those drop the TLS state immediately, and
+    a thread that is receiving would then return ciphertext.
     """
 
-    def __init__(self, connected: ssl.SSLSocket) -> None:
-        super().__init__(connected)
-        self._socket = connected
+    def __init__(self, raw_socket: ssl.SSLSocket) -> None:
+        super().__init__(raw_socket)
+        self._socket = raw_socket
 
     def handshake(self, timeout: float) -> None:
         """See `Stream`."""
@@ -227,27 +230,27 @@ class TlsStream(_SocketStream):
 
     def send(self, views: Sequence[Bytes], timeout: float) -> None:
         """See `Stream`."""
-        until = time.monotonic() + timeout
+        deadline = time.monotonic() + timeout
         for piece in _chunked(views, TLS_PIECE):
-            self._set_timeout(until - time.monotonic())
+            self._set_timeout(deadline - time.monotonic())
             self._socket.sendall(piece)
 
     def _set_timeout(self, seconds: float) -> None:
         if seconds <= 0:
-            raise TimeoutError("out of time")
+            raise TimeoutError("timed out")
         self._socket.settimeout(seconds)
 
 
-def _shut_down(connected: socket.socket, how: int) -> None:
+def _shut_down(raw_socket: socket.socket, direction: int) -> None:
     try:
-        socket.socket.shutdown(connected, how)
+        socket.socket.shutdown(raw_socket, direction)
     except OSError:
-        # The other side was faster: there is no connection left to end.
+        # The other side closed the connection first.
         return
 
 
 def _chunked(views: Sequence[Bytes], size: int) -> Iterator[Bytes]:
-    """The same bytes in pieces of at most `size`; small views are joined, large ones cut."""
+    """Yield the same bytes in pieces of at most `size`; small views are joined, large ones split."""
     cursor = ScatterCursor(views)
     while cursor.left:
         window = cursor.window(size)

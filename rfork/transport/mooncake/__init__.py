@@ -1,4 +1,4 @@
-"""One-sided reads through Mooncake's TransferEngine: over RDMA on a cluster, over TCP where allowed."""
+"""One-sided reads through Mooncake's TransferEngine: over RDMA, or over TCP where allowed."""
 
 from rfork.transport.mooncake.transport import TransferEngineTransport
 

@@ -1,8 +1,8 @@
-"""One Mooncake engine, made safe to hold: typed, never called before it runs, quick to take down.
+"""Typed wrapper of one Mooncake engine that prevents calls before initialization and closes quickly.
 
-Both sides have one. Creating it takes about 1 ms and two threads, so each source and each reader gets
-its own: a silent peer blocks only the engine that spoke to it, and a source that restarted on the
-same port is not mistaken for its predecessor.
+Both sides have one. Creating it takes about 1 ms and two threads, so each source and each reader has its own:
+a silent peer blocks only the engine that contacted it, and a source that restarted on the same port is not
+mistaken for its predecessor.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rfork.transport.bpf_filter import PacketFilter
 from rfork.transport.mooncake.library import NativeEngine, WireProtocol, start_engine
 
 _METADATA, _PROBE = 1, 3
-"""Mooncake's handshake messages for "send your segment's description" and "are you there"."""
+"""Types of Mooncake's handshake messages: request the segment description, and ping."""
 _MAX_RESPONSE_BYTES = 1 << 20
 _ACCEPT_S = 0.02
 _SELF = "127.0.0.1"
@@ -33,7 +33,7 @@ _START_S = 2.0
 
 
 class TransferState(Enum):
-    """How one read stands."""
+    """State of one read."""
 
     RUNNING = 0
     DONE = 1
@@ -41,12 +41,12 @@ class TransferState(Enum):
 
 
 class MooncakeEngine:
-    """A running engine. Raises TransportUnavailable kinds when it cannot start. Not usable after fork().
+    """A running engine. Raises TransportUnavailable or a subclass if it cannot start. Not usable after
+    fork().
 
-    `host` is the address that peers use; the engine listens on every interface whatever it says. Only
-    hosts that its `packet_filter` lets in reach it. Between the engine's own start and the filter's, about a
-    millisecond, everybody does: there is no memory to be read or written then, but a malformed message
-    that arrives in it ends the process.
+    `host` is the address that peers use; the engine listens on every interface regardless. Only hosts that
+    its `packet_filter` allows can connect. In the millisecond between the start of the engine and of the
+    filter, any client can: no memory is registered then, but a malformed message ends the process.
     """
 
     def __init__(self, host: str, protocol: WireProtocol, devices: str = "") -> None:
@@ -63,11 +63,11 @@ class MooncakeEngine:
             raise
 
     def _install_filter(self, port: int) -> None:
-        """Shut both ports, but for the one visit that tells which the other is.
+        """Filter both ports, except for one connection of our own, which reveals the other port.
 
-        Taking an engine down waits for its thread in accept() *while it holds the interpreter lock*, a
-        second in which a serving process would stand still: so that is made to wake more often. The
-        accept() under way keeps the time limit it began with, unless somebody comes: this visit.
+        Closing an engine waits for its accept() thread *while holding the interpreter lock*: up to a second
+        in which a serving process would stop. So accept() gets a short timeout. An accept() that is already
+        blocked keeps its old timeout until a client connects: our connection ends it.
         """
         self.packet_filter.allow("self", _SELF)
         self.packet_filter.add(port, _ACCEPT_S)
@@ -86,84 +86,85 @@ class MooncakeEngine:
         if status != 0:
             raise TransportUnavailable(
                 f"transfer_engine could not register {len(areas)} memory areas (status {status})",
-                hint="raise the locked-memory limit (ulimit -l unlimited); rfork doctor says more",
+                hint="raise the locked-memory limit (ulimit -l unlimited); see `rfork doctor`",
             )
         self._registered.extend(addresses)
 
     def start_read(self, session: str, local: int, remote: int, length: int) -> int:
-        """Start one read; its number. Always a batch of one, so that its state is that of all its bytes.
+        """Start one read and return its number. Always a batch of one, so that its state covers all its
+        bytes.
 
-        Raises SourceUnavailable when the engine refuses it. The first read of a session does the
-        handshake, which a stopped peer can hold up for 60 s.
+        Raises SourceUnavailable if the engine rejects it. The first read of a session does the handshake,
+        which an unresponsive peer can delay by 60 s.
         """
         batch = self._running().batch_transfer_async_read(session, [local], [remote], [length])
         if batch == 0:
-            raise SourceUnavailable(f"transfer_engine has no way to {session}")
+            raise SourceUnavailable(f"transfer_engine cannot reach {session}")
         return batch
 
     def state(self, read: int) -> TransferState:
-        """How a started read stands; after DONE or FAILED its number is void and must not be used again."""
+        """Return the state of a read. After DONE or FAILED the number is invalid and must not be used again."""
         status = self._running().transfer_check_status(read)
         if status == 1:
             return TransferState.DONE
-        # -2 ("late") is not an end: bytes may still land.
+        # -2 ("late") is not final: bytes may still arrive.
         return TransferState.FAILED if status == -1 else TransferState.RUNNING
 
     def close(self) -> None:
-        """Take the engine down; once it returns no byte moves, reads under way included.
+        """Close the engine. When this returns, no more bytes are transferred, even by unfinished reads.
 
-        The caller sees to it that no other thread is inside a call. Safe to call twice.
+        The caller ensures that no other thread is inside a call. Idempotent.
         """
         native, self._native = self._native, None
         self.packet_filter.close()
         if native is not None and self._registered:
-            # It goes away with the engine if this fails.
+            # If this fails, closing the engine unregisters the memory.
             native.batch_unregister_memory(self._registered)
             self._registered = []
-        # The last reference: the library joins its threads here.
+        # The last reference: its destructor joins the engine's threads.
         del native
 
     def _running(self) -> NativeEngine:
         if self._native is None:
-            raise SourceUnavailable("this transfer_engine is closed")
+            raise SourceUnavailable("the transfer_engine is closed")
         return self._native
 
 
 def ping_handshake_port(session: str, deadline: float, timeout_s: float = 2.0) -> None:
-    """Ask the handshake port of `session` for a sign of life, without any engine.
+    """Ping the handshake port of `session`, without an engine.
 
-    Raises SourceUnavailable when nobody listens there, SourceTimeout when nobody answers within
-    `timeout_s` seconds or by `deadline`.
+    Raises SourceUnavailable if the connection fails, SourceTimeout if there is no reply within `timeout_s`
+    seconds or by `deadline`.
     """
     host, _, port = session.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise SourceUnavailable(f"{session!r} is not a transfer_engine session (host:port)")
     try:
-        # An answer of any kind, even a hang-up, comes from a live handshake thread.
+        # Any reply, even a closed connection, comes from a live handshake thread.
         _query_handshake_port(
             host, int(port), _PROBE, max(min(timeout_s, deadline - time.monotonic()), 0.001), min_bytes=1
         )
     except TimeoutError as error:
-        raise SourceTimeout(f"{session} does not answer transfer_engine's handshake") from error
+        raise SourceTimeout(f"{session} did not reply to transfer_engine's handshake") from error
     except OSError as error:
         raise SourceUnavailable(f"{session} is not reachable: {error}") from error
 
 
 def _data_port(port: int) -> int:
-    """The port that an engine of this process gives bytes at, as it tells at its handshake port."""
+    """Return the TCP data port of an engine of this process, as reported by its handshake port."""
     try:
         metadata = json.loads(
             _query_handshake_port(_SELF, port, _METADATA, _START_S, min_bytes=_MAX_RESPONSE_BYTES)[9:]
         )
         return int(metadata["tcp_data_port"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise TransportUnavailable(f"transfer_engine does not tell its data port: {error!r}") from error
+        raise TransportUnavailable(f"transfer_engine does not report its data port: {error!r}") from error
 
 
 def _query_handshake_port(host: str, port: int, message_type: int, timeout: float, *, min_bytes: int) -> bytes:
-    """Send a handshake message with nothing in it; the answer, or its beginning of at least `min_bytes` bytes.
+    """Send an empty handshake message; return the reply, or at least its first `min_bytes` bytes.
 
-    In front of it come its length (8 bytes) and its kind. Raises TimeoutError or another OSError.
+    The reply starts with its length (8 bytes) and its type. Raises TimeoutError or another OSError.
     """
     message = bytes([message_type]) + b"{}"
     response = b""

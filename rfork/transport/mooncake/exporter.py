@@ -1,4 +1,4 @@
-"""The source side: the image's memory registered with an engine of its own, whose ports are guarded."""
+"""Source side: registers the image's memory with an engine whose ports are filtered."""
 
 from __future__ import annotations
 
@@ -20,25 +20,26 @@ log = logger(__name__)
 
 
 class TransferEngineExporter(StatelessExporter):
-    """One image, readable by the hosts of those that hold a channel. Runs on the source.
+    """One image, readable by the hosts that have an open channel. Runs on the source.
 
-    Reads are one-sided: no code of the source runs for them. So nothing here asks the gate, counts
-    bytes or holds a rate; the lease is checked where the peer service opens a channel, which lets the
-    reader's host in. Once the last channel of a host has ended its connections are cut: over TCP it then
-    reads no more. Over RDMA its network card keeps what it was granted until this exporter is closed.
+    Reads are one-sided: no code of the source runs. So this exporter cannot check the gate, count bytes or
+    limit the rate. The lease is checked when the peer service opens a channel, which allows the reader's
+    host. When the last channel of a host has closed, its connections are closed: over TCP it cannot read any
+    more. Over RDMA its network card keeps its access until this exporter is closed.
 
-    Whoever is let in may also write: the engine knows no readers that only read. A relay's unverified
-    chunks are readable too, as is what lies between two tensors of one area (`rfork.image.registration`): readers
-    rely on WatchProgress for what may be read, and on the digests for what arrived.
+    An allowed host may also write: the engine has no read-only access. A relay's unverified chunks are
+    readable too, as are gaps between two tensors of one area (`rfork.image.registration`). Readers rely on
+    WatchProgress to know which chunks are readable, and on the digests to verify them.
 
-    The engine starts and registers on a thread of its own, as that takes seconds for a large model: the
-    engine's own start-up goes on meanwhile. Its threads, and those that it starts, are nicer by `nice`.
-    Raises TransportUnavailable when the image lies in too many areas to register; what goes wrong later is
-    logged, and raised to whoever wants to read.
+    Registering a large model takes seconds, so it runs on a separate thread while the inference engine
+    starts. This thread and Mooncake's threads get the priority `nice`.
+
+    Raises TransportUnavailable if the image has too many memory areas to register. Later errors are logged,
+    and raised to readers.
     """
 
     def __init__(self, image: Image, host: str, protocol: WireProtocol, devices: str, nice: int = 0) -> None:
-        found = regions_within_limit(image, len(devices.split(",")) if protocol == "rdma" else 0)
+        regions = regions_within_limit(image, len(devices.split(",")) if protocol == "rdma" else 0)
         self._changed = threading.Condition()
         self._engine: MooncakeEngine | None = None
         self._endpoint: Endpoint | None = None
@@ -48,38 +49,39 @@ class TransferEngineExporter(StatelessExporter):
         self._image: Image | None = image
         self._thread = threading.Thread(
             target=self._prepare,
-            args=(image, found, host, protocol, devices, nice),
+            args=(image, regions, host, protocol, devices, nice),
             name="rfork-register",
             daemon=True,
         )
         self._thread.start()
 
     def ready(self, deadline: float) -> bool:
-        """See `FakeSpanExporter.ready`: the memory is registered, or could not be."""
+        """See `Exporter.ready`: the memory has been registered, or registration failed."""
         with self._changed:
-            return self._changed.wait_for(self._is_ready, max(0.0, deadline - time.monotonic()))
+            return self._changed.wait_for(self._is_prepared, max(0.0, deadline - time.monotonic()))
 
     def endpoint(self) -> Endpoint:
-        """The session, and the address of every byte of the image. Raises as `authorize_peer`."""
+        """Return the session and the addresses of the image. Raises as `authorize_peer`."""
         return self._registered()[1]
 
     def authorize_peer(self, channel_id: str, address: str) -> None:
-        """Let the reader's host reach the engine; see `FakeSpanExporter.authorize_peer`.
+        """Allow the reader's host to connect to the engine; see `Exporter.authorize_peer`.
 
-        Raises TransportUnavailable where the memory could not be registered, SourceBusy where it is not yet.
+        Raises TransportUnavailable if the memory could not be registered, SourceBusy if it is not registered
+        yet.
         """
         self._registered()[0].packet_filter.allow(channel_id, address)
 
     def revoke_peer(self, channel_id: str) -> None:
-        """Shut it out and cut it off, unless it has another channel; see `FakeSpanExporter.revoke_peer`."""
+        """Disconnect and block the reader's host, unless it has another channel; see `Exporter.revoke_peer`."""
         engine = self._engine
         if engine is not None:
             engine.packet_filter.deny(channel_id)
 
     def close(self) -> None:
-        """Unregister the memory and take the engine down, reads under way included. Safe to call twice.
+        """Unregister the memory and close the engine; unfinished reads fail. Idempotent.
 
-        Waits for a registration that is under way: it cannot be broken off.
+        Waits for a registration in progress, which cannot be cancelled.
         """
         with self._changed:
             self._closed = True
@@ -90,7 +92,7 @@ class TransferEngineExporter(StatelessExporter):
                 self._engine.close()
             self._image = self._endpoint = None
 
-    def _is_ready(self) -> bool:
+    def _is_prepared(self) -> bool:
         return self._endpoint is not None or self._error is not None or self._closed
 
     def _registered(self) -> tuple[MooncakeEngine, Endpoint]:
@@ -98,26 +100,26 @@ class TransferEngineExporter(StatelessExporter):
             if self._error is not None:
                 raise type(self._error)(str(self._error), hint=self._error.hint)
             if self._closed:
-                raise SourceBusy("transfer_engine gives this image no more")
+                raise SourceBusy("transfer_engine no longer serves this image")
             if self._engine is None or self._endpoint is None:
                 raise SourceBusy("transfer_engine is still registering the image's memory")
             return self._engine, self._endpoint
 
     def _prepare(
-        self, image: Image, found: list[Region], host: str, protocol: WireProtocol, devices: str, nice: int
+        self, image: Image, regions: list[Region], host: str, protocol: WireProtocol, devices: str, nice: int
     ) -> None:
         lower_thread_priority(nice)
-        began = time.monotonic()
+        started_at = time.monotonic()
         engine: MooncakeEngine | None = None
         try:
             engine = MooncakeEngine(host, protocol, devices)
-            register(engine, image, found)
+            register(engine, image, regions)
             endpoint = Endpoint(
                 "transfer_engine",
                 {
                     "session": engine.session,
                     "protocol": protocol,
-                    # On a device, areas that are near one another may be registered apart.
+                    # On a device, adjacent areas may be registered separately.
                     "gather": "yes" if image.devices <= {CPU} else "no",
                 },
                 tuple(image.segments(0, image.layout.image_bytes)),
@@ -125,24 +127,24 @@ class TransferEngineExporter(StatelessExporter):
         except Exception as error:
             if engine is not None:
                 engine.close()
-            self._failed(error)
+            self._record_failure(error)
             return
-        seconds = round(time.monotonic() - began, 3)
-        log.info("memory registered", over=protocol, devices=devices, areas=len(found), seconds=seconds)
+        seconds = round(time.monotonic() - started_at, 3)
+        log.info("memory registered", protocol=protocol, devices=devices, areas=len(regions), seconds=seconds)
         if protocol == "tcp":
             log.warning(
-                "transfer_engine over plain TCP: while a reader has a channel, every process on its host "
-                "reads AND WRITES the weights; unset RFORK_ALLOW_UNAUTHENTICATED_TCP unless you trust those hosts wholly",
+                "transfer_engine over plain TCP: while a reader has a channel, every process on its host can read "
+                "AND WRITE the weights; unset RFORK_ALLOW_UNAUTHENTICATED_TCP unless those hosts are fully trusted",
                 session=engine.session,
             )
         with self._changed:
             self._engine, self._endpoint = engine, endpoint
             self._changed.notify_all()
 
-    def _failed(self, error: Exception) -> None:
+    def _record_failure(self, error: Exception) -> None:
         if isinstance(error, TransportUnavailable):
             reported_error = error
-        else:  # out of memory, no library any more, or a bug: the other transports have to go on
+        else:  # out of memory, missing library or a bug: the other transports must continue
             hint = error.hint if isinstance(error, RforkError) else ""
             reported_error = TransportUnavailable(f"{type(error).__name__}: {error}", hint=hint)
         log.error(

@@ -1,7 +1,7 @@
-"""How a target comes by its engine: the handshake with the source, and its own memory registered meanwhile.
+"""Prepares a target's engine: handshake with the source, concurrently with registering its own memory.
 
-Neither can be broken off once it has begun, so each has a thread of its own: what takes too long is left to
-it, and the engine is taken down when the last of them has ended. Runs on the target.
+Neither step can be cancelled, so each runs on a separate thread. A step that takes too long is abandoned; the
+last one to finish closes the engine. Runs on the target.
 """
 
 from __future__ import annotations
@@ -29,23 +29,25 @@ def connect_engine(
     deadline: float,
     register: Callable[[MooncakeEngine], None] | None = None,
 ) -> MooncakeEngine:
-    """Target side: an engine that did its handshake with `session`, shown by reading the byte at `remote`.
+    """Target side: return an engine that has completed the handshake with `session`, by reading the byte at
+    `remote`.
 
-    `register` is called with the engine beside that, and whatever it raises is raised here.
-    Raises SourceUnavailable or SourceTimeout by `deadline` (`time.monotonic()`), TransportUnavailable kinds where
-    the engine does not start or is not done with the memory by then, or TargetError for what else fails on
-    this side.
+    `register` is called with the engine concurrently, and its errors are raised here.
+
+    Raises SourceUnavailable or SourceTimeout by `deadline` (`time.monotonic()`), TransportUnavailable or a
+    subclass if the engine does not start or does not register the memory by then, or TargetError for other
+    failures on this side.
     """
     ping_handshake_port(session, deadline)
-    opening = EngineHandshake(MooncakeEngine(host, protocol, devices), session)
-    opening.begin(HANDSHAKE, lambda engine: _shake_hands(engine, session, remote))
+    handshake = EngineHandshake(MooncakeEngine(host, protocol, devices), session)
+    handshake.begin(HANDSHAKE, lambda engine: _perform_handshake(engine, session, remote))
     if register is not None:
-        opening.begin("register", register)
-    return opening.finish(deadline)
+        handshake.begin("register", register)
+    return handshake.finish(deadline)
 
 
 class EngineHandshake:
-    """An engine and the threads that are inside it; once given up, the last of them takes it down."""
+    """An engine and the threads that use it; once abandoned, the last thread closes it."""
 
     def __init__(self, engine: MooncakeEngine, session: str) -> None:
         self._engine = engine
@@ -56,18 +58,20 @@ class EngineHandshake:
         self._abandoned = False
 
     def begin(self, name: str, step: Callable[[MooncakeEngine], None]) -> None:
-        """Do `step` on a thread of its own. Raises TargetError where there can be none."""
+        """Run `step` on a separate thread. Raises TargetError if the thread cannot be started."""
         with self._changed:
             self._running.add(name)
         try:
             threading.Thread(target=self._run, args=(name, step), name=f"rfork-{name}", daemon=True).start()
         except RuntimeError as error:
-            self._ended(name, None)
+            self._on_step_finished(name, None)
             self._abandon()
-            raise TargetError(f"no thread for transfer_engine's {name}: {error}") from error
+            raise TargetError(f"cannot start a thread for transfer_engine's {name}: {error}") from error
 
     def finish(self, deadline: float) -> MooncakeEngine:
-        """The engine, when all steps are done by the deadline; else what went wrong first is raised."""
+        """Return the engine once all steps have finished; raise the first error, or a timeout at the
+        deadline.
+        """
         with self._changed:
             self._changed.wait_for(
                 lambda: self._error is not None or not self._running, max(deadline - time.monotonic(), 0)
@@ -83,28 +87,28 @@ class EngineHandshake:
             return SourceTimeout(f"{self._session} did not finish the transfer_engine handshake in time")
         if self._running:
             return TransportUnavailable(
-                "transfer_engine took too long to register this side's memory",
+                "transfer_engine did not register the target's memory in time",
                 hint="raise RFORK_SOURCE_IDLE_TIMEOUT_S, or use RFORK_TRANSPORTS=http",
             )
         return None
 
     def _run(self, name: str, step: Callable[[MooncakeEngine], None]) -> None:
-        failed: RforkError | None = None
+        failure: RforkError | None = None
         try:
             step(self._engine)
         except RforkError as error:
-            failed = error
-        except Exception as error:  # out of memory, or a bug: the source is not to blame for it
-            failed = TargetError(f"{type(error).__name__} before the first read of {self._session}: {error}")
-        self._ended(name, failed)
+            failure = error
+        except Exception as error:  # out of memory, or a bug: not the source's fault
+            failure = TargetError(f"{type(error).__name__} before the first read of {self._session}: {error}")
+        self._on_step_finished(name, failure)
 
-    def _ended(self, name: str, error: RforkError | None) -> None:
+    def _on_step_finished(self, name: str, error: RforkError | None) -> None:
         with self._changed:
             self._running.discard(name)
             self._error = self._error or error
-            last = self._abandoned and not self._running
+            is_last = self._abandoned and not self._running
             self._changed.notify_all()
-        if last:
+        if is_last:
             self._engine.close()
 
     def _abandon(self) -> None:
@@ -115,12 +119,12 @@ class EngineHandshake:
             self._engine.close()
 
 
-def _shake_hands(engine: MooncakeEngine, session: str, remote: int) -> None:
+def _perform_handshake(engine: MooncakeEngine, session: str, remote: int) -> None:
     """Read one byte: the first read of a session does the handshake. Raises SourceUnavailable."""
-    # Goes to memory of the thread's own, so that a late byte does no harm.
+    # Read into memory of this thread, so that a late byte does no harm.
     scratch = torch.zeros(4096, dtype=torch.uint8)
     if engine.protocol == "rdma":
-        # The source asks back for the description of this side. Over TCP nobody comes here.
+        # The source connects back to request our segment description. Over TCP it does not.
         _allow_source(engine, session)
         engine.register([(scratch.data_ptr(), scratch.numel())])
     read = engine.start_read(session, scratch.data_ptr(), remote, 1)
@@ -128,15 +132,15 @@ def _shake_hands(engine: MooncakeEngine, session: str, remote: int) -> None:
     while (state := engine.state(read)) is TransferState.RUNNING:
         wait.wait(0.0005)
     if state is not TransferState.DONE:
-        raise SourceUnavailable(f"{session} refused the first read over transfer_engine")
+        raise SourceUnavailable(f"{session} rejected the first read over transfer_engine")
 
 
 def _allow_source(engine: MooncakeEngine, session: str) -> None:
-    """Raises SourceUnavailable when the session's host has no address."""
+    """Allow the session's host to connect. Raises SourceUnavailable if it does not resolve."""
     host, _, port = session.rpartition(":")
     try:
-        found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
     except OSError as error:
         raise SourceUnavailable(f"{session} is not reachable: {error}") from error
-    for address in {str(address[0]) for *_, address in found}:
+    for address in {str(address[0]) for *_, address in addresses}:
         engine.packet_filter.allow(f"source at {address}", address)

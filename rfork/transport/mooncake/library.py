@@ -1,7 +1,7 @@
-"""The `mooncake.engine` library: which wheel is there, whether it imports, what it is told.
+"""The `mooncake.engine` library: installed wheels, import errors and configuration.
 
-Three wheels bring the same module, so two of them installed together overwrite one another. Nothing
-here opens a port or creates an engine. Runs on both sides.
+Three wheels contain the same module, so installing two of them mixes their files. This module opens no port,
+and creates an engine only in `start_engine`. Runs on both sides.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from rfork.errors import DeviceDown, MissingExtra, TransportUnavailable, Version
 from rfork.transport.mooncake.gpu_direct import has_open_modules, has_peer_module
 
 WireProtocol = Literal["rdma", "tcp"]
-"""What the engine moves bytes over."""
+"""Protocol that the engine uses on the network."""
 
 WHEELS = {
     "mooncake-transfer-engine-non-cuda": "mooncake",
     "mooncake-transfer-engine": "mooncake-cuda12",
     "mooncake-transfer-engine-cuda13": "mooncake-cuda13",
 }
-"""Each wheel that brings `mooncake.engine`, and the extra of rfork that installs it."""
+"""Each wheel that contains `mooncake.engine`, and the extra of rfork that installs it."""
 
 SYSTEM_PACKAGES = {
     "libibverbs.so": "libibverbs1",
@@ -36,56 +36,58 @@ SYSTEM_PACKAGES = {
     "libssl.so": "libssl3",
     "libcrypto.so": "libssl3",
 }
-"""The Debian package of each system library that the wheels load."""
+"""Debian package of each system library that the wheels load."""
 
 CUDA_OF = {"mooncake-transfer-engine": "12", "mooncake-transfer-engine-cuda13": "13"}
-"""The major version of CUDA that a wheel is made for."""
+"""Major CUDA version that a wheel is built for."""
 
 _ENVIRONMENT = {
-    # A stopped peer is noticed in about 2 s instead of 30.
+    # Detect an unresponsive peer in about 2 s instead of 30 s.
     "MC_TCP_STATUS_TIMEOUT_SEC": "2",
     "MC_TCP_PROGRESS_TIMEOUT_SEC": "2",
     "MC_TRANSFER_TIMEOUT": "5",
-    # Past its queue limit the engine fails a transfer at once, without a word.
+    # Beyond its queue limit the engine fails transfers immediately, without an error message.
     "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
     "MC_LOG_LEVEL": "ERROR",
 }
 _FORCE_TCP = "MC_FORCE_TCP"
 
-_starting = threading.Lock()
+_environment_lock = threading.Lock()
 
 
 class NativeEngine(Protocol):
     """The methods of `mooncake.engine.TransferEngine` in use; any call before `initialize` crashes."""
 
     def initialize(self, host: str, metadata: str, protocol: str, devices: str) -> int:
-        """Start the engine and its ports; 0 means done."""
+        """Start the engine and open its ports; 0 on success."""
         ...
 
     def get_rpc_port(self) -> int:
-        """The handshake port."""
+        """Return the handshake port."""
         ...
 
     def batch_register_memory(self, addresses: list[int], lengths: list[int]) -> int:
-        """Register areas; lists of different length are read past their end. 0 means done."""
+        """Register areas; 0 on success. Reads out of bounds if the lists differ in length."""
         ...
 
     def batch_unregister_memory(self, addresses: list[int]) -> int:
-        """Undo `batch_register_memory`; 0 means done."""
+        """Undo `batch_register_memory`; 0 on success."""
         ...
 
     def batch_transfer_async_read(self, session: str, local: list[int], remote: list[int], lengths: list[int]) -> int:
-        """Start reads; the batch's number, 0 when refused. The first of a session does the handshake."""
+        """Start reads and return the batch's number, 0 if rejected. The first batch of a session does the
+        handshake.
+        """
         ...
 
     def transfer_check_status(self, batch: int) -> int:
-        """State of a batch's *first* read: 1 done, -1 failed (both free it), -2 late, 0 under way."""
+        """State of a batch's *first* read: 1 done, -1 failed (both free it), -2 late, 0 running."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class LibraryState:
-    """What there is of Mooncake on this machine; `error` is empty when it imports."""
+    """State of Mooncake on this machine; `error` is empty if it can be imported."""
 
     wheels: tuple[str, ...]
     error: str = ""
@@ -94,26 +96,26 @@ class LibraryState:
 
     @property
     def extra(self) -> str:
-        """The extra of rfork that brings what is (or, when nothing is, what should be) installed."""
+        """Extra of rfork that installs the present wheel, or the default wheel if none is installed."""
         return WHEELS[self.wheels[0]] if self.wheels else "mooncake"
 
 
 def _configure_environment() -> None:
-    """Set the variables the C++ library reads, where the user has not; it takes no other configuration.
+    """Set the environment variables of the C++ library, unless the user has; it has no other configuration.
 
     Some are read when the library is imported, others by each new engine.
     """
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if not has_peer_module() and has_open_modules():
-        # It takes the kernel module for granted otherwise, and fails to register GPU memory.
+        # Otherwise it assumes that the kernel module is loaded, and fails to register GPU memory.
         os.environ.setdefault("WITH_NVIDIA_PEERMEM", "0")
 
 
 def start_engine(wire: WireProtocol, host: str, devices: str) -> NativeEngine:
-    """A native engine that listens at `host`, over RDMA on these devices (comma separated).
+    """Return a native engine that listens at `host`, over RDMA on these devices (comma separated).
 
-    Raises MissingExtra when there is no usable library, DeviceDown (over RDMA) or TransportUnavailable when the
+    Raises MissingExtra if the library is unusable, DeviceDown (over RDMA) or TransportUnavailable if the
     engine does not start.
     """
     state = library_state()
@@ -126,29 +128,29 @@ def start_engine(wire: WireProtocol, host: str, devices: str) -> NativeEngine:
         native = cast(NativeEngine, create())
         status = native.initialize(host, "P2PHANDSHAKE", wire, devices)
     if status != 0:
-        failed = DeviceDown if wire == "rdma" else TransportUnavailable
-        raise failed(
+        error_type = DeviceDown if wire == "rdma" else TransportUnavailable
+        raise error_type(
             f"transfer_engine could not start over {wire} at {host}" + (devices and f" ({devices})"),
-            hint="run with MC_LOG_LEVEL=INFO to see why; check RFORK_ADVERTISE and RFORK_RDMA_DEVICES",
+            hint="run with MC_LOG_LEVEL=INFO for details; check RFORK_ADVERTISE and RFORK_RDMA_DEVICES",
         )
     return native
 
 
 @contextmanager
-def _protocol_env(wanted: bool) -> Iterator[None]:
-    """Tell an engine that starts in this block what to run over, and no other.
+def _protocol_env(force_tcp: bool) -> Iterator[None]:
+    """Force engines that start in this context to use TCP, or not to.
 
-    It goes by this variable alone: where there is an RDMA device it would take that, whatever it is told.
-    The variable is the process's, and engines start on several threads. It is written where it has to be
-    only, as C++ code of other libraries may read the environment at this moment.
+    Only this variable selects the protocol: otherwise the engine uses any RDMA device it finds, regardless of
+    its arguments. The variable is global, and engines start on several threads. It is written only if needed,
+    because C++ code of other libraries may read the environment concurrently.
     """
-    with _starting:
+    with _environment_lock:
         before = os.environ.get(_FORCE_TCP)
-        if (before is not None) == wanted:
+        if (before is not None) == force_tcp:
             yield
             return
         try:
-            _set_environment(_FORCE_TCP, "1" if wanted else None)
+            _set_environment(_FORCE_TCP, "1" if force_tcp else None)
             yield
         finally:
             _set_environment(_FORCE_TCP, before)
@@ -162,12 +164,12 @@ def _set_environment(name: str, value: str | None) -> None:
 
 
 def installed_wheels() -> tuple[str, ...]:
-    """Those of the three wheels that are installed."""
+    """Return the installed wheels among the three."""
     return tuple(wheel for wheel in WHEELS if _is_installed(wheel))
 
 
 def library_state() -> LibraryState:
-    """Import the library and say what came of it; never raises."""
+    """Import the library and return the result; never raises."""
     wheels = installed_wheels()
     _configure_environment()
     try:
@@ -175,10 +177,10 @@ def library_state() -> LibraryState:
     except ImportError as error:
         return LibraryState(wheels, str(error), import_hint(str(error), wheels))
     if len(wheels) > 1:
-        found = " and ".join(wheels)
+        names = " and ".join(wheels)
         return LibraryState(
             wheels,
-            f"{found} are both installed and overwrite one another",
+            f"{names} are both installed and overwrite each other's files",
             f"pip uninstall -y {' '.join(wheels)}, then install one of them",
             bool(getattr(engine, "SUPPORT_CUDA", False)),
         )
@@ -186,12 +188,12 @@ def library_state() -> LibraryState:
 
 
 def import_hint(error: str, wheels: Iterable[str]) -> str:
-    """What to do about an ImportError of `mooncake.engine`."""
+    """Return a hint for an ImportError of `mooncake.engine`."""
     if not tuple(wheels):
         return "pip install 'rfork[mooncake]' (with CUDA: rfork[mooncake-cuda12] or rfork[mooncake-cuda13])"
     if "libcudart" in error or "libcuda.so" in error:
         return (
-            "the installed wheel is for another CUDA than this machine has: uninstall it, then "
+            "the installed wheel is for a different CUDA version: uninstall it, then "
             "pip install 'rfork[mooncake]' (no CUDA), 'rfork[mooncake-cuda12]' or 'rfork[mooncake-cuda13]'"
         )
     for library, package in SYSTEM_PACKAGES.items():
@@ -201,29 +203,29 @@ def import_hint(error: str, wheels: Iterable[str]) -> str:
 
 
 def require_cuda(state: LibraryState, torch_cuda: str | None) -> None:
-    """See that the wheel takes memory of the CUDA that torch is built for (`torch.version.cuda`).
+    """Check that the wheel supports the CUDA version of torch (`torch.version.cuda`).
 
-    Raises VersionMismatch, whose hint names the extra that does.
+    Raises VersionMismatch with a hint that names the right extra.
     """
     major = (torch_cuda or "").partition(".")[0]
     wheel = state.wheels[0] if state.wheels else "this mooncake"
     if not state.cuda:
         raise VersionMismatch(f"{wheel} cannot read GPU memory", hint=reinstall_hint(state, major))
-    made_for = CUDA_OF.get(wheel)
-    if major and made_for is not None and made_for != major:
+    wheel_cuda = CUDA_OF.get(wheel)
+    if major and wheel_cuda is not None and wheel_cuda != major:
         raise VersionMismatch(
-            f"{wheel} is for CUDA {made_for}, and torch for CUDA {major}", hint=reinstall_hint(state, major)
+            f"{wheel} is built for CUDA {wheel_cuda}, but torch for CUDA {major}", hint=reinstall_hint(state, major)
         )
 
 
 def reinstall_hint(state: LibraryState, cuda: str) -> str:
-    """How to put the right wheel in the place of what is installed; `cuda` is a major version or empty."""
+    """Return the commands that replace the installed wheels; `cuda` is a major version or empty."""
     with_cuda = [extra for extra in WHEELS.values() if "cuda" in extra]
-    fits = [extra for extra in with_cuda if extra.endswith(f"cuda{cuda}")] or with_cuda
-    install = " or ".join(f"'rfork[{extra}]'" for extra in fits)
-    # Both bring the same module: to install one over the other leaves a mixture.
-    remove = f"pip uninstall -y {' '.join(state.wheels)}, then " if state.wheels else ""
-    return f"{remove}pip install {install}"
+    matching = [extra for extra in with_cuda if extra.endswith(f"cuda{cuda}")] or with_cuda
+    install = " or ".join(f"'rfork[{extra}]'" for extra in matching)
+    # The wheels contain the same module: installing one over another mixes their files.
+    uninstall = f"pip uninstall -y {' '.join(state.wheels)}, then " if state.wheels else ""
+    return f"{uninstall}pip install {install}"
 
 
 def _is_installed(wheel: str) -> bool:

@@ -1,8 +1,8 @@
-"""Which remote reads fill an image range: pure functions over two address maps. Runs on the target.
+"""Plans the remote reads that fill an image range: pure functions over two address maps. Runs on the target.
 
-Reads are one-sided, and each costs 40 to 80 µs whatever its size. So what is adjacent on both sides
-becomes one read; large reads are cut, so that several are in flight; and small pieces that lie near
-one another at the source, but apart here, are read as one area into a staging buffer.
+Reads are one-sided, and each costs 40 to 80 µs regardless of its size. So bytes adjacent on both sides become
+one read; large reads are split, so that several are in flight; and small pieces that are close together on
+the source, but scattered on the target, are read into a staging buffer as one area.
 """
 
 from __future__ import annotations
@@ -19,34 +19,36 @@ from rfork.transport.mooncake.library import WireProtocol
 
 @dataclass(frozen=True, slots=True)
 class ReadLimits:
-    """Most bytes of one read, and of all reads that are under way at once."""
+    """Maximum bytes of one read, and of all reads in flight."""
 
     request: int
     in_flight: int
 
 
 SIZES: Mapping[WireProtocol, ReadLimits] = {
-    # 16 to 64 MiB are equally fast, and a small read ends sooner when it must.
+    # 16 to 64 MiB are equally fast, and a smaller read can be stopped sooner.
     "tcp": ReadLimits(16 * MIB, 64 * MIB),
-    # A card of 200 Gbit/s gives 22.5 GB/s in reads of 32 MiB, and 23.0 in reads of 256 (Mooncake's figures).
-    # Four are under way: one chunk of the largest size for each place of a fork's usual window.
+    # A 200 Gbit/s card reaches 22.5 GB/s with reads of 32 MiB and 23.0 GB/s with 256 MiB (Mooncake's
+    # figures). Four reads in flight: one chunk of maximum size for each slot of a fork's default window.
     "rdma": ReadLimits(256 * MIB, 1024 * MIB),
 }
-"""By what the engine runs over."""
+"""Limits by protocol."""
 
 STAGING_BYTES = 8 * MIB
-"""Most bytes of one staged read."""
+"""Maximum bytes of one staged read."""
 
 DIRECT_BYTES = 512 * 1024
-"""Pieces from this size go straight to their place: a read of their own costs less than a second copy."""
+"""Pieces of at least this size are read directly to their destination: a separate read is cheaper than a
+second copy.
+"""
 
 MAX_COALESCE_GAP = 4096
-"""Gaps below this (a page) lie inside one registered area: `rfork.image.registration` merges over them."""
+"""Gaps below this (one page) lie inside one registered area: `rfork.image.registration` merges across them."""
 
 
 @dataclass(frozen=True, slots=True)
 class ContiguousPiece:
-    """A run of bytes that is one run of memory on both sides: remote and local address, length."""
+    """Bytes that are contiguous in memory on both sides: remote address, local address and length."""
 
     remote: int
     local: int
@@ -57,8 +59,8 @@ class ContiguousPiece:
 class RemoteRead:
     """One read of `length` bytes at `remote`.
 
-    Without `pieces` it goes to address `local`; with them it goes to a staging buffer, from where
-    each piece is copied to its own place.
+    Without `pieces` it is read to address `local`. With `pieces` it is read to a staging buffer, from which
+    each piece is copied to its destination.
     """
 
     remote: int
@@ -68,16 +70,16 @@ class RemoteRead:
 
 
 class AddressMap:
-    """The source's memory as its endpoint tells it: segments that cover the whole image, in order.
+    """The source's memory according to its endpoint: segments that cover the complete image, in order.
 
-    Raises SourceCorrupt when they do not.
+    Raises SourceCorrupt if they do not.
     """
 
     def __init__(self, segments: Sequence[Segment], image_bytes: int) -> None:
         end = 0
         for segment in segments:
             if segment.begin != end or segment.length <= 0 or segment.address <= 0:
-                raise SourceCorrupt(f"the source's address map is broken at image byte {end}")
+                raise SourceCorrupt(f"the source's address map is invalid at image byte {end}")
             end += segment.length
         if end != image_bytes:
             raise SourceCorrupt(f"the source's address map covers {end} of {image_bytes} bytes")
@@ -85,7 +87,7 @@ class AddressMap:
         self._begins = [segment.begin for segment in segments]
 
     def segments(self, begin: int, end: int) -> Iterator[Segment]:
-        """The segments of image range `[begin, end)`, cut to it."""
+        """Yield the segments of image range `[begin, end)`, clipped to it."""
         index = max(bisect_right(self._begins, begin) - 1, 0)
         while index < len(self._segments) and self._segments[index].begin < end:
             at, address, length = self._segments[index]
@@ -95,10 +97,10 @@ class AddressMap:
 
 
 def common_pieces(source: Iterator[Segment], target: Sequence[Segment]) -> list[ContiguousPiece]:
-    """The runs that are contiguous on both sides, in image order.
+    """Return the pieces that are contiguous on both sides, in image order.
 
-    Both maps cover the same image range without holes, and their segments are as long as their memory
-    allows (see `EngineImage.segments`): joining pieces further could cross from one registered area to another.
+    Both maps cover the same image range without gaps, and their segments are as long as possible (see
+    `EngineImage.segments`): joining pieces further could cross the border of a registered area.
     """
     pieces: list[ContiguousPiece] = []
     remote = next(source, None)
@@ -113,33 +115,35 @@ def common_pieces(source: Iterator[Segment], target: Sequence[Segment]) -> list[
     return pieces
 
 
-def requests(pieces: Sequence[ContiguousPiece], *, gather: bool, max_bytes: int) -> list[RemoteRead]:
-    """The reads that fill `pieces`, of at most `max_bytes` bytes; with `gather`, small neighbours share one."""
-    planned: list[RemoteRead] = []
+def plan_reads(pieces: Sequence[ContiguousPiece], *, gather: bool, max_bytes: int) -> list[RemoteRead]:
+    """Return the reads that fill `pieces`, each of at most `max_bytes` bytes; with `gather`, small neighbours
+    share one.
+    """
+    reads: list[RemoteRead] = []
     small: list[ContiguousPiece] = []
     for piece in pieces:
         if gather and piece.length < DIRECT_BYTES:
             small.append(piece)
         else:
-            planned.extend(_cut(piece, max_bytes))
+            reads.extend(_cut(piece, max_bytes))
     group: list[ContiguousPiece] = []
     for piece in sorted(small, key=lambda piece: piece.remote):
         if group and not _can_coalesce(group, piece):
-            planned.append(_coalesce(group))
+            reads.append(_coalesce(group))
             group = []
         group.append(piece)
     if group:
-        planned.append(_coalesce(group))
-    return planned
+        reads.append(_coalesce(group))
+    return reads
 
 
 def split_head(request: RemoteRead, max_bytes: int) -> tuple[RemoteRead, RemoteRead | None]:
-    """Part a request in two: the first of at most `max_bytes` bytes, or of one piece, and what is left."""
+    """Split a request into a head of at most `max_bytes` bytes (or of one piece) and the rest, if any."""
     if request.length <= max_bytes:
         return request, None
     if not request.pieces:
-        left = RemoteRead(request.remote + max_bytes, request.length - max_bytes, request.local + max_bytes)
-        return RemoteRead(request.remote, max_bytes, request.local), left
+        rest = RemoteRead(request.remote + max_bytes, request.length - max_bytes, request.local + max_bytes)
+        return RemoteRead(request.remote, max_bytes, request.local), rest
     ends = [piece.remote + piece.length - request.remote for piece in request.pieces]
     count = max(1, bisect_right(ends, max_bytes))
     if count == len(ends):

@@ -1,4 +1,4 @@
-"""An image's memory, registered with an engine: few areas, and errors that say what to do. Both sides."""
+"""Registers an image's memory with an engine, in few areas and with helpful errors. Runs on both sides."""
 
 from __future__ import annotations
 
@@ -10,39 +10,40 @@ from rfork.image.registration import Region, regions_to_register, uses_expandabl
 from rfork.transport.mooncake.engine import MooncakeEngine
 
 MAX_DESCRIPTOR_BYTES = 1 << 20
-"""The engine's handshake message with all areas may be so long (bytes); past it, every read fails."""
+"""Maximum size of the engine's handshake message, which lists all areas; if it is exceeded, every read fails."""
 AREA_BYTES, KEY_BYTES = 104, 26
-"""What one area takes in that message, and each network card's two keys for it."""
+"""Bytes of one area in that message, and of the two keys that each network card has for it."""
 
 
 def max_regions(devices: int) -> int:
-    """How many areas an engine on so many network cards can tell its peers of; over TCP there are none."""
+    """Return the maximum number of areas for an engine with this many network cards (0 over TCP)."""
     return MAX_DESCRIPTOR_BYTES // (AREA_BYTES + KEY_BYTES * devices)
 
 
 def regions_within_limit(image: Image, devices: int) -> list[Region]:
-    """The areas that hold the image. Raises TransportUnavailable where there are too many."""
-    found, max_count = regions_to_register(image), max_regions(devices)
-    if len(found) > max_count:
+    """Return the areas that contain the image. Raises TransportUnavailable if there are too many."""
+    regions, max_count = regions_to_register(image), max_regions(devices)
+    if len(regions) > max_count:
         raise TransportUnavailable(
-            f"the image lies in {len(found)} memory areas, transfer_engine takes at most {max_count}",
+            f"the image is in {len(regions)} memory areas; transfer_engine supports at most {max_count}",
             hint="use RFORK_TRANSPORTS=http, or load the model into fewer, larger allocations",
         )
-    return found
+    return regions
 
 
-def register(engine: MooncakeEngine, image: Image, found: Sequence[Region]) -> None:
-    """Register the areas that hold `image`. Raises TransportUnavailable, of CUDA memory GpuDirectUnavailable."""
+def register(engine: MooncakeEngine, image: Image, regions: Sequence[Region]) -> None:
+    """Register the areas of `image`. Raises TransportUnavailable, for CUDA memory GpuDirectUnavailable."""
     try:
-        engine.register(found)
+        engine.register(regions)
     except TransportUnavailable as error:
         if all(device.type != "cuda" for device in image.devices):
             raise
-        hint = "see rfork doctor (GPUDirect, memlock)"
+        hint = "see `rfork doctor` (GPUDirect, memlock)"
         if uses_expandable_segments(image):
-            # Mooncake before its pull request 3538 exports the first piece of such a range alone.
+            # Before its pull request 3538, Mooncake exports only the first segment of an expandable
+            # allocation.
             hint = (
-                "torch's memory is in expandable segments: use a newer Mooncake, nvidia-peermem, or "
+                "torch uses expandable segments: use a newer Mooncake, nvidia-peermem, or "
                 "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"
             )
         raise GpuDirectUnavailable(str(error), hint=hint) from error

@@ -1,4 +1,6 @@
-"""What all reads from one source share on the target: engine, rate, staging memory, and how it ends."""
+"""State shared by all reads from one source: engine, rate limit, staging buffers, failure. Runs on the
+target.
+"""
 
 from __future__ import annotations
 
@@ -16,24 +18,24 @@ from rfork.transport.mooncake.read_plan import SIZES, STAGING_BYTES, RemoteRead,
 from rfork.transport.token_bucket import SLICE_S, TokenBucket
 
 MIN_WAIT_S = 0.0002
-"""Between two looks at reads that are under way."""
+"""Interval between polls of reads in flight."""
 
 STAGING_BUFFERS = 4
-"""A staged read is under way while another is copied out; four buffers serve two callers at once."""
+"""One staged read is in flight while another is copied out; four buffers serve two concurrent callers."""
 
 MIN_THROTTLED_BYTES = 256 << 10
-"""Bytes of one read under a rate, at least: a read costs 40 to 80 µs whatever its size."""
+"""Minimum bytes of one read under a rate limit: a read costs 40 to 80 µs regardless of its size."""
 MIN_THROTTLED_IN_FLIGHT_BYTES, THROTTLED_IN_FLIGHT_S = 4 << 20, 0.002
-"""Bytes in flight under a rate, all reads together: so many, or those of so long where that is more. What is
-in flight comes however low the next rate is, so a source that asks for less gets it soon."""
+"""Limits of the bytes in flight under a rate limit, over all reads: a size or a duration, whichever is
+larger. Bytes in flight cannot be stopped, so a small limit lets a lower rate take effect soon.
+"""
 
 
 class TransferSession:
     """An engine that reads from one source, shared by all calls of a reader. Runs on the target; thread-safe.
 
-    The engine cannot break a single read off. When reads do not end after deadline and grace, the
-    whole engine is taken down, which stops them for certain; the connection is then spent, and further
-    use of it raises the error that spent it.
+    The engine cannot cancel a single read. If reads do not end after deadline and grace period, the engine is
+    closed, which stops them reliably. The session is then broken, and further use raises the same error.
     """
 
     def __init__(self, engine: MooncakeEngine, session: str) -> None:
@@ -41,88 +43,90 @@ class TransferSession:
         self.session = session
         self.sizes = SIZES[engine.protocol]
         self._bucket = TokenBucket()
-        self._flying = 0
+        self._bytes_in_flight = 0
         self._changed = threading.Condition()
         self.broken = threading.Event()
         self._error: SourceError | None = None
-        self._inside = 0
-        self._down = False
-        self._staging_made = 0
+        self._active_calls = 0
+        self._is_closed = False
+        self._staging_count = 0
         self._staging: deque[torch.Tensor] = deque()
 
     def set_rate_limit(self, rate: int | None) -> None:
-        """Take at most `rate` bytes a second: no code of the source runs that could hold this reader back.
+        """Limit reads to `rate` bytes per second. The reader enforces it, because no code of the source runs.
 
-        Reads that are under way run to their end at the speed of the link.
+        Reads in flight finish at full speed.
         """
         self._bucket.set_rate(rate)
 
     def consume(self, request: RemoteRead) -> tuple[RemoteRead, RemoteRead | None, float]:
-        """What of a request may be started now, what is left of it, and the seconds to wait before either.
+        """Return the part of a request that may start now, the rest, and the seconds to wait before either.
 
-        What was started is given back with `record_completion`.
+        Call `record_completion` for a part that was started.
         """
         rate = self._bucket.rate
-        first, left, wait_s = request, None, 0.0
+        head, rest, wait_s = request, None, 0.0
         with self._changed:
             if rate is not None:
                 max_bytes = max(MIN_THROTTLED_IN_FLIGHT_BYTES, int(rate * THROTTLED_IN_FLIGHT_S))
-                first, left = split_head(request, min(max_bytes, max(MIN_THROTTLED_BYTES, int(rate * SLICE_S))))
-                full = self._flying > 0 and self._flying + first.length > max_bytes
-                wait_s = MIN_WAIT_S if full else self._bucket.consume(first.length)
+                head, rest = split_head(request, min(max_bytes, max(MIN_THROTTLED_BYTES, int(rate * SLICE_S))))
+                is_full = self._bytes_in_flight > 0 and self._bytes_in_flight + head.length > max_bytes
+                wait_s = MIN_WAIT_S if is_full else self._bucket.consume(head.length)
             if wait_s <= 0:
-                self._flying += first.length
-        return first, left, wait_s
+                self._bytes_in_flight += head.length
+        return head, rest, wait_s
 
     def record_completion(self, nbytes: int) -> None:
-        """So many bytes of what was started are not in flight any more."""
+        """Subtract the bytes of a finished read from the bytes in flight."""
         with self._changed:
-            self._flying -= nbytes
+            self._bytes_in_flight -= nbytes
 
     def close(self) -> None:
-        """Take the engine down; reads under way raise SourceUnavailable. Safe to call twice."""
+        """Close the engine; reads in progress raise SourceUnavailable. Idempotent."""
         self.fail(SourceUnavailable(f"the reader of {self.session} was closed"))
         with self._changed:
-            if self._inside == 0:
-                self._tear_down()
-            self._changed.wait_for(lambda: self._down)
+            if self._active_calls == 0:
+                self._close_engine()
+            self._changed.wait_for(lambda: self._is_closed)
 
     @contextmanager
     def acquire(self) -> Iterator[None]:
-        """Hold the engine up; on leaving a broken reader, wait until its engine is down."""
+        """Keep the engine open within the context; when leaving a broken session, wait until its engine is
+        closed.
+        """
         with self._changed:
             self.check_open()
-            self._inside += 1
+            self._active_calls += 1
         try:
             yield
         except SourceError:
             raise
         except BaseException:
-            # An interrupt or a bug: reads may be under way that nobody looks at any more.
+            # An interrupt or a bug: reads may be in flight that no call polls any more.
             self.fail(SourceUnavailable(f"the reader of {self.session} was interrupted"))
             raise
         finally:
             with self._changed:
-                self._inside -= 1
-                if self.broken.is_set() and self._inside == 0:
-                    self._tear_down()
-                # Only then can no more bytes land.
-                self._changed.wait_for(lambda: self._down or not self.broken.is_set())
+                self._active_calls -= 1
+                if self.broken.is_set() and self._active_calls == 0:
+                    self._close_engine()
+                # Only after that no more bytes can arrive.
+                self._changed.wait_for(lambda: self._is_closed or not self.broken.is_set())
 
     def check_open(self) -> None:
-        """Raise once more what spent the reader, if anything did."""
+        """Raise the error that broke the session, if any."""
         if self._error is not None:
             raise type(self._error)(str(self._error))
 
-    def _tear_down(self) -> None:
-        if not self._down:
+    def _close_engine(self) -> None:
+        if not self._is_closed:
             self.engine.close()
             self._staging.clear()
-            self._down = True
+            self._is_closed = True
             self._changed.notify_all()
 
     def fail(self, error: SourceError) -> None:
-        """Spend the reader: every read under way leaves at its next look."""
+        """Break the session: every read in progress stops at its next poll."""
         with self._changed:
             if self._error is None:
                 self._error = error
@@ -130,21 +134,21 @@ class TransferSession:
             self._changed.notify_all()
 
     def acquire_staging(self, *, wait_until: float | None) -> torch.Tensor | None:
-        """A staging buffer; None when there is none (by `wait_for_shutdown`, if given) or the reader is spent."""
+        """Return a staging buffer; None if none is free (by `wait_until`, if given) or the session is broken."""
         with self._changed:
-            if not self._staging and self._staging_made < STAGING_BUFFERS:
+            if not self._staging and self._staging_count < STAGING_BUFFERS:
                 buffer = torch.empty(STAGING_BYTES, dtype=torch.uint8)
                 if self.engine.protocol == "rdma":
                     self.engine.register([(buffer.data_ptr(), STAGING_BYTES)])
-                self._staging_made += 1
+                self._staging_count += 1
                 return buffer
             if wait_until is not None:
-                limit = max(wait_until - time.monotonic(), 0)
-                self._changed.wait_for(lambda: self._staging or self._error is not None, limit)
+                timeout_s = max(wait_until - time.monotonic(), 0)
+                self._changed.wait_for(lambda: self._staging or self._error is not None, timeout_s)
             return self._staging.popleft() if self._staging else None
 
     def release_staging(self, buffer: torch.Tensor) -> None:
-        """Give a buffer back that no read fills any more."""
+        """Return a buffer that no read uses any more."""
         with self._changed:
             self._staging.append(buffer)
             self._changed.notify()

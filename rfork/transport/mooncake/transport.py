@@ -1,11 +1,11 @@
-"""The `transfer_engine` transport: when it can run, and how both sides begin.
+"""The `transfer_engine` transport: availability, export and connect.
 
-Over RDMA the target's memory is registered, because its network card writes it; over TCP it is not:
-the engine's own thread writes it, so a target gives nobody access to its memory.
+Over RDMA the target's memory is registered, because its network card writes it. Over TCP it is not: the
+engine's own thread writes it, so the target exposes no memory.
 
-RDMA and CUDA images take the same path with device addresses, and small pieces are then read one by
-one instead of staged. Neither has been run in this project's tests, which have no such devices: which
-devices are chosen, and what is said where something is missing, is tested on copies of sysfs.
+CUDA images over RDMA use the same code with device addresses; small pieces are then read one by one instead
+of staged. Neither is covered by this project's tests, which have no such devices; device selection and error
+messages are tested on copies of sysfs.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from rfork.errors import DeviceDown, SourceUnavailable, TransportUnavailable
 from rfork.image.memory import Image
 from rfork.settings import InstanceSettings
+from rfork.thread_priority import SERVING_THREAD_NICE
 from rfork.transport.base import (
     AccessGate,
     Availability,
@@ -37,9 +38,10 @@ from rfork.transport.mooncake.registration import regions_within_limit, register
 
 
 class TransferEngineTransport:
-    """One-sided reads over Mooncake's TransferEngine; RDMA where this machine has it, else TCP if allowed.
+    """One-sided reads over Mooncake's TransferEngine: over RDMA if this machine has it, otherwise TCP if
+    allowed.
 
-    `root` is where /sys and /proc are looked for.
+    `root` is the parent of /sys and /proc.
     """
 
     name = "transfer_engine"
@@ -50,7 +52,7 @@ class TransferEngineTransport:
         self._root = root
 
     def availability(self) -> Availability:
-        """Whether it can run here, and over what; see `Transport.availability`."""
+        """Report availability and protocol; see `Transport.availability`."""
         return self._availability(library_state(), self._rdma_devices())
 
     def _availability(self, state: LibraryState, found: Sequence[topology.RdmaDevice]) -> Availability:
@@ -64,23 +66,25 @@ class TransferEngineTransport:
             return Availability(True, f"over RDMA ({', '.join(device.name for device in devices)})")
         if not self._settings.allow_unauthenticated_tcp:
             faults = ", ".join(f"{device.name}: {device.fault}" for device in found)
-            none = f"no RDMA device that works ({faults})" if faults else "no RDMA device"
+            missing = f"no usable RDMA device ({faults})" if faults else "no RDMA device"
             return Availability(
                 False,
-                f"{none}, and over plain TCP a lease lets a whole host read, and write",
-                "RFORK_ALLOW_UNAUTHENTICATED_TCP=1 allows that where you trust the hosts of all readers wholly",
+                f"{missing}, and over plain TCP a lease lets its complete host read and write",
+                "set RFORK_ALLOW_UNAUTHENTICATED_TCP=1 if the hosts of all readers are fully trusted",
             )
-        return Availability(True, "over plain TCP, which RFORK_ALLOW_UNAUTHENTICATED_TCP allows: a lease admits a host")
+        return Availability(
+            True, "over plain TCP, allowed by RFORK_ALLOW_UNAUTHENTICATED_TCP: a lease admits its complete host"
+        )
 
     def export(self, image: Image, gate: AccessGate) -> TransferEngineExporter:
-        """Source side: register the image's memory. `gate` is not asked: see TransferEngineExporter.
+        """Source side: register the image's memory. `gate` is not used: see TransferEngineExporter.
 
-        Raises TransportUnavailable kinds: DeviceDown, VersionMismatch when the wheel does not fit the image,
-        GpuDirectUnavailable.
+        Raises TransportUnavailable or a subclass: DeviceDown, VersionMismatch if the wheel does not support
+        the image's memory, GpuDirectUnavailable.
         """
-        protocol, devices = self._gpu_direct_mode(image)
-        reachable_at, nice = self._settings.advertised_host, self._settings.serving_thread_nice
-        return TransferEngineExporter(image, reachable_at, protocol, devices, nice)
+        protocol, devices = self._select_protocol(image)
+        host, nice = self._settings.advertised_host, SERVING_THREAD_NICE
+        return TransferEngineExporter(image, host, protocol, devices, nice)
 
     def connect(
         self,
@@ -88,21 +92,21 @@ class TransferEngineTransport:
         image: Image,
         token: TokenSource,
         deadline: float,
-        talk: OpenControlStream = no_control_stream,
+        open_control_stream: OpenControlStream = no_control_stream,
     ) -> TransferEngineReader:
-        """Target side: an engine for this source alone. The token was shown where `endpoint` came from.
+        """Target side: create an engine for this source. The lease was checked when the channel was opened.
 
         Raises SourceUnavailable, SourceTimeout or SourceCorrupt (an address map that does not cover the
-        image), and TransportUnavailable kinds, as `export`, for what this side lacks.
+        image), and, like `export`, TransportUnavailable or a subclass if this side cannot use the transport.
         """
-        protocol, devices = self._gpu_direct_mode(image)
+        protocol, devices = self._select_protocol(image)
         session, source_protocol = (
             endpoint.parameters.get("session", ""),
             endpoint.parameters.get("protocol", ""),
         )
         if source_protocol != protocol:
             raise TransportUnavailable(
-                f"{session} gives over {source_protocol or 'nothing'}, and this machine reads over {protocol}",
+                f"{session} serves over {source_protocol or 'no protocol'}, but this machine reads over {protocol}",
                 hint="use another transport between these two machines",
             )
         remote = AddressMap(endpoint.segments, image.layout.image_bytes)
@@ -121,11 +125,13 @@ class TransferEngineTransport:
         gather = endpoint.parameters.get("gather") == "yes"
         return TransferEngineReader(engine, session, remote, image, gather=gather)
 
-    def _gpu_direct_mode(self, image: Image) -> tuple[WireProtocol, str]:
-        """What this image is read over, and the RDMA devices for that, comma separated; none over TCP.
+    def _select_protocol(self, image: Image) -> tuple[WireProtocol, str]:
+        """Return the protocol for this image and its RDMA devices, comma separated; no devices over TCP.
 
-        From one look at the ports: they go up and down, and a machine may have thousands of files to read.
-        Raises TransportUnavailable kinds where it cannot run here, or not with this image.
+        Reads the state of the ports only once: it may change, and a machine may have thousands of sysfs
+        files.
+
+        Raises TransportUnavailable or a subclass if the transport cannot run here, or not with this image.
         """
         state, found = library_state(), self._rdma_devices()
         available, protocol = self._availability(state, found), self._protocol(found)
@@ -144,7 +150,7 @@ class TransferEngineTransport:
         return protocol, ",".join(device.name for device in devices)
 
     def _protocol(self, found: Sequence[topology.RdmaDevice]) -> WireProtocol:
-        """RDMA where a device works, or some are asked for."""
+        """Return RDMA if a device is usable or devices are configured."""
         if self._settings.rdma_devices or any(not device.fault for device in found):
             return "rdma"
         return "tcp"

@@ -1,8 +1,7 @@
-"""The shared_memory transport: instances of one host that keep their weights in host memory, and share it.
+"""The shared_memory transport: instances on one host that keep their weights in host memory share it.
 
-A target maps the chunks that the source gives it, copy on write, in place of its tensors' own pages: no
-byte is copied on its side, and however many instances there are, their weights are in memory once, beside
-the source's own copy. Needs Linux.
+A target maps the source's chunks copy-on-write in place of its tensors' own pages. No byte is copied on its
+side, and all targets of a host share one copy of the weights, in addition to the source's own. Needs Linux.
 """
 
 from rfork.transport.shared_memory.transport import SharedMemoryTransport

@@ -1,6 +1,6 @@
-"""The sealed chunks of one image that a process holds: made by its exporter, or received by its reader.
+"""Cache of an image's sealed chunks in a process: created by its exporter or received by its reader.
 
-A relay gives what it has mapped onwards, so that the bytes are in memory once.
+A relay serves the chunks that it has mapped, so that the bytes are in memory once.
 """
 
 from __future__ import annotations
@@ -14,95 +14,98 @@ from typing import Final
 from rfork.transport.shared_memory.memfd import SealedChunk
 
 MAX_CACHED_CHUNKS: Final = 512
-"""Chunks, at most, each of which has a descriptor."""
+"""Maximum number of chunks; each uses a descriptor."""
 DESCRIPTOR_DIVISOR: Final = 4
-"""And of the descriptors this process may have, one in so many."""
+"""At most 1/n of this process's descriptor limit is used."""
 POLL_INTERVAL_S: Final = 0.5
-"""Seconds between two words to a reader whose chunk is being made for another."""
+"""Interval of keep-alive messages to a reader whose chunk another thread is creating."""
 
 
 class SealedChunkCache:
-    """Thread-safe. Chunks by index.
+    """Chunks by index. Thread-safe.
 
-    One that is given up may still be mapped by targets: who asks for it later then costs another copy. So
-    none makes way for another, and none goes for being idle.
+    A dropped chunk may still be mapped by targets, so recreating it would use memory for another copy.
+    Therefore a full cache does not evict, and idle chunks are kept.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._kept: dict[int, SealedChunk] = {}
-        self._making: dict[int, threading.Lock] = {}
+        self._chunks: dict[int, SealedChunk] = {}
+        self._build_locks: dict[int, threading.Lock] = {}
         self._exports = 0
 
     @contextlib.contextmanager
-    def building(self, chunk: int, waiting: Callable[[], None]) -> Iterator[None]:
-        """One thread at a time finds or makes this chunk, so that there are never two of it.
+    def building(self, chunk: int, on_wait: Callable[[], None]) -> Iterator[None]:
+        """Lock a chunk while it is looked up or created, so that it is created only once.
 
-        `waiting` is called every `POLL_INTERVAL_S` as long as it is another's turn, and may raise to wait no longer.
+        `on_wait` is called every `POLL_INTERVAL_S` while another thread has the lock; it may raise to stop
+        waiting.
         """
         with self._lock:
-            lock = self._making.setdefault(chunk, threading.Lock())
+            lock = self._build_locks.setdefault(chunk, threading.Lock())
         while not lock.acquire(timeout=POLL_INTERVAL_S):
-            waiting()
+            on_wait()
         try:
             yield
         finally:
             lock.release()
 
     def find(self, chunk: int) -> SealedChunk | None:
-        """The chunk, if it is held."""
+        """Return the chunk if it is cached."""
         with self._lock:
-            # The one that was wanted least lately is the first, where one has to go.
-            sealed = self._kept.pop(chunk, None)
+            # Reinsert it, so that the first chunk is the least recently used.
+            sealed = self._chunks.pop(chunk, None)
             if sealed is not None:
-                self._kept[chunk] = sealed
+                self._chunks[chunk] = sealed
             return sealed
 
-    def keep(self, chunk: int, sealed: SealedChunk) -> None:
-        """Hold a chunk, in place of an earlier one; not where the shelf is full."""
+    def put(self, chunk: int, sealed: SealedChunk) -> None:
+        """Cache a chunk, replacing an earlier one; does nothing if the cache is full."""
         max_chunks = _max_cached_chunks()
         with self._lock:
-            if chunk in self._kept or len(self._kept) < max_chunks:
-                self._kept.pop(chunk, None)
-                self._kept[chunk] = sealed
+            if chunk in self._chunks or len(self._chunks) < max_chunks:
+                self._chunks.pop(chunk, None)
+                self._chunks[chunk] = sealed
 
-    def full(self) -> bool:
-        """Whether it holds as many chunks as it may."""
+    def is_full(self) -> bool:
+        """Return True if the cache is full."""
         max_chunks = _max_cached_chunks()
         with self._lock:
-            return len(self._kept) >= max_chunks
+            return len(self._chunks) >= max_chunks
 
     def drop(self, chunk: int) -> None:
-        """Hold this chunk no longer."""
+        """Remove the chunk."""
         with self._lock:
-            self._kept.pop(chunk, None)
+            self._chunks.pop(chunk, None)
 
     def drop_oldest(self) -> bool:
-        """Give up the chunk that was wanted least lately; whether there was one."""
+        """Remove the least recently used chunk; return False if the cache is empty."""
         with self._lock:
-            if not self._kept:
+            if not self._chunks:
                 return False
-            del self._kept[next(iter(self._kept))]
+            del self._chunks[next(iter(self._chunks))]
             return True
 
     def retain_only(self, etag: str) -> None:
-        """Give up what is known to hold bytes that the image had once."""
+        """Remove chunks known to contain bytes of an earlier version."""
         with self._lock:
-            self._kept = {chunk: sealed for chunk, sealed in self._kept.items() if sealed.proven in ("", etag)}
+            self._chunks = {
+                chunk: sealed for chunk, sealed in self._chunks.items() if sealed.verified_etag in ("", etag)
+            }
 
-    def exported(self, *, more: int) -> None:
-        """One exporter more (1) or less (-1) gives these chunks; after the last one nobody needs them."""
+    def change_exporters(self, *, more: int) -> None:
+        """Add (1) or remove (-1) an exporter; clear the cache after the last one."""
         with self._lock:
             self._exports += more
             if not self._exports:
-                self._kept.clear()
+                self._chunks.clear()
 
     def reader_closed(self) -> None:
-        """Nothing is received any more; without an exporter nobody needs the chunks."""
-        self.exported(more=0)
+        """Handle the end of receiving: without an exporter the chunks are not needed any more."""
+        self.change_exporters(more=0)
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._chunks)
 
 
 def _max_cached_chunks() -> int:

@@ -1,13 +1,13 @@
-"""The source side of the shared_memory transport: chunks in sealed memory files, given by descriptor.
+"""Source side of the shared_memory transport: serves chunks in sealed memory files, passed as descriptors.
 
-A file is made when the first reader asks for its chunk, and kept for the next ones for as long as the
-weights stay the same and memory is not short, however long nobody asks: a target that maps it holds the
-memory anyway, and a file that was dropped would be made once more beside it. So beside the image itself the
-source has up to one more copy of it, which is that of all its targets, and counts as the source's memory. The
-source's own pages are not put in place of by the files': it serves meanwhile, and a write of its own between
-the copy and the exchange would be lost. Where memory is short, for chunks beyond those that may be kept, and
-to those who want to copy, bytes are given by pieces through one small file for each connection, which is
-empty again when that ends.
+A file is created when the first reader requests its chunk. It is cached as long as the weights are unchanged
+and memory is not short, even if idle: targets that map it keep its memory anyway, and a dropped file would be
+created again as another copy. So the source uses memory for up to one more copy of the image, shared by all
+its targets. The source's own pages are not replaced by the file's: a write between the copy and the
+replacement would be lost.
+
+Some bytes are sent in pieces through a small file per connection, which is emptied when the connection
+closes: if memory is short, for chunks beyond the cache limit, and for readers that copy.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from rfork.errors import LeaseRejected, SourceBusy, SourceCorrupt, SourceWeights
 from rfork.image.memory import Image
 from rfork.logs import logger
 from rfork.settings import InstanceSettings
+from rfork.thread_priority import SERVING_THREAD_NICE
 from rfork.transport.base import AccessGate, Endpoint, StatelessExporter
 from rfork.transport.shared_memory.chunk_cache import SealedChunkCache
 from rfork.transport.shared_memory.file_layout import FileLayout
@@ -38,66 +39,68 @@ log = logger(__name__)
 
 NAME: Final = "shared_memory"
 SLICE_BYTES: Final = 8 << 20
-"""The gate is asked again after at most so many bytes."""
+"""Maximum bytes between two checks of the gate."""
 PIECE_BYTES: Final = 2 << 20
-"""Bytes of the file that a connection's pieces go through."""
-IDLE_S: Final = 60.0
-"""Seconds a connection that was admitted may rest between two requests."""
+"""Size of the file for a connection's pieces."""
+IDLE_TIMEOUT_S: Final = 60.0
+"""Maximum idle time in seconds of an authorized connection between two requests."""
 POLL_INTERVAL_S: Final = 15.0
-"""Seconds between two looks at whether there is still memory for what is kept."""
+"""Interval of the checks that enough memory is left for cached chunks."""
 
 
 class SharedMemoryExporter(StatelessExporter):
-    """Serves one image of host memory from construction until `close`. Raises SettingsError."""
+    """Serves one image in host memory from construction until `close`. Raises SettingsError."""
 
-    def __init__(self, image: Image, gate: AccessGate, shelf: SealedChunkCache, settings: InstanceSettings) -> None:
+    def __init__(
+        self, image: Image, gate: AccessGate, chunk_cache: SealedChunkCache, settings: InstanceSettings
+    ) -> None:
         self._image = image
         self._gate = gate
-        self._chunk_cache = shelf
-        self._stall_s = settings.source_idle_timeout_s
-        self._kernel = PageRemapper()
+        self._chunk_cache = chunk_cache
+        self._idle_timeout_s = settings.source_idle_timeout_s
+        self._remapper = PageRemapper()
         self._memory_budget = MemoryBudget()
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        self._server = LocalServer(NAME, settings.unix_socket_dir, self._serve, nice=settings.serving_thread_nice)
-        shelf.exported(more=1)
-        self._keeper = threading.Thread(target=self._cache_loop, name="rfork-shared-memory", daemon=True)
-        self._keeper.start()
+        self._server = LocalServer(NAME, settings.unix_socket_dir, self._serve, nice=SERVING_THREAD_NICE)
+        chunk_cache.change_exporters(more=1)
+        self._cache_thread = threading.Thread(target=self._cache_loop, name="rfork-shared-memory", daemon=True)
+        self._cache_thread.start()
 
     def endpoint(self) -> Endpoint:
-        """The socket, and what names this host."""
+        """Return the socket and the host's identity."""
         return Endpoint(NAME, self._server.parameters)
 
     def close(self) -> None:
-        """Cut every reader; what they have mapped stays theirs. Safe to call twice."""
+        """Disconnect every reader; their mappings stay valid. Idempotent."""
         with self._lock:
-            first = not self._closing.is_set()
+            is_first = not self._closing.is_set()
             self._closing.set()
         self._server.close()
-        self._keeper.join()
-        if first:
-            self._chunk_cache.exported(more=-1)
+        self._cache_thread.join()
+        if is_first:
+            self._chunk_cache.change_exporters(more=-1)
 
     def _cache_loop(self) -> None:
-        """Let go of what is of weights that are no more, and of all that memory is too short for."""
+        """Drop chunks of outdated weights, and the oldest chunks while memory is short."""
         while not self._closing.wait(POLL_INTERVAL_S):
             self._chunk_cache.retain_only(self._gate.version_tag())
             while not fits_in_memory(0) and self._chunk_cache.drop_oldest():
                 pass
 
-    # -- on a thread for each connection ---------------------------------------------------------------
+    # -- on one thread per connection ------------------------------------------------------------------
 
     def _serve(self, connection: UnixSocketConnection) -> None:
-        talk = ReplyStream(connection, self._stall_s)
+        replies = ReplyStream(connection, self._idle_timeout_s)
         try:
-            self._serve_requests(connection, talk)
+            self._serve_requests(connection, replies)
         finally:
-            # First cut: who still reads the piece must not find it empty, and the connection well.
+            # Disconnect first: a reader must not find an empty piece on an open connection.
             connection.abort()
-            talk.end()
+            replies.end()
 
-    def _serve_requests(self, connection: UnixSocketConnection, talk: ReplyStream) -> None:
-        timeout_s = self._stall_s
+    def _serve_requests(self, connection: UnixSocketConnection, replies: ReplyStream) -> None:
+        timeout_s = self._idle_timeout_s
         while True:
             message, descriptors = connection.receive(time.monotonic() + timeout_s)
             close_all(descriptors)
@@ -105,36 +108,38 @@ class SharedMemoryExporter(StatelessExporter):
                 request = SharedMemoryRequest(message, self._image)
                 fork_id = self._gate.authorize(request.token, request.begin, request.end)
                 if not self._server.acquire_slot(connection, fork_id):
-                    talk.send_reply(encode_error(SourceBusy("all slots are taken")))
+                    replies.send_reply(encode_error(SourceBusy("no free connection slot")))
                     return
-                timeout_s = IDLE_S
-                self._respond(request, fork_id, talk)
+                timeout_s = IDLE_TIMEOUT_S
+                self._respond(request, fork_id, replies)
             except (LeaseRejected, SourceBusy, SourceWeightsChanged, SourceCorrupt) as error:
-                talk.send_reply(encode_error(error))
+                replies.send_reply(encode_error(error))
             except OSError as error:
-                # Out of descriptors or of memory. What is kept for others is the first to go.
-                log.warning("a chunk cannot be shared", because=str(error))
+                # Out of descriptors or memory. Cached chunks are the first to be dropped.
+                log.warning("cannot share a chunk", reason=str(error))
                 self._chunk_cache.drop_oldest()
-                talk.send_reply(encode_error(SourceBusy(f"the source has no room to share a chunk: {error.strerror}")))
+                replies.send_reply(
+                    encode_error(SourceBusy(f"the source has no memory to share a chunk: {error.strerror}"))
+                )
 
-    def _respond(self, request: SharedMemoryRequest, fork_id: str, talk: ReplyStream) -> None:
-        sealed = self._seal_chunk(request, fork_id, talk) if request.chunk is not None else None
+    def _respond(self, request: SharedMemoryRequest, fork_id: str, replies: ReplyStream) -> None:
+        sealed = self._seal_chunk(request, fork_id, replies) if request.chunk is not None else None
         if sealed is None:
-            self._send_piece(request, fork_id, talk)
+            self._send_piece(request, fork_id, replies)
             return
-        # Time has passed: the lease may be over by now, and the weights others.
+        # Check again: the lease may have expired and the weights may have changed in the meantime.
         with self._gate.read_guard(request.token, request.begin, request.end, _noop):
-            if self._gate.version_tag() != sealed.proven:
+            if self._gate.version_tag() != sealed.verified_etag:
                 raise SourceWeightsChanged("the weights changed while a chunk was shared")
-        talk.paid = (0, 0)
+        replies.charged = (0, 0)
         layout = sealed.layout
-        talk.send_reply(
+        replies.send_reply(
             {"sealed": layout.to_message(), "begin": layout.begin, "end": layout.end},
             sealed.descriptor.number,
         )
 
-    def _seal_chunk(self, request: SharedMemoryRequest, fork_id: str, talk: ReplyStream) -> SealedChunk | None:
-        """The whole chunk in a file; None where it is not to be had, or to be made, in one."""
+    def _seal_chunk(self, request: SharedMemoryRequest, fork_id: str, replies: ReplyStream) -> SealedChunk | None:
+        """Return the complete chunk in a sealed file; None if it is not cached and cannot be created."""
         chunk = request.chunk
         if chunk is None:
             return None
@@ -143,69 +148,69 @@ class SharedMemoryExporter(StatelessExporter):
             self._gate.authorize(request.token, begin, end)
         except SourceBusy:
             return None
-        can_make = request.maps and fits_in_memory(end - begin) and not self._chunk_cache.full()
+        can_make = request.maps and fits_in_memory(end - begin) and not self._chunk_cache.is_full()
         if self._chunk_cache.find(chunk) is None and not can_make:
             return None
-        # Whatever part was asked for: who has the file has the chunk.
-        self._charge_bandwidth(begin, end, fork_id, talk)
-        with self._chunk_cache.building(chunk, talk.keepalive):
-            found = self._is_verified(chunk, request.token, talk)
-            if found is not None or not request.maps or self._chunk_cache.full():
-                return found
-            layout = FileLayout.requested(begin, end, request.layout_request)
-            # Asked only now: meanwhile others may have taken what was free.
-            with self._memory_budget.reserve(layout.size, fits_in_memory) as has:
-                made = self._build(layout, request.token, talk) if has else None
-            if made is not None:
-                self._chunk_cache.keep(chunk, made)
-            return made
+        # Charge for the complete chunk, even if a part was requested: the file contains all of it.
+        self._charge_bandwidth(begin, end, fork_id, replies)
+        with self._chunk_cache.building(chunk, replies.keepalive):
+            cached = self._find_verified(chunk, request.token, replies)
+            if cached is not None or not request.maps or self._chunk_cache.is_full():
+                return cached
+            layout = FileLayout.requested(begin, end, request.alignment)
+            # Check only now: other requests may have used the free memory in the meantime.
+            with self._memory_budget.reserve(layout.size, fits_in_memory) as is_reserved:
+                created = self._build(layout, request.token, replies) if is_reserved else None
+            if created is not None:
+                self._chunk_cache.put(chunk, created)
+            return created
 
-    def _is_verified(self, chunk: int, token: str, talk: ReplyStream) -> SealedChunk | None:
-        """The chunk from the shelf, if it has the bytes that the image has now."""
-        found = self._chunk_cache.find(chunk)
-        if found is None:
+    def _find_verified(self, chunk: int, token: str, replies: ReplyStream) -> SealedChunk | None:
+        """Return the cached chunk if its bytes equal the current image."""
+        cached = self._chunk_cache.find(chunk)
+        if cached is None:
             return None
         etag = self._gate.version_tag()
-        if found.proven == etag:
-            return found
-        if not found.proven and self._matches_image(found, token, talk):
+        if cached.verified_etag == etag:
+            return cached
+        if not cached.verified_etag and self._matches_image(cached, token, replies):
             if self._gate.version_tag() != etag:
                 raise SourceWeightsChanged("the weights changed while a chunk was compared")
-            found.proven = etag
-            return found
+            cached.verified_etag = etag
+            return cached
         self._chunk_cache.drop(chunk)
         return None
 
-    def _matches_image(self, sealed: SealedChunk, token: str, talk: ReplyStream) -> bool:
-        """Whether what was received has the bytes that the image has here."""
+    def _matches_image(self, sealed: SealedChunk, token: str, replies: ReplyStream) -> bool:
+        """Return True if a received chunk has the same bytes as the image."""
         for begin, end in _slices(sealed.layout.begin, sealed.layout.end):
-            with self._reading(token, begin, end):
-                if not sealed.content_equals(self._image, begin, end, self._kernel):
+            with self._memory_access(token, begin, end):
+                if not sealed.content_equals(self._image, begin, end, self._remapper):
                     return False
-            talk.keepalive()
+            replies.keepalive()
         return True
 
     @contextlib.contextmanager
-    def _reading(self, token: str, begin: int, end: int) -> Iterator[None]:
-        """What touches the image's memory: not after a fence, nor after `close`."""
+    def _memory_access(self, token: str, begin: int, end: int) -> Iterator[None]:
+        """Context for access to the image's memory; fails after a fence and after `close`."""
         with self._gate.read_guard(token, begin, end, _noop), self._server.memory_access():
             yield
 
-    def _build(self, layout: FileLayout, token: str, talk: ReplyStream) -> SealedChunk:
+    def _build(self, layout: FileLayout, token: str, replies: ReplyStream) -> SealedChunk:
         file = self._file()
         etag = self._gate.version_tag()
         for begin, end in _slices(layout.begin, layout.end):
-            with self._reading(token, begin, end), self._image.readable(begin, end) as views:
+            with self._memory_access(token, begin, end), self._image.readable(begin, end) as views:
                 write(file, layout, begin, views)
-            talk.keepalive()
+            replies.keepalive()
         if self._gate.version_tag() != etag:
             raise SourceWeightsChanged("the weights changed while a chunk was copied")
-        made = SealedChunk.create(file, layout)
-        made.proven = etag
-        return made
+        created = SealedChunk.create(file, layout)
+        created.verified_etag = etag
+        return created
 
     def _file(self, *, sealable: bool = True) -> Descriptor:
-        """A new memory file; what was made longest ago makes room for it where that is needed."""
+        """Create a memory file, dropping the oldest chunks if descriptors run out."""
         while True:
             try:
                 return memory_file(sealable=sealable)
@@ -213,30 +218,30 @@ class SharedMemoryExporter(StatelessExporter):
                 if error.errno not in (errno.EMFILE, errno.ENFILE) or not self._chunk_cache.drop_oldest():
                     raise
 
-    def _send_piece(self, request: SharedMemoryRequest, fork_id: str, talk: ReplyStream) -> None:
-        """Some bytes from the request's begin on, in a file that the connection's next piece overwrites."""
+    def _send_piece(self, request: SharedMemoryRequest, fork_id: str, replies: ReplyStream) -> None:
+        """Send the first bytes of the request in a file that the connection's next piece overwrites."""
         begin = request.begin
         max_bytes = min(request.end - begin, PIECE_BYTES)
-        # A chunk that was paid for, and then was not to be had as a file, is not paid for twice.
-        first, last = talk.paid
+        # Do not charge twice for a chunk that was charged but could not be served as a file.
+        first, last = replies.charged
         end = (
             min(begin + max_bytes, last)
             if first <= begin < last
             else begin + self._gate.acquire_bytes(max_bytes, fork_id)
         )
-        talk.paid = (end, last)
-        piece = talk.piece = talk.piece or self._file(sealable=False)
-        with self._reading(request.token, begin, end), self._image.readable(begin, end) as views:
+        replies.charged = (end, last)
+        piece = replies.piece = replies.piece or self._file(sealable=False)
+        with self._memory_access(request.token, begin, end), self._image.readable(begin, end) as views:
             write(piece, FileLayout(begin, end, (begin,), (0,)), begin, views)
-        talk.send_reply({"piece": 0, "begin": begin, "end": end}, piece.number)
+        replies.send_reply({"piece": 0, "begin": begin, "end": end}, piece.number)
 
-    def _charge_bandwidth(self, begin: int, end: int, fork_id: str, talk: ReplyStream) -> None:
-        """Wait for the budget of a chunk, as it is given at once, and tell the reader meanwhile."""
-        at = begin
-        while at < end:
-            at += self._gate.acquire_bytes(min(end - at, SLICE_BYTES), fork_id)
-            talk.keepalive()
-        talk.paid = (begin, end)
+    def _charge_bandwidth(self, begin: int, end: int, fork_id: str, replies: ReplyStream) -> None:
+        """Wait for the egress budget of a complete chunk, sending keep-alives to the reader."""
+        charged_end = begin
+        while charged_end < end:
+            charged_end += self._gate.acquire_bytes(min(end - charged_end, SLICE_BYTES), fork_id)
+            replies.keepalive()
+        replies.charged = (begin, end)
 
 
 def _slices(begin: int, end: int) -> Iterator[tuple[int, int]]:
@@ -245,4 +250,4 @@ def _slices(begin: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 def _noop() -> None:
-    """To cut a read that copies a few bytes and waits for nobody: it ends at once by itself."""
+    """Cut a read that copies a few bytes without waiting: it ends immediately anyway."""

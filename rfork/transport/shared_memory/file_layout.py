@@ -1,8 +1,8 @@
-"""Where the bytes of a chunk lie in its memory file, and which of them can be mapped. Values only.
+"""Layout of a chunk's bytes in its memory file, and the pages that can be mapped. Pure functions.
 
-A page of a file can stand for a page of a tensor only where both begin at the same byte of a page. So who
-asks for a chunk says where its tensors begin, and the file is laid out to fit: a few bytes of it are left
-out wherever a tensor begins. Those who ask later have mostly the same program, and so the same places.
+A page of a file can replace a page of a tensor only if both start at the same offset within a page. So a
+request contains the page offsets of the reader's tensors, and the file is laid out accordingly, with small
+gaps between tensors. Later readers usually run the same program, and so have the same offsets.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Final, NamedTuple
 
 PAGE: Final = mmap.PAGESIZE
 MIN_MAPPED_BYTES: Final = 64 << 10
-"""Bytes of a run under which it is copied: a mapping costs the kernel more, for the rest of its life."""
+"""Shorter runs are copied: a mapping costs the kernel more, for as long as it exists."""
 MAX_PIECES: Final = 512
-"""Runs of one chunk that are placed, at most; a message has to hold them."""
+"""Maximum number of aligned runs of one chunk, limited by the message size."""
 
 
 class FileRun(NamedTuple):
-    """A run of image bytes that lies in one piece, in memory or in a file: image offset, place, length."""
+    """Image bytes that are contiguous in memory or in a file: image offset, file offset or address, length."""
 
     begin: int
     file_offset: int
@@ -31,7 +31,7 @@ class FileRun(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """How image range `[begin, end)` lies in a memory file: from offset `starts[i]` on at `places[i]`."""
+    """Layout of image range `[begin, end)` in a file: bytes from `starts[i]` on are at `file_offsets[i]`."""
 
     begin: int
     end: int
@@ -40,12 +40,12 @@ class FileLayout:
 
     @property
     def size(self) -> int:
-        """Bytes of the file, at least."""
+        """Minimum size of the file."""
         lengths = (after - start for start, after in zip(self.starts, (*self.starts[1:], self.end), strict=True))
         return max(file_offset + length for file_offset, length in zip(self.file_offsets, lengths, strict=True))
 
     def runs(self, begin: int, end: int) -> Iterator[FileRun]:
-        """Where image range `[begin, end)`, part of the layout's, lies in the file."""
+        """Yield the file runs of image range `[begin, end)`, which is part of the layout's range."""
         index = bisect_right(self.starts, begin) - 1
         while begin < end:
             start, file_offset = self.starts[index], self.file_offsets[index]
@@ -55,7 +55,7 @@ class FileLayout:
             begin, index = until, index + 1
 
     def to_message(self) -> list[int]:
-        """For a message: starts, relative to `begin`, and places, in turns."""
+        """Encode for a message: starts relative to `begin`, alternating with file offsets."""
         return [
             number
             for start, file_offset in zip(self.starts, self.file_offsets, strict=True)
@@ -64,27 +64,34 @@ class FileLayout:
 
     @classmethod
     def from_message(cls, begin: int, end: int, numbers: Sequence[int]) -> FileLayout:
-        """What was told, once more. Raises ValueError where it is no layout of that range."""
+        """Decode a message. Raises ValueError if it is not a valid layout of the range."""
         starts, file_offsets = [begin + number for number in numbers[::2]], tuple(numbers[1::2])
-        rises = all(one < other for one, other in pairwise((*starts, end)))
-        if not starts or len(starts) != len(file_offsets) or starts[0] != begin or not rises or min(file_offsets) < 0:
-            raise ValueError(f"{len(numbers)} numbers that do not lay out [{begin}, {end})")
+        is_ascending = all(a < b for a, b in pairwise((*starts, end)))
+        if (
+            not starts
+            or len(starts) != len(file_offsets)
+            or starts[0] != begin
+            or not is_ascending
+            or min(file_offsets) < 0
+        ):
+            raise ValueError(f"{len(numbers)} numbers are not a layout of [{begin}, {end})")
         return cls(begin, end, tuple(starts), file_offsets)
 
     @classmethod
-    def requested(cls, begin: int, end: int, wishes: Sequence[int]) -> FileLayout:
-        """The layout that fits wishes: offsets from `begin`, and bytes of a page to lie at, in turns.
+    def requested(cls, begin: int, end: int, alignment: Sequence[int]) -> FileLayout:
+        """Return the layout for a request: offsets from `begin`, alternating with required offsets within a
+        page.
 
-        Raises ValueError for wishes that rise not, or are too many.
+        Raises ValueError if the offsets are not ascending or too many.
         """
-        starts, file_offsets, before = [begin], [0], -1
-        if len(wishes) % 2 or len(wishes) > 2 * MAX_PIECES:
-            raise ValueError(f"{len(wishes)} numbers are no wishes")
-        for offset, byte in zip(wishes[::2], wishes[1::2], strict=True):
+        starts, file_offsets, previous = [begin], [0], -1
+        if len(alignment) % 2 or len(alignment) > 2 * MAX_PIECES:
+            raise ValueError(f"{len(alignment)} numbers are not a valid alignment request")
+        for offset, byte in zip(alignment[::2], alignment[1::2], strict=True):
             start = begin + offset
-            if not before < offset < end - begin or not 0 <= byte < PAGE:
+            if not previous < offset < end - begin or not 0 <= byte < PAGE:
                 raise ValueError(f"cannot place offset {offset} of [{begin}, {end}) at byte {byte} of a page")
-            before, at = offset, file_offsets[-1] + start - starts[-1]
+            previous, at = offset, file_offsets[-1] + start - starts[-1]
             at += (byte - at) % PAGE
             if start == starts[-1]:
                 file_offsets[-1] = at
@@ -94,17 +101,17 @@ class FileLayout:
         return cls(begin, end, tuple(starts), tuple(file_offsets))
 
 
-def layout_request(begin: int, mappable: Sequence[FileRun]) -> list[int]:
-    """What to ask for, so that these runs of memory, of the range from `begin` on, can be mapped.
+def alignment_request(begin: int, mappable: Sequence[FileRun]) -> list[int]:
+    """Return the alignment request with which these memory runs, of the range from `begin` on, can be mapped.
 
-    The largest, where there are too many.
+    If there are too many runs, includes only the longest.
     """
-    largest_runs = sorted(mappable, key=lambda run: -run.length)[:MAX_PIECES]
-    return [number for run in sorted(largest_runs) for number in (run.begin - begin, run.file_offset % PAGE)]
+    longest_runs = sorted(mappable, key=lambda run: -run.length)[:MAX_PIECES]
+    return [number for run in sorted(longest_runs) for number in (run.begin - begin, run.file_offset % PAGE)]
 
 
 class MappedRun(NamedTuple):
-    """Whole pages: of the file from byte `file_offset` on, over the memory at `address`; image offset `begin`."""
+    """Pages of the file from `file_offset` on that replace the memory at `address`; image offset `begin`."""
 
     begin: int
     address: int
@@ -112,16 +119,16 @@ class MappedRun(NamedTuple):
     length: int
 
 
-def split_mappable(mappable: Sequence[FileRun], filed: Sequence[FileRun]) -> tuple[list[MappedRun], list[FileRun]]:
-    """Which pages of a file to map over which memory, and what is left to copy, as runs of the file.
+def split_mappable(mappable: Sequence[FileRun], file_runs: Sequence[FileRun]) -> tuple[list[MappedRun], list[FileRun]]:
+    """Return the pages of a file to map, and the remaining file runs to copy.
 
-    `mappable` are runs of memory, `filed` those of the file that hold the range to read; both rise.
+    `mappable` are runs of memory, `file_runs` the runs of the file with the range to read; both ascending.
     """
     pages: list[MappedRun] = []
     copied: list[FileRun] = []
     memory = iter(mappable)
     run = next(memory, None)
-    for begin, file_offset, length in filed:
+    for begin, file_offset, length in file_runs:
         at, end = begin, begin + length
         while run is not None and run.begin < end:
             first = max(run.begin, begin)

@@ -1,7 +1,7 @@
-"""Memory files of chunks: made and sealed on the source, checked on the target.
+"""Memory files with chunks: created and sealed on the source, validated on the target.
 
-A sealed file can be changed by nobody any more, whoever holds it: what was verified once stays right, and
-who maps it needs no fence.
+A sealed file can no longer be changed by any process, so verified bytes stay valid and a mapping needs no
+fence.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from rfork.transport.shared_memory.memory_maps import FILE_NAME
 from rfork.transport.shared_memory.remap import PageRemapper
 
 MAX_VIEWS: Final = 1024
-"""Views of one system call, at most (IOV_MAX)."""
-# From <linux/fcntl.h>, as Python has them on Linux only.
+"""Maximum views per system call (IOV_MAX)."""
+# From <linux/fcntl.h>; Python defines them only on Linux.
 _ADD_SEALS: Final = 1033
 _GET_SEALS: Final = 1034
 _SEAL_SEAL: Final = 1
 _IMMUTABLE: Final = 2 | 4 | 8
-"""Neither shrunk, nor grown, nor written."""
+"""Seals against shrinking, growing and writing."""
 
 
 class Descriptor:
-    """An open file descriptor, closed with the last one who holds this."""
+    """An open file descriptor that is closed when this object is collected."""
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self._end = weakref.finalize(self, os.close, number)
+        self._finalizer = weakref.finalize(self, os.close, number)
 
     def empty(self) -> None:
-        """Give the bytes of an unsealed file back to the system, whoever else has it open."""
+        """Free the memory of an unsealed file, even if other processes have it open."""
         os.ftruncate(self.number, 0)
 
 
 def memory_file(*, sealable: bool = True) -> Descriptor:
-    """An empty memory file. Who is given one that is not `sealable` cannot keep it from being emptied.
+    """Create an empty memory file. A receiver cannot prevent one that is not `sealable` from being emptied.
 
     Raises OSError.
     """
@@ -56,57 +56,59 @@ class SealedChunk:
     def __init__(self, descriptor: Descriptor, layout: FileLayout) -> None:
         self.descriptor = descriptor
         self.layout = layout
-        self.proven = ""
-        """The source's etag under which its bytes are known to be the image's."""
+        self.verified_etag = ""
+        """Etag of the source for which the bytes are known to equal the image; empty if unknown."""
 
     @classmethod
     def create(cls, descriptor: Descriptor, layout: FileLayout) -> SealedChunk:
-        """Seal a file that holds a range of the image. Raises OSError."""
+        """Seal a file that contains a range of the image. Raises OSError."""
         fcntl.fcntl(descriptor.number, _ADD_SEALS, _IMMUTABLE | _SEAL_SEAL)
         return cls(descriptor, layout)
 
     @classmethod
     def from_fd(cls, descriptor: Descriptor, layout: FileLayout) -> SealedChunk:
-        """One that came from elsewhere. Raises SourceCorrupt when it can be changed, or is too short."""
+        """Wrap a received descriptor. Raises SourceCorrupt if the file is not sealed or too short."""
         try:
             seals = fcntl.fcntl(descriptor.number, _GET_SEALS)
             size = os.fstat(descriptor.number).st_size
         except OSError:
-            raise SourceCorrupt("the source gave something that is no memory file") from None
+            raise SourceCorrupt("the source sent a descriptor that is not a memory file") from None
         if seals & _IMMUTABLE != _IMMUTABLE or size < layout.size:
-            raise SourceCorrupt("the source gave a memory file that can still be changed, or is too short")
+            raise SourceCorrupt("the source sent a memory file that is not sealed or too short")
         return cls(descriptor, layout)
 
-    def content_equals(self, image: Image, begin: int, end: int, kernel: PageRemapper) -> bool:
-        """Whether the image has the same bytes in `[begin, end)`, a part of this range. Raises OSError."""
+    def content_equals(self, image: Image, begin: int, end: int, remapper: PageRemapper) -> bool:
+        """Return True if `[begin, end)`, a part of this range, has the same bytes as the image. Raises
+        OSError.
+        """
         mapping = mmap.mmap(self.descriptor.number, self.layout.size, mmap.MAP_PRIVATE)
         with contextlib.closing(mapping), image.readable(begin, end) as views:
-            return _same(memoryview(mapping), self.layout.runs(begin, end), views, kernel)
+            return _equal(memoryview(mapping), self.layout.runs(begin, end), views, remapper)
 
 
-def _same(file_view: memoryview, runs: Iterable[FileRun], views: Sequence[memoryview], kernel: PageRemapper) -> bool:
-    left = list(views)
+def _equal(file_view: memoryview, runs: Iterable[FileRun], views: Sequence[memoryview], remapper: PageRemapper) -> bool:
+    rest = list(views)
     for run in runs:
-        part, left = split(left, run.length)
+        part, rest = split(rest, run.length)
         file_offset = run.file_offset
         for view in part:
-            if not kernel.equal(file_view[file_offset : file_offset + view.nbytes], view):
+            if not remapper.equal(file_view[file_offset : file_offset + view.nbytes], view):
                 return False
             file_offset += view.nbytes
     return True
 
 
 def write(descriptor: Descriptor, layout: FileLayout, begin: int, views: Sequence[memoryview]) -> None:
-    """Write image bytes from offset `begin` on to where the layout has them. Raises OSError."""
+    """Write image bytes from offset `begin` on to their places in the file. Raises OSError."""
     end = begin + sum(view.nbytes for view in views)
-    left = list(views)
+    rest = list(views)
     for run in layout.runs(begin, end):
-        part, left = split(left, run.length)
+        part, rest = split(rest, run.length)
         _transfer(os.pwritev, descriptor, run.file_offset, part)
 
 
 def read(descriptor: Descriptor, file_offset: int, views: Sequence[memoryview]) -> None:
-    """Fill views from the file, from byte `file_offset` on. Raises OSError, also where the file ends."""
+    """Fill views from byte `file_offset` of the file on. Raises OSError, also at the end of the file."""
     _transfer(os.preadv, descriptor, file_offset, views)
 
 
@@ -119,15 +121,15 @@ def _transfer(
     for first in range(0, len(views), MAX_VIEWS):
         part = list(views[first : first + MAX_VIEWS])
         while part:
-            moved = call(descriptor.number, part, file_offset)
-            if not moved:
-                raise OSError("a memory file ended")
-            file_offset += moved
-            _, part = split(part, moved)
+            transferred = call(descriptor.number, part, file_offset)
+            if not transferred:
+                raise OSError("unexpected end of a memory file")
+            file_offset += transferred
+            _, part = split(part, transferred)
 
 
 def split(views: Sequence[memoryview], count: int) -> tuple[list[memoryview], list[memoryview]]:
-    """The first `count` bytes of a line of views, and the rest."""
+    """Split views into the first `count` bytes and the rest."""
     for index, view in enumerate(views):
         if count < view.nbytes:
             first = [*views[:index], view[:count]] if count else list(views[:index])

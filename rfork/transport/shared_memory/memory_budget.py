@@ -1,7 +1,7 @@
-"""How much memory this process may still take, before something has to be ended for it. Runs on the source.
+"""Estimates how much memory this process can still allocate safely. Runs on the source.
 
-Memory files count as the memory of who wrote them, and cannot be given back while somebody maps them. A
-seed must not be ended for what it gives, so it makes them only where there is room.
+Memory files count as memory of their creator and cannot be freed while a process maps them. A seed must not
+be killed for lack of memory because it serves, so it creates files only if enough memory is free.
 """
 
 from __future__ import annotations
@@ -13,35 +13,38 @@ from pathlib import Path
 from typing import Final
 
 RESERVE: Final = 256 << 20
-"""Bytes that are left to others, at least."""
+"""Minimum bytes that stay free."""
 RESERVE_DIVISOR: Final = 16
-"""And of all there is, one part in so many."""
+"""1/n of the total memory stays free as well."""
 
 
 class MemoryBudget:
-    """Memory that is promised to files which are being made. Thread-safe."""
+    """Memory reserved for files that are being created. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._promised = 0
+        self._reserved = 0
 
     @contextlib.contextmanager
-    def reserve(self, nbytes: int, enough: Callable[[int], bool]) -> Iterator[bool]:
-        """Whether there is `enough` for so many bytes, beside what is promised; until the block ends."""
+    def reserve(self, nbytes: int, has_capacity: Callable[[int], bool]) -> Iterator[bool]:
+        """Reserve memory within the context; yields False if `has_capacity` denies it, including earlier
+        reservations.
+        """
         with self._lock:
-            has = enough(self._promised + nbytes)
-            self._promised += nbytes if has else 0
+            is_reserved = has_capacity(self._reserved + nbytes)
+            self._reserved += nbytes if is_reserved else 0
         try:
-            yield has
+            yield is_reserved
         finally:
             with self._lock:
-                self._promised -= nbytes if has else 0
+                self._reserved -= nbytes if is_reserved else 0
 
 
 def fits_in_memory(nbytes: int, root: Path = Path("/")) -> bool:
-    """Whether so many bytes more leave enough: on this machine, and in each control group of this process.
+    """Return True if enough memory stays free after `nbytes` more, on this machine and in each of its control
+    groups.
 
-    `root` is where /proc and /sys are.
+    `root` is the parent of /proc and /sys.
     """
     return all(
         free - nbytes >= max(RESERVE, limit // RESERVE_DIVISOR)
@@ -50,19 +53,19 @@ def fits_in_memory(nbytes: int, root: Path = Path("/")) -> bool:
 
 
 def _system_memory(root: Path) -> tuple[int, int]:
-    """Bytes of memory, and those that can still be had."""
-    known: dict[str, int] = {}
+    """Return total and available memory in bytes."""
+    values: dict[str, int] = {}
     for line in _text(root / "proc/meminfo").splitlines():
         name, _, value = line.partition(":")
-        words = value.split()
-        if words and words[0].isdecimal():
-            known[name] = int(words[0]) << 10
-    return known.get("MemTotal", 0), known.get("MemAvailable", 0)
+        parts = value.split()
+        if parts and parts[0].isdecimal():
+            values[name] = int(parts[0]) << 10
+    return values.get("MemTotal", 0), values.get("MemAvailable", 0)
 
 
 def _cgroup_memory(root: Path) -> list[tuple[int, int]]:
-    """Limit and free bytes of each control group that has a limit, version 2 or 1."""
-    found: list[tuple[int, int]] = []
+    """Return limit and free bytes of each control group with a limit, version 2 or 1."""
+    limits: list[tuple[int, int]] = []
     base = root / "sys/fs/cgroup"
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
@@ -74,19 +77,19 @@ def _cgroup_memory(root: Path) -> list[tuple[int, int]]:
         else:
             continue
         group = top / path.lstrip("/")
-        # In a container the path may be one that only the host sees: its own group is then the top.
+        # In a container the path may exist only on the host; the container's own group is then the top.
         for folder in (group, *group.parents):
-            found += _group(folder, *names)
+            limits += _group(folder, *names)
             if folder == top:
                 break
-    return found
+    return limits
 
 
 def _group(folder: Path, limit_name: str, usage_name: str, cache_name: str) -> list[tuple[int, int]]:
     limit, usage = _text(folder / limit_name).strip(), _text(folder / usage_name).strip()
     if not limit.isdecimal() or not usage.isdecimal() or int(limit) >= 1 << 60:
         return []
-    # Cache of files that nobody uses is given back when memory is wanted.
+    # Unused file cache is freed on demand.
     cached = dict.fromkeys((cache_name,), 0)
     for line in _text(folder / "memory.stat").splitlines():
         name, _, value = line.partition(" ")

@@ -1,9 +1,9 @@
-"""Which of this process's memory other pages may be put in place of. Runs on the target.
+"""Finds memory of this process whose pages may be replaced. Runs on the target.
 
-Only memory that the C library got for one allocation alone, and gives back as a whole: it never expects
-anything of the pages again. Memory of its heaps is not: allocators give pages of those back, and count on
-zeros when they touch them again, where a mapped file's bytes would be. Nor is memory that something else
-than the processor knows by its pages: a GPU's driver, a network card, or one that is locked.
+Only memory that the C library mapped for a single allocation, and unmaps as one: it never reuses the pages.
+Heap memory is excluded: allocators release heap pages and expect zeros when they touch them again, but would
+find a mapped file's bytes. Also excluded is memory that is pinned, or that a GPU driver or a network card may
+access by physical page.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from rfork.image.memory import Image
 from rfork.transport.shared_memory.file_layout import MIN_MAPPED_BYTES, PAGE, FileRun
 
 FILE_NAME: Final = "rfork-chunk"
-"""What memory files are called in /proc/PID/maps."""
+"""Name of memory files in /proc/PID/maps."""
 _OWN_FILE: Final = f"/memfd:{FILE_NAME} (deleted)"
 _LINE: Final = re.compile(r"([0-9a-f]+)-([0-9a-f]+) rw-p [0-9a-f]+ \S+ (\d+) *(.*)")
 _PINNED: Final = re.compile(r"^Vm(?:Lck|Pin):\s*[1-9]", re.MULTILINE)
 _DEVICES: Final = ("/dev/nvidia", "/dev/infiniband", "/dev/kfd", "/dev/dri")
 CACHE_TTL_S: Final = 0.5
-"""Seconds for which what the kernel said is good: it takes as long to say as a chunk to map."""
+"""Seconds for which the maps are cached: reading them takes as long as mapping a chunk."""
 _HEADER: Final = 16
 _BY_MMAP: Final = 2
-"""The flag of glibc's chunk headers, alone, on memory that was mapped for one allocation."""
+"""Only this flag is set in glibc's chunk header for memory that was mapped for one allocation."""
 
 
 class MappedArea(NamedTuple):
-    """Neighbouring private memory of this process, `[begin, end)`, that can be read and written."""
+    """Contiguous private memory of this process, `[begin, end)`, readable and writable."""
 
     begin: int
     end: int
@@ -44,17 +44,17 @@ class MappedArea(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ProcessMaps:
-    """What the kernel says of a process's memory. `areas`: anonymous, or mapped from our files; they rise."""
+    """Memory map of a process. `areas`: anonymous memory, or mapped from our files; ascending."""
 
     areas: tuple[MappedArea, ...]
     count: int
     by_device: bool
 
     @classmethod
-    def of(cls, text: str) -> ProcessMaps:
-        """Of the text of /proc/PID/maps; a line that cannot be read is of memory that is left alone."""
+    def parse(cls, text: str) -> ProcessMaps:
+        """Parse /proc/PID/maps; lines that cannot be parsed are skipped."""
         areas: list[MappedArea] = []
-        # A process has a thousand mappings, most of libraries: the few of interest are found first.
+        # A process has a thousand mappings, most of them libraries: preselect the relevant lines.
         for line in (line for line in text.splitlines() if " rw-p " in line):
             parsed = _LINE.match(line)
             if parsed is None:
@@ -70,16 +70,16 @@ class ProcessMaps:
         return cls(tuple(areas), count, by_device)
 
     def is_contiguous(self, begin: int, end: int) -> bool:
-        """Whether all of this memory is in one area."""
+        """Return True if this memory is in one area."""
         index = bisect_right(self.areas, begin, key=lambda area: area.begin) - 1
         return index >= 0 and end <= self.areas[index].end
 
 
 def has_private_mapping(base: int, length: int, before: int, size: int) -> bool:
-    """Whether an allocation of `length` bytes at `base` has a mapping of its own.
+    """Return True if an allocation of `length` bytes at `base` has a separate mapping.
 
-    `before` and `size` are the two words in front of it, as glibc writes them: its distance from the
-    mapping's begin, and the rest of the mapping with flags.
+    `before` and `size` are the two words before it in glibc's format: its distance from the start of the
+    mapping, and the rest of the mapping with flags.
     """
     rest = size & ~7
     header = base - _HEADER
@@ -88,7 +88,7 @@ def has_private_mapping(base: int, length: int, before: int, size: int) -> bool:
 
 
 class ReplaceableMemory:
-    """The memory of one image of this process. Thread-safe."""
+    """The replaceable memory of one image. Thread-safe."""
 
     def __init__(self, image: Image) -> None:
         self._image = image
@@ -97,38 +97,38 @@ class ReplaceableMemory:
         self._cached_maps: ProcessMaps | None = None
         self._cached_at = 0.0
         self._mappings_left = 0
-        """Runs that may still be mapped until the kernel is asked again."""
+        """Runs that may still be mapped before the maps are read again."""
 
     def remappable_ranges(self, begin: int, end: int) -> list[FileRun]:
-        """The runs of image range `[begin, end)`, by address, that other pages may be put in place of."""
+        """Return the runs of image range `[begin, end)`, by address, whose pages may be replaced."""
         large = [FileRun(*run) for run in self._image.segments(begin, end) if run.length >= MIN_MAPPED_BYTES]
         if not large:
             return []
-        found = [run for run in large if self._is_free(run, self._read_maps())]
+        runs = [run for run in large if self._is_replaceable(run, self._read_maps())]
         with self._lock:
-            found = found[: self._mappings_left]
-            self._mappings_left -= len(found)
-        return found
+            runs = runs[: self._mappings_left]
+            self._mappings_left -= len(runs)
+        return runs
 
     def _read_maps(self) -> ProcessMaps:
-        """What the kernel says of this process, a moment ago at most."""
+        """Return the current memory map, cached for `CACHE_TTL_S`."""
         with self._lock:
             now = time.monotonic()
             if self._cached_maps is None or now - self._cached_at > CACHE_TTL_S:
                 (self._cached_maps, self._mappings_left), self._cached_at = _read_maps(), now
             return self._cached_maps
 
-    def _is_free(self, run: FileRun, known: ProcessMaps) -> bool:
+    def _is_replaceable(self, run: FileRun, maps: ProcessMaps) -> bool:
         base, length = self._allocation(run.begin)
         if not base <= run.file_offset <= run.file_offset + run.length <= base + length:
             return False
-        if not known.is_contiguous(base - _HEADER, base + length):
+        if not maps.is_contiguous(base - _HEADER, base + length):
             return False
         header = host_view(base - _HEADER, _HEADER)
         return has_private_mapping(base, length, *_words(header))
 
     def _allocation(self, begin: int) -> tuple[int, int]:
-        """Address and length of the storage that image offset `begin` lies in."""
+        """Return address and length of the storage that contains image offset `begin`."""
         regions = self._image.regions
         if self._begins is None:
             self._begins = [*accumulate(regions.lengths, initial=0)]
@@ -137,17 +137,18 @@ class ReplaceableMemory:
 
 
 def _read_maps() -> tuple[ProcessMaps, int]:
-    nothing = ProcessMaps((), 0, by_device=False), 0
+    empty = ProcessMaps((), 0, by_device=False), 0
     try:
-        known = ProcessMaps.of(Path("/proc/self/maps").read_text("utf-8", "replace"))
+        maps = ProcessMaps.parse(Path("/proc/self/maps").read_text("utf-8", "replace"))
         status = Path("/proc/self/status").read_text("utf-8", "replace")
         max_mappings = int(Path("/proc/sys/vm/max_map_count").read_text("ascii"))
     except (OSError, ValueError):
-        return nothing
-    if known.by_device or _PINNED.search(status):
-        return nothing
-    # Each takes one mapping more, or two where it parts another; half of them stay free for others.
-    return known, max(0, (max_mappings // 2 - known.count) // 2)
+        return empty
+    if maps.by_device or _PINNED.search(status):
+        return empty
+    # Each run needs one more mapping, or two if it splits another; half of the limit stays free for other
+    # uses.
+    return maps, max(0, (max_mappings // 2 - maps.count) // 2)
 
 
 def _words(header: memoryview) -> tuple[int, int]:

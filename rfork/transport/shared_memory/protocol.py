@@ -1,4 +1,4 @@
-"""What one reader asks for, and what is said to it. Runs on the source."""
+"""A reader's requests and the replies to it. Runs on the source."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from rfork.transport.unix_socket.connection import UnixSocketConnection
 from rfork.transport.unix_socket.messages import Message, get_int, get_ints, get_str
 
 KEEPALIVE_INTERVAL_S: Final = 0.5
-"""A reader hears at least so often that it is held back, and not forgotten."""
+"""Maximum interval between messages, so that a throttled reader does not consider the source stalled."""
 
 
 class SharedMemoryRequest:
-    """What a reader asks for: image bytes `[begin, end)`, and how it would like to have them.
+    """A request for image bytes `[begin, end)`, with the alignment for mapping, if any.
 
-    `chunk` is the one that holds them all. Raises SourceCorrupt where they are not in the image.
+    `chunk` is the chunk that contains them all. Raises SourceCorrupt for a range outside the image.
     """
 
     def __init__(self, message: Message, image: Image) -> None:
@@ -29,37 +29,39 @@ class SharedMemoryRequest:
             raise SourceCorrupt(f"[{self.begin}, {self.end}) is not within the image")
         chunks = image.layout.chunks.covering(self.begin, self.end)
         self.chunk = chunks[0] if len(chunks) == 1 else None
-        self.maps = "wishes" in message
-        self.layout_request = get_ints(message, "wishes") if self.maps else []
+        self.maps = "alignment" in message
+        self.alignment = get_ints(message, "alignment") if self.maps else []
         if self.maps and self.chunk is not None:
             try:
-                FileLayout.requested(*image.layout.chunks[self.chunk], self.layout_request)
+                FileLayout.requested(*image.layout.chunks[self.chunk], self.alignment)
             except ValueError as error:
                 raise SourceCorrupt(str(error)) from None
 
 
 class ReplyStream:
-    """What is said to one reader."""
+    """Replies to one reader."""
 
-    def __init__(self, connection: UnixSocketConnection, stall_s: float) -> None:
+    def __init__(self, connection: UnixSocketConnection, idle_timeout_s: float) -> None:
         self.piece: Descriptor | None = None
-        self.paid = (0, 0)
-        """Image bytes that the budget was asked for, and that may be given yet."""
+        self.charged = (0, 0)
+        """Image range that has been charged to the budget but not been sent."""
         self._connection = connection
-        self._stall_s = stall_s
+        self._idle_timeout_s = idle_timeout_s
         self._last_reply_at = time.monotonic()
 
     def send_reply(self, message: Message, *descriptors: int) -> None:
-        """Raises SourceUnavailable or SourceTimeout where the reader is."""
+        """Send a reply. Raises SourceUnavailable or SourceTimeout if the reader disconnected or does not
+        read.
+        """
         self._last_reply_at = time.monotonic()
-        self._connection.send(message, descriptors, deadline=self._last_reply_at + self._stall_s)
+        self._connection.send(message, descriptors, deadline=self._last_reply_at + self._idle_timeout_s)
 
     def keepalive(self) -> None:
-        """Have the reader wait on."""
+        """Make the reader continue to wait."""
         if time.monotonic() - self._last_reply_at >= KEEPALIVE_INTERVAL_S:
             self.send_reply({"wait": 0})
 
     def end(self) -> None:
-        """Nothing more is said: a reader that keeps its piece keeps no memory with it."""
+        """End the replies and empty the piece, so that a reader cannot keep its memory."""
         if self.piece is not None:
             self.piece.empty()

@@ -1,4 +1,4 @@
-"""The target side of the shared_memory transport: a source's chunks, mapped or copied into the image."""
+"""Target side of the shared_memory transport: maps or copies a source's chunks into the image."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rfork.image.memory import Image
 from rfork.logs import logger
 from rfork.transport.base import TokenSource
 from rfork.transport.shared_memory.chunk_cache import SealedChunkCache
-from rfork.transport.shared_memory.file_layout import FileLayout, FileRun, layout_request, split_mappable
+from rfork.transport.shared_memory.file_layout import FileLayout, FileRun, alignment_request, split_mappable
 from rfork.transport.shared_memory.memfd import Descriptor, SealedChunk, read
 from rfork.transport.shared_memory.memory_maps import ReplaceableMemory
 from rfork.transport.shared_memory.remap import PageRemapper
@@ -23,10 +23,11 @@ log = logger(__name__)
 
 
 class SharedMemoryReader:
-    """Reads image ranges from one source of this host. Thread-safe: each read has a connection of its own.
+    """Reads image ranges from one source of this host. Thread-safe: each concurrent read uses a separate
+    connection.
 
-    `maps`: whether pages of the source's files are put in place of the image's. `source_idle_timeout_s`: seconds without
-    a word after which a source counts as stalled.
+    `maps`: replace pages of the image by pages of the source's files. `idle_timeout_s`: seconds without a
+    message after which a source counts as stalled.
     """
 
     def __init__(
@@ -34,41 +35,41 @@ class SharedMemoryReader:
         connections: ConnectionPool,
         image: Image,
         token: TokenSource,
-        shelf: SealedChunkCache,
+        chunk_cache: SealedChunkCache,
         *,
         maps: bool,
-        stall_s: float,
+        idle_timeout_s: float,
     ) -> None:
         self._connections = connections
         self._image = image
         self._token = token
-        self._shelf = shelf
+        self._chunk_cache = chunk_cache
         self._memory = ReplaceableMemory(image)
-        self._kernel = PageRemapper()
+        self._remapper = PageRemapper()
         self._maps = maps
-        self._stall_s = stall_s
+        self._idle_timeout_s = idle_timeout_s
 
     def read(self, begin: int, end: int, deadline: float) -> None:
-        """Have image range `[begin, end)` hold the source's bytes; raises as `Reader.read` says.
+        """Fill image range `[begin, end)` with the source's bytes; raises as `Reader.read`.
 
-        A range outside the image is a ValueError.
+        Raises ValueError for a range outside the image.
         """
         chunks, size = self._image.layout.chunks, self._image.layout.image_bytes
         if not 0 <= begin <= end <= size:
             raise ValueError(f"[{begin}, {end}) is not within the image's {size} bytes")
         for chunk in chunks.covering(begin, end):
             first, last = chunks[chunk]
-            self._read_of_chunk(chunk, max(begin, first), min(end, last), deadline)
+            self._read_chunk(chunk, max(begin, first), min(end, last), deadline)
 
     def set_rate_limit(self, rate: int | None) -> None:
-        """Nothing to do: the source gives as slowly as it likes. See `Reader.set_rate_limit`."""
+        """Does nothing: the source throttles. See `Reader.set_rate_limit`."""
 
     def close(self) -> None:
-        """Drop all connections; reads under way raise SourceUnavailable. What is mapped stays."""
+        """Close all connections; reads in progress raise SourceUnavailable. Mapped memory stays valid."""
         self._connections.close()
-        self._shelf.reader_closed()
+        self._chunk_cache.reader_closed()
 
-    def _read_of_chunk(self, chunk: int, begin: int, end: int, deadline: float) -> None:
+    def _read_chunk(self, chunk: int, begin: int, end: int, deadline: float) -> None:
         first, last = self._image.layout.chunks[chunk]
         mappable = self._memory.remappable_ranges(first, last) if self._maps else []
         with self._connections.lease(deadline) as connection:
@@ -79,19 +80,19 @@ class SharedMemoryReader:
                     "end": end,
                 }
                 if mappable:
-                    request["wishes"] = layout_request(first, mappable)
+                    request["alignment"] = alignment_request(first, mappable)
                 connection.send(request, deadline=self._remaining(deadline))
                 message, descriptor = self._receive_reply(connection, deadline)
                 if "sealed" in message:
                     sealed = _sealed(message, descriptor, begin, end)
                     self._receive(sealed, begin, end, mappable)
                     if (begin, end) == (first, last) == (sealed.layout.begin, sealed.layout.end):
-                        self._shelf.keep(chunk, sealed)
+                        self._chunk_cache.put(chunk, sealed)
                     return
                 begin = self._receive_piece(connection, message, descriptor, begin, end)
 
     def _receive_reply(self, connection: UnixSocketConnection, deadline: float) -> tuple[Message, Descriptor]:
-        """The source's answer, and the one descriptor that comes along."""
+        """Return the source's reply and its descriptor."""
         while True:
             message, descriptors = connection.receive(self._remaining(deadline))
             if len(descriptors) == 1:
@@ -99,22 +100,22 @@ class SharedMemoryReader:
             close_all(descriptors)
             raise_error(message)
             if descriptors or "wait" not in message:
-                raise SourceCorrupt("the source's answer has no memory file")
+                raise SourceCorrupt("the source's reply has no memory file")
             if time.monotonic() >= deadline:
                 raise SourceTimeout("the source was too slow: the read's deadline has passed")
 
     def _remaining(self, deadline: float) -> float:
-        return min(deadline, time.monotonic() + self._stall_s)
+        return min(deadline, time.monotonic() + self._idle_timeout_s)
 
     def _receive(self, sealed: SealedChunk, begin: int, end: int, mappable: Sequence[FileRun]) -> None:
-        """Map what can be mapped of image range `[begin, end)`, and copy the rest."""
-        filed = list(sealed.layout.runs(begin, end))
-        pages, copied = split_mappable(_within(mappable, begin, end), filed)
+        """Map image range `[begin, end)` where possible, and copy the rest."""
+        file_runs = list(sealed.layout.runs(begin, end))
+        pages, copied = split_mappable(_within(mappable, begin, end), file_runs)
         for part in pages:
             try:
-                self._kernel.replace(part.address, part.length, sealed.descriptor.number, part.file_offset)
+                self._remapper.replace(part.address, part.length, sealed.descriptor.number, part.file_offset)
             except OSError as error:
-                log.debug("copied, as it cannot be mapped", bytes=part.length, because=str(error))
+                log.debug("mapping failed, copying instead", bytes=part.length, reason=str(error))
                 copied.append(FileRun(part.begin, part.file_offset, part.length))
         for run in copied:
             self._copy(sealed.descriptor, run)
@@ -122,15 +123,15 @@ class SharedMemoryReader:
     def _receive_piece(
         self, connection: UnixSocketConnection, message: Message, descriptor: Descriptor, begin: int, end: int
     ) -> int:
-        """Copy a part of the range; returns where the rest begins."""
+        """Copy a part of the range; return the start of the rest."""
         until = get_int(message, "end")
         if get_int(message, "begin") != begin or not begin < until <= end:
-            raise SourceCorrupt(f"the source gives another part than one of [{begin}, {end})")
+            raise SourceCorrupt(f"the source sent a part outside [{begin}, {end})")
         try:
             self._copy(descriptor, FileRun(begin, get_int(message, "piece"), until - begin))
         except SourceCorrupt:
             if not connection.is_idle:
-                raise SourceUnavailable("the source ended the connection, and took back what it gave") from None
+                raise SourceUnavailable("the source closed the connection and withdrew its data") from None
             raise
         return until
 
@@ -140,27 +141,27 @@ class SharedMemoryReader:
                 read(descriptor, run.file_offset, views)
             except (OSError, OverflowError) as error:
                 if isinstance(error, OSError) and error.errno == errno.EFAULT:
-                    raise TargetError("the target's own memory cannot be written") from error
+                    raise TargetError("the target's memory is not writable") from error
                 raise SourceCorrupt(f"the source's memory file cannot be read: {error}") from None
 
 
 def _sealed(message: Message, descriptor: Descriptor, begin: int, end: int) -> SealedChunk:
-    """What the source gave, once it is known to be what it should. Raises SourceCorrupt."""
+    """Validate the source's reply. Raises SourceCorrupt."""
     first, last = get_int(message, "begin"), get_int(message, "end")
     if not first <= begin < end <= last:
-        raise SourceCorrupt(f"the source gives [{first}, {last}), and not [{begin}, {end})")
+        raise SourceCorrupt(f"the source sent [{first}, {last}) instead of [{begin}, {end})")
     try:
         layout = FileLayout.from_message(first, last, get_ints(message, "sealed"))
     except ValueError as error:
-        raise SourceCorrupt(f"the source gives a chunk that cannot be found: {error}") from None
+        raise SourceCorrupt(f"the source sent a chunk with an invalid layout: {error}") from None
     return SealedChunk.from_fd(descriptor, layout)
 
 
 def _within(runs: Sequence[FileRun], begin: int, end: int) -> list[FileRun]:
-    """The parts of runs of memory that lie in image range `[begin, end)`."""
-    found: list[FileRun] = []
+    """Return the parts of memory runs within image range `[begin, end)`."""
+    parts: list[FileRun] = []
     for run in runs:
         first, last = max(run.begin, begin), min(run.begin + run.length, end)
         if first < last:
-            found.append(FileRun(first, run.file_offset + first - run.begin, last - first))
-    return found
+            parts.append(FileRun(first, run.file_offset + first - run.begin, last - first))
+    return parts

@@ -1,4 +1,4 @@
-"""Pages of a file put in place of this process's own, copy on write: mmap and mremap. Runs on the target."""
+"""Replaces pages of this process by pages of a file, copy-on-write, with mmap and mremap. Runs on the target."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FAILED: Final = ctypes.c_void_p(-1).value
 
 
 class PageRemapper:
-    """The system calls, by the C library. Linux only."""
+    """System calls through the C library. Linux only."""
 
     def __init__(self) -> None:
         library = ctypes.CDLL(None, use_errno=True)
@@ -34,37 +34,36 @@ class PageRemapper:
         self._compare.argtypes = (address, address, size)
 
     def replace(self, address: int, length: int, descriptor: int, offset: int) -> None:
-        """Have the whole pages at `address` show the file from `offset` on, privately, from one moment on.
+        """Atomically replace the pages at `address` by a private mapping of the file from `offset` on.
 
-        All pages are there when this returns: no fault costs time later (but before Linux 5.14, where the
-        first touch of each page does). Raises OSError, with the memory as it was or, where the kernel gave up
-        half way, with pages of zeros.
+        All pages are populated when this returns, so no page faults occur later (except before Linux 5.14).
+        Raises OSError; the memory is then unchanged or, if the kernel failed halfway, zeroed.
         """
-        made = self._mmap(None, length, _READ_WRITE, mmap.MAP_PRIVATE | _MAP_NORESERVE, descriptor, offset)
-        if made == _FAILED:
+        mapped = self._mmap(None, length, _READ_WRITE, mmap.MAP_PRIVATE | _MAP_NORESERVE, descriptor, offset)
+        if mapped == _FAILED:
             raise _error("mmap")
         try:
-            if self._madvise(made, length, MADV_POPULATE_READ):
+            if self._madvise(mapped, length, MADV_POPULATE_READ):
                 error = _error("madvise")
-                if error.errno != errno.EINVAL:  # a kernel that does not know it
+                if error.errno != errno.EINVAL:  # not supported by this kernel
                     raise error
-            moved = self._mremap(made, length, length, _MREMAP_MAYMOVE | _MREMAP_FIXED, address)
+            moved = self._mremap(mapped, length, length, _MREMAP_MAYMOVE | _MREMAP_FIXED, address)
             if moved == _FAILED:
                 error = _error("mremap")
                 self._restore(address, length)
                 raise error
         except OSError:
-            self._munmap(made, length)
+            self._munmap(mapped, length)
             raise
 
     def equal(self, view: memoryview, other: memoryview) -> bool:
-        """Whether two views of one length hold the same bytes; others may run Python meanwhile."""
+        """Return True if two views of one length have the same bytes. Releases the GIL."""
         return bool(self._compare(_address(view), _address(other), view.nbytes) == 0)
 
     def _restore(self, address: int, length: int) -> None:
-        """After a move that failed the old pages may be gone: have memory there again, in any case."""
+        """Map memory again after a failed move, which may have removed the old pages."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED_NOREPLACE
-        # Does nothing where the old pages are still there.
+        # Has no effect if the old pages still exist.
         self._mmap(address, length, _READ_WRITE, flags, -1, 0)
 
 

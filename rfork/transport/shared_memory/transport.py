@@ -1,4 +1,4 @@
-"""The shared_memory transport's two sides, put together."""
+"""The shared_memory transport: availability, export and connect."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from rfork.transport.unix_socket.host_identity import same_host_availability
 
 
 class SharedMemoryTransport:
-    """`Transport` by memory files whose descriptors go over a Unix socket.
+    """`Transport` over memory files whose descriptors are passed through a Unix socket.
 
-    Endpoint parameters: those of `LocalServer`. A relay gives the chunks that it received onwards where it
-    exports, by this object, the very image that it reads into.
+    Endpoint parameters: those of `LocalServer`. A relay serves the chunks that it received if one object of
+    this class both exports and fills the image.
     """
 
     def __init__(self, settings: InstanceSettings) -> None:
@@ -39,32 +39,32 @@ class SharedMemoryTransport:
 
     @property
     def name(self) -> str:
-        """The word used for it in settings, plans and reports."""
+        """Name in settings, plans and reports."""
         return NAME
 
     @property
     def one_sided(self) -> bool:
-        """The source hands each chunk over itself."""
+        """False: the source sends each chunk."""
         return False
 
     def availability(self) -> Availability:
-        """Usable on Linux, where the kernel lets memory files be made and sealed."""
-        found = same_host_availability()
-        if not found.usable:
-            return found
+        """Available on Linux if memory files can be created and sealed."""
+        availability = same_host_availability()
+        if not availability.usable:
+            return availability
         if not hasattr(os, "memfd_create"):
-            return Availability(False, "this Python knows no memory files (memfd_create)")
+            return Availability(False, "this Python does not support memory files (memfd_create)")
         try:
             memory_file()
         except OSError as error:
-            return Availability(False, f"memory files cannot be made here: {error.strerror}")
-        mode_text = "mapped, copy on write" if self._settings.shm_mode == "map" else "copied"
-        return Availability(True, f"memory of processes of this host, {mode_text}")
+            return Availability(False, f"cannot create memory files: {error.strerror}")
+        mode_text = "mapped copy-on-write" if self._settings.shm_mode == "map" else "copied"
+        return Availability(True, f"memory shared by processes of this host, {mode_text}")
 
     def export(self, image: Image, gate: AccessGate) -> SharedMemoryExporter:
         """Source side: serve `image` until the exporter is closed.
 
-        Raises TransportUnavailable for an image that is not in host memory alone, and SettingsError.
+        Raises TransportUnavailable for an image that is not entirely in host memory, and SettingsError.
         """
         _check(image)
         return SharedMemoryExporter(image, gate, self._chunk_cache_of(image), self._settings)
@@ -75,9 +75,9 @@ class SharedMemoryTransport:
         image: Image,
         token: TokenSource,
         deadline: float,
-        talk: OpenControlStream = no_control_stream,
+        open_control_stream: OpenControlStream = no_control_stream,
     ) -> SharedMemoryReader:
-        """Target side. Raises NotSameHost where the two share too little, TransportUnavailable, or as `read`."""
+        """Target side. Raises NotSameHost, TransportUnavailable, or as `Reader.read`."""
         _check(image)
         settings = self._settings
         connections = ConnectionPool(
@@ -91,7 +91,7 @@ class SharedMemoryTransport:
             token,
             self._chunk_cache_of(image),
             maps=maps,
-            stall_s=settings.source_idle_timeout_s,
+            idle_timeout_s=settings.source_idle_timeout_s,
         )
 
     def _chunk_cache_of(self, image: Image) -> SealedChunkCache:
@@ -101,4 +101,4 @@ class SharedMemoryTransport:
 
 def _check(image: Image) -> None:
     if devices := sorted({device.type for device in image.devices} - {"cpu"}):
-        raise TransportUnavailable(f"shared_memory is for weights in host memory, not on {', '.join(devices)}")
+        raise TransportUnavailable(f"shared_memory needs weights in host memory, not on {', '.join(devices)}")

@@ -1,1 +1,1 @@
-"""What transports between two processes of one host stand on: Unix sockets that pass descriptors."""
+"""Unix sockets that pass descriptors between two processes of a host; used by the same-host transports."""

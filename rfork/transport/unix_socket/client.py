@@ -1,4 +1,4 @@
-"""The target side of same-host transports: connections to a source's Unix socket, kept for the next read."""
+"""Target side of same-host transports: pool of connections to a source's Unix socket."""
 
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ RECONNECT_S: Final = 0.02
 _OWN_LIMITS: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 _FORBIDDEN: Final = (errno.EACCES, errno.EPERM)
 _SAME_USER: Final = (
-    "run both as one user, with one SELinux label (one pod, or the same seLinuxOptions.level; docker: "
+    "run both as the same user with the same SELinux label (one pod, or the same seLinuxOptions.level; docker: "
     "--security-opt label=level:…)"
 )
-_SHARE: Final = "let both share a network namespace, or a folder on this host that RFORK_UNIX_SOCKET_DIR names in both"
+_SHARE: Final = "share a network namespace, or set RFORK_UNIX_SOCKET_DIR to the same host directory on both sides"
 
 
 class ConnectionPool:
-    """Thread-safe; each read under way has a connection of its own.
+    """Pool of connections; each concurrent read uses a separate one. Thread-safe.
 
-    `parameters` are those of `LocalServer`. `folder`: where this side sees the folder of sockets; None:
-    where the source does. `source_idle_timeout_s`: seconds that connecting may take.
+    `parameters` are those of `LocalServer`. `folder`: path of the socket directory on this side; None: the
+    source's path. `idle_timeout_s`: timeout of connecting.
     """
 
-    def __init__(self, parameters: Mapping[str, str], stall_s: float, *, folder: Path | None = None) -> None:
+    def __init__(self, parameters: Mapping[str, str], idle_timeout_s: float, *, folder: Path | None = None) -> None:
         self._parameters = parameters
-        self._stall_s = stall_s
+        self._idle_timeout_s = idle_timeout_s
         self._folder = folder
-        # Now: without a descriptor to read it by, every source would be one of another host.
+        # Read early: without a free descriptor later, every source would appear to be on another host.
         self._boot = boot_id()
         self._lock = threading.Lock()
         self._closed = False
-        self._reached = False
+        self._has_connected = False
         self._idle: list[UnixSocketConnection] = []
         self._connections: set[UnixSocketConnection] = set()
 
     def open(self, deadline: float) -> None:
-        """Make the first connection, to learn at once whether both sides can meet.
+        """Open the first connection, to detect early if both sides can connect.
 
         Raises NotSameHost, SourceUnavailable, SourceTimeout or TargetError.
         """
@@ -60,23 +60,24 @@ class ConnectionPool:
 
     @contextlib.contextmanager
     def lease(self, deadline: float) -> Iterator[UnixSocketConnection]:
-        """A connection for one exchange; after an exception it is closed: who knows what comes next on it.
+        """Return a connection for one exchange. It is closed after an exception, because its state is then
+        unknown.
 
-        Raises as `open`, but once the source was reached never NotSameHost.
+        Raises as `open`, but never NotSameHost once the source has been reached.
         """
         connection = self._acquire() or self._connect(deadline)
-        good = False
+        succeeded = False
         try:
             yield connection
-            good = True
+            succeeded = True
         finally:
-            if good:
+            if succeeded:
                 self._release(connection)
             else:
                 self._discard(connection)
 
     def close(self) -> None:
-        """Cut all connections; exchanges under way raise SourceUnavailable. Safe to call twice."""
+        """Close all connections; exchanges in progress raise SourceUnavailable. Idempotent."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -95,7 +96,7 @@ class ConnectionPool:
                 connection = self._idle.pop()
             if connection.is_idle:
                 return connection
-            self._discard(connection)  # the source let it go
+            self._discard(connection)  # closed by the source
 
     def _release(self, connection: UnixSocketConnection) -> None:
         with self._lock:
@@ -111,81 +112,84 @@ class ConnectionPool:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise SourceUnavailable("this reader was closed")
+            raise SourceUnavailable("the reader was closed")
 
     def _connect(self, deadline: float) -> UnixSocketConnection:
         with self._lock:
             self._check_open()
-        if not self._reached and self._parameters.get("boot", "") != (self._boot or None):
+        if not self._has_connected and self._parameters.get("boot", "") != (self._boot or None):
             raise NotSameHost("the source runs on another host")
-        connection = UnixSocketConnection(self._connected(deadline))
+        connection = UnixSocketConnection(self._connect_socket(deadline))
         with self._lock:
-            self._reached = True
+            self._has_connected = True
             if not self._closed:
                 self._connections.add(connection)
                 return connection
         connection.close()
-        raise SourceUnavailable("this reader was closed")
+        raise SourceUnavailable("the reader was closed")
 
-    def _connected(self, deadline: float) -> socket.socket:
-        until = min(deadline, time.monotonic() + self._stall_s)
+    def _connect_socket(self, deadline: float) -> socket.socket:
+        expires_at = min(deadline, time.monotonic() + self._idle_timeout_s)
         try:
-            connecting = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         except OSError as error:
-            raise TargetError(f"cannot make a socket: {error.strerror}") from None
+            raise TargetError(f"cannot create a socket: {error.strerror}") from None
         try:
-            connecting.setblocking(False)
+            client.setblocking(False)
             while True:
-                if time.monotonic() >= until:
+                if time.monotonic() >= expires_at:
                     raise SourceTimeout("the source did not accept a connection in time")
                 try:
                     with self._address() as address:
-                        connecting.connect(address)
-                    self._check_peer(connecting)
-                    return connecting
-                except BlockingIOError:  # its queue is full: it stands still, or is very busy
+                        client.connect(address)
+                    self._check_peer(client)
+                    return client
+                except BlockingIOError:  # its backlog is full: it is stopped or very busy
                     time.sleep(RECONNECT_S)
         except OSError as error:
-            connecting.close()
+            client.close()
             if error.errno in _OWN_LIMITS:
                 raise TargetError(f"cannot connect to the source: {error.strerror}") from None
             raise self._unreachable(error) from None
         except ValueError as error:
-            connecting.close()
-            raise SourceCorrupt(f"the source names a socket that cannot be: {error}") from None
+            client.close()
+            raise SourceCorrupt(f"the source reported an invalid socket address: {error}") from None
         except BaseException:
-            connecting.close()
+            client.close()
             raise
 
     def _check_peer(self, connected: socket.socket) -> None:
-        """Whoever sees a socket's name can take it once its owner has died; not where both have one count."""
+        """Check the listening process: another process can reuse the name after the source has died.
+
+        Skipped if the two sides do not share their PID and user namespaces.
+        """
         parameters = self._parameters
-        if parameters.get("numbering", "") != (pid_uid_namespace() or None):
+        if parameters.get("namespaces", "") != (pid_uid_namespace() or None):
             return
         if peer_identity(connected) != parameters.get("process", ""):
-            raise SourceUnavailable("another process than the source listens on its socket")
+            raise SourceUnavailable("the socket belongs to another process than the source")
 
     def _address(self) -> contextlib.AbstractContextManager[str]:
-        socket_path_text = self._parameters.get("socket", "")
-        if socket_path_text.startswith("@"):
-            return contextlib.nullcontext(f"\0{socket_path_text[1:]}")
-        file = Path(socket_path_text)
+        address_text = self._parameters.get("socket", "")
+        if address_text.startswith("@"):
+            return contextlib.nullcontext(f"\0{address_text[1:]}")
+        file = Path(address_text)
         return socket_path(self._folder / file.name if self._folder is not None else file)
 
     def _unreachable(self, error: OSError) -> NotSameHost | SourceUnavailable:
-        """Whether nobody listens there any more, or this side looks in another place, or may not look."""
-        because = error.strerror or str(error)
+        """Return the error: the source closed the socket, this side cannot see it, or has no permission."""
+        reason = error.strerror or str(error)
         if error.errno in _FORBIDDEN:
-            return NotSameHost(f"this side may not connect to the source's socket: {because}", hint=_SAME_USER)
-        if self._reached or self._is_same_namespace():
-            return SourceUnavailable(f"nobody listens on the source's socket any more: {because}")
-        return NotSameHost(f"the source's socket cannot be reached from here: {because}", hint=_SHARE)
+            return NotSameHost(f"no permission to connect to the source's socket: {reason}", hint=_SAME_USER)
+        if self._has_connected or self._is_same_namespace():
+            return SourceUnavailable(f"the source no longer listens on its socket: {reason}")
+        return NotSameHost(f"the source's socket is not reachable from this process: {reason}", hint=_SHARE)
 
     def _is_same_namespace(self) -> bool:
-        socket_path_text = self._parameters.get("socket", "")
-        if socket_path_text.startswith("@"):
-            here, there = network_namespace(), self._parameters.get("network", "")
+        address_text = self._parameters.get("socket", "")
+        if address_text.startswith("@"):
+            local, remote = network_namespace(), self._parameters.get("network", "")
         else:
-            here = directory_identity(self._folder if self._folder is not None else Path(socket_path_text).parent)
-            there = self._parameters.get("folder", "")
-        return here == there != ""
+            local = directory_identity(self._folder if self._folder is not None else Path(address_text).parent)
+            remote = self._parameters.get("folder", "")
+        return local == remote != ""

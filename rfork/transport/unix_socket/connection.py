@@ -1,4 +1,4 @@
-"""One connection between two processes of a host: packets of JSON, and descriptors beside them."""
+"""Connection between two processes of a host: JSON packets with descriptors."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from rfork.errors import SourceCorrupt, SourceTimeout, SourceUnavailable, Target
 from rfork.transport.unix_socket.messages import MAX_MESSAGE_BYTES, Message, decode, encode
 
 MAX_FDS: Final = 64
-"""Descriptors beside one message, at most."""
+"""Maximum descriptors per message."""
 _MAX_FDS_PER_MESSAGE: Final = 253
-"""The kernel sends no more at once; with room for all, none is closed, which may take long, in the kernel."""
+"""Kernel limit per message. With space for all of them, the kernel never closes any, which could block."""
 _ITEM = array.array("i").itemsize
 
 
 class UnixSocketConnection:
-    """A connected Unix socket of kind SOCK_SEQPACKET. One thread at a time uses it; any may cut it.
+    """A connected Unix socket of type SOCK_SEQPACKET. Used by one thread at a time; any thread may `abort`
+    it.
 
-    The same on both sides: who serves calls the other one's failures SourceUnavailable and so on as well. It owns
-    the socket.
+    Both sides use it; the source also raises SourceUnavailable and so on for failures of the reader. Owns the
+    socket.
     """
 
     def __init__(self, connected: socket.socket) -> None:
@@ -35,28 +36,30 @@ class UnixSocketConnection:
         self._closed = False
 
     def send(self, message: Message, descriptors: Sequence[int] = (), *, deadline: float) -> None:
-        """Send one message; descriptors stay the caller's. `deadline` is a `time.monotonic()` value.
+        """Send one message; the caller keeps its descriptors. `deadline` is a `time.monotonic()` value.
 
-        Raises SourceUnavailable, SourceTimeout at the deadline, or ValueError for a message that is too large.
+        Raises SourceUnavailable, SourceTimeout at the deadline, or ValueError for a message that is too
+        large.
         """
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
         try:
             self._socket.settimeout(_remaining(deadline))
             self._socket.sendmsg([encode(message)], [rights] if descriptors else [], socket.MSG_NOSIGNAL)
         except TimeoutError:
-            raise SourceTimeout("the other side did not take a message in time") from None
+            raise SourceTimeout("the other side did not accept a message in time") from None
         except OSError as error:
             raise SourceUnavailable(f"the connection is closed: {error.strerror or error}") from None
 
     def receive(self, deadline: float) -> tuple[Message, list[int]]:
-        """The next message and its descriptors, the caller's to close; none outlives an exec.
+        """Return the next message and its descriptors, which the caller must close; they are close-on-exec.
 
-        Raises SourceUnavailable when the other side closed or died, SourceTimeout at the deadline, SourceCorrupt
-        for what is not a message, and TargetError when the kernel gives this process no descriptors.
+        Raises SourceUnavailable if the other side closed or died, SourceTimeout at the deadline,
+        SourceCorrupt for an invalid message, and TargetError if the kernel denies this process the
+        descriptors.
         """
         try:
             self._socket.settimeout(_remaining(deadline))
-            # One byte more than allowed, to see that it was too much.
+            # One byte more than allowed, to detect a message that is too large.
             packet, ancillary, flags, _ = self._socket.recvmsg(
                 MAX_MESSAGE_BYTES + 1,
                 socket.CMSG_SPACE(_MAX_FDS_PER_MESSAGE * _ITEM),
@@ -72,9 +75,9 @@ class UnixSocketConnection:
                 raise SourceCorrupt(f"not a message: more than {MAX_FDS} descriptors")
             if flags & socket.MSG_CTRUNC:
                 raise TargetError(
-                    "the kernel gives this process no descriptor of the other side's: it has too many open, "
-                    "or a security module (SELinux, AppArmor) forbids it",
-                    hint="raise the limit (ulimit -n), or run both sides under one security label",
+                    "the kernel did not pass the other side's descriptor: this process has too many open, "
+                    "or a security module (SELinux, AppArmor) denies it",
+                    hint="raise the limit (ulimit -n), or run both sides with the same security label",
                 )
             if not packet:
                 raise SourceUnavailable("the other side closed the connection")
@@ -87,7 +90,7 @@ class UnixSocketConnection:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it is open and nothing has come that nobody asked for: what one kept for later must be."""
+        """True if the connection is open and no data is pending, as required for reuse."""
         with self._lock:
             if self._closed:
                 return False
@@ -96,26 +99,26 @@ class UnixSocketConnection:
             return not poll.poll(0)
 
     def abort(self) -> None:
-        """End it for both sides, from any thread: whoever is blocked in it raises SourceUnavailable."""
+        """Shut down both directions, from any thread; a blocked thread raises SourceUnavailable."""
         with self._lock:
             if not self._closed:
-                with contextlib.suppress(OSError):  # the other side was first
+                with contextlib.suppress(OSError):  # closed by the other side first
                     self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Give the socket back; by the thread that uses it. Safe to call twice.
+        """Close the socket, on the thread that uses it. Idempotent.
 
-        It may take as long as a stranger likes who sent descriptors that were never received: so nobody else
-        waits for it.
+        May block if an unauthenticated client sent descriptors that were never received, so no lock is kept
+        while closing.
         """
         with self._lock:
-            first, self._closed = not self._closed, True
-        if first:
+            is_first, self._closed = not self._closed, True
+        if is_first:
             self._socket.close()
 
 
 def close_all(descriptors: Sequence[int]) -> None:
-    """Close descriptors that nobody wants. What a stranger's file says as it is closed changes nothing."""
+    """Close received descriptors; errors from closing them are ignored."""
     for descriptor in descriptors:
         with contextlib.suppress(OSError):
             os.close(descriptor)
@@ -130,7 +133,7 @@ def _descriptors(ancillary: Sequence[tuple[int, int, bytes]]) -> list[int]:
 
 
 def _remaining(deadline: float) -> float:
-    left = deadline - time.monotonic()
-    if left <= 0:
+    remaining = deadline - time.monotonic()
+    if remaining <= 0:
         raise TimeoutError
-    return left
+    return remaining

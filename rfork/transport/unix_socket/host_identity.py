@@ -1,4 +1,4 @@
-"""What names this host and the parts of it that processes have to share to meet."""
+"""Identity of this host, and of the namespaces and directories that two processes must share to connect."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CREDENTIALS: Final = struct.Struct("iII")
 
 
 def boot_id() -> str:
-    """What the running kernel calls itself, the same in all containers of a host; "" where it has no name."""
+    """Return the kernel's boot id, equal in all containers of a host; "" if unknown."""
     try:
         return _BOOT.read_text("ascii").strip()
     except (OSError, ValueError):
@@ -26,7 +26,7 @@ def boot_id() -> str:
 
 
 def namespace(namespace_type: str) -> str:
-    """Names a namespace of this process ("net", "pid", …) within its host; "" where that cannot be told."""
+    """Return the identity of a namespace of this process ("net", "pid", …) within its host; "" if unknown."""
     try:
         return os.readlink(f"/proc/self/ns/{namespace_type}")
     except OSError:
@@ -34,22 +34,22 @@ def namespace(namespace_type: str) -> str:
 
 
 def network_namespace() -> str:
-    """The network namespace: sockets without a file are seen from within one only."""
+    """Return the network namespace; abstract sockets are visible only within it."""
     return namespace("net")
 
 
 def pid_uid_namespace() -> str:
-    """Names what gives processes and users their numbers; those of two sides compare where it is the same."""
+    """Return the PID and user namespaces; process and user ids are comparable only within them."""
     return " ".join(names) if all(names := (namespace("pid"), namespace("user"))) else ""
 
 
 def process_identity() -> str:
-    """This process as the other end of its sockets sees it: its number and its user's."""
+    """Return process id and user id, as the other end of a socket sees them."""
     return f"{os.getpid()} {os.geteuid()}"
 
 
 def peer_identity(connected: socket.socket) -> str:
-    """The same of the process that listens at the other end. Raises OSError."""
+    """Return the identity of the process listening at the other end; see `process_identity`. Raises OSError."""
     process, user, _ = _CREDENTIALS.unpack(
         connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     )
@@ -57,7 +57,7 @@ def peer_identity(connected: socket.socket) -> str:
 
 
 def directory_identity(folder: Path) -> str:
-    """Names a folder within its host, wherever it is mounted; "" for one that is not there."""
+    """Return the identity of a directory within its host, wherever it is mounted; "" if it is missing."""
     try:
         status = os.stat(folder)
     except OSError:
@@ -67,7 +67,9 @@ def directory_identity(folder: Path) -> str:
 
 @contextlib.contextmanager
 def socket_path(file: Path) -> Iterator[str]:
-    """A short path of a file to bind or connect a socket to: the kernel takes 107 bytes. Raises OSError."""
+    """Return a short path for binding or connecting a socket: the kernel's limit is 107 bytes. Raises
+    OSError.
+    """
     folder = os.open(file.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{folder}/{file.name}"
@@ -76,7 +78,7 @@ def socket_path(file: Path) -> Iterator[str]:
 
 
 def same_host_availability() -> Availability:
-    """Whether processes of this host can pass descriptors to one another: Linux, by Unix sockets."""
+    """Report if processes of this host can pass descriptors: Linux with Unix sockets."""
     if not sys.platform.startswith("linux"):
         return Availability(False, "needs Linux")
     if not hasattr(socket, "AF_UNIX") or not boot_id():

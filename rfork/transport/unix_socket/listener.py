@@ -1,4 +1,4 @@
-"""Sockets that a source listens on, without a file or in a folder. Runs on the source."""
+"""Creates a source's listening sockets, abstract or in a directory. Runs on the source."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _SO_PASSRIGHTS: Final = 83
 
 
 def listen(address: str) -> socket.socket:
-    """Listen on a name without a file. Raises OSError."""
+    """Listen on an abstract name. Raises OSError."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         listener.bind(address)
-        _refuse_fds(listener)
+        _reject_fds(listener)
         listener.listen(BACKLOG)
     except BaseException:
         listener.close()
@@ -31,37 +31,38 @@ def listen(address: str) -> socket.socket:
     return listener
 
 
-def _refuse_fds(listener: socket.socket) -> None:
-    """On this socket and those that it accepts; whoever sends one is told EPERM."""
-    with contextlib.suppress(OSError):  # before Linux 6.16
+def _reject_fds(listener: socket.socket) -> None:
+    """Reject descriptors on this socket and on accepted ones; the sender gets EPERM."""
+    with contextlib.suppress(OSError):  # not supported before Linux 6.16
         listener.setsockopt(socket.SOL_SOCKET, _SO_PASSRIGHTS, 0)
 
 
 def listen_in(file: Path) -> socket.socket:
-    """Listen on a file; it gets its name once it can be connected to: one that cannot is of the dead.
+    """Listen on a file. It gets its final name once connections are accepted, so an unreachable file is
+    stale.
 
-    Raises SettingsError when the folder cannot be used.
+    Raises SettingsError if the directory cannot be used.
     """
-    new = file.with_suffix(".new")
+    temporary = file.with_suffix(".new")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         _remove_stale(file.parent)
-        with socket_path(new) as path:
+        with socket_path(temporary) as path:
             listener.bind(path)
-        os.chmod(new, 0o600)
-        _refuse_fds(listener)
+        os.chmod(temporary, 0o600)
+        _reject_fds(listener)
         listener.listen(BACKLOG)
-        os.rename(new, file)
+        os.rename(temporary, file)
     except OSError as error:
         listener.close()
-        new.unlink(missing_ok=True)
-        why = f"cannot make a socket in {file.parent}: {error.strerror}"
-        raise SettingsError(f"RFORK_UNIX_SOCKET_DIR: {why}") from None
+        temporary.unlink(missing_ok=True)
+        message = f"cannot create a socket in {file.parent}: {error.strerror}"
+        raise SettingsError(f"RFORK_UNIX_SOCKET_DIR: {message}") from None
     return listener
 
 
 def _remove_stale(folder: Path) -> None:
-    """Remove the sockets of processes that died before they could."""
+    """Remove sockets of dead processes."""
     for file in folder.glob(f"{PREFIX}*{SUFFIX}"):
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
             if not stat.S_ISSOCK(file.lstat().st_mode):

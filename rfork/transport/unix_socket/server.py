@@ -1,12 +1,12 @@
-"""The source side of same-host transports: a Unix socket that readers of this host connect to.
+"""Source side of same-host transports: a Unix socket for readers of this host.
 
-One thread a connection. Who may hold a thread is bounded twice, as in `rfork.transport.http.server`: a
-connection starts in the *lobby*, and has a *slot* once the gate admitted a token of it. A full lobby
-loses its oldest connection to the newest, so that any number of silent strangers keeps no reader out.
+One thread per connection. Connections are bounded twice, as in `rfork.transport.http.server`: a new one is
+*unauthenticated*, and gets a *slot* once the gate has authorized a token. If there are too many
+unauthenticated connections, the oldest is closed, so that idle clients cannot keep readers out.
 
-Readers send no descriptors, and the kernel is told to refuse them (Linux 6.16): the last who closes one may
-wait for whatever it is, such as a TCP socket that lingers. Before that kernel a stranger can have a thread
-wait so, but nobody waits for that thread: it is over with the image by then, or never touched it.
+Readers send no descriptors, and the kernel is configured to reject them (Linux 6.16), because closing the
+last copy of one may block, for example on a TCP socket that lingers. On older kernels a client can block a
+thread like that, but no other thread waits for it, and it does not access the image.
 """
 
 from __future__ import annotations
@@ -36,25 +36,27 @@ from rfork.transport.unix_socket.listener import PREFIX, SUFFIX, listen, listen_
 log = logger(__name__)
 
 MAX_UNAUTHENTICATED: Final = 128
-"""Most connections that have shown no valid token yet."""
+"""Maximum number of connections without a valid token."""
 MAX_CONNECTIONS: Final = 256
-"""Most connections that have."""
+"""Maximum number of connections with a valid token."""
 MAX_CONNECTIONS_PER_FORK: Final = 64
-"""Most of one fork: as many as it may have chunks in flight."""
+"""Maximum number per fork: equal to the maximum number of chunks in flight."""
 MAX_PINS_PER_FORK: Final = 4
-"""Most connections of one fork that only hold on, beside its slots: one, and those it may just have left."""
+"""Maximum number of connections per fork that only pin memory, in addition to its slots: one plus recently
+closed ones.
+"""
 ACCEPT_RETRY_S: Final = 0.05
-CLOSE_S: Final = 5.0
-"""Seconds that a closing server waits for threads that close what strangers sent."""
+CLOSE_TIMEOUT_S: Final = 5.0
+"""Maximum wait of a closing server for threads blocked on closing clients' descriptors."""
 
 
 class LocalServer:
-    """Accepts connections from construction until `close`, and has `serve` talk on each, on its own thread.
+    """Accepts connections from construction until `close`, and calls `serve` for each on a separate thread.
 
-    `folder` None: a socket without a file, seen within this network namespace; else a file of mode 0600
-    there, seen by whoever of this user mounts the folder. `serve` returns when the talk is over, or raises;
-    the server closes the connection. `nice`: by how much these threads stand back for the process.
-    Raises SettingsError when the folder cannot be used.
+    `folder` None: an abstract socket, visible within this network namespace; otherwise a file of mode 0600 in
+    that directory, visible to processes of this user that mount it. `serve` returns or raises when it has
+    finished, and the server closes the connection. `nice` lowers the priority of these threads. Raises
+    SettingsError if the directory cannot be used.
     """
 
     def __init__(
@@ -70,110 +72,112 @@ class LocalServer:
         self._nice = nice
         self._max_connections = max_connections
         self._file: Path | None = None
-        # Nobody can wait under this name before. Who is in this network namespace can read it later, in
-        # /proc/net/unix, and take it once this process has died: so readers look who listens.
-        chosen = f"{PREFIX}{name}-{secrets.token_hex(16)}"
-        parameters = {"boot": boot_id(), "numbering": pid_uid_namespace(), "process": process_identity()}
+        # The name cannot be guessed. A process in this network namespace can read it from /proc/net/unix and
+        # reuse it after this process has died, so readers check the listening process.
+        socket_name = f"{PREFIX}{name}-{secrets.token_hex(16)}"
+        parameters = {"boot": boot_id(), "namespaces": pid_uid_namespace(), "process": process_identity()}
         if folder is None:
-            self._listener = listen(f"\0{chosen}")
-            parameters |= {"socket": f"@{chosen}", "network": network_namespace()}
+            self._listener = listen(f"\0{socket_name}")
+            parameters |= {"socket": f"@{socket_name}", "network": network_namespace()}
         else:
-            self._file = folder / f"{chosen}{SUFFIX}"
+            self._file = folder / f"{socket_name}{SUFFIX}"
             self._listener = listen_in(self._file)
             parameters |= {"socket": str(self._file), "folder": directory_identity(folder)}
         self._parameters: Mapping[str, str] = parameters
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        self._woken = threading.Event()
-        self._untouched = threading.Condition(self._lock)
-        self._touching = 0
+        self._listener_shut_down = threading.Event()
+        self._idle = threading.Condition(self._lock)
+        self._active_accesses = 0
         self._unauthenticated: dict[UnixSocketConnection, None] = {}  # oldest first
-        self._slots: dict[UnixSocketConnection, str] = {}  # with its fork
-        self._pins: dict[UnixSocketConnection, str] = {}  # as well
+        self._slots: dict[UnixSocketConnection, str] = {}  # value: the fork
+        self._pins: dict[UnixSocketConnection, str] = {}  # value: the fork
         self._threads: set[threading.Thread] = set()
         self._acceptor = threading.Thread(target=self._accept, name=f"rfork-{name}-accept", daemon=True)
         self._acceptor.start()
 
     @property
     def parameters(self) -> Mapping[str, str]:
-        """What an endpoint says for `ConnectionPool` to find this server."""
+        """Endpoint parameters with which `ConnectionPool` finds this server."""
         return self._parameters
 
     def acquire_slot(self, connection: UnixSocketConnection, fork_id: str) -> bool:
-        """Give a connection of the lobby a slot, as one of this fork; whether it has one now."""
+        """Give an unauthenticated connection one of the slots of this fork; return True if it has one now."""
         return self._promote(connection, fork_id, self._slots, MAX_CONNECTIONS_PER_FORK)
 
     def pin(self, connection: UnixSocketConnection, fork_id: str) -> bool:
-        """The same for one that only holds on: it takes none of the fork's slots."""
+        """Register a connection that only pins memory; like `acquire_slot`, but uses none of the fork's
+        slots.
+        """
         return self._promote(connection, fork_id, self._pins, MAX_PINS_PER_FORK)
 
     @contextlib.contextmanager
     def memory_access(self) -> Iterator[None]:
-        """What `serve` does with memory that may go once `close` has returned; copies only, no waiting.
+        """Context for access to memory that may be freed after `close`; only for copies, without waiting.
 
         Raises SourceUnavailable once the server closes.
         """
         with self._lock:
             if self._closing.is_set():
-                raise SourceUnavailable("the source gives no more")
-            self._touching += 1
+                raise SourceUnavailable("the source stopped serving")
+            self._active_accesses += 1
         try:
             yield
         finally:
             with self._lock:
-                self._touching -= 1
-                self._untouched.notify_all()
+                self._active_accesses -= 1
+                self._idle.notify_all()
 
     def close(self) -> None:
-        """Stop listening, cut every connection, and return once nothing is `memory_access`. Safe to call twice.
+        """Stop listening, close every connection, and return when no `memory_access` is active. Idempotent.
 
-        Threads get `CLOSE_S` to end. One that is left closes what a stranger sent, or waits for a budget: it
-        touches nothing any more.
+        Threads get `CLOSE_TIMEOUT_S` to end. A remaining thread is closing a client's descriptors or waits for the
+        budget; it no longer accesses the image.
         """
         with self._lock:
             self._closing.set()
             connections = [*self._unauthenticated, *self._slots, *self._pins]
             threads = [self._acceptor, *self._threads]
-        if not self._woken.is_set():
+        if not self._listener_shut_down.is_set():
             with contextlib.suppress(OSError):
                 self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept()
-            self._woken.set()
+            self._listener_shut_down.set()
         for connection in connections:
             connection.abort()
         if self._file is not None:
             self._file.unlink(missing_ok=True)
-        with self._untouched:
-            self._untouched.wait_for(lambda: not self._touching)
-        deadline = time.monotonic() + CLOSE_S
+        with self._idle:
+            self._idle.wait_for(lambda: not self._active_accesses)
+        deadline = time.monotonic() + CLOSE_TIMEOUT_S
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        if left := sum(thread.is_alive() for thread in threads):
-            log.warning("threads of closed connections have not ended: they touch nothing more", threads=left)
+        if running := sum(thread.is_alive() for thread in threads):
+            log.warning("threads of closed connections still running; they no longer access the image", threads=running)
 
     def _promote(
         self,
         connection: UnixSocketConnection,
         fork_id: str,
-        to: dict[UnixSocketConnection, str],
+        registered: dict[UnixSocketConnection, str],
         max_count: int,
     ) -> bool:
         with self._lock:
-            if connection in to:
+            if connection in registered:
                 return True
-            if connection not in self._unauthenticated or len(to) >= self._max_connections:
+            if connection not in self._unauthenticated or len(registered) >= self._max_connections:
                 return False
-            if list(to.values()).count(fork_id) >= max_count:
+            if list(registered.values()).count(fork_id) >= max_count:
                 return False
             del self._unauthenticated[connection]
-            to[connection] = fork_id
+            registered[connection] = fork_id
             return True
 
     def _accept(self) -> None:
         try:
             self._accept_all()
         finally:
-            self._woken.wait()
-            self._listener.close()  # here, as it may take long: strangers' messages wait in it
+            self._listener_shut_down.wait()
+            self._listener.close()  # on this thread, because closing may block on pending messages of clients
 
     def _accept_all(self) -> None:
         while not self._closing.is_set():
@@ -182,8 +186,8 @@ class LocalServer:
             except OSError as error:
                 if self._closing.is_set():
                     return
-                # Out of descriptors or memory: make room and go on.
-                log.warning("cannot accept a connection", because=str(error))
+                # Out of descriptors or memory: close idle connections and continue.
+                log.warning("cannot accept a connection", reason=str(error))
                 self._evict_oldest(0)
                 self._closing.wait(ACCEPT_RETRY_S)
                 continue
@@ -191,14 +195,14 @@ class LocalServer:
             self._start_thread(UnixSocketConnection(connected))
 
     def _start_thread(self, connection: UnixSocketConnection) -> None:
-        """Start a connection's thread; all under the lock, so that `close` sees all of it or nothing."""
+        """Start a connection's thread; under the lock, so that `close` sees it completely or not at all."""
         thread = threading.Thread(target=self._run_connection, args=(connection,), name="rfork-local", daemon=True)
         with self._lock:
             if started := not self._closing.is_set():
                 try:
                     thread.start()
-                except RuntimeError as error:  # no thread to be had
-                    log.warning("cannot serve a connection", because=str(error))
+                except RuntimeError as error:  # the thread could not be started
+                    log.warning("cannot serve a connection", reason=str(error))
                     started = False
                 else:
                     self._unauthenticated[connection] = None
@@ -211,8 +215,8 @@ class LocalServer:
             lower_thread_priority(self._nice)
             self._serve(connection)
         except (RforkError, OSError) as error:
-            log.debug("connection ended", because=str(error))
-        except Exception:  # a bug that one reader runs into must not end the others' service in silence
+            log.debug("connection closed", reason=str(error))
+        except Exception:  # an unexpected error of one connection must be logged and must not stop the server
             log.exception("connection failed")
         finally:
             connection.close()
@@ -223,7 +227,7 @@ class LocalServer:
                 self._threads.discard(threading.current_thread())
 
     def _evict_oldest(self, max_count: int) -> None:
-        """Cut the oldest connections of the lobby until it has at most `max_count`."""
+        """Close the oldest unauthenticated connections until at most `max_count` are left."""
         with self._lock:
             evicted = list(self._unauthenticated)[: max(0, len(self._unauthenticated) - max_count)]
             for connection in evicted:

@@ -13,7 +13,7 @@ import pytest
 from tests.processes import startup_patch
 from tests.unit.planner.builders import VERSION
 
-LONG_TIMEOUT_PATCH = "import rfork.cli.completion as completion\ncompletion.MOST_S = 60.0\n"
+LONG_TIMEOUT_PATCH = "import rfork.cli.completion as completion\ncompletion.TIMEOUT_S = 60.0\n"
 """The planner is waited for as long as that takes on a busy machine."""
 
 

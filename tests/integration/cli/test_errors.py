@@ -21,8 +21,8 @@ DEBUG = {"RFORK_LOG_LEVEL": "debug"}
 
 COMMANDS = (
     ("status",),
-    ("forks",),
-    ("forks", "--follow"),
+    ("status", "--forks"),
+    ("status", "--forks", "--follow"),
     ("explain", "x"),
     ("top",),
     ("drain", "x", "--wait", "0"),
@@ -34,7 +34,7 @@ def test_a_planner_that_is_not_there(rfork: Rfork, free_port: int, command: tupl
     """One line and a hint, as text and as JSON; exit code 5."""
     url = f"http://127.0.0.1:{free_port}"
     done = rfork(*command, "--planner", url)
-    assert (5, True) == (done.code, done.err.startswith(f"error: planner {url} cannot be reached: "))
+    assert (5, True) == (done.code, done.err.startswith(f"error: planner {url} is unreachable: "))
     result = rfork(*command, "--planner", url, "--json")
     assert (5, "PlannerUnreachable", True) == (result.code, result.json["error"], bool(result.json["hint"]))
 
@@ -54,9 +54,9 @@ def test_a_url_that_is_none(rfork: Rfork, url: str, code: int) -> None:
     assert (code, 2) == (done.code, len(done.err.splitlines()))
 
 
-@pytest.mark.parametrize("words", [("forks",), ("version",)], ids=" ".join)
+@pytest.mark.parametrize("words", [("status", "--forks"), ("version",)], ids=" ".join)
 def test_nobody_reads_on(fleet: str, words: tuple[str, ...]) -> None:
-    """`rfork forks | head -1` ends without a word of broken pipes, and not as a failure."""
+    """`rfork status --forks | head -1` ends without a word of broken pipes, and not as a failure."""
     reading, writing = os.pipe()
     os.close(reading)
     command = [sys.executable, "-m", "rfork", *words]
@@ -85,7 +85,7 @@ def test_a_bug_is_one_line(rfork: Rfork, monkeypatch: pytest.MonkeyPatch, fleet:
     monkeypatch.setattr(PlannerClient, "models", broken)
     assert "Traceback" in CliRunner().invoke(app, ["status", "--planner", fleet], env=DEBUG).stderr
     done = rfork("status", "--planner", fleet)
-    assert (1, "error: rfork failed where it should not: KeyError: 'what'") == (
+    assert (1, "error: unexpected error: KeyError: 'what'") == (
         done.code,
         done.err.splitlines()[0],
     )

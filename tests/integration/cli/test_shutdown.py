@@ -71,7 +71,7 @@ def test_a_wait_that_fails_as_it_is_broken_off(
         raise RuntimeError("cannot release un-acquired lock")
 
     monkeypatch.setattr(PlannerClient, "forks", wait)
-    done = rfork("forks", "--planner", fleet)
+    done = rfork("status", "--forks", "--planner", fleet)
     assert (130, "interrupted\n") == (done.code, done.err)
 
 

@@ -25,29 +25,29 @@ def test_status_as_json(rfork: Rfork, fleet: str) -> None:
 def test_status_of_many_says_what_it_leaves_out(rfork: Rfork, fleet: str) -> None:
     """A tree of a large fleet is cut at a limit, which can be raised."""
     output = rfork("status", "--planner", fleet, "--limit", "1").out
-    assert ("1 more instance: --limit 4 shows them" in output, output.count(" on host-")) == (True, 3)
+    assert ("1 more instance: use --limit 4 to show all" in output, output.count(" on host-")) == (True, 3)
 
 
 def test_forks_newest_first(rfork: Rfork, fleet: str) -> None:
     """The list, its filters and its limit; what is left out is said on stderr."""
-    names = [line.split()[0] for line in rfork("forks", "--planner", fleet).out.splitlines()]
+    names = [line.split()[0] for line in rfork("status", "--forks", "--planner", fleet).out.splitlines()]
     assert ["fork", "fork-c", "fork-b", "fork-a"] == names
-    page = rfork("forks", "--planner", fleet, "--state", "finished", "--limit", "1", "--json").json
+    page = rfork("status", "--forks", "--planner", fleet, "--state", "finished", "--limit", "1", "--json").json
     forks = cast(list[dict[str, object]], page["forks"])
-    assert (["forks", "known"], ["fork-c"], 2) == (
+    assert (["forks", "total"], ["fork-c"], 2) == (
         list(page),
         [fork["fork_id"] for fork in forks],
-        page["known"],
+        page["total"],
     )
-    cut = rfork("forks", "--planner", fleet, "--limit", "1")
-    assert "2 older ones: --limit 3 lists them too\n" == cut.err
+    cut = rfork("status", "--forks", "--planner", fleet, "--limit", "1")
+    assert "2 older forks not shown; use --limit 3 to list all\n" == cut.err
 
 
 def test_forks_that_are_followed(rfork: Rfork, fleet: str) -> None:
     """As lines, or as JSON lines: what is under way at first, and then each change."""
-    line = rfork("forks", "--planner", fleet, "--follow", "--limit", "1").out
+    line = rfork("status", "--forks", "--planner", fleet, "--follow", "--limit", "1").out
     assert "fork-b m v1 on b: transfer 50%, 1.00 MB/s, 6.29 s left, from s (http)" in line
-    event = rfork("forks", "--planner", fleet, "-f", "--limit", "1", "--json").json
+    event = rfork("status", "--forks", "--planner", fleet, "-f", "--limit", "1", "--json").json
     assert ({"kind", "fork"}, "progress") == (set(event), event["kind"])
 
 
@@ -55,31 +55,31 @@ def test_a_fork_is_explained(rfork: Rfork, fleet: str) -> None:
     """By its id, by its instance's, or by the beginning of either: what held it up, and what to do."""
     for name in ("fork-a", "a"):
         output = rfork("explain", "--planner", fleet, name).out
-        assert "why   s held all its readers to 1.00 MB/s" in output
-        assert "to do Raise RFORK_MAX_EGRESS_BYTES_PER_S on s" in output
+        assert "cause  s limited its readers to 1.00 MB/s" in output
+        assert "advice Raise RFORK_MAX_EGRESS_BYTES_PER_S on s" in output
     fell = rfork("explain", "--planner", fleet, "fork-c").out
-    assert "It loaded from loader because of NoSource: nobody holds it." in fell
+    assert "The target loaded from loader because of NoSource: nobody holds it." in fell
 
 
 def test_an_explanation_as_json(rfork: Rfork, fleet: str) -> None:
     """The fork as the planner lists it, its account, what it lost to which cause, and the verdict."""
     explanation = rfork("explain", "--planner", fleet, "fork-a", "--json").json
-    assert ["fork", "account", "version", "losses", "comparison", "verdict"] == list(explanation)
+    assert ["fork", "stats", "version", "time_losses", "comparison", "diagnosis"] == list(explanation)
     assert {
-        "seconds", "phases", "link_bytes_per_s", "bound_s", "transfer_s", "sources", "bytes_repeated",
+        "seconds", "phases", "link_bytes_per_s", "min_transfer_s", "transfer_s", "sources", "bytes_repeated",
         "replans", "reasons", "median_fork_s", "median_storage_s",
-    } == set(cast(dict[str, object], explanation["account"]))  # fmt: skip
-    assert ["cause", "text", "advice"] == list(cast(dict[str, object], explanation["verdict"]))
+    } == set(cast(dict[str, object], explanation["stats"]))  # fmt: skip
+    assert ["cause", "text", "advice"] == list(cast(dict[str, object], explanation["diagnosis"]))
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("nobody", "no fork and no instance begins with 'nobody'"),
-        ("fork-", "'fork-' could be any of 3: fork-a, fork-b, fork-c"),
-        ("s", "no fork of instance s is known: it loaded by itself, or its fork is forgotten"),
-        ("a/b", "'a/b' is no id: those have letters, digits and . _ : - only"),
-        ("", "'' is no id: those have letters, digits and . _ : - only"),
+        ("nobody", "no fork or instance id begins with 'nobody'"),
+        ("fork-", "'fork-' is ambiguous, 3 ids match: fork-a, fork-b, fork-c"),
+        ("s", "no fork of instance s: it loaded without forking, or its fork was forgotten"),
+        ("a/b", "'a/b' is not an id: ids have only letters, digits and . _ : -"),
+        ("", "'' is not an id: ids have only letters, digits and . _ : -"),
     ],
 )
 def test_ids_that_name_no_fork(rfork: Rfork, fleet: str, name: str, message: str) -> None:
@@ -101,9 +101,9 @@ def test_following_goes_on_when_the_planner_is_back(rfork_process: StartRfork, f
     with run_in_thread(settings) as url, PlannerClient(url) as client:
         client.report(seed_report("s"))
         client.request_plan(fork_request("a"))
-        command = rfork_process("forks", "-f", "--limit", "2", "--planner", url, until="fork-a m v1 on a: planned")
+        command = rfork_process("status", "--forks", "-f", "--limit", "2", "--planner", url, until="fork-a m v1 on a: planned")
     with run_in_thread(settings) as url, PlannerClient(url) as client:
-        command.wait_for("answers again")
+        command.wait_for("reconnected to planner")
         client.report(seed_report("s"))
         client.request_plan(fork_request("b"))
         assert (0, True) == (command.wait(), "fork-b m v1 on b: planned" in command.stdout)

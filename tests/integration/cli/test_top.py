@@ -19,7 +19,7 @@ from tests.unit.planner.builders import seed_report
 def test_top_without_a_terminal_looks_once(rfork: Rfork, fleet: str) -> None:
     """Into a pipe it prints one picture and ends; with --json and --once one line."""
     output = rfork("top", "--planner", fleet).out
-    assert ("forks under way (1)" in output, "fallbacks because of" in output, "\x1b" in output) == (
+    assert ("running forks (1)" in output, "fallback reasons" in output, "\x1b" in output) == (
         True,
         True,
         False,
@@ -33,10 +33,10 @@ def test_top_on_a_terminal(terminal: PseudoTerminal, free_port: int) -> None:
     with run_in_thread(PlannerSettings(port=free_port)) as url:
         terminal.start("top", "--planner", url, "--interval", "0.1")
         terminal.wait_for("no instance is registered")
-    terminal.wait_for("gone since")
+    terminal.wait_for("planner unreachable for")
     with run_in_thread(PlannerSettings(port=free_port)) as url, PlannerClient(url) as client:
         client.report(seed_report("s"))
-        terminal.wait_for("givers (1)")
+        terminal.wait_for("sources (1)")
         terminal.type("q")
         assert 0 == terminal.end()
     assert (terminal.before, True) == (terminal.modes(), terminal.text.rstrip().endswith("\x1b[?1049l"))
@@ -45,7 +45,7 @@ def test_top_on_a_terminal(terminal: PseudoTerminal, free_port: int) -> None:
 def test_top_is_interrupted(terminal: PseudoTerminal, fleet: str) -> None:
     """Ctrl-C ends it as q does."""
     terminal.start("top", "--planner", fleet)
-    terminal.wait_for("forks under way")
+    terminal.wait_for("running forks")
     terminal.type("\x03")
     assert (0, terminal.before) == (terminal.end(), terminal.modes())
 
@@ -64,10 +64,10 @@ def test_top_is_suspended(terminal: PseudoTerminal, fleet: str) -> None:
     Here it goes on at once: no shell is there that could continue it, so the system does not let it stop.
     """
     terminal.start("top", "--planner", fleet)
-    terminal.wait_for("forks under way")
+    terminal.wait_for("running forks")
     terminal.type("\x1a")
     terminal.wait_for("\x1b[?1049l")
-    terminal.wait_for("forks under way")
+    terminal.wait_for("running forks")
     terminal.type("q")
     assert (0, terminal.before, 2) == (terminal.end(), terminal.modes(), terminal.text.count("\x1b[?1049h"))
 

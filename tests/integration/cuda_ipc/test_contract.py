@@ -113,10 +113,10 @@ def test_what_is_lent_of_host_memory_is_taken_back() -> None:
     exported = CudaIpcTransport(SETTINGS, lambda: FakeDriver(memory)).export(image, gate)
     connections = ConnectionPool(exported.endpoint().parameters, 10.0)
     with connections.lease(soon()) as connection:
-        connection.send({"ask": "borrow", "token": TOKEN, "begin": 0, "end": 4000}, deadline=soon())
+        connection.send({"operation": "acquire", "token": TOKEN, "begin": 0, "end": 4000}, deadline=soon())
         _, (file,) = connection.receive(soon())
         lent = os.fstat(file).st_size
-        connection.send({"ask": "return"}, deadline=soon())
+        connection.send({"operation": "release"}, deadline=soon())
         connection.receive(soon())
     left = os.fstat(file).st_size
     os.close(file)

@@ -56,17 +56,17 @@ def test_names_of_allocations_are_made_once(seed: tuple[FencedGate, Endpoint, Fa
 
 BAD_QUESTIONS: Sequence[Message] = (
     {},
-    {"ask": "borrow"},
-    {"ask": "borrow", "token": TOKEN, "begin": -1, "end": 5},
-    {"ask": "borrow", "token": TOKEN, "begin": 5, "end": 5},
-    {"ask": "borrow", "token": TOKEN, "begin": 0, "end": 1 << 70},
-    {"ask": "borrow", "token": TOKEN, "begin": "0", "end": [1]},
-    {"ask": "handles", "token": TOKEN, "areas": [-1]},
-    {"ask": "handles", "token": TOKEN, "areas": [1 << 70]},
-    {"ask": "handles", "token": TOKEN, "areas": [0] * 1000},
-    {"ask": "areas", "token": TOKEN, "from": "first"},
-    {"ask": "areas", "token": 7, "from": 0},
-    {"ask": "everything", "token": TOKEN},
+    {"operation": "acquire"},
+    {"operation": "acquire", "token": TOKEN, "begin": -1, "end": 5},
+    {"operation": "acquire", "token": TOKEN, "begin": 5, "end": 5},
+    {"operation": "acquire", "token": TOKEN, "begin": 0, "end": 1 << 70},
+    {"operation": "acquire", "token": TOKEN, "begin": "0", "end": [1]},
+    {"operation": "handles", "token": TOKEN, "allocations": [-1]},
+    {"operation": "handles", "token": TOKEN, "allocations": [1 << 70]},
+    {"operation": "handles", "token": TOKEN, "allocations": [0] * 1000},
+    {"operation": "allocations", "token": TOKEN, "from": "first"},
+    {"operation": "allocations", "token": 7, "from": 0},
+    {"operation": "everything", "token": TOKEN},
 )
 
 
@@ -94,7 +94,7 @@ def test_a_negative_start_is_the_first_page(seed: tuple[FencedGate, Endpoint, Fa
     pages: list[Message] = []
     with connections.lease(soon()) as connection:
         for first in (-5, 0):
-            connection.send({"ask": "areas", "token": TOKEN, "from": first}, deadline=soon())
+            connection.send({"operation": "allocations", "token": TOKEN, "from": first}, deadline=soon())
             pages.append(connection.receive(soon())[0])
     connections.close()
     assert pages[0] == pages[1]
@@ -105,10 +105,10 @@ def open_pins(endpoint: Endpoint, count: int) -> Iterator[tuple[ConnectionPool, 
     for _ in range(count):
         connections = ConnectionPool(endpoint.parameters, 10.0)
         with connections.lease(soon()) as connection:
-            connection.send({"ask": "hold", "token": TOKEN}, deadline=soon())
+            connection.send({"operation": "pin", "token": TOKEN}, deadline=soon())
             reply, descriptors = connection.receive(soon())
             close_all(descriptors)
-            if "held" in reply:
+            if "pinned" in reply:
                 yield connections, connection
         connections.close()
 
@@ -159,7 +159,7 @@ def test_a_hold_ends_with_its_lease(
         raise LeaseRejected("the lease is over")
 
     gate.authorize = refuse  # type: ignore[method-assign]
-    assert reader._down.wait(30)  # type: ignore[attr-defined]
+    assert reader._released.wait(30)  # type: ignore[attr-defined]
     with pytest.raises(LeaseRejected):
         reader.read(0, side.image_bytes, soon())
     assert [] == side.driver.opened
@@ -169,7 +169,7 @@ def test_holds_of_the_silent_end(
     seed: tuple[FencedGate, Endpoint, FakeDriver], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who shows no token any more is put out; and a fork has a few holds, whatever it asks for."""
-    monkeypatch.setattr(exporter, "IDLE_S", 0.3)
+    monkeypatch.setattr(exporter, "IDLE_TIMEOUT_S", 0.3)
     _, endpoint, _ = seed
     pins = []
     for connections, connection in open_pins(endpoint, 1):

@@ -32,9 +32,9 @@ class MalformedSource:
     def _serve(self, connection: UnixSocketConnection) -> None:
         while True:
             question, _ = connection.receive(soon())
-            operation = str(question["ask"])
-            descriptors = [0] if operation == "hold" else []
-            connection.send(self._replies.get(operation, {"held": 1}), descriptors, deadline=soon())
+            operation = str(question["operation"])
+            descriptors = [0] if operation == "pin" else []
+            connection.send(self._replies.get(operation, {"pinned": 1}), descriptors, deadline=soon())
 
     def close(self) -> None:
         self._server.close()
@@ -42,12 +42,12 @@ class MalformedSource:
 
 ALLOCATION_BYTES = 1 << 20
 MALFORMED_REPLIES: Mapping[str, Mapping[str, Message]] = {
-    "no-table": {"areas": {"count": 1}},
-    "an-endless-table": {"areas": {"areas": [[1, 1, 0, 0]], "count": 1 << 40}},
-    "an-empty-page": {"areas": {"areas": [], "count": 5}},
-    "words-in-the-table": {"areas": {"areas": [["a", 1, 0, 0]], "count": 1}},
-    "no-such-device": {"areas": {"areas": [[1, 1, 3, 0]], "count": 1}},
-    "areas-over-one-another": {"areas": {"areas": [[10, 10, 0, 0], [15, 10, 0, 0]], "count": 2}},
+    "no-table": {"allocations": {"count": 1}},
+    "an-endless-table": {"allocations": {"allocations": [[1, 1, 0, 0]], "count": 1 << 40}},
+    "an-empty-page": {"allocations": {"allocations": [], "count": 5}},
+    "words-in-the-table": {"allocations": {"allocations": [["a", 1, 0, 0]], "count": 1}},
+    "no-such-device": {"allocations": {"allocations": [[1, 1, 3, 0]], "count": 1}},
+    "areas-over-one-another": {"allocations": {"allocations": [[10, 10, 0, 0], [15, 10, 0, 0]], "count": 2}},
     "no-handles": {"handles": {}},
     "a-short-handle": {"handles": {"handles": ["00"]}},
     "a-handle-that-is-none": {"handles": {"handles": ["xyz"]}},
@@ -60,14 +60,14 @@ def test_a_source_that_lies_is_corrupt(malformed_reply: Mapping[str, Message]) -
     memory = FakeMemory()
     image = fake_device_image(memory, ONE_TENSOR)
     base = memory.blocks[0].allocation.base
-    honest: Mapping[str, Message] = {"areas": {"areas": [[base, ALLOCATION_BYTES, 0, 0]], "count": 1}}
+    honest: Mapping[str, Message] = {"allocations": {"allocations": [[base, ALLOCATION_BYTES, 0, 0]], "count": 1}}
     malformed_source = MalformedSource(image, {**honest, **malformed_reply})
     with pytest.raises(SourceCorrupt):
         CudaIpcTarget(ONE_TENSOR).connect(malformed_source.endpoint)
     malformed_source.close()
 
 
-@pytest.mark.parametrize("lent", [{"lent": 2 << 20}, {"lent": 0}, {"lent": -1}, {}], ids=str)
+@pytest.mark.parametrize("lent", [{"granted": 2 << 20}, {"granted": 0}, {"granted": -1}, {}], ids=str)
 def test_a_loan_of_other_bytes(lent: Message) -> None:
     """More bytes than were asked for, or none, are no loan."""
     memory = FakeMemory()
@@ -75,9 +75,9 @@ def test_a_loan_of_other_bytes(lent: Message) -> None:
     block = memory.blocks[0]
     name = FakeDriver(memory).export(block.allocation).data.hex()
     replies: Mapping[str, Message] = {
-        "areas": {"areas": [[block.allocation.base, ALLOCATION_BYTES, 0, 0]], "count": 1},
+        "allocations": {"allocations": [[block.allocation.base, ALLOCATION_BYTES, 0, 0]], "count": 1},
         "handles": {"handles": [name]},
-        "borrow": lent,
+        "acquire": lent,
     }
     malformed_source, side = MalformedSource(image, replies), CudaIpcTarget(ONE_TENSOR)
     reader = side.connect(malformed_source.endpoint)
@@ -95,7 +95,7 @@ def test_a_smaller_allocation_than_promised() -> None:
     block = memory.blocks[0]
     name = FakeDriver(memory).export(block.allocation).data.hex()
     replies: Mapping[str, Message] = {
-        "areas": {"areas": [[block.allocation.base, 4 * ALLOCATION_BYTES, 0, 0]], "count": 1},
+        "allocations": {"allocations": [[block.allocation.base, 4 * ALLOCATION_BYTES, 0, 0]], "count": 1},
         "handles": {"handles": [name]},
     }
     malformed_source, side = MalformedSource(image, replies), CudaIpcTarget(ONE_TENSOR)
@@ -110,7 +110,7 @@ def test_a_loan_without_its_bytes_of_host_memory(monkeypatch: pytest.MonkeyPatch
     memory, gate = FakeMemory(), FencedGate()
     image = fake_device_image(memory, SIZES, on_host=[1], filled=True)
     exported = CudaIpcTransport(SETTINGS, lambda: FakeDriver(memory)).export(image, gate)
-    monkeypatch.setattr(exporter, "host_ranges", lambda areas, segments: [(3, 4)])
+    monkeypatch.setattr(exporter, "host_ranges", lambda allocations, segments: [(3, 4)])
     side = CudaIpcTarget(SIZES)
     reader = side.connect(exported.endpoint())
     with pytest.raises(SourceCorrupt, match="fewer bytes"):

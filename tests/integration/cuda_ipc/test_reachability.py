@@ -72,7 +72,7 @@ def test_an_image_of_host_memory_is_not_exported() -> None:
     """An image without a byte on a GPU is left to other transports."""
     memory = FakeMemory()
     image = fake_device_image(memory, [100, 200], on_host=[0, 1])
-    with pytest.raises(TransportUnavailable, match="no byte"):
+    with pytest.raises(TransportUnavailable, match="no bytes on a GPU"):
         CudaIpcTransport(SETTINGS, lambda: FakeDriver(memory)).export(image, FakeGate())
 
 
@@ -80,7 +80,7 @@ def test_memory_that_cannot_be_shown_is_not_exported() -> None:
     """Memory that its allocator keeps to the process is left to other transports, with what to do."""
     memory = FakeMemory()
     image = fake_device_image(memory, [100, 200], handle_type="none")
-    with pytest.raises(TransportUnavailable, match="cannot be shown") as caught:
+    with pytest.raises(TransportUnavailable, match="not shareable") as caught:
         CudaIpcTransport(SETTINGS, lambda: FakeDriver(memory)).export(image, FakeGate())
     assert "TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC" in caught.value.hint
 
@@ -88,7 +88,7 @@ def test_memory_that_cannot_be_shown_is_not_exported() -> None:
 def test_a_target_in_host_memory(seed: tuple[FencedGate, Endpoint, FakeDriver]) -> None:
     """A target without a GPU takes another transport."""
     _, endpoint, _ = seed
-    with pytest.raises(TransportUnavailable, match="lies on a GPU"):
+    with pytest.raises(TransportUnavailable, match="no bytes on a GPU"):
         CudaIpcTarget([*SIZES], on_host=range(len(SIZES))).connect(endpoint)  # type: ignore[arg-type]
 
 

@@ -114,8 +114,8 @@ def test_a_connection_that_is_replaced_is_told_of(caplog: pytest.LogCaptureFixtu
         reader.close()
         location = urlsplit(url_of(endpoint)).netloc
     messages = [record.getMessage().rpartition(" seconds=")[0] for record in caplog.records]
-    because = "closed with 990 bytes to come"
-    assert [f"connection replaced source={location} because={because} missing=990"] == messages
+    because = "connection closed with 990 bytes missing"
+    assert [f"connection replaced source={location} reason={because} missing=990"] == messages
 
 
 def test_a_file_that_changes_between_reads_is_noticed() -> None:

@@ -23,10 +23,10 @@ from tests.transport_contract import TOKEN, content, image_of, soon
 ROOT = Path(__file__).parents[3]
 SEED = """
 import threading
-from rfork.settings import Settings
+from rfork.settings import InstanceSettings
 from rfork.transport.http import HttpTransport
 from tests.transport_contract import FakeGate, image_of
-exporter = HttpTransport(Settings()).export(image_of((40 << 20, 1000), seed=1), FakeGate())
+exporter = HttpTransport(InstanceSettings()).export(image_of((40 << 20, 1000), seed=1), FakeGate())
 parameters = exporter.endpoint().parameters
 print(parameters["url"], parameters["data_offset"], parameters["etag"], flush=True)
 threading.Event().wait()

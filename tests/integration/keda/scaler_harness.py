@@ -123,8 +123,8 @@ async def running_scaler(
     """A scaler of that planner, for the time of the block."""
     fleet = PlannerRestClient(InstanceSettings(planner=planner_url, token=SecretStr(READER), planner_timeout_s=10.0))
     status = IntegrationStatus("scaler")
-    settings = KubernetesSettings(scaler_port=port, engine_timeout_s=ENGINE_S)
-    task = asyncio.create_task(run(settings, fleet, status))
+    settings = KubernetesSettings(scaler_port=port)
+    task = asyncio.create_task(run(settings, fleet, status, engine_timeout_s=ENGINE_S))
     channel = channel or grpc.aio.insecure_channel(f"127.0.0.1:{port}")
     try:
         ready = asyncio.create_task(channel.channel_ready())

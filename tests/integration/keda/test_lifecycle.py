@@ -19,7 +19,6 @@ from rfork.errors import PortInUse, SettingsError
 from rfork.settings import InstanceSettings, KubernetesSettings
 from tests.conftest import StartRfork
 from tests.integration.keda.scaler_harness import (
-    ENGINE_S,
     HOSTS,
     READER,
     EngineServers,
@@ -52,7 +51,7 @@ async def test_a_planner_that_dies(
         process.signal(signal.SIGKILL)
         process.wait()
         await scaler.until(scaler.value, "UNAVAILABLE")
-        with pytest.raises(grpc.aio.AioRpcError, match=f"planner {planner.url} did not answer GET /v1/instances"):
+        with pytest.raises(grpc.aio.AioRpcError, match=f"planner {planner.url} did not respond to GET /v1/instances"):
             await scaler.active()
         await asyncio.to_thread(start)
         await scaler.until(scaler.value, 6.0)
@@ -69,7 +68,7 @@ async def test_the_end(scaler: RunningScaler) -> None:
     states, before = [await next_state(stream)], scaler.status.not_ready_reason
     scaler.task.cancel()
     states += [each.result async for each in stream]
-    assert ([1, 1], [False], grpc.StatusCode.OK, None, "it is ending") == (
+    assert ([1, 1], [False], grpc.StatusCode.OK, None, "stopping") == (
         healthy, states, await stream.code(), before, scaler.status.not_ready_reason,
     )  # fmt: skip
 
@@ -87,14 +86,14 @@ async def test_an_address_that_cannot_be_listened_on(scaler: RunningScaler, scal
 async def test_as_a_process(
     planner: ReportingPlanner, engines: EngineServers, rfork_process: StartRfork, scaler_port: int
 ) -> None:
-    """`rfork hook scaler` answers KEDA, and ends in order."""
+    """`rfork k8s scaler` answers KEDA, and ends in order."""
     planner.report(*map(instance, HOSTS))
     engines.pages = dict.fromkeys(HOSTS, engine(2))
     process = rfork_process(
-        "hook", "scaler", until="scaler is up",
+        "k8s", "scaler", until="scaler ready",
         environment={
             "RFORK_PLANNER": planner.url, "RFORK_TOKEN": READER, "RFORK_K8S_HEALTH_PORT": "0",
-            "RFORK_K8S_SCALER_PORT": str(scaler_port), "RFORK_K8S_ENGINE_TIMEOUT_S": str(ENGINE_S),
+            "RFORK_K8S_SCALER_PORT": str(scaler_port),
         },
     )  # fmt: skip
     metadata = {"model": MODEL, "metric": "waiting", "target": "10", "port": str(engines.port)}

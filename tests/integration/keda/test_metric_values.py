@@ -51,7 +51,7 @@ async def test_engines_that_do_not_answer(
     assert ([7.0], grpc.StatusCode.UNAVAILABLE, True) == (
         values,
         unknown.value.code(),
-        f"waiting of org/llama is not known: {HOSTS[0]} answers {url} with HTTP 302" in str(unknown.value.details()),
+        f"waiting of org/llama is unknown: {HOSTS[0]} returned HTTP 302 at {url}" in str(unknown.value.details()),
     )
 
 
@@ -78,7 +78,7 @@ async def test_engines_that_answer_without_end(
         value = await scaler.value()
         ended.set()
         accepting.join()
-    silent = scaler.status.registry.get_sample_value("rfork_scaler_engine_looks_total", {"answer": "silent"})
+    silent = scaler.status.registry.get_sample_value("rfork_scaler_engine_requests_total", {"result": "failed"})
     assert (8.0, 2.0) == (value, silent)
 
 
@@ -96,5 +96,5 @@ async def test_metadata_that_cannot_be_used(scaler: RunningScaler) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await call
         errors.append((refused.value.code(), refused.value.details()))
-    expected = (grpc.StatusCode.INVALID_ARGUMENT, "`port` is a number from 1 to 65535: not 'http'")
+    expected = (grpc.StatusCode.INVALID_ARGUMENT, "`port` must be a number from 1 to 65535, not 'http'")
     assert [expected] * 4 == errors

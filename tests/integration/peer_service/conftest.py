@@ -37,7 +37,7 @@ def start_seed() -> Iterator[StartSeed]:
             InstanceIdentity("model", instance_id="seed-1"),
             InstanceSettings(peer_port=port, max_readers=readers),
             [InMemoryTransport(InMemoryNetwork())],
-            board=board,
+            chunk_state=board,
             manifest=compute_manifest(served_image) if has_manifest else None,
         )
         seed.set_lease_keys([KEY])

@@ -61,7 +61,7 @@ def test_a_channel_that_a_fence_overtook_is_none(start_seed: StartSeed, monkeypa
 def test_a_manifest_that_is_not_known_yet_is_waited_for(start_seed: StartSeed) -> None:
     """A relay answers once it has learnt what its image holds, and not at all until then."""
     image = image_from_tensors({"a": torch.zeros(2 * MIB, dtype=torch.uint8)})
-    relay = start_seed(image, ChunkState(image.layout.chunks), knows=False)
+    relay = start_seed(image, ChunkState(image.layout.chunks), has_manifest=False)
     peer = client(relay)
     with pytest.raises(SourceTimeout):
         peer.manifest(image.layout, time.monotonic() + 0.2)

@@ -47,7 +47,7 @@ def test_a_draft_is_told_with_its_digests(start_seed: StartSeed) -> None:
     board = ChunkState(image.layout.chunks)
     board.set_provisional_id(draft)
     board.mark_verified(1, manifest.digests[1])
-    relay = start_seed(image, board, knows=False)
+    relay = start_seed(image, board, has_manifest=False)
     relay.report_storage_activity(lambda: time.monotonic() + 1.0, relayed=True)
     peer = client(relay)
     # On a busy machine keep-alives come in between.

@@ -20,8 +20,8 @@ async def make(redis_server: RedisServer) -> AsyncIterator[MakeStore]:
     """Makes replicas of one store; each is stopped when the test ends."""
     made: list[RedisStore] = []
 
-    def make(*, keep_forks: int = 10, clock: Clock | None = None, timeout_s: float = TIMEOUT_S) -> RedisStore:
-        made.append(RedisStore(redis_server.url, clock or Clock(), keep_forks=keep_forks, timeout_s=timeout_s))
+    def make(*, max_finished_forks: int = 10, clock: Clock | None = None, timeout_s: float = TIMEOUT_S) -> RedisStore:
+        made.append(RedisStore(redis_server.url, clock or Clock(), max_finished_forks=max_finished_forks, timeout_s=timeout_s))
         return made[-1]
 
     yield make

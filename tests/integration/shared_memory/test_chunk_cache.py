@@ -72,7 +72,7 @@ def test_what_is_kept_goes_where_memory_is_short(monkeypatch: pytest.MonkeyPatch
     """The source lets go of its copy, and gives by pieces until there is room again."""
     gate, source = FakeGate(), image_of(LARGE, seed=1)
     wait = cache_poll_waiter(gate, monkeypatch)
-    request: Message = {"token": TOKEN, "begin": 0, "end": MIB, "wishes": []}
+    request: Message = {"token": TOKEN, "begin": 0, "end": MIB, "alignment": []}
     sealed_replies: list[bool] = []
     with contextlib.closing(transport().export(source, gate)) as exported:
         for fits in (True, False, True):
@@ -95,7 +95,7 @@ def test_a_full_shelf_makes_no_more_and_drops_none(monkeypatch: pytest.MonkeyPat
                     "token": TOKEN,
                     "begin": chunk * MIB,
                     "end": (chunk + 1) * MIB,
-                    "wishes": [],
+                    "alignment": [],
                 }
                 message, descriptors = send_request(made.exporter.endpoint(), request)
                 files.append(os.fstat(descriptors[0]).st_ino if "sealed" in message else 0)
@@ -115,7 +115,7 @@ def test_readers_that_come_at_once_take_no_more_than_there_is(monkeypatch: pytes
                 begun.wait(10)
 
         made.gate.before_slice = wait_for_all
-        make = made.exporter._made  # type: ignore[attr-defined]
+        make = made.exporter._build  # type: ignore[attr-defined]
 
         def count(*arguments: object) -> SealedChunk:
             # As the memory is: taken before the promise of it ends.
@@ -123,14 +123,14 @@ def test_readers_that_come_at_once_take_no_more_than_there_is(monkeypatch: pytes
             allocated.append(sealed.layout.size)
             return sealed
 
-        monkeypatch.setattr(made.exporter, "_made", count)
+        monkeypatch.setattr(made.exporter, "_build", count)
 
         def request_chunk(chunk: int) -> bool:
             request: Message = {
                 "token": TOKEN,
                 "begin": chunk * MIB,
                 "end": (chunk + 1) * MIB,
-                "wishes": [],
+                "alignment": [],
             }
             message, descriptors = send_request(made.exporter.endpoint(), request)
             close_all(descriptors)
@@ -188,7 +188,7 @@ def test_a_chunk_that_is_given_whole_is_metered_whole() -> None:
     with pair() as made:
         made.gate.before_slice = granted.append
         message, descriptors = send_request(
-            made.exporter.endpoint(), {"token": TOKEN, "begin": 5, "end": 6, "wishes": []}
+            made.exporter.endpoint(), {"token": TOKEN, "begin": 5, "end": 6, "alignment": []}
         )
         close_all(descriptors)
         assert ("sealed" in message, message["begin"], message["end"]) == (True, 0, MIB)
@@ -203,11 +203,11 @@ def test_a_chunk_that_is_dropped_while_it_is_paid_for_is_paid_for_once(
     granted: list[int] = []
     with pair(shm_mode="copy") as made:
         endpoint = made.exporter.endpoint()
-        close_all(send_request(endpoint, {"token": TOKEN, "begin": 0, "end": MIB, "wishes": []})[1])
+        close_all(send_request(endpoint, {"token": TOKEN, "begin": 0, "end": MIB, "alignment": []})[1])
 
         def drop(nbytes: int) -> None:
             granted.append(nbytes)
-            made.exporter._shelf.drop(0)  # type: ignore[attr-defined]
+            made.exporter._chunk_cache.drop(0)  # type: ignore[attr-defined]
 
         made.gate.before_slice = drop
         made.connect().read(0, 2 * MIB, soon())

@@ -21,7 +21,7 @@ def test_a_reader_cannot_write() -> None:
     """What it is given is sealed: it cannot be written, cut or mapped to be written."""
     with pair() as made:
         message, descriptors = send_request(
-            made.exporter.endpoint(), {"token": TOKEN, "begin": 0, "end": MIB, "wishes": [0, 64]}
+            made.exporter.endpoint(), {"token": TOKEN, "begin": 0, "end": MIB, "alignment": [0, 64]}
         )
         assert "sealed" in message
         refused = 0
@@ -47,10 +47,10 @@ def test_a_reader_cannot_write() -> None:
         {"token": TOKEN, "begin": MIB, "end": 0},
         {"token": TOKEN, "begin": -1, "end": MIB},
         {"token": TOKEN, "begin": 0, "end": 1 << 80},
-        {"token": TOKEN, "begin": 0, "end": MIB, "wishes": "all"},
-        {"token": TOKEN, "begin": 0, "end": MIB, "wishes": [0]},
-        {"token": TOKEN, "begin": 0, "end": MIB, "wishes": [5, 0, 3, 0]},
-        {"token": TOKEN, "begin": 0, "end": MIB, "wishes": [0, 4096]},
+        {"token": TOKEN, "begin": 0, "end": MIB, "alignment": "all"},
+        {"token": TOKEN, "begin": 0, "end": MIB, "alignment": [0]},
+        {"token": TOKEN, "begin": 0, "end": MIB, "alignment": [5, 0, 3, 0]},
+        {"token": TOKEN, "begin": 0, "end": MIB, "alignment": [0, 4096]},
         {"token": "forged", "begin": 0, "end": MIB},
     ],
 )

@@ -113,7 +113,7 @@ def test_a_relay_gives_the_memory_that_it_mapped() -> None:
     """The file that its reader gets is the one that it got itself."""
     with pair() as made:
         relay = made.transport.export(made.target, FakeGate())
-        request: Message = {"token": TOKEN, "begin": 0, "end": MIB, "wishes": []}
+        request: Message = {"token": TOKEN, "begin": 0, "end": MIB, "alignment": []}
         with contextlib.closing(relay):
             made.connect().read(0, made.source.layout.image_bytes, soon())
             files = []
@@ -142,7 +142,7 @@ def test_a_relay_compares_a_little_at_a_time(monkeypatch: pytest.MonkeyPatch) ->
         relay = made.transport.export(made.target, gate)
         with contextlib.closing(relay):
             made.connect().read(0, 2 * MIB, soon())
-            close_all(send_request(relay.endpoint(), {"token": TOKEN, "begin": 0, "end": MIB, "wishes": []})[1])
+            close_all(send_request(relay.endpoint(), {"token": TOKEN, "begin": 0, "end": MIB, "alignment": []})[1])
             slices = {(begin, end) for begin, end in gate.admitted if end - begin < MIB}
             assert {(at, at + MIB // 4) for at in range(0, MIB, MIB // 4)} == slices
             reading = gate.read_guard

@@ -77,7 +77,7 @@ def test_who_waits_for_a_chunk_that_another_has_made_hears_so() -> None:
     shelf, image = SealedChunkCache(), image_of((MIB,), seed=OLD)
     exporter = SharedMemoryExporter(image, FakeGate(), shelf, InstanceSettings())
     connections = ConnectionPool(exporter.endpoint().parameters, 30)
-    request: Message = {"token": TOKEN, "begin": 0, "end": MIB, "wishes": []}
+    request: Message = {"token": TOKEN, "begin": 0, "end": MIB, "alignment": []}
     with (
         contextlib.closing(exporter),
         contextlib.closing(connections),

@@ -17,10 +17,10 @@ def settings(**options: str | int | float) -> PlannerSettings:
     return PlannerSettings.model_validate(
         {
             "port": 0,
-            "batch_s": 0,
-            "gather_s": 0,
-            "heartbeat_s": 600,
-            "forget_s": 6000,
+            "batch_window_s": 0,
+            "scaleup_wait_s": 0,
+            "heartbeat_interval_s": 600,
+            "instance_ttl_s": 6000,
             "lease_ttl_s": 3600,
             **options,
         }

@@ -69,9 +69,9 @@ def repeating_progress(fleet: FleetPlayer) -> Iterator[None]:
 def test_an_empty_fleet_says_how_to_begin(page: Page, planner: str) -> None:
     """Nobody is there: the page says so, and names the commands with this planner's URL in them."""
     open_page(page, planner)
-    expect(page.locator("#headline")).to_have_text("No instance is here yet")
+    expect(page.locator("#headline")).to_have_text("No instances yet")
     assert planner in page.locator("#commands").inner_text()
-    assert [False] * 4 == [page.locator(f"#{name}").is_visible() for name in ("tree", "models", "times", "troubles")]
+    assert [False] * 4 == [page.locator(f"#{name}").is_visible() for name in ("tree", "models", "phases", "problems")]
     assert [] == accessibility_violations(page)
 
 
@@ -80,9 +80,9 @@ def test_a_fleet_at_work(page: Page, fleet: FleetPlayer, planner: str) -> None:
     open_page(page, planner)
     with repeating_progress(fleet):
         play_busy_fleet(fleet)
-        expect(page.locator("#headline")).to_have_text("All is well")
-        expect(page.locator("#subline")).to_contain_text("13 forks under way")
-        expect(page.locator("#figures")).not_to_contain_text("not known yet")
+        expect(page.locator("#headline")).to_have_text("No problems")
+        expect(page.locator("#subline")).to_contain_text("13 forks running")
+        expect(page.locator("#figures")).not_to_contain_text("unknown")
         expect(page.locator("#scaleup-list")).to_contain_text("10 replicas of")
         first = drawn_rows(page).first
         expect(first).to_contain_text("llama-7c9f-0")
@@ -90,13 +90,13 @@ def test_a_fleet_at_work(page: Page, fleet: FleetPlayer, planner: str) -> None:
         assert {"seed", "relay", "target"} <= set(page.locator("#legend").inner_text().split())
         expect(page.locator("#source-rows")).to_contain_text("1.60 GB/s")
         fleet.end(llama(11), fleet.request_fork(llama(11), "x"), 9.5)
-        expect(page.locator("#subline")).to_contain_text("12 forks under way")
+        expect(page.locator("#subline")).to_contain_text("12 forks running")
         page.locator("#model-rows button", has_text="Mistral").click()
         expect(drawn_rows(page).first).to_contain_text("checkpoint /models/checkpoint")
         assert [] == accessibility_violations(page)
     # Its reader has not told since that it is held to this.
     fleet.report(llama(4), "a2-n11", egress_rate=int(1.4 * GB))
-    expect(page.locator("#source-rows")).to_contain_text("at most 1.40 GB/s")
+    expect(page.locator("#source-rows")).to_contain_text("1.40 GB/s")
 
 
 def test_a_rollout_of_new_weights(page: Page, fleet: FleetPlayer, planner: str) -> None:
@@ -106,13 +106,13 @@ def test_a_rollout_of_new_weights(page: Page, fleet: FleetPlayer, planner: str) 
     rollout = page.locator("#rollout-list > li")
     expect(rollout).to_have_text(re.compile(f"{LLAMA}.*6 serving.*1 serving, 3 loading"))
     assert [before, after] == [each.get_attribute("title") for each in rollout.locator(".version").all()]
-    expect(page.locator("#headline")).to_have_text("All is well")
+    expect(page.locator("#headline")).to_have_text("No problems")
     title, models = page.locator("#tree-title"), page.locator("#model-rows tr")
     expect(title).to_have_text(f"Fork tree of {LLAMA}, {short(after)}")
     expect(models).to_have_count(2)
     models.filter(has_text=short(before)).get_by_role("button").click()
     expect(title).to_have_text(f"Fork tree of {LLAMA}, {short(before)}")
-    expect(page.locator("#tree-words")).to_have_text("nothing is under way; 6 instances in the table")
+    expect(page.locator("#tree-words")).to_have_text("no forks running; 6 instances in the table")
     page.locator("#filter").fill(after)
     expect(models).to_have_count(1)
     drawn_rows(page).filter(has_text="llama-7c9f-01").click()
@@ -130,7 +130,7 @@ def test_the_first_of_a_version_needs_no_look(page: Page, fleet: FleetPlayer, pl
     why = (f"NoSource: {plan.reason}",)
     fleet.end("loaded", plan, 30.0, outcome="fallback", fallback="loader:", reasons=why)
     expect(page.locator("#outcomes")).to_contain_text("1 fell back")
-    expect(page.locator("#headline")).to_have_text("All is well")
+    expect(page.locator("#headline")).to_have_text("No problems")
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_the_first_of_a_version_needs_no_look(page: Page, fleet: FleetPlayer, pl
 def test_the_page_shortens_versions_as_commands_do(page: Page, planner: str, version: str) -> None:
     """One version reads the same on the page and in a terminal."""
     open_page(page, planner)
-    shortened = page.evaluate("(v) => import('./page/words.js').then((words) => words.shortVersion(v))", version)
+    shortened = page.evaluate("(v) => import('./page/format.js').then((format) => format.shortVersion(v))", version)
     assert (short(version) if version else "") == shortened
 
 
@@ -147,31 +147,31 @@ def test_a_fleet_in_trouble(page: Page, fleet: FleetPlayer, planner: str) -> Non
     """What is wrong stands first, with its reason; fallbacks are counted by reason."""
     play_unhealthy_fleet(fleet)
     open_page(page, planner)
-    troubles = page.locator("#trouble-list")
-    expect(page.locator("#headline")).to_contain_text("things need a look")
+    troubles = page.locator("#problem-list")
+    expect(page.locator("#headline")).to_contain_text("problems")
     for text in (
-        "ChunkMismatch: chunk 41 has another digest",
-        "a reader found nobody there",
-        "OutOfMemory: 16.1 GB are wanted",
+        "ChunkMismatch: chunk 41 does not match its digest",
+        "a reader could not connect",
+        "OutOfMemory: 16.1 GB required",
         "gemma-0 on b3-n0 has no source",
         "fell back to checkpoint /models/checkpoint",
-        "drains, and is still read from",
+        "is draining and still has readers",
     ):
         expect(troubles).to_contain_text(text)
-    assert "wrong" == troubles.locator("li").first.get_attribute("data-level")
+    assert "error" == troubles.locator("li").first.get_attribute("data-level")
     expect(page.locator("#reasons")).to_contain_text("SourceTimeout→ checkpoint /models/checkpoint")
     assert page.title().startswith("(")
     assert [] == accessibility_violations(page)
     page.locator("#filter").fill("gemma")
     expect(troubles.locator("li")).to_have_count(2)
-    expect(page.locator("#subline")).to_have_text("2 instances of 31 fit the filter.")
+    expect(page.locator("#subline")).to_have_text("2 instances of 31 match the filter.")
 
 
 def test_a_fork_is_explained_in_a_dialog(page: Page, fleet: FleetPlayer, planner: str) -> None:
     """A click on a trouble opens all that is known of its instance; Escape closes it."""
     play_unhealthy_fleet(fleet)
     open_page(page, planner)
-    page.locator("#trouble-list button", has_text="llama-7c9f-40").click()
+    page.locator("#problem-list button", has_text="llama-7c9f-40").click()
     details = page.locator("#details")
     for text in (llama(40), "OutOfMemory", "rack a4", "failed in 2.2 s", LLAMA):
         expect(details).to_contain_text(text)
@@ -208,12 +208,12 @@ def test_a_thousand_instances_are_drawn_as_far_as_they_are_seen(page: Page, flee
     plans = play_large_fleet(fleet)
     advance_forks(fleet, plans, 1, random.Random(1))
     open_page(page, planner)
-    expect(page.locator("#subline")).to_contain_text("150 forks under way")
-    expect(page.locator("#subline")).to_contain_text("1,000 instances in all")
+    expect(page.locator("#subline")).to_contain_text("150 forks running")
+    expect(page.locator("#subline")).to_contain_text("1,000 instances in total")
     assert 1000 == page.locator("#racks .dot").count()
     assert 40 > drawn_rows(page).count()
     assert 150 < int(page.locator("#treegrid").get_attribute("aria-rowcount") or 0)
     page.locator("#treegrid").focus()
     page.keyboard.press("End")
     last = drawn_rows(page).last
-    expect(last).to_contain_text("that nobody reads from")
+    expect(last).to_contain_text("without readers")

@@ -23,12 +23,12 @@ HOSTILE = "<img src=x onerror=alert(1)>"
 
 def enter_token(page: Page) -> None:
     """A wrong one, of which the page says so; then ``secret``."""
-    token, wrong = page.locator("#token"), page.locator("#ask-wrong")
+    token, wrong = page.locator("#token"), page.locator("#token-error")
     expect(token).to_be_focused()
     assert [] == accessibility_violations(page)
     token.fill("guess")
     page.keyboard.press("Enter")
-    expect(wrong).to_have_text("The planner does not know this token.")
+    expect(wrong).to_have_text("The token is not valid.")
     token.fill("secret")
     page.keyboard.press("Enter")
 
@@ -39,7 +39,7 @@ def test_a_phone_shows_it_all_without_scrolling_sideways(browser: Browser, fleet
     options = {"viewport": {"width": 360, "height": 740}, "color_scheme": "dark", "is_mobile": True}
     with browser.new_context(**options) as context:  # type: ignore[arg-type]  # a mapping of its options
         page = open_page(context.new_page(), planner)
-        expect(page.locator("#trouble-list")).to_contain_text("ChunkMismatch")
+        expect(page.locator("#problem-list")).to_contain_text("ChunkMismatch")
         assert 360 == page.evaluate("document.documentElement.scrollWidth")
         assert "rgb(14, 20, 27)" == page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert [] == accessibility_violations(page)
@@ -67,7 +67,7 @@ def test_the_keyboard_alone_is_enough(page: Page, fleet: FleetPlayer, planner: s
     page.keyboard.type("llama-7c9f-04")
     expect(page.locator("#subline")).to_contain_text("1 instance of")
     page.keyboard.press("Escape")
-    expect(page.locator("#subline")).to_contain_text("under way")
+    expect(page.locator("#subline")).to_contain_text("running")
     page.locator("#treegrid").focus()
     active = page.locator("#treegrid [data-here]")
     expect(active).to_have_attribute("aria-level", "1")
@@ -79,7 +79,7 @@ def test_the_keyboard_alone_is_enough(page: Page, fleet: FleetPlayer, planner: s
     expect(active).to_have_attribute("aria-level", "1")
     assert page.locator("#treegrid").get_attribute("aria-activedescendant") == active.get_attribute("id")
     page.keyboard.press("Enter")
-    expect(page.locator("#details")).to_contain_text("holds every chunk")
+    expect(page.locator("#details")).to_contain_text("has every chunk")
     page.keyboard.press("Escape")
     expect(page.locator("#treegrid")).to_be_focused()
 
@@ -90,7 +90,7 @@ def test_names_of_callers_are_text(page: Page, fleet: FleetPlayer, planner: str)
     plan = fleet.request_fork("t", f"{HOSTILE}2", model=HOSTILE)
     fleet.end("t", plan, 2.0, outcome="failed", reasons=(f"{HOSTILE}: so it was",))
     open_page(page, planner)
-    for part in ("#model-rows", "#racks", "#trouble-list", "#reasons", "#tree-title"):
+    for part in ("#model-rows", "#racks", "#problem-list", "#reasons", "#tree-title"):
         expect(page.locator(part)).to_contain_text(HOSTILE)
     assert 0 == page.locator("main img").count()
 
@@ -105,15 +105,15 @@ def test_a_planner_that_dies_is_told_of_and_found_again(page: Page, rfork_proces
         open_page(page, url)
         expect(page.locator("#racks")).to_contain_text("a1-n1")
         first.signal(signal.SIGKILL)
-        expect(page.locator("#gone")).to_contain_text("The planner is gone")
-        expect(page.locator("#link-words")).to_have_text("planner gone")
+        expect(page.locator("#disconnected")).to_contain_text("No connection to the planner")
+        expect(page.locator("#link-words")).to_have_text("disconnected")
         expect(page.locator("#racks")).to_contain_text("a1-n1")
         assert [] == accessibility_violations(page)
     rfork_process("planner", "--port", str(free_port), until=PLANNER, environment=options)
     with FleetPlayer(url) as fleet:
         fleet.seed(identity("second"), "a2-n2")
         expect(page.locator("#link-words")).to_have_text("live")
-        expect(page.locator("#gone")).to_be_hidden()
+        expect(page.locator("#disconnected")).to_be_hidden()
         expect(page.locator("#racks")).to_contain_text("a2-n2")
         expect(page.locator("#racks")).not_to_contain_text("a1-n1")
 
@@ -125,7 +125,7 @@ def test_a_token_is_asked_for_once(page: Page) -> None:
         page.goto(f"{url}/ui")
         enter_token(page)
         expect(page.locator("#link-words")).to_have_text("live")
-        expect(page.locator("#ask")).to_be_hidden()
+        expect(page.locator("#token-dialog")).to_be_hidden()
         expect(page.locator("#racks")).to_contain_text("a1-n1")
         page.reload()
         expect(page.locator("#link-words")).to_have_text("live")

@@ -65,7 +65,7 @@ def test_the_kernel_refuses_descriptors_of_strangers(echo: EchoServer) -> None:
 def test_a_descriptor_that_is_slow_to_close_holds_up_no_close(packets: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stranger's socket lingers where it is closed last, on a kernel that lets it in; `close` returns."""
     monkeypatch.setattr(listener, "_SO_PASSRIGHTS", -1)
-    monkeypatch.setattr(server, "CLOSE_S", 0.1)
+    monkeypatch.setattr(server, "CLOSE_TIMEOUT_S", 0.1)
     sent, got = threading.Event(), threading.Event()
 
     def serve(connection: UnixSocketConnection) -> None:

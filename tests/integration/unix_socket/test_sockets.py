@@ -23,7 +23,7 @@ def test_another_process_at_the_sources_socket(echo: EchoServer) -> None:
     parameters = {**echo.server.parameters, "process": "1 0"}
     with pytest.raises(SourceUnavailable, match="another process"):
         ConnectionPool(parameters, 30).open(soon())
-    apart = {**parameters, "numbering": "pid:[1] user:[1]"}
+    apart = {**parameters, "namespaces": "pid:[1] user:[1]"}
     with contextlib.closing(ConnectionPool(apart, 30)) as connections:
         connections.open(soon())
 

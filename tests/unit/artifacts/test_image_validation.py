@@ -1,4 +1,4 @@
-"""Images that are refused, before any byte is asked for or before any is put in place."""
+"""Images that are rejected before any byte is requested or before any file is installed."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from tests.unit.artifacts.file_trees import (
 )
 
 
-def test_a_group_that_comes_without_its_files_is_refused(tmp_path: Path) -> None:
-    """Whoever gave it: nothing of that image is put in place."""
+def test_a_group_without_its_files_is_rejected(tmp_path: Path) -> None:
+    """Nothing of that image is installed, whatever its source is."""
     group = json.dumps({"child_paths": {"k.cubin": "k.cubin", "k.json": "k.json"}}).encode()
     image = image_with({"triton/AB/__grp__k.json": group, "triton/AB/k.json": b"{}"}, KEY)
     with pytest.raises(SourceCorrupt, match=r"lacks 'k.cubin'"):
@@ -38,11 +38,11 @@ def test_a_group_that_comes_without_its_files_is_refused(tmp_path: Path) -> None
     assert not (tmp_path / "b").exists()
 
 
-def test_what_an_image_says_of_its_files_is_bounded() -> None:
-    """About 1.2 KiB a file: memory is not taken for more, before any byte is asked for."""
+def test_the_metadata_size_is_limited() -> None:
+    """The limit is about 1.2 KiB per file and is checked before any byte is requested."""
     specs = [("triton/a", "uint8", (1,), (1,), 0), (META, "uint8", (1 << 20,), (1,), 1)]
     layout = Layout((TensorSpec(*spec) for spec in specs), (1 << 20) + 1)
-    with pytest.raises(SourceCorrupt, match="to say"):
+    with pytest.raises(SourceCorrupt, match="metadata of the artifacts is too large"):
         check_layout(layout, CACHE_TYPES, 100, 1 << 30)
 
 
@@ -52,50 +52,50 @@ def test_what_an_image_says_of_its_files_is_bounded() -> None:
      "triton/a\\b", "triton/a\nb", "triton/" + "x" * 256, "triton/AB/lock", "../triton/a",
      "triton/.rfork-x.tmp/a", "triton/a\0b"],
 )  # fmt: skip
-def test_a_hostile_name_refuses_all_that_comes_with_it(name: str, tmp_path: Path) -> None:
-    """Before any byte is asked for; a name of a good file beside it changes nothing."""
+def test_a_malicious_name_rejects_the_complete_image(name: str, tmp_path: Path) -> None:
+    """It is rejected before any byte is requested, even if other names are valid."""
     layout = image_with({name: b"evil", "triton/AB/good": b"good"}).layout
     with pytest.raises(SourceCorrupt):
         check_layout(layout, CACHE_TYPES, 100, 1 << 20)
 
 
-def test_a_file_cannot_be_a_folder_too() -> None:
-    """One of the two would be written through the other."""
+def test_a_file_cannot_also_be_a_folder() -> None:
+    """One of them would be written through the other."""
     with pytest.raises(SourceCorrupt, match="as a file and as a folder"):
         check_layout(image_with({"triton/a": b"1", "triton/a/b": b"2"}).layout, CACHE_TYPES, 100, 1 << 20)
 
 
 @pytest.mark.parametrize(
     ("max_files", "max_bytes", "named"),
-    [(1, 1 << 20, "RFORK_ARTIFACTS_MAX_FILES"), (100, 10, "larger than RFORK_ARTIFACTS_MAX_BYTES")],
+    [(1, 1 << 20, "2 files of artifacts, more than 1"), (100, 10, "exceed RFORK_ARTIFACTS_MAX_BYTES")],
 )
-def test_an_image_beyond_the_bounds_is_refused(max_files: int, max_bytes: int, named: str) -> None:
-    """Before memory is taken for it; the setting is named."""
+def test_an_oversized_image_is_rejected(max_files: int, max_bytes: int, named: str) -> None:
+    """It is rejected before memory is allocated; the error names the limit."""
     layout = image_with({"triton/a": b"1", "triton/b": b"2"}).layout
     with pytest.raises(SourceCorrupt, match=named):
         check_layout(layout, CACHE_TYPES, max_files, max_bytes)
 
 
 @pytest.mark.parametrize(("shape", "offset"), [((9,), 0), ((1,), 8), ((1,), -1), ((-1,), 0), ((8,), 0)], ids=str)
-def test_a_file_that_is_not_in_the_image_is_refused(shape: tuple[int], offset: int) -> None:
-    """Outside of its bytes, or (the last one) on bytes that are another file's too."""
+def test_a_file_outside_the_image_is_rejected(shape: tuple[int], offset: int) -> None:
+    """It lies outside the image's bytes, or (the last case) on the bytes of another file."""
     specs = [("triton/a", "uint8", shape, (1,), offset), (META, "uint8", (4,), (1,), 0)]
     with pytest.raises(SourceCorrupt):
         check_layout(Layout((TensorSpec(*spec) for spec in specs), 8), CACHE_TYPES, 100, 1 << 20)
 
 
-def test_weights_are_no_artifacts() -> None:
-    """An image of a model is refused for what it is."""
-    with pytest.raises(SourceCorrupt, match="which is no file"):
+def test_weights_are_not_artifacts() -> None:
+    """An image of a model is rejected with the reason."""
+    with pytest.raises(SourceCorrupt, match="which is not a file"):
         check_layout(image_from_tensors({"weight": torch.zeros(2, 2)}).layout, CACHE_TYPES, 100, 1 << 20)
 
 
-def test_another_key_is_refused_and_named(tmp_path: Path) -> None:
-    """Each value that differs, as here and there."""
+def test_another_key_is_rejected_with_the_differences(tmp_path: Path) -> None:
+    """Each value that differs is named with both sides."""
     image = pack_tree(write_tree(tmp_path / "a", {"AB/k": b"k"})).image
     here = replace(KEY, driver="560.1", torch="2.14.0")
     with pytest.raises(LayoutMismatch) as caught:
         install_image(image, [cache_dir(tmp_path / "b")], here, SETTINGS, FOREVER, ArtifactReport("m", here.id))
     differences = "driver: here 560.1, there 550.54; torch: here 2.14.0, there 2.13.0"
-    assert f"these artifacts were made for another machine: {differences}" == str(caught.value)
+    assert f"these artifacts were built for another machine: {differences}" == str(caught.value)
     assert not (tmp_path / "b").exists()

@@ -1,4 +1,4 @@
-"""Keys and kinds: what names say, and where others' variables move folders to."""
+"""Compatibility keys, their model names, and the folders of caches."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ def _no_folders_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/u")
 
 
-def test_a_name_says_its_key() -> None:
-    """Whoever lists instances sees what artifacts are for without asking for one byte of them."""
+def test_a_name_contains_its_key() -> None:
+    """A list of instances shows which machines artifacts are for, without requesting any bytes."""
     assert KEY == parse_name(name_of("Qwen/Qwen3-8B", KEY))
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-8B", "a+artifacts 0123 gpu=x", "a+artifacts "])
 def test_other_names_have_no_key(name: str) -> None:
-    """A model's own, or one whose hash is not that of what it says."""
+    """Examples are a model's own name, and a name whose hash does not match its key."""
     assert None is parse_name(name)
 
 
-def test_the_longest_name_is_one_that_the_planner_takes() -> None:
-    """Whatever model and values: at most 512 characters, and two long models do not share one."""
+def test_the_longest_name_is_valid_for_the_planner() -> None:
+    """For any model and values it has at most 512 characters, and two long models have different names."""
     from pydantic import TypeAdapter
 
     long = ArtifactKey.parse(dict.fromkeys(ArtifactKey.__dataclass_fields__, "v" * 500))
@@ -51,22 +51,22 @@ def test_the_longest_name_is_one_that_the_planner_takes() -> None:
 
 
 @pytest.mark.parametrize("field", list(ArtifactKey.__dataclass_fields__))
-def test_each_value_makes_another_key(field: str) -> None:
-    """No two machines that differ in one of them use one another's code."""
+def test_each_value_changes_the_key(field: str) -> None:
+    """Machines that differ in one value do not share compiled code."""
     other = replace(KEY, **{field: "other"})
     assert KEY.id != other.id
     assert (f"{field}: here {getattr(KEY, field)}, there other",) == KEY.differences(other)
 
 
-def test_of_other_keys_the_nearest_is_named() -> None:
-    """One value that differs says more than five."""
+def test_the_most_similar_other_key_is_named() -> None:
+    """One difference explains more than five."""
     near, far = replace(KEY, driver="560.1"), ArtifactKey()
     description = other_keys([name_of("m", far), name_of("m", near), "m", name_of("m", KEY)], KEY)
     assert "only for another machine (and 1 more): driver: here 550.54.15, there 560.1" == description
 
 
-def test_here_has_one_key() -> None:
-    """It is the same each time, and says which Python and torch this is."""
+def test_the_local_key_is_stable() -> None:
+    """It is equal on each call and contains the versions of Python and torch."""
     key = local_key()
     assert (key, True, True) == (local_key(), key.torch[0].isdigit(), key.python.startswith("CPython-3"))
 
@@ -83,8 +83,8 @@ def test_here_has_one_key() -> None:
         ("tvm_ffi", "/home/u/.cache/tvm-ffi"),
     ],
 )
-def test_caches_lie_where_their_owners_put_them(type_name: str, expected: str) -> None:
-    """Without any variable."""
+def test_default_cache_folders(type_name: str, expected: str) -> None:
+    """These are the folders without any variable set."""
     assert [Path(expected)] == [
         cache_dir.folder for cache_dir in cache_dirs(load(ArtifactSettings, kinds=(type_name,)))
     ]
@@ -106,16 +106,16 @@ def test_caches_lie_where_their_owners_put_them(type_name: str, expected: str) -
         ("RFORK_ARTIFACTS_DIRS", "triton", "/x"),
     ],
 )
-def test_the_variables_of_others_hold_here_too(
+def test_variables_of_other_packages_move_the_folders(
     variable: str, type_name: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever moved a cache need not say so twice."""
+    """A cache that was moved by its own variable is found without configuring rfork."""
     monkeypatch.setenv(variable, "triton=/x" if variable.startswith("RFORK") else "/x")
     assert [Path(expected)] == [cache_dir.folder for cache_dir in cache_dirs(load(ArtifactSettings, kinds=type_name))]
 
 
-def test_a_kind_of_ones_own_is_a_name_and_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is known of it, so it is only taken where it lies at the same place."""
+def test_a_custom_cache_is_a_name_and_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its format is unknown, so it is accepted only at the same path."""
     monkeypatch.setenv("RFORK_ARTIFACTS_KINDS", "tilelang")
     monkeypatch.setenv("RFORK_ARTIFACTS_DIRS", "tilelang=/x/tl")
     assert [("tilelang", Path("/x/tl"), True)] == [
@@ -124,18 +124,19 @@ def test_a_kind_of_ones_own_is_a_name_and_a_folder(monkeypatch: pytest.MonkeyPat
     ]
 
 
-def test_a_kind_that_nobody_knows_is_an_error() -> None:
-    """It names those there are."""
-    with pytest.raises(SettingsError, match="'triten' is not known"):
+def test_an_unknown_cache_type_is_an_error() -> None:
+    """The error lists the known ones."""
+    with pytest.raises(SettingsError, match="unknown cache type 'triten'"):
         cache_dirs(load(ArtifactSettings, kinds="triten"))
 
 
-def test_a_user_without_a_home_has_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Off, nothing is missing; kinds that lie elsewhere do without; for the others it is said."""
+def test_settings_work_without_a_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only caches that are located in the home directory raise an error."""
 
     def homeless() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
+    monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setattr(Path, "home", homeless)
     monkeypatch.setattr("os.path.expanduser", lambda path: path)
     assert [] == cache_dirs(load(ArtifactSettings))
@@ -145,7 +146,7 @@ def test_a_user_without_a_home_has_settings(monkeypatch: pytest.MonkeyPatch) -> 
         cache_dirs(load(ArtifactSettings, kinds="deep_gemm"))
 
 
-def test_a_folder_of_nobody_is_an_error() -> None:
-    """One line that names the kind, and no RuntimeError."""
+def test_a_folder_of_an_unknown_user_is_an_error() -> None:
+    """The error is one line that names the cache, not a RuntimeError."""
     with pytest.raises(SettingsError, match=r"triton: ~no-such-user/x"):
-        cache_dirs(load(ArtifactSettings, kinds="triton", folders="triton=~no-such-user/x"))
+        cache_dirs(load(ArtifactSettings, kinds="triton", dirs="triton=~no-such-user/x"))

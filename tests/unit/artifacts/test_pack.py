@@ -1,4 +1,4 @@
-"""From folders to an image: what travels, and what stays behind."""
+"""Packing folders into an image: which files are included and which are not."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 
 from rfork.artifacts.cache_types import CACHE_TYPES, cache_dirs
 from rfork.artifacts.file_names import META
-from rfork.artifacts.metadata import check_layout
+from rfork.artifacts.metadata import MAX_FILES, check_layout
 from rfork.settings import ArtifactSettings, load
 from tests.unit.artifacts.file_trees import cache_dir, pack_tree, read_tree, unpack_tree, write_tree
 
 
-def test_a_cache_comes_out_as_it_went_in(tmp_path: Path) -> None:
-    """Content, the execute bit and the time of change (which Ninja goes by) are the same; empty files too."""
+def test_an_unpacked_cache_equals_the_packed_one(tmp_path: Path) -> None:
+    """Content, execute bit and modification time (used by Ninja) are equal, also for empty files."""
     files = {
         "AB/kernel.cubin": b"cubin" * 1000,
         "AB/kernel.json": b"{}",
@@ -41,7 +41,7 @@ def test_a_cache_comes_out_as_it_went_in(tmp_path: Path) -> None:
 
 
 def test_a_fetched_cache_packs_to_the_same_image(tmp_path: Path) -> None:
-    """Whoever took a cache gives the very same image: its readers may read from either."""
+    """A target that fetched a cache serves the same image, so readers may read from both."""
     source = write_tree(tmp_path / "a", {"AB/kernel.cubin": b"x", "CD/e": b"y"})
     first = pack_tree(source).image
     unpack_tree(first, tmp_path / "b")
@@ -51,8 +51,8 @@ def test_a_fetched_cache_packs_to_the_same_image(tmp_path: Path) -> None:
     assert first.manifest().weights_id == again.manifest().weights_id
 
 
-def test_locks_links_and_what_is_being_written_stay_behind(tmp_path: Path) -> None:
-    """Only whole, plain files of a cache travel."""
+def test_locks_links_and_unfinished_files_are_skipped(tmp_path: Path) -> None:
+    """Only complete regular files are packed."""
     source = write_tree(
         tmp_path / "a",
         {"AB/k": b"k", "AB/lock": b"", "locks/x.lock": b"", "AB/tmp.pid_7_x/k": b"h",
@@ -62,11 +62,11 @@ def test_locks_links_and_what_is_being_written_stay_behind(tmp_path: Path) -> No
     os.mkfifo(source / "AB/pipe")
     made = pack_tree(source)
     unpack_tree(made.image, tmp_path / "b")
-    assert ({"AB/k": b"k"}, {"no regular file": 2}) == (read_tree(tmp_path / "b"), made.skipped)
+    assert ({"AB/k": b"k"}, {"not a regular file": 2}) == (read_tree(tmp_path / "b"), made.skipped)
 
 
-def test_a_folder_that_is_linked_in_is_not_followed(tmp_path: Path) -> None:
-    """What lies outside of a cache's folder is not given."""
+def test_a_linked_folder_is_not_followed(tmp_path: Path) -> None:
+    """Content outside a cache's folder is not served."""
     source = write_tree(tmp_path / "a", {"AB/k": b"k"})
     (source / "home").symlink_to(write_tree(tmp_path / "secret", {"id_rsa": b"s"}))
     assert ["triton/AB/k", META] == sorted(
@@ -74,8 +74,8 @@ def test_a_folder_that_is_linked_in_is_not_followed(tmp_path: Path) -> None:
     )
 
 
-def test_a_file_that_changes_while_it_is_read_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole or not at all: the entry of one that grows between its two looks does not travel."""
+def test_a_file_that_changes_during_the_read_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The complete entry of a file that grows between two checks is skipped."""
     source = write_tree(tmp_path / "a", {"AB/still": b"s", "AB/xgrows": b"1", "CD/k": b"k"})
     read = os.read
 
@@ -88,42 +88,41 @@ def test_a_file_that_changes_while_it_is_read_is_left_out(tmp_path: Path, monkey
     monkeypatch.setattr(os, "read", grows)
     made = pack_tree(source)
     unpack_tree(made.image, tmp_path / "b")
-    assert ({"CD/k": b"k"}, {"changed while it was read": 1, "of the same entry": 1}) == (
+    assert ({"CD/k": b"k"}, {"changed while being read": 1, "same entry as a skipped file": 1}) == (
         read_tree(tmp_path / "b"),
         made.skipped,
     )
 
 
-def test_a_file_that_was_changed_just_now_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A linker may be at work on its entry still; those that have settled travel."""
+def test_a_recently_changed_file_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A linker may still be writing its entry; settled entries are packed."""
     source = write_tree(tmp_path / "a", {"AB/old": b"o", "AB/new": b"n", "CD/old": b"o"})
     os.utime(source / "AB/old", (0, 0))
     os.utime(source / "CD/old", (0, 0))
     waited: list[float] = []
     monkeypatch.setattr(time, "sleep", waited.append)
     made = pack_tree(source, settings=load(ArtifactSettings, quiet_period_s=600.0))
-    assert (1, {"changed just now": 1, "of the same entry": 1}, True) == (
+    assert (1, {"recently changed": 1, "same entry as a skipped file": 1}, True) == (
         made.files,
         made.skipped,
         480 < waited[0] <= 600,
     )
 
 
-def test_no_more_is_taken_than_the_settings_say(tmp_path: Path) -> None:
-    """In bytes, and in files, and what is taken are whole entries."""
+def test_the_size_limits_are_respected(tmp_path: Path) -> None:
+    """They limit bytes and files, and only complete entries are packed."""
     names = [f"{entry}/{number}" for entry in ("AB", "CD", "EF") for number in range(2)]
     source = write_tree(tmp_path / "a", {name: bytes(10_000) for name in names})
-    few = load(ArtifactSettings, quiet_period_s=0, max_files=3)
-    small = load(ArtifactSettings, quiet_period_s=0, max_bytes=55_000)
-    for settings, count in ((few, 2), (small, 4)):
-        made = pack_tree(source, settings=settings)
+    few = pack_tree(source, max_files=3)
+    small = pack_tree(source, settings=load(ArtifactSettings, quiet_period_s=0, max_bytes=55_000))
+    for made, count in ((few, 2), (small, 4)):
         target = tmp_path / str(count)
         unpack_tree(made.image, target)
         assert names[:count] == sorted(read_tree(target))
 
 
-def test_an_entry_travels_whole_or_not_at_all(tmp_path: Path) -> None:
-    """Triton takes a group without its binary for a hit and fails, so half of an entry is worse than none."""
+def test_an_entry_is_packed_completely_or_not_at_all(tmp_path: Path) -> None:
+    """Triton treats a group without its binary as a hit and fails, so half an entry is worse than none."""
     children = {name: str(tmp_path / "a/AB" / name) for name in ("k.cubin", "k.json")}
     group = json.dumps({"child_paths": children}).encode()
     files = {"AB/__grp__k.json": group, "AB/k.cubin": bytes(200_000), "AB/k.json": b"{}", "CD/k": b"k"}
@@ -131,11 +130,11 @@ def test_an_entry_travels_whole_or_not_at_all(tmp_path: Path) -> None:
     made = pack_tree(write_tree(tmp_path / "a", files), settings=small)
     unpack_tree(made.image, tmp_path / "b")
     assert {"CD/k": b"k"} == read_tree(tmp_path / "b")
-    assert {"too many or too large": 1, "of the same entry": 2} == made.skipped
+    assert {"too many or too large": 1, "same entry as a skipped file": 2} == made.skipped
 
 
-def test_a_group_whose_files_are_gone_stays(tmp_path: Path) -> None:
-    """Somebody cleaned up here: with the whole entry, as half of it ends the engine that finds it."""
+def test_an_incomplete_group_is_skipped_with_its_entry(tmp_path: Path) -> None:
+    """Half of an entry would crash the engine that finds it."""
     group = json.dumps({"child_paths": {"k.cubin": str(tmp_path / "a/AB/k.cubin")}}).encode()
     made = pack_tree(write_tree(tmp_path / "a", {"AB/__grp__k.json": group, "AB/k.json": b"{}", "CD/k": b"k"}))
     unpack_tree(made.image, tmp_path / "b")
@@ -156,24 +155,24 @@ def test_a_group_whose_files_are_gone_stays(tmp_path: Path) -> None:
         ("tvm_ffi", "alone.so", "alone.so"),
     ],
 )
-def test_what_travels_whole_is_an_entry(type_name: str, path: str, entry: str) -> None:
-    """What one compilation wrote; not all that was ever compiled, where a folder holds that."""
+def test_entries_of_files(type_name: str, path: str, entry: str) -> None:
+    """An entry is the output of one compilation, not a folder of many."""
     assert entry == CACHE_TYPES[type_name].entry_of(path)
 
 
-def test_what_is_packed_to_the_brim_is_taken(tmp_path: Path) -> None:
-    """What the image says of its files counts: whatever the bound, takers of the same bound accept it."""
+def test_an_image_at_the_size_limit_is_accepted(tmp_path: Path) -> None:
+    """The metadata counts too, so a target with the same limit accepts every packed image."""
     source = write_tree(tmp_path / "a", {f"{entry}/kernel": bytes(1000) for entry in range(50)})
     full_bytes = pack_tree(source).image.layout.image_bytes
     for max_bytes in (full_bytes, full_bytes - 1, full_bytes // 2):
         settings = load(ArtifactSettings, quiet_period_s=0, max_bytes=max_bytes)
         layout = pack_tree(source, settings=settings).image.layout
-        check_layout(layout, CACHE_TYPES, settings.max_files, settings.max_bytes)
+        check_layout(layout, CACHE_TYPES, MAX_FILES, settings.max_bytes)
         assert max_bytes - 1200 <= layout.image_bytes <= max_bytes
 
 
-def test_nothing_travels_unless_it_is_named() -> None:
-    """Off is the default."""
+def test_nothing_is_packed_by_default() -> None:
+    """Artifacts are disabled unless cache types are selected."""
     assert [] == cache_dirs(load(ArtifactSettings))
 
 
@@ -181,16 +180,16 @@ def test_nothing_travels_unless_it_is_named() -> None:
     ("mode", "has_problem"),
     [(0o755, False), (0o775, True), (0o757, True), (0o777, True), (0o1777, False), (0o700, False)],
 )
-def test_a_folder_that_others_can_write_to_is_passed_over(mode: int, has_problem: bool, tmp_path: Path) -> None:
-    """What somebody else can put into a folder of programs must not be spread."""
+def test_a_folder_writable_by_others_is_skipped(mode: int, has_problem: bool, tmp_path: Path) -> None:
+    """It may contain programs of other users, which must not be distributed."""
     source = write_tree(tmp_path / "a", {"AB/k": b"k"})
     source.chmod(mode)
     assert has_problem is (cache_dir(source).problem() is not None)
 
 
 @pytest.mark.parametrize("uid", [0, 1000])
-def test_only_ones_own_folders_are_given(uid: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever runs this, root too: a folder of another user is that user's."""
+def test_only_folders_of_the_current_user_are_served(uid: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This holds for root too."""
     source = write_tree(tmp_path / "a", {"AB/k": b"k"})
     monkeypatch.setattr(os, "geteuid", lambda: source.stat().st_uid + 1 + uid)
     assert "it belongs to another user" in (cache_dir(source).problem() or "")

@@ -1,4 +1,4 @@
-"""Taking artifacts from storage: the deadline holds, whatever storage does."""
+"""Loading artifacts from storage respects the deadline, whatever storage does."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_WAIT_S = 20.0
 
 @pytest.fixture
 def saved(tmp_path: Path) -> str:
-    """The URI of a saved cache of one file."""
+    """Return the URI of a saved cache with one file."""
     folder = tmp_path / "a"
     folder.mkdir(mode=0o755)
     (folder / "k.so").write_bytes(b"elf")
@@ -30,26 +30,25 @@ def saved(tmp_path: Path) -> str:
 
 @pytest.fixture
 def finished() -> Iterator[threading.Event]:
-    """Set when the test is over."""
+    """Set when the test ends."""
     event = threading.Event()
     yield event
     event.set()
 
 
-def settings(folder: Path, deadline_s: float = 60.0) -> ArtifactSettings:
+def settings(folder: Path) -> ArtifactSettings:
     return load(
         ArtifactSettings,
         kinds="inductor",
         dirs=f"inductor={folder}",
         quiet_period_s=0,
-        deadline_s=deadline_s,
     )
 
 
-def test_storage_that_hangs_is_left_at_the_deadline(
+def test_storage_that_hangs_is_abandoned_at_the_deadline(
     saved: str, finished: threading.Event, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The start goes on while the read still hangs; the report says why nothing was taken."""
+    """The start continues while the read still hangs; the report contains the reason."""
     ended: list[bool] = []
 
     def hangs(self: Snapshot, image: Image, **_: Callable[[int], None] | None) -> None:
@@ -57,15 +56,15 @@ def test_storage_that_hangs_is_left_at_the_deadline(
         ended.append(True)
 
     monkeypatch.setattr(Snapshot, "fill", hangs)
-    report = artifacts.load(saved, artifacts=settings(tmp_path / "b", 0.5))
+    report = artifacts.load(saved, artifacts=settings(tmp_path / "b"), deadline_s=0.5)
     assert ([], "DeadlineExceeded", None) == (ended, (report.reason or "").partition(":")[0], report.source)
     assert not (tmp_path / "b").exists()
 
 
-def test_storage_that_is_slow_is_read_no_longer_than_the_deadline(
+def test_a_slow_read_ends_at_the_deadline(
     saved: str, finished: threading.Event, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next bytes that come after it end the read itself."""
+    """The first bytes that arrive after the deadline end the read."""
     errors: list[BaseException] = []
     ended = threading.Event()
 
@@ -81,6 +80,6 @@ def test_storage_that_is_slow_is_read_no_longer_than_the_deadline(
             ended.set()
 
     monkeypatch.setattr(Snapshot, "fill", trickles)
-    report = artifacts.load(saved, artifacts=settings(tmp_path / "b", 0.5))
+    report = artifacts.load(saved, artifacts=settings(tmp_path / "b"), deadline_s=0.5)
     assert (True, "DeadlineExceeded") == (ended.wait(MAX_WAIT_S), (report.reason or "").partition(":")[0])
     assert [DeadlineExceeded] == [type(error) for error in errors]

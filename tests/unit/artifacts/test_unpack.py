@@ -1,4 +1,4 @@
-"""From an image to folders: what is put in place, and what is there afterwards."""
+"""Unpacking an image into folders: which files are installed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.unit.artifacts.file_trees import (
 
 
 def test_a_link_in_the_target_is_not_written_through(tmp_path: Path) -> None:
-    """Nothing leaves the folder of a kind, wherever somebody made a link there lead."""
+    """Nothing is written outside a cache's folder, whatever links exist in it."""
     image = pack_tree(write_tree(tmp_path / "a", {"AB/k": b"k", "CD/k": b"k"})).image
     outside = write_tree(tmp_path / "outside", {})
     write_tree(tmp_path / "b", {})
@@ -43,8 +43,8 @@ def test_a_link_in_the_target_is_not_written_through(tmp_path: Path) -> None:
     assert ({}, 1, 1) == (read_tree(outside), done.files, done.kept_existing)
 
 
-def test_what_is_there_stays_as_it_is(tmp_path: Path) -> None:
-    """The same file is not written again, another one is not written over, a missing one is added."""
+def test_existing_files_are_kept(tmp_path: Path) -> None:
+    """An equal file is not written again, a different one is not overwritten, a missing one is added."""
     image = pack_tree(write_tree(tmp_path / "a", {"AB/same": b"1", "AB/other": b"2", "AB/new": b"3"})).image
     target = write_tree(tmp_path / "b", {"AB/same": b"1", "AB/other": b"mine"})
     done = unpack_tree(image, target)
@@ -52,8 +52,8 @@ def test_what_is_there_stays_as_it_is(tmp_path: Path) -> None:
     assert (1, 1, 1) == (done.files, done.already_present, done.kept_existing)
 
 
-def test_an_entry_that_somebody_builds_gets_no_foreign_files(tmp_path: Path) -> None:
-    """Ninja's log and a library of two builds do not fit one another, so such a folder is left alone."""
+def test_an_existing_build_folder_gets_no_other_files(tmp_path: Path) -> None:
+    """Ninja's log and a library of two builds are incompatible, so such a folder is not changed."""
     source = write_tree(tmp_path / "a", {"op/op.so": b"so", "op/.ninja_log": b"theirs", "two/two.so": b"so"})
     image = pack_tree(source, "deep_gemm").image
     target = write_tree(tmp_path / "b", {"op/.ninja_log": b"mine"})
@@ -61,16 +61,16 @@ def test_an_entry_that_somebody_builds_gets_no_foreign_files(tmp_path: Path) -> 
     assert {"op/.ninja_log": b"mine", "two/two.so": b"so"} == read_tree(target)
 
 
-def test_a_kind_that_holds_paths_is_only_taken_at_its_place(tmp_path: Path) -> None:
-    """vLLM finds its graphs again by absolute paths: elsewhere they are passed over, and it is said."""
+def test_a_path_bound_cache_is_accepted_only_at_the_same_path(tmp_path: Path) -> None:
+    """vLLM looks up graphs by absolute paths: at another path the cache is skipped with a reason."""
     image = pack_tree(write_tree(tmp_path / "a", {"hash/rank_0_0/graph": b"g"}), "vllm").image
     done = unpack_tree(image, tmp_path / "b", "vllm")
     assert (0, False) == (done.files, (tmp_path / "b").exists())
-    assert (f"vllm only fits {tmp_path}/a, here it lies in {tmp_path}/b",) == done.skipped
+    assert (f"vllm is valid only at {tmp_path}/a, but is at {tmp_path}/b here",) == done.skipped
 
 
-def test_groups_of_triton_are_made_to_fit(tmp_path: Path) -> None:
-    """They hold absolute paths, of the folder where they are: here after the move, there before."""
+def test_paths_in_triton_groups_are_rewritten(tmp_path: Path) -> None:
+    """Groups contain absolute paths of their folder, which differ between source and target."""
     source = tmp_path / "a"
     group = {"child_paths": {"k.cubin": f"{source}/AB/k.cubin", "k.json": f"{source}/AB/k.json"}}
     write_tree(source, {"AB/k.cubin": b"c", "AB/k.json": b"j", "AB/__grp__k.json": json.dumps(group).encode()})
@@ -80,16 +80,16 @@ def test_groups_of_triton_are_made_to_fit(tmp_path: Path) -> None:
     assert 3 == unpack_tree(pack_tree(source).image, tmp_path / "b").already_present
 
 
-def test_the_time_being_over_leaves_nothing(tmp_path: Path) -> None:
-    """Neither half a file nor the folder that it was put together in."""
+def test_an_expired_deadline_leaves_nothing(tmp_path: Path) -> None:
+    """No partial file and no staging folder remains."""
     image = pack_tree(write_tree(tmp_path / "a", {"AB/k": b"k"})).image
     with pytest.raises(DeadlineExceeded):
         unpack(image, read_metadata(image), [cache_dir(tmp_path / "b")], time.monotonic() - 1)
     assert [] == list((tmp_path / "b").iterdir())
 
 
-def test_only_the_kinds_that_are_asked_for_are_put_in_place(tmp_path: Path) -> None:
-    """A giver of more kinds than the settings here name changes nothing else."""
+def test_only_selected_cache_types_are_installed(tmp_path: Path) -> None:
+    """Other caches in the image are ignored."""
     both = [
         cache_dir(write_tree(tmp_path / "a", {"AB/k": b"k"})),
         cache_dir(write_tree(tmp_path / "i", {"x/y.so": b"s"}), "inductor"),
@@ -101,8 +101,8 @@ def test_only_the_kinds_that_are_asked_for_are_put_in_place(tmp_path: Path) -> N
     assert {"AB/k": b"k"} == read_tree(tmp_path / "b")
 
 
-def test_an_image_that_was_carried_holds_the_same_bytes(tmp_path: Path) -> None:
-    """Its layout allocates to one that a fork fills, file by file."""
+def test_a_transferred_image_has_the_same_bytes(tmp_path: Path) -> None:
+    """Its layout is allocated as one that a fork fills, file by file."""
     image = pack_tree(write_tree(tmp_path / "a", {"AB/k": b"kernel", "AB/e": b""})).image
     copy = image_from_tensors(allocate_buffer(image.layout)[1])
     with (
@@ -119,8 +119,8 @@ def test_an_image_that_was_carried_holds_the_same_bytes(tmp_path: Path) -> None:
     ]
 
 
-def test_what_was_put_in_place_is_told_though_the_rest_was_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that fills up half way is the end, with a report of what is there: nobody else is asked."""
+def test_installed_files_are_reported_after_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk ends the call with a report of the installed files, and no other source is tried."""
     both = [
         cache_dir(write_tree(tmp_path / "a", {"AB/k": b"kernel"})),
         cache_dir(write_tree(tmp_path / "i", {"x/y.so": b"s"}), "inductor"),
@@ -144,8 +144,8 @@ def test_what_was_put_in_place_is_told_though_the_rest_was_not(tmp_path: Path, m
     )  # fmt: skip
 
 
-def test_what_a_dead_process_left_is_swept_without_locks_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where folders cannot be locked, by its age: a young one may have somebody at work in it."""
+def test_stale_folders_are_removed_without_locks_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If folders cannot be locked, their age decides: a recent one may be in use."""
     old, young = tmp_path / ".rfork-old.tmp", tmp_path / ".rfork-young.tmp"
     for folder in (old, young):
         folder.mkdir()
@@ -158,10 +158,10 @@ def test_what_a_dead_process_left_is_swept_without_locks_too(tmp_path: Path, mon
     assert (1, False, True) == (remove_stale(tmp_path), old.exists(), young.exists())
 
 
-def test_a_folder_that_others_sweep_as_it_is_made_is_made_again(
+def test_a_staging_folder_removed_by_another_process_is_created_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until it is locked, it looks like one that a dead process left."""
+    """Until it is locked, it looks like the leftover of a dead process."""
     image = pack_tree(write_tree(tmp_path / "a", {"AB/k": b"k"})).image
     swept: list[int] = []
     mkdtemp = tempfile.mkdtemp
@@ -177,6 +177,6 @@ def test_a_folder_that_others_sweep_as_it_is_made_is_made_again(
     assert ([1], 1, {"AB/k": b"k"}) == (swept, done.files, read_tree(tmp_path / "b"))
 
 
-def test_what_is_taken_is_always_verified() -> None:
-    """RFORK_VERIFY_CHUNKS=0 is for measuring how fast weights come; programs are another thing."""
+def test_artifacts_are_always_verified() -> None:
+    """RFORK_VERIFY_CHUNKS=0 is for benchmarks of weights; programs are always verified."""
     assert True is _with_timeout(InstanceSettings(verify_chunks=False), 10.0).verify_chunks

@@ -1,4 +1,4 @@
-"""Forks, instances and models as literal values, for the tests of what commands make of them."""
+"""Builders of forks, instances and models for tests of the commands."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def finished_fork(
     reason: str = "",
     version: str | None = None,
 ) -> ForkInfo:
-    """A fork of 4 GB that has ended; without more, in 4 s over a link of 1 GB/s."""
+    """Return a finished fork of 4 GB; by default it took 4 s over a link of 1 GB/s."""
     bytes_by_source = {SEED: 4 * GB} if sources is None else sources
     finish = ForkResult(
         outcome=outcome,
@@ -60,7 +60,8 @@ def finished_fork(
     state: ForkState = "finished" if outcome in ("forked", "fallback") else "failed"
     return ForkInfo(
         fork_id=fork_id, instance_id=instance_id, model="llama", rank=Rank(), state=state, finish=finish,
-        source_rate_limits=source_rate_limits or {}, age_s=age_s, chunk_count=4, image_bytes=4 * GB, reason=reason, version=version,
+        source_rate_limits=source_rate_limits or {}, age_s=age_s, chunk_count=4, image_bytes=4 * GB, reason=reason,
+        version=version,
     )  # fmt: skip
 
 
@@ -78,7 +79,7 @@ def running_fork(
     reason: str = "",
     version: str | None = None,
 ) -> ForkInfo:
-    """A fork of 4 GB that is under way, half done."""
+    """Return a half-finished fork of 4 GB."""
     progress = ForkProgress(
         verified=verified, bytes_read=2 * GB, bytes_per_s=bytes_per_s, sources=sources or {SEED: 2 * GB},
         source_bytes_per_s={SEED: bytes_per_s} if rates is None else rates,
@@ -88,7 +89,8 @@ def running_fork(
     return ForkInfo(
         fork_id=fork_id, instance_id=instance_id, model="llama", rank=Rank(),
         state="running" if plan else "planning", plan=plan, progress=progress if plan else None,
-        source_rate_limits=source_rate_limits or {}, age_s=age_s, chunk_count=4, image_bytes=4 * GB, reason=reason, version=version,
+        source_rate_limits=source_rate_limits or {}, age_s=age_s, chunk_count=4, image_bytes=4 * GB, reason=reason,
+        version=version,
     )  # fmt: skip
 
 
@@ -103,7 +105,7 @@ def instance(
     age_s: float = 1.0,
     version: str | None = None,
 ) -> InstanceInfo:
-    """An instance of 4 chunks that holds all."""
+    """Return an instance with all 4 chunks."""
     report = InstanceReport(
         instance_id=instance_id, model="llama", layout_id="0" * 32, image_bytes=4 * GB, chunk_count=4,
         state=state, verified=((0, 4),), address="a:1", placement=Placement(host=host), readers=readers,
@@ -121,7 +123,7 @@ def model(
     seeds: int = 1,
     version: str | None = None,
 ) -> ModelInfo:
-    """A row of `/v1/models`."""
+    """Return a row of `/v1/models`."""
     return ModelInfo(
         model=name, rank_key=KEY, layout_id="0" * 32, weights_id="1" * 32, image_bytes=4 * GB, seeds=seeds,
         version=version, relays=0, forks_running=running, fork_s=fork_s, storage_s=storage_s,

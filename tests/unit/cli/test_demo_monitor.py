@@ -1,4 +1,4 @@
-"""What `rfork demo` draws while it runs."""
+"""The live view of `rfork demo`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.unit.cli.fleet_builders import running_fork
 
 
 def test_a_tree_four_deep_fits_80_columns() -> None:
-    """Each fork has one line, with all its sources; whoever was killed says so."""
+    """Each fork has one line with all its sources; the killed fork is marked."""
     names = [f"node-{number}" for number in range(5)]
     above = {1: [0], 2: [1], 3: [2], 4: [1, 2, 3]}
     forks = tuple(
@@ -46,5 +46,5 @@ def test_a_tree_four_deep_fits_80_columns() -> None:
         "node-2  ██████······  50%   92.0 MB/s  from node-1",
         "node-3  ██████······  50%   92.0 MB/s  killed (SIGKILL), from node-2",
         "node-4  ████████████ 100%   92.0 MB/s  from node-1, node-2, node-3",
-        "the seed starts",
+        "the seed is starting",
     ] == lines

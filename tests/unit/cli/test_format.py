@@ -1,4 +1,4 @@
-"""How sizes, rates, times and names are said, and what tables and bars make of little room."""
+"""Formatting of sizes, rates, times and names, and the layout of tables and progress bars."""
 
 from __future__ import annotations
 
@@ -48,42 +48,42 @@ from rfork.cli.tables import Column, FittedTable
         ("from bbbbbbbb and 2 others", sources_note({"a" * 32: 1, "b" * 32: 3, "c": 2})),
     ],
 )
-def test_words(expected: str, actual: str) -> None:
-    """The same thing is said in the same few words by every command."""
+def test_formats(expected: str, actual: str) -> None:
+    """Each value is formatted as expected."""
     assert expected == actual
 
 
-COLUMNS = (Column("name", min_width=6), Column("size", right=True), Column("why", min_width=4, priority=1))
-ROWS = [("a-long-name", "1.00 GB", "for some reason"), ("b", "12 B", "")]
+COLUMNS = (Column("name", min_width=6), Column("size", right=True), Column("reason", min_width=4, priority=1))
+ROWS = [("a-long-name", "1.00 GB", "a short reason"), ("b", "12 B", "")]
 
 
 @pytest.mark.parametrize(
     ("width", "lines"),
     [
-        (60, ["name            size  why", "a-long-name  1.00 GB  for some reason", "b               12 B"]),
-        (30, ["name          size  why", "a-long-n…  1.00 GB  for some …", "b             12 B"]),
+        (60, ["name            size  reason", "a-long-name  1.00 GB  a short reason", "b               12 B"]),
+        (30, ["name          size  reason", "a-long-n…  1.00 GB  a short r…", "b             12 B"]),
         (20, ["name            size", "a-long-name  1.00 GB", "b               12 B"]),
         (16, ["name        size", "a-long…  1.00 GB", "b           12 B"]),
         (12, ["name    size", "a-l…  1.00 …", "b       12 B"]),
     ],
 )
-def test_tables_fit(width: int, lines: list[str]) -> None:
-    """The widest columns are cut first, then those go that can be spared, and rows stay rows."""
+def test_tables_fit_the_width(width: int, lines: list[str]) -> None:
+    """The widest columns are shortened first, then low-priority columns are omitted; each row stays on one line."""
     assert lines == [line.rstrip() for line in drawn(FittedTable(COLUMNS, ROWS), width)]
 
 
-def test_a_column_without_content_is_left_out() -> None:
-    """Where no row has anything to say in a column, there is none."""
+def test_empty_columns_are_omitted() -> None:
+    """A column without content in any row is not shown."""
     assert ["name", "b"] == [line.rstrip() for line in drawn(FittedTable(COLUMNS, [("b", "", "")]), 60)]
 
 
-def test_cells_are_no_markup() -> None:
-    """What others chose as their names is shown as it is."""
+def test_cells_are_plain_text() -> None:
+    """Markup in names is not interpreted."""
     assert "[red]x[/]" in drawn(FittedTable((Column("name"),), [("[red]x[/]",)]), 60)[1]
 
 
-def test_progress_without_a_terminal_is_a_line_each_quarter() -> None:
-    """Logs get four lines of a transfer, however often it is told, with rate, time left and sources."""
+def test_progress_without_a_terminal_is_a_line_per_quarter() -> None:
+    """A log has four lines per transfer, however many updates, with rate, time left and sources."""
     console = Console(file=io.StringIO(), width=200)
     with Bar("fork llama", console=console) as bar:
         for done in range(0, 101, 5):
@@ -94,13 +94,13 @@ def test_progress_without_a_terminal_is_a_line_each_quarter() -> None:
 
 
 def drawn(what: FittedTable, width: int) -> list[str]:
-    """The lines of a table on a terminal of this width."""
+    """Return the lines of a table on a terminal of this width."""
     console = Console(file=io.StringIO(), width=width)
     console.print(what)
     return written(console).splitlines()
 
 
 def written(console: Console) -> str:
-    """What was printed on it."""
+    """Return what was printed on the console."""
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()

@@ -1,4 +1,4 @@
-"""`rfork plan`: rates as people write them, and what is said of a preview."""
+"""`rfork plan`: parsing of rates, and rendering of a preview."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ RATES = [
 
 
 @pytest.mark.parametrize(("text", "expected"), RATES)
-def test_rates_are_written_in_many_ways(text: str, expected: float) -> None:
-    """Bytes with a capital B, bits with a small one or in full; a bare number is bytes."""
+def test_rate_formats(text: str, expected: float) -> None:
+    """A capital B means bytes, a small one or "bit" means bits; a plain number is bytes."""
     assert expected == pytest.approx(rate_of(text))
 
 
 @pytest.mark.parametrize("text", ["", "fast", "0", "-1", "3 GB/h", "1e30", "GB/s", "nan"])
-def test_what_is_no_rate_is_refused(text: str) -> None:
-    """With an example of one."""
-    with pytest.raises(UserError, match="is no rate"):
+def test_invalid_rates_are_rejected(text: str) -> None:
+    """Text without a valid number and unit is an error."""
+    with pytest.raises(UserError, match="is not a rate"):
         rate_of(text)
 
 
 def target(number: int, host: int, seconds: float | None, **shares: tuple[tuple[int, int], ...]) -> PreviewTarget:
-    """One replica that would come; `p1` reads from the first of them, over http as from everybody."""
+    """A predicted replica, which reads from its `shares` over http; `p1` is the first replica."""
     named = {name.replace("p", "preview-"): chunks for name, chunks in shares.items()}
     target_id = f"preview-{number}"
     return PreviewTarget(
@@ -52,12 +52,12 @@ def target(number: int, host: int, seconds: float | None, **shares: tuple[tuple[
         shares=tuple(ChunkAssignment(source_id=name, chunks=chunks) for name, chunks in named.items()),
         transports={name: "http" for name in named if name != target_id},
         seconds=seconds,
-        reason="" if shares else "nobody holds it",
+        reason="" if shares else "no instance has it",
     )
 
 
 def preview(*targets: PreviewTarget, storage_bytes: int = 0, measured: bool = False) -> Preview:
-    """Of an image of 4 GB, over links of 1 GB/s."""
+    """A preview of an image of 4 GB, over links of 1 GB/s."""
     return Preview(
         model="m",
         rank_key="main-tp0of1-pp0of1-ep0of1",
@@ -74,71 +74,71 @@ def preview(*targets: PreviewTarget, storage_bytes: int = 0, measured: bool = Fa
     )
 
 
-def rendered_tree(made: Preview) -> list[str]:
-    """Its tree as it is printed on a wide terminal, less the lines under it."""
+def rendered_tree(plan_preview: Preview) -> list[str]:
+    """Return the tree as printed on a wide terminal, without the summary."""
     console = Console(width=200, highlight=False)
     with console.capture() as capture:
-        console.print(render_tree(made))
+        console.print(render_tree(plan_preview))
     lines = [line.rstrip() for line in capture.get().splitlines()]
-    return lines[: -len(summary(made))]
+    return lines[: -len(summary(plan_preview))]
 
 
-def test_a_chain_is_drawn_as_one() -> None:
-    """Each under the one that it reads from."""
-    made = preview(target(1, 1, 4.0, s=ALL), target(2, 2, 5.0, p1=ALL))
+def test_a_chain_is_drawn_as_a_chain() -> None:
+    """Each replica is drawn below its source."""
+    plan_preview = preview(target(1, 1, 4.0, s=ALL), target(2, 2, 5.0, p1=ALL))
     assert [
-        "m: 4.00 GB in 4 chunks, to 2 replicas that would come now",
-        "└── s is there already",
+        "m: 4.00 GB in 4 chunks, to 2 new replicas",
+        "└── s (running)",
         "    └── preview-1 on preview-host-1: all over http; 4.00 s",
         "        └── preview-2 on preview-host-2: all over http; 5.00 s",
-    ] == rendered_tree(made)
+    ] == rendered_tree(plan_preview)
 
 
-def test_who_reads_from_several_stands_under_the_nearest_to_the_top() -> None:
-    """And names the others: two that read from one another are no circle."""
-    made = preview(target(1, 1, 4.0, s=LOW, p2=HIGH), target(2, 2, 5.0, p1=LOW, s=HIGH))
+def test_a_replica_with_several_sources_is_drawn_below_the_one_nearest_to_the_root() -> None:
+    """Its other sources are named, and two replicas that read from each other do not form a cycle."""
+    plan_preview = preview(target(1, 1, 4.0, s=LOW, p2=HIGH), target(2, 2, 5.0, p1=LOW, s=HIGH))
     assert [
-        "└── s is there already",
+        "└── s (running)",
         "    ├── preview-1 on preview-host-1: 50% over http, 50% from preview-2 over http; 4.00 s",
         "    └── preview-2 on preview-host-2: 50% over http, 50% from preview-1 over http; 5.00 s",
-    ] == rendered_tree(made)[1:]
+    ] == rendered_tree(plan_preview)[1:]
 
 
 def test_storage_is_a_root() -> None:
-    """Of those that read a part of it themselves."""
-    made = preview(target(1, 1, 4.0, p1=LOW, p2=HIGH), target(2, 2, None, p2=HIGH, p1=LOW))
+    """Replicas that read a part from storage are drawn below it."""
+    plan_preview = preview(target(1, 1, 4.0, p1=LOW, p2=HIGH), target(2, 2, None, p2=HIGH, p1=LOW))
     assert [
-        "└── storage, 500.0 MB/s each",
+        "└── storage, 500.0 MB/s per reader",
         "    ├── preview-1 on preview-host-1: 50% from storage, 50% from preview-2 over http; 4.00 s",
-        "    └── preview-2 on preview-host-2: 50% from storage, 50% from preview-1 over http; never whole",
-    ] == rendered_tree(made)[1:]
+        "    └── preview-2 on preview-host-2: 50% from storage, 50% from preview-1 over http; never complete",
+    ] == rendered_tree(plan_preview)[1:]
 
 
-def test_of_many_the_first_are_drawn() -> None:
-    """A thousand lines tell nobody anything."""
-    made = preview(*(target(number, number, 4.0, s=ALL) for number in range(1, 101)))
-    lines = rendered_tree(made)
-    assert (67, "└── and 36 more: --json names them all") == (len(lines), lines[-1])
+def test_only_the_first_replicas_are_drawn() -> None:
+    """The tree is limited, and the rest is counted."""
+    plan_preview = preview(*(target(number, number, 4.0, s=ALL) for number in range(1, 101)))
+    lines = rendered_tree(plan_preview)
+    assert (67, "└── and 36 more: use --json to list all") == (len(lines), lines[-1])
 
 
-def test_those_with_nobody_to_read_from_say_why() -> None:
-    """Once for each reason."""
-    made = preview(target(1, 1, None), target(2, 2, None))
-    assert ["└── 2 replicas with nobody to read from", "    └── nobody holds it"] == rendered_tree(made)[1:]
+def test_replicas_without_a_source_have_a_reason() -> None:
+    """Each reason is plan_preview once."""
+    plan_preview = preview(target(1, 1, None), target(2, 2, None))
+    assert ["└── 2 replicas without a source", "    └── no instance has it"] == rendered_tree(plan_preview)[1:]
 
 
-def test_what_it_comes_to() -> None:
-    """Beside the bound, and beside everybody's reading storage."""
+def test_summary() -> None:
+    """The total time is compared with the lower bound and with reading from storage."""
     assert [
-        "all are whole after 5.00 s: 1.25 times the bound of 4.00 s, one image over one link",
-        "each from storage: 8.00 s, and 8.00 GB are read from it; by this plan nothing",
-        "links of 1.00 GB/s (as forks measured it), storage of 500.0 MB/s for each reader",
+        "all complete after 5.00 s: 1.25 times the lower bound of 4.00 s, one image over one link",
+        "if each read from storage: 8.00 s, 8.00 GB read from storage; with this plan: nothing",
+        "link 1.00 GB/s (measured by forks), storage 500.0 MB/s per reader",
     ] == summary(preview(target(1, 1, 4.0, s=ALL), target(2, 2, 5.0, p1=ALL), measured=True))
 
 
 @pytest.fixture
 def plan_requests(monkeypatch: pytest.MonkeyPatch) -> list[PreviewRequest]:
-    """What the planner is asked, which knows the models `m` and, where it is asked for that, no other."""
+    """Preview requests received by a planner that knows only the model `m`, in two versions."""
     requests: list[PreviewRequest] = []
 
     def handler(request: httpx.Request) -> httpx.Response:
@@ -165,7 +165,7 @@ def plan_requests(monkeypatch: pytest.MonkeyPatch) -> list[PreviewRequest]:
             problem = {"type": "x/unknown-version", "title": "x", "status": 404, "detail": "no such version"}
             return httpx.Response(404, json=problem)
         if requests[-1].model != "m":
-            problem = {"type": "x/unknown-model", "title": "x", "status": 404, "detail": "no instance of it"}
+            problem = {"type": "x/unknown-model", "title": "x", "status": 404, "detail": "no instance of this model"}
             return httpx.Response(404, json=problem)
         page = PreviewPage(items=(preview(target(1, 1, 4.0, s=ALL)),))
         return httpx.Response(200, content=page.model_dump_json())
@@ -177,10 +177,10 @@ def plan_requests(monkeypatch: pytest.MonkeyPatch) -> list[PreviewRequest]:
     return requests
 
 
-def test_the_command_asks_what_it_was_told(plan_requests: list[PreviewRequest]) -> None:
-    """All options; without a model, the only one that the planner knows."""
-    words = "plan --dry-run --targets 16 --per-host 8 --cold --rank r --rack a --zone z --link 8Gbit/s"
-    run = CliRunner().invoke(app, [*words.split(), "--storage", "3GB/s", "--json"])
+def test_options_are_sent_to_the_planner(plan_requests: list[PreviewRequest]) -> None:
+    """All options are sent; the default model is the only one that the planner knows."""
+    arguments = "plan --dry-run --targets 16 --per-host 8 --cold --rank r --rack a --zone z --link 8Gbit/s"
+    run = CliRunner().invoke(app, [*arguments.split(), "--storage", "3GB/s", "--json"])
     assert (0, "preview-1") == (
         run.exit_code, PreviewPage.model_validate_json(run.stdout).items[0].targets[0].instance_id,
     )  # fmt: skip
@@ -193,29 +193,31 @@ def test_the_command_asks_what_it_was_told(plan_requests: list[PreviewRequest]) 
 
 
 @pytest.mark.parametrize("text", [V1, "files:11111111", "files:11"])
-def test_a_version_is_named_as_tables_show_it(plan_requests: list[PreviewRequest], text: str) -> None:
-    """In full, shortened, or by its beginning; the planner is asked for all of it."""
+def test_a_version_can_be_abbreviated(plan_requests: list[PreviewRequest], text: str) -> None:
+    """The complete, the short form or a prefix is sent to the planner as the complete version."""
     assert 0 == CliRunner().invoke(app, ["plan", "m", "--version", text]).exit_code
     assert [V1] == [request.version for request in plan_requests]
 
 
-def test_the_plan_names_its_version() -> None:
-    """Beside the model, shortened."""
+def test_the_plan_shows_its_version() -> None:
+    """The title has the model and the short version."""
     versioned_preview = preview(target(1, 1, 4.0, s=ALL)).model_copy(update={"version": V1})
     assert rendered_tree(versioned_preview)[0].startswith("m files:11111111: 4.00 GB")
 
 
-WRONG = [
-    (["m", "--version", "files:"], "'files:' could be any of 2"),
+INVALID_ARGUMENTS = [
+    (["m", "--version", "files:"], "'files:' is ambiguous, 2 versions match"),
     (["m", "--version", "v9"], "no such version"),
-    (["other"], "no instance of it"),
-    (["m", "--link", "fast"], "'fast' is no rate"),
+    (["other"], "no instance of this model"),
+    (["m", "--link", "fast"], "'fast' is not a rate"),
     (["m" * 513], "model: "),
 ]
 
 
-@pytest.mark.parametrize(("words", "message"), WRONG)
-def test_what_it_cannot_ask_is_one_line(plan_requests: list[PreviewRequest], words: list[str], message: str) -> None:
-    """And exit code 2: the user's."""
-    run = CliRunner().invoke(app, ["plan", *words])
+@pytest.mark.parametrize(("arguments", "message"), INVALID_ARGUMENTS)
+def test_invalid_arguments_are_user_errors(
+    plan_requests: list[PreviewRequest], arguments: list[str], message: str
+) -> None:
+    """Each prints one line and exits with code 2."""
+    run = CliRunner().invoke(app, ["plan", *arguments])
     assert (2, True) == (run.exit_code, f"error: {message}" in run.stderr.replace("\n", " "))

@@ -1,4 +1,4 @@
-"""`rfork pull --output`: what a copy that cannot be written is said to be."""
+"""`rfork pull --output`: errors of a copy that cannot be written."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class Module:
     "error",
     [SafetensorError(FULL), OSError(errno.ENOSPC, "No space left on device"), OSError(errno.EDQUOT, "quota")],
 )
-def test_a_full_disk_is_said_to_be_full(tmp_path: Path, error: Exception) -> None:
-    """Whichever library wrote: the line names the folder, and what to do."""
+def test_a_full_disk_is_reported_as_full(tmp_path: Path, error: Exception) -> None:
+    """The error names the folder and has a hint, whichever library wrote the file."""
     with pytest.raises(StorageFull, match=str(tmp_path)) as raised:
         pull._write(Module(error), tmp_path, tmp_path)  # type: ignore[arg-type]
     assert "--output" in raised.value.hint
 
 
-def test_another_failure_of_the_file_system_is_named(tmp_path: Path) -> None:
-    """It is no bug of rfork's either."""
+def test_other_file_system_errors_are_named(tmp_path: Path) -> None:
+    """They are storage errors, not bugs of rfork."""
     error = SafetensorError("I/O error: Input/output error (os error 5)")
     with pytest.raises(StorageError, match="os error 5"):
         pull._write(Module(error), tmp_path, tmp_path)  # type: ignore[arg-type]

@@ -1,11 +1,11 @@
-"""How `rfork top` asks a planner: little, and on through the planner's absence."""
+"""`rfork top` polls the planner with few requests, and survives planner outages."""
 
 from __future__ import annotations
 
 import httpx
 import pytest
 
-from rfork.cli.top.poller import ENDED_S, FleetPoller
+from rfork.cli.top.poller import MAX_FINISHED_AGE_S, FleetPoller
 from rfork.errors import PlannerRejected, PlannerUnreachable
 from rfork.planner_client.client import PlannerClient
 from rfork.schema import ForkPage, InstancePage
@@ -13,7 +13,7 @@ from tests.unit.cli.fleet_builders import finished_fork, running_fork
 
 
 class PlannerStub:
-    """Answers as a planner with these forks; `is_down`: it does not; `status`: it refuses with that."""
+    """A planner with one fork. `is_down`: it does not respond; `status`: of its responses."""
 
     def __init__(self) -> None:
         self.requested_states: list[str] = []
@@ -25,14 +25,14 @@ class PlannerStub:
     def client(self) -> PlannerClient:
         return PlannerClient("http://planner", transport=httpx.MockTransport(self._handle))
 
-    def take_requested_states(self) -> list[str]:
-        """The states of forks that were asked for since the last call."""
+    def pop_requested_states(self) -> list[str]:
+        """Return the fork states requested since the last call."""
         requested_states, self.requested_states = self.requested_states, []
         return requested_states
 
     def _handle(self, request: httpx.Request) -> httpx.Response:
         if self.is_down:
-            raise httpx.ConnectError("nobody listens", request=request)
+            raise httpx.ConnectError("connection refused", request=request)
         if self.status != 200:
             problem = {"type": "x/forbidden", "title": "t", "status": self.status, "detail": "no"}
             return httpx.Response(self.status, json=problem)
@@ -42,32 +42,30 @@ class PlannerStub:
             return httpx.Response(200, text=InstancePage(items=()).model_dump_json())
         state = request.url.params["state"]
         self.requested_states.append(state)
-        live, ended = (
-            (running_fork(),) if self.running else (),
-            (finished_fork(fork_id="f2"),) if not self.running else (),
-        )
-        items = {"running": live, "finished": ended}.get(state, ())
+        running = (running_fork(),) if self.running else ()
+        finished = () if self.running else (finished_fork(fork_id="f2"),)
+        items = {"running": running, "finished": finished}.get(state, ())
         return httpx.Response(200, text=ForkPage(items=items).model_dump_json())
 
 
-def test_ended_forks_are_asked_for_when_one_ended() -> None:
-    """And every ten seconds: a fork may come and go between two looks."""
+def test_finished_forks_are_requested_when_one_finished() -> None:
+    """They are also requested every ten seconds: a fork may start and finish between two polls."""
     planner = PlannerStub()
     poller = FleetPoller(planner.client(), clock=lambda: planner.now)
-    live, all_ = ["planning", "running"], ["planning", "running", "finished", "failed"]
+    unfinished, all_states = ["planning", "running"], ["planning", "running", "finished", "failed"]
     polls = []
-    for at, running in ((0.0, True), (1.0, True), (2.0, False), (3.0, False), (2.0 + ENDED_S, False)):
+    for at, running in ((0.0, True), (1.0, True), (2.0, False), (3.0, False), (2.0 + MAX_FINISHED_AGE_S, False)):
         planner.now, planner.running = at, running
         sample = poller.poll()
-        polls.append((planner.take_requested_states(), [fork.state for fork in sample.fleet.forks]))
+        polls.append((planner.pop_requested_states(), [fork.state for fork in sample.fleet.forks]))
     assert [
-        (all_, ["running"]), (live, ["running"]), (all_, ["finished"]), (live, ["finished"]),
-        (all_, ["finished"]),
+        (all_states, ["running"]), (unfinished, ["running"]), (all_states, ["finished"]),
+        (unfinished, ["finished"]), (all_states, ["finished"]),
     ] == polls  # fmt: skip
 
 
-def test_ended_forks_grow_older_between_two_questions() -> None:
-    """How long ago they ended is right though they were listed a while ago."""
+def test_finished_forks_age_between_requests() -> None:
+    """The age of a finished fork is correct although the list was requested earlier."""
     planner = PlannerStub()
     planner.running = False
     poller = FleetPoller(planner.client(), clock=lambda: planner.now)
@@ -77,15 +75,15 @@ def test_ended_forks_grow_older_between_two_questions() -> None:
     assert [10.0, 13.0] == ages
 
 
-def test_a_planner_that_goes_away_leaves_its_last_picture() -> None:
-    """With why and since when; one that is back is as before."""
+def test_an_unreachable_planner_leaves_the_last_state() -> None:
+    """The sample has the error and its start time, until the planner is back."""
     planner = PlannerStub()
     poller = FleetPoller(planner.client(), clock=lambda: planner.now)
     poller.poll()
     planner.is_down, samples = True, []
     for planner.now in (5.0, 6.0):
         sample = poller.poll()
-        samples.append((sample.at, sample.away_since, len(sample.fleet.forks), "nobody listens" in sample.error))
+        samples.append((sample.at, sample.away_since, len(sample.fleet.forks), "connection refused" in sample.error))
     planner.is_down, planner.now = False, 7.0
     recovered = poller.poll()
     assert ([(0.0, 5.0, 1, True)] * 2, (7.0, None, "")) == (
@@ -94,16 +92,16 @@ def test_a_planner_that_goes_away_leaves_its_last_picture() -> None:
     )
 
 
-def test_a_planner_that_was_never_there_is_an_error() -> None:
-    """A wrong URL is told at once, not waited for."""
+def test_an_unreachable_planner_at_the_first_poll_is_an_error() -> None:
+    """A wrong URL is reported immediately."""
     planner = PlannerStub()
     planner.is_down = True
     with pytest.raises(PlannerUnreachable):
         FleetPoller(planner.client()).poll()
 
 
-def test_a_token_that_is_refused_ends_it() -> None:
-    """No waiting makes a token right."""
+def test_a_rejected_token_is_an_error() -> None:
+    """A rejected token raises, because a retry cannot succeed."""
     planner = PlannerStub()
     poller = FleetPoller(planner.client())
     poller.poll()

@@ -117,12 +117,12 @@ def test_an_engine_keeps_what_its_image_holds() -> None:
     assert "torch==2.9.0+cu129\n" == engine.constraints(before, {"protobuf"})
     after = {"torch": "2.10.0", "protobuf": "7.36.2", "rfork": "0.1.0"}
     assert ["torch was 2.9.0+cu129 and is 2.10.0"] == engine.changed(before, after, {"protobuf"})
-    assert ["torch was 1 and is gone"] == engine.changed({"torch": "1"}, {}, ())
+    assert ["torch was 1 and is removed"] == engine.changed({"torch": "1"}, {}, ())
 
 
 def test_no_engine_is_replaced() -> None:
     """Who allows vLLM to be replaced is refused: it would no longer be the image's."""
-    with pytest.raises(ValueError, match="rfork replaces no engine: vllm"):
+    with pytest.raises(ValueError, match="rfork does not replace engines: vllm"):
         engine.constraints({"vllm": "0.32.0"}, {"vllm", "protobuf"})
 
 

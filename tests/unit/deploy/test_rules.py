@@ -81,9 +81,9 @@ def test_alerts_fire_when_they_should() -> None:
 def test_a_lost_fork_that_ends_after_all_counts_once(tmp_path: Path) -> None:
     """Eight forked, two of them given up before, and two fell back: four in five."""
     panels = json.loads((CHART / "dashboards" / "rfork.json").read_text())["panels"]
-    (panel,) = [each for each in panels if each["title"] == "Forked, of those that ended"]
+    (panel,) = [each for each in panels if each["title"] == "Forked share of finished forks"]
     expression = panel["targets"][0]["expr"].replace("$namespace", ".*").replace("$__range", "10m")
-    ended = {"forked": 8, "lost": 2, "fallback": 2, "failed": 0, "interrupted": 0}
+    ended = {"forked": 8, "abandoned": 2, "fallback": 2, "failed": 0, "interrupted": 0}
     series = [
         {
             "series": f'rfork_planner_forks_total{{namespace="ai",outcome="{outcome}"}}',

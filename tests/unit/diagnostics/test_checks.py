@@ -1,4 +1,4 @@
-"""The doctor's checks: each judged on literal inputs, no socket opened."""
+"""The checks of `rfork doctor`, each with literal inputs."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from rfork.diagnostics.rdma import check_device, check_gpu_direct, check_mooncak
 from rfork.diagnostics.result import Status
 from rfork.diagnostics.same_host import (
     check_cuda_ipc,
-    check_local_sockets,
     check_sealed_memory,
+    check_unix_sockets,
     shmem_huge_pages,
 )
-from rfork.diagnostics.transports import check_collectives, check_digest, has_compiler
+from rfork.diagnostics.transports import check_digest, check_opt_in_transports, has_compiler
 from rfork.settings import InstanceSettings
 from rfork.transport.mooncake.library import LibraryState
 from rfork.transport.mooncake.topology import RdmaDevice, pci_location, rdma_devices
@@ -40,8 +40,8 @@ WHEEL, CUDA_WHEEL = "mooncake-transfer-engine-non-cuda", "mooncake-transfer-engi
 PLANNER = InstanceSettings(planner="http://planner.test")
 
 
-def write_pair(folder: Path, days: float) -> tuple[Path, Path]:
-    """A self-signed certificate that ends in `days`, and its key."""
+def write_certificate(folder: Path, days: float) -> tuple[Path, Path]:
+    """Write a self-signed certificate that expires in `days` and its key; return both paths."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "rfork.test")])
     end = datetime.now(UTC) + timedelta(days=days)
@@ -68,11 +68,11 @@ def write_pair(folder: Path, days: float) -> tuple[Path, Path]:
     ("days", "status", "message"),
     [(90.5, "ok", "90 more days"), (3.5, "warn", "3 more days"), (-1, "fail", "expired")],
 )
-def test_certificates_are_dated(
+def test_certificate_expiry(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, days: float, status: Status, message: str
 ) -> None:
-    """A certificate is fine, ends soon, or has expired."""
-    certificate, key = write_pair(tmp_path, days)
+    """A certificate is valid, expires soon or has expired."""
+    certificate, key = write_certificate(tmp_path, days)
     monkeypatch.setenv("RFORK_TLS_CERTIFICATE", str(certificate))
     monkeypatch.setenv("RFORK_TLS_KEY", str(key))
     check = check_tls(InstanceSettings())
@@ -80,22 +80,22 @@ def test_certificates_are_dated(
 
 
 def test_a_key_of_another_certificate_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Certificate and key that do not belong together are named."""
-    monkeypatch.setenv("RFORK_TLS_CERTIFICATE", str(write_pair(tmp_path / "one", 90)[0]))
-    monkeypatch.setenv("RFORK_TLS_KEY", str(write_pair(tmp_path / "other", 90)[1]))
+    """A certificate and a key that do not match fail the check."""
+    monkeypatch.setenv("RFORK_TLS_CERTIFICATE", str(write_certificate(tmp_path / "one", 90)[0]))
+    monkeypatch.setenv("RFORK_TLS_KEY", str(write_certificate(tmp_path / "other", 90)[1]))
     assert "fail" == check_tls(InstanceSettings()).status
 
 
 def test_a_missing_file_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CA file that is not there is a failure that names it."""
+    """A missing CA file fails the check, which names the file."""
     monkeypatch.setenv("RFORK_TLS_CA", str(tmp_path / "none.pem"))
     check = check_tls(InstanceSettings())
     assert ("fail", True) == (check.status, "none.pem" in check.detail)
 
 
-@pytest.mark.parametrize(("bind", "status"), [("127.0.0.1", "skip"), ("0.0.0.0", "warn")])
-def test_no_tls_matters_off_loopback(bind: str, status: Status) -> None:
-    """Without TLS, only a bind that others reach is worth a warning."""
+@pytest.mark.parametrize(("bind", "status"), [("127.0.0.1", "off"), ("0.0.0.0", "warn")])
+def test_missing_tls_is_a_warning_only_off_loopback(bind: str, status: Status) -> None:
+    """Without TLS, only an address that other hosts can reach causes a warning."""
     assert status == check_tls(InstanceSettings(bind=bind)).status
 
 
@@ -104,13 +104,13 @@ def test_no_tls_matters_off_loopback(bind: str, status: Status) -> None:
     [
         (LibraryState((WHEEL,)), False, "ok"),
         (LibraryState((WHEEL,)), True, "warn"),
-        (LibraryState((), "No module named 'mooncake'", "pip"), False, "skip"),
+        (LibraryState((), "No module named 'mooncake'", "pip"), False, "off"),
         (LibraryState((WHEEL,), "libibverbs.so.1: cannot open", "apt"), False, "fail"),
     ],
     ids=["fits", "no CUDA in the wheel", "absent", "broken"],
 )
 def test_mooncake(state: LibraryState, cuda: bool, status: Status) -> None:
-    """An absent wheel is no fault, a broken one is, and one without CUDA is worth a word on a GPU machine."""
+    """A missing wheel is no failure, a broken one is, and one without CUDA is a warning on a GPU machine."""
     assert status == check_mooncake(state, cuda=cuda).status
 
 
@@ -122,7 +122,7 @@ NIC, DOWN = RdmaDevice("mlx5_0"), RdmaDevice("mlx5_1", state="DOWN")
     [
         ([], "", "skip", "no device"),
         ([NIC, DOWN], "", "ok", "mlx5_0"),
-        ([NIC, DOWN], "mlx5_0", "ok", "mlx5_0, as RFORK_RDMA_DEVICES says"),
+        ([NIC, DOWN], "mlx5_0", "ok", "mlx5_0 (RFORK_RDMA_DEVICES)"),
         ([NIC, DOWN], "mlx5_1", "fail", "mlx5_1: its port is DOWN"),
         ([NIC], "mlx5_9", "fail", "no RDMA device mlx5_9 (found: mlx5_0)"),
         ([DOWN], "", "fail", "mlx5_1: its port is DOWN"),
@@ -130,13 +130,13 @@ NIC, DOWN = RdmaDevice("mlx5_0"), RdmaDevice("mlx5_1", state="DOWN")
     ],
 )
 def test_rdma(devices: list[RdmaDevice], requested_devices: str, status: Status, message: str) -> None:
-    """Devices asked for must be there and work; of the others one is enough."""
+    """Requested devices must exist and work; without a request one working device is enough."""
     check = check_rdma(devices, requested_devices)
     assert (status, True) == (check.status, message in check.detail)
 
 
-def test_each_device_is_told_with_its_gpu(tmp_path: Path) -> None:
-    """State, link layer, rate, and the GPU below the same switch."""
+def test_each_rdma_device_is_shown_with_its_nearest_gpu(tmp_path: Path) -> None:
+    """The result shows state, link layer, rate, and the GPU below the same switch."""
     sysfs = hgx_sysfs(tmp_path)
     gpus = {f"cuda:{index}": pci_location(f"0000:{0x13 + 0x10 * index:02x}:00.0", sysfs) for index in range(8)}
     checks = [check_device(device, gpus) for device in rdma_devices(sysfs)]
@@ -157,8 +157,8 @@ def test_each_device_is_told_with_its_gpu(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_device_that_cannot_be_used(tmp_path: Path, nic: Nic, message: str, fix: str) -> None:
-    """It says what is wrong with its port, and what to do."""
+def test_an_unusable_rdma_device(tmp_path: Path, nic: Nic, message: str, fix: str) -> None:
+    """The result names the problem of the port and the fix."""
     (device,) = rdma_devices(build_sysfs(tmp_path, [], {"mlx5_0": nic}))
     check = check_device(device, {})
     assert ("warn", True, True) == (check.status, message in check.detail, fix in check.fix)
@@ -174,7 +174,7 @@ def test_a_device_that_cannot_be_used(tmp_path: Path, nic: Nic, message: str, fi
     ],
 )
 def test_gpu_direct(peer_module: bool, dma_buf: bool, needed: bool, status: Status) -> None:
-    """It matters where there are GPUs and network cards that work."""
+    """GPUDirect is required only with working GPUs and network cards."""
     assert status == check_gpu_direct(peer_module, dma_buf, needed=needed).status
 
 
@@ -182,14 +182,14 @@ def test_gpu_direct(peer_module: bool, dma_buf: bool, needed: bool, status: Stat
     ("torch_cuda", "status", "fix"),
     [("12.8", "ok", ""), ("13.0", "warn", "rfork[mooncake-cuda13]")],
 )
-def test_the_wheel_has_to_fit_torch(torch_cuda: str, status: Status, fix: str) -> None:
-    """A wheel for another CUDA than torch's is named with the extra that fits."""
+def test_the_mooncake_wheel_must_fit_torch(torch_cuda: str, status: Status, fix: str) -> None:
+    """A wheel for another CUDA version than torch's is a warning that names the right extra."""
     check = check_mooncake(LibraryState((CUDA_WHEEL,), cuda=True), cuda=True, torch_cuda=torch_cuda)
     assert (status, True) == (check.status, fix in check.fix)
 
 
-def test_two_wheels_at_once() -> None:
-    """They overwrite one another: a failure, whatever imports."""
+def test_two_mooncake_wheels_are_a_failure() -> None:
+    """The wheels overwrite each other, so the check fails even if the import works."""
     state = LibraryState((WHEEL, CUDA_WHEEL), "both installed", "pip uninstall -y both", cuda=True)
     check = check_mooncake(state, cuda=True, torch_cuda="12.8")
     assert ("fail", "pip uninstall -y both") == (check.status, check.fix)
@@ -199,31 +199,31 @@ def test_two_wheels_at_once() -> None:
     ("gpus", "unconnected_pairs", "status", "message"),
     [
         ([], [], "skip", "no CUDA device in use (IPC namespace 42)"),
-        ([0], [], "ok", "one GPU is seen"),
-        ([0, 1, 2], [], "ok", "3 GPUs, each addresses every other"),
-        ([0, 1, 2], [(0, 2), (2, 0)], "warn", "do not address one another: 0-2"),
+        ([0], [], "ok", "one visible GPU"),
+        ([0, 1, 2], [], "ok", "3 GPUs, all with peer access"),
+        ([0, 1, 2], [(0, 2), (2, 0)], "warn", "no peer access between 0-2"),
     ],
 )
 def test_cuda_ipc(gpus: list[int], unconnected_pairs: list[tuple[int, int]], status: Status, message: str) -> None:
-    """How many GPUs there are, and which pairs of them have no peer access."""
+    """The result shows the number of GPUs and the pairs without peer access."""
     check = check_cuda_ipc("42", gpus, lambda one, other: (one, other) not in unconnected_pairs)
     assert (status, True) == (check.status, message in check.detail)
 
 
-def test_local_sockets(tmp_path: Path) -> None:
-    """A folder that is named must be there; without one the network namespace is what counts."""
-    missing = check_local_sockets(tmp_path / "none", "7")
+def test_unix_sockets(tmp_path: Path) -> None:
+    """A configured folder must exist; without one only the network namespace matters."""
+    missing = check_unix_sockets(tmp_path / "none", "7")
     assert ["ok", "ok", "fail"] == [
-        check_local_sockets(None, "7").status,
-        check_local_sockets(tmp_path, "7").status,
+        check_unix_sockets(None, "7").status,
+        check_unix_sockets(tmp_path, "7").status,
         missing.status,
     ]
     assert "RFORK_UNIX_SOCKET_DIR" in missing.fix
 
 
-def test_a_folder_for_sockets_that_cannot_be_looked_at(tmp_path: Path) -> None:
-    """What the system says of it is told, and not raised."""
-    check = check_local_sockets(tmp_path / ("x" * 300), "7")
+def test_an_inaccessible_socket_folder_is_a_failure(tmp_path: Path) -> None:
+    """The operating system's error is reported, not raised."""
+    check = check_unix_sockets(tmp_path / ("x" * 300), "7")
     assert ("fail", True, True) == (
         check.status,
         "File name too long" in check.detail,
@@ -231,8 +231,8 @@ def test_a_folder_for_sockets_that_cannot_be_looked_at(tmp_path: Path) -> None:
     )
 
 
-def test_gpus_that_do_not_say_whether_they_reach_one_another() -> None:
-    """CUDA's error is the finding."""
+def test_unknown_peer_access_is_a_warning() -> None:
+    """The result contains CUDA's error."""
 
     def fails(one: int, other: int) -> bool:
         raise RuntimeError("CUDA error:\nunknown error")
@@ -241,8 +241,8 @@ def test_gpus_that_do_not_say_whether_they_reach_one_another() -> None:
     assert ("warn", True) == (check.status, "CUDA error: unknown error" in check.detail)
 
 
-def test_gpus_that_are_counted_but_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver's books may list GPUs where CUDA does not start: that is the finding, and there are none."""
+def test_gpus_without_working_cuda_are_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver may list GPUs although CUDA does not start; no GPU is usable then."""
 
     def fails(device: torch.device) -> str:
         raise RuntimeError("CUDA error:\nsystem not yet initialized")
@@ -259,8 +259,8 @@ def test_gpus_that_are_counted_but_cannot_be_used(monkeypatch: pytest.MonkeyPatc
     )
 
 
-def test_a_machine_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That is no fault."""
+def test_a_machine_without_gpus_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without GPUs the list is empty and there is no error."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert Gpus() == probe_gpus()
 
@@ -273,8 +273,8 @@ def test_a_machine_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         (None, "", True),
     ],
 )
-def test_huge_pages_of_shared_memory(tmp_path: Path, text: str | None, mode: str, has_fix: bool) -> None:
-    """Small pages are no fault, but worth a word."""
+def test_huge_pages_for_shared_memory(tmp_path: Path, text: str | None, mode: str, has_fix: bool) -> None:
+    """Small pages are no failure, but the result suggests huge pages."""
     if text is not None:
         folder = tmp_path / "kernel" / "mm" / "transparent_hugepage"
         folder.mkdir(parents=True)
@@ -286,16 +286,16 @@ def test_huge_pages_of_shared_memory(tmp_path: Path, text: str | None, mode: str
 @pytest.mark.parametrize(
     ("available", "requested", "status"),
     [
-        (["gloo"], [], "skip"),
-        (["gloo"], ["http"], "skip"),
+        (["gloo"], [], "off"),
+        (["gloo"], ["http"], "off"),
         (["gloo"], ["gloo"], "warn"),
         (["gloo"], ["nccl"], "fail"),
         ([], ["gloo"], "fail"),
     ],
 )
-def test_collectives(available: list[str], requested: list[str], status: Status) -> None:
-    """They are used where they are asked for, and then must be there."""
-    assert status == check_collectives(available, requested).status
+def test_opt_in_transports(available: list[str], requested: list[str], status: Status) -> None:
+    """nccl and gloo are used only if requested, and must then be available."""
+    assert status == check_opt_in_transports(available, requested).status
 
 
 @pytest.mark.parametrize(
@@ -309,15 +309,15 @@ def test_collectives(available: list[str], requested: list[str], status: Status)
         (True, False, False, "warn", "gcc"),
     ],
 )
-def test_what_digests(cuda: bool, triton: bool, compiler: bool, status: Status, fix: str) -> None:
-    """On a GPU digests are slow without Triton, or without the compiler that it calls."""
+def test_digest_backend(cuda: bool, triton: bool, compiler: bool, status: Status, fix: str) -> None:
+    """GPU digests are slow without Triton, or without the C compiler that it needs."""
     check = check_digest(cuda, triton, compiler=compiler)
     assert (status, True) == (check.status, fix in check.fix)
 
 
 @pytest.mark.parametrize(("name", "expected"), [("gcc", True), ("clang", True), ("cl", False)])
-def test_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, expected: bool) -> None:
-    """One of those that Triton looks for."""
+def test_compiler_detection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, expected: bool) -> None:
+    """Only compilers that Triton searches for count."""
     (tmp_path / name).write_text("#!/bin/sh\n")
     (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -329,12 +329,12 @@ def test_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, 
     [(8 << 20, True, "warn"), (8 << 20, False, "skip"), (resource.RLIM_INFINITY, True, "ok")],
 )
 def test_locked_memory(limit: int, rdma: bool, status: Status) -> None:
-    """The limit matters where memory is pinned."""
+    """The limit matters only for RDMA, which pins memory."""
     assert status == check_locked_memory(limit, rdma=rdma).status
 
 
-def test_the_machine() -> None:
-    """Python, CUDA and shared memory are judged by what is passed."""
+def test_machine_checks() -> None:
+    """Python, CUDA and shared memory are checked on the values passed."""
     assert ["ok", "fail", "skip", "ok", "warn", "warn", "ok"] == [
         check_python(("3", "11", "7"), "2.13.0").status,
         check_python(("3", "10", "1"), "2.13.0").status,
@@ -351,7 +351,7 @@ def test_the_machine() -> None:
     [(200, True, "ok"), (200, False, "ok"), (401, False, "fail"), (403, True, "fail"), (500, True, "warn")],
 )
 def test_token(status: int, token_sent: bool, expected: Status) -> None:
-    """A refusal is a failure, an error of the planner a warning."""
+    """A rejected token is a failure, a planner error a warning."""
     assert expected == check_token(status, token_sent=token_sent).status
 
 
@@ -366,20 +366,20 @@ def test_token(status: int, token_sent: bool, expected: Status) -> None:
     ],
 )
 def test_clock(date: str | None, offset: float, status: Status) -> None:
-    """More than five seconds to either side is worth a warning."""
+    """A difference of more than five seconds is a warning."""
     assert status == check_clock(date, 1000 + offset).status
 
 
-def test_a_planner_that_answers() -> None:
-    """Reachable, token accepted, clock unknown."""
+def test_a_reachable_planner() -> None:
+    """The planner is reachable, the token accepted and the clock unknown."""
     planner_transport = httpx.MockTransport(lambda request: httpx.Response(200, json={}))
     assert [("planner", "ok"), ("token", "ok"), ("clock", "skip")] == [
         (check.name, check.status) for check in check_planner(PLANNER, planner_transport)
     ]
 
 
-def test_a_planner_that_is_down() -> None:
-    """Unreachable is one failure that names the URL."""
+def test_an_unreachable_planner_is_one_failure() -> None:
+    """The only result names the URL and the reason."""
 
     def refuse_connection(request: httpx.Request) -> httpx.Response:
         raise httpx.ConnectError("Connection refused")
@@ -388,6 +388,6 @@ def test_a_planner_that_is_down() -> None:
     assert ("fail", "http://planner.test: Connection refused") == (check.status, check.detail)
 
 
-def test_no_planner_is_worth_a_warning() -> None:
+def test_a_missing_planner_is_a_warning() -> None:
     """Without a planner every fork falls back."""
     assert ["warn"] == [check.status for check in check_planner(InstanceSettings())]

@@ -1,4 +1,4 @@
-"""The doctor on the settings themselves, and the promise that each of its findings can be mended."""
+"""Checks of the settings, and the rule that every finding has a fix."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rfork.settings.unknown_variables import find_typos, variables
     ("name", "suggestion"),
     [
         ("RFORK_PLANER", "RFORK_PLANNER"),
-        ("RFORK_EGRES_RATE", "RFORK_MAX_EGRESS_BYTES_PER_S"),
-        ("RFORK_STORAGE_STREAM", "RFORK_STORAGE_CONCURRENCY"),
+        ("RFORK_MAX_EGRES_BYTES_PER_S", "RFORK_MAX_EGRESS_BYTES_PER_S"),
+        ("RFORK_STORAGE_CONCURENCY", "RFORK_STORAGE_CONCURRENCY"),
         ("RFORK_TLS_CERT", "RFORK_TLS_CERTIFICATE"),
         ("RFORK_ZNOE", "RFORK_ZONE"),
         ("RFORK_PLANNNER_STROE", "RFORK_PLANNER_STORE"),
-        ("RFORK_DRAIN", "RFORK_DRAIN_TIMEOUT_S"),
+        ("RFORK_DRAIN_TIMEOUT", "RFORK_DRAIN_TIMEOUT_S"),
         ("RFORK_HOME", None),
         ("RFORK_RANK", None),
         ("RFORK_ROOT", None),
@@ -42,22 +42,22 @@ from rfork.settings.unknown_variables import find_typos, variables
     ],
 )
 def test_misspelt_variables(name: str, suggestion: str | None) -> None:
-    """A slip is told with what was meant; names of others, and those of Kubernetes, are left alone."""
+    """A typo is reported with the intended setting; unrelated names and those of Kubernetes are ignored."""
     assert ({name: suggestion} if suggestion else {}) == find_typos({name: "x"})
 
 
-def test_no_option_is_misspelt() -> None:
-    """Each variable that is read is known."""
+def test_settings_are_not_typos() -> None:
+    """No existing setting is reported as a typo of another one."""
     assert {} == find_typos(dict.fromkeys(variables(), "x"))
 
 
 def test_a_misspelt_variable_is_a_warning() -> None:
-    """It would be ignored without a word; but it may be somebody else's."""
+    """The variable is ignored, but another program may use it."""
     expected = CheckResult(
         "variables",
         "warn",
-        "RFORK_PLANER names no option",
-        "if it is rfork's, correct it: RFORK_PLANNER may be meant",
+        "RFORK_PLANER is not a setting",
+        "did you mean RFORK_PLANNER?",
     )
     assert expected == check_unknown_variables({"RFORK_PLANER": "RFORK_PLANNER"})
 
@@ -72,22 +72,22 @@ def test_a_misspelt_variable_is_a_warning() -> None:
         ("10.0.0.7", "http://planner:8700", "ok"),
     ],
 )
-def test_reach(bind: str, planner: str | None, status: Status) -> None:
-    """Who listens on loopback, and has its planner elsewhere, cannot be read from by others."""
+def test_reachability(bind: str, planner: str | None, status: Status) -> None:
+    """A loopback address with a remote planner is a warning: other hosts cannot read from it."""
     assert status == check_reachability(InstanceSettings(bind=bind, planner=planner)).status
 
 
-def test_the_folder_of_resumed_forks(tmp_path: Path) -> None:
-    """It is there, or can be made; a file in its place is a failure."""
+def test_resume_folder(tmp_path: Path) -> None:
+    """The folder exists or can be created; a file in its place is a failure."""
     file = tmp_path / "file"
     file.write_text("")
-    assert ["skip", "ok", "ok", "fail"] == [
+    assert ["off", "ok", "ok", "fail"] == [
         check_resume(folder).status for folder in (None, tmp_path, tmp_path / "a" / "b", file)
     ]
 
 
 @pytest.mark.parametrize("status", ["warn", "fail"])
-def test_a_finding_says_what_to_do(status: Status) -> None:
-    """One without a fix is no finding: it cannot be made."""
-    with pytest.raises(ValueError, match="says nothing to do"):
+def test_a_finding_requires_a_fix(status: Status) -> None:
+    """A warning or failure without a fix cannot be created."""
+    with pytest.raises(ValueError, match="requires a fix"):
         CheckResult("x", status, "it is bad")

@@ -1,7 +1,7 @@
-"""Run as a process: prints the layouts of transformers' models as JSON, by the names of their folders.
+"""Prints the layouts of transformers' models as JSON, keyed by the names of their folders. Run as a separate process.
 
-``python -m tests.unit.engines.model_layout FOLDER loaded|built``: loaded from the folders in it and used, or
-built from their configurations alone.
+``python -m tests.unit.engines.model_layout FOLDER loaded|built``: either loads the models from the subfolders
+and runs them, or builds them from their configurations alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rfork.image.capture import capture
 
 
 def model_of(folder: Path, mode: str) -> Any:
-    """One model."""
+    """Return one model."""
     if mode == "built":
         return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
@@ -29,7 +29,7 @@ def model_of(folder: Path, mode: str) -> Any:
 
 
 def main(folder: str, mode: str) -> None:
-    """One of the two processes."""
+    """Print the layouts of all models of a folder."""
     found = {}
     for each in sorted(Path(folder).iterdir()):
         layout = capture(model_of(each, mode)).layout

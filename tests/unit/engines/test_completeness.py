@@ -1,4 +1,4 @@
-"""Memory that building a model took, and what explains it."""
+"""Completeness: memory allocated while a model is built, and what explains it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from rfork.settings import InstanceSettings
 
 MIB = 1 << 20
 HIDDEN_TENSORS: list[torch.Tensor] = []
-"""Held by this module, as an engine holds what it shares between models."""
+"""Referenced by this module, like the state that an engine shares between models."""
 KERNELS: list[Callable[[], torch.Tensor]] = []
-"""Functions that this module has registered."""
+"""Functions registered with this module."""
 flashinfer_workspace: torch.Tensor | None = None
 
 
@@ -41,28 +41,34 @@ flashinfer_workspace: torch.Tensor | None = None
         ({}, {0: 32 << 10}, [], ()),
     ],
     ids=[
-        *("nothing", "all of it", "within a hundredth", "more than that", "a block within a hundredth"),
         *(
-            "a block of more",
-            "what was there before explains nothing",
-            "what was there before",
-            "less than before",
+            "nothing",
+            "all of it",
+            "within one percent",
+            "more than one percent",
+            "an unexplained block within one percent",
         ),
-        *("another block at the same address", "too small to be weights"),
+        *(
+            "an unexplained block above one percent",
+            "a block from before the build",
+            "an unchanged block",
+            "less memory than before",
+        ),
+        *("a block of another size at the same address", "too small to be weights"),
     ],
 )
-def test_what_is_unexplained(
+def test_unexplained_blocks_are_reported_above_the_tolerance(
     before: dict[int, int],
     after: dict[int, int],
     explained: list[tuple[int, int]],
     expected: tuple[tuple[int, int], ...],
 ) -> None:
-    """Blocks that were added, less what tensors cover, where that is more than a hundredth."""
+    """Added blocks without the bytes that tensors cover are reported if they exceed one percent."""
     assert expected == unexplained(before, after, explained)
 
 
-def test_blocks_in_use_are_read_from_a_snapshot() -> None:
-    """By the bytes that were asked for; freed and pending ones do not count."""
+def test_active_blocks_are_read_from_a_snapshot() -> None:
+    """Blocks count with their requested sizes; freed and pending blocks do not count."""
     blocks = [
         {"address": 0, "size": 512, "requested_size": 500, "state": "active_allocated"},
         {"address": 512, "size": 512, "requested_size": 0, "state": "inactive"},
@@ -72,7 +78,7 @@ def test_blocks_in_use_are_read_from_a_snapshot() -> None:
 
 
 class Layer(nn.Module):
-    """A layer of which a part may be somewhere else."""
+    """A layer that may keep a part of its weights elsewhere."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +87,7 @@ class Layer(nn.Module):
 
 @pytest.fixture
 def allocated(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """Tensors of which an allocator that is watched says that it has handed them out."""
+    """Tensors reported as allocated by a fake allocator."""
     tensors: list[torch.Tensor] = []
     monkeypatch.setattr(completeness, "allocations", lambda: {tensor.data_ptr(): tensor.nbytes for tensor in tensors})
     return tensors
@@ -89,13 +95,13 @@ def allocated(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 
 @pytest.fixture(autouse=True)
 def no_hidden_tensors() -> None:
-    """No test sees another one's."""
+    """Isolate each test from the tensors of the others."""
     HIDDEN_TENSORS.clear()
     KERNELS.clear()
 
 
-def test_a_model_whose_memory_is_all_its_tensors_is_complete(allocated: list[torch.Tensor]) -> None:
-    """Those that are in objects, and those that an image leaves out, explain memory too."""
+def test_a_model_whose_memory_is_explained_by_its_tensors_is_complete(allocated: list[torch.Tensor]) -> None:
+    """Tensors in objects and tensors excluded from the image explain memory too."""
     completeness_check = Completeness()
     module = Layer()
     vars(module)["kv_cache"] = torch.ones(MIB)
@@ -103,24 +109,24 @@ def test_a_model_whose_memory_is_all_its_tensors_is_complete(allocated: list[tor
     completeness_check.check(module)
 
 
-def test_memory_that_no_tensor_of_the_model_has_is_named(allocated: list[torch.Tensor]) -> None:
-    """With its bytes, and with the variable that holds it."""
+def test_unexplained_memory_is_named(allocated: list[torch.Tensor]) -> None:
+    """The error names its size and the variable that refers to it."""
     completeness_check = Completeness()
     module = Layer()
     HIDDEN_TENSORS.append(torch.ones(MIB))
     vars(completeness)["_test_weights"] = HIDDEN_TENSORS[0]
     allocated += [module.weight, HIDDEN_TENSORS[0]]
     try:
-        with pytest.raises(UnsupportedTensor, match=r"4194304 bytes of memory.*completeness._test_weights"):
+        with pytest.raises(UnsupportedTensor, match=r"4194304 bytes that belong.*completeness._test_weights"):
             completeness_check.check(module)
     finally:
         del vars(completeness)["_test_weights"]
 
 
-def test_scratch_is_excluded_by_the_name_of_its_variable(
+def test_scratch_is_excluded_by_its_variable_name(
     allocated: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A workspace that kernels of all layers share is no weight."""
+    """A workspace shared by the kernels of all layers is not a weight."""
     completeness_check = Completeness()
     module = Layer()
     monkeypatch.setitem(globals(), "flashinfer_workspace", torch.ones(MIB))
@@ -129,7 +135,7 @@ def test_scratch_is_excluded_by_the_name_of_its_variable(
 
 
 class Tied(nn.Module):
-    """An embedding and a head with one weight, and a rotary table that is no parameter."""
+    """An embedding and a head with one weight, and a rotary table that is not a parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,38 +146,38 @@ class Tied(nn.Module):
 
 
 def hide_in_a_closure() -> None:
-    """A function that other code has registered holds the tensor."""
+    """Refer to the tensor from a closure that other code has registered."""
     weight = torch.ones(MIB)
     KERNELS.append(lambda: weight)
 
 
 def hide_in_a_cache() -> None:
-    """A list of another module holds it."""
+    """Refer to the tensor from a list of another module."""
     HIDDEN_TENSORS.append(torch.ones(MIB))
 
 
 @pytest.mark.parametrize("hide", [hide_in_a_closure, hide_in_a_cache])
-def test_a_tensor_on_the_cpu_that_capture_does_not_see_is_refused(hide: Callable[[], None]) -> None:
-    """The error gives its bytes."""
+def test_a_cpu_tensor_that_capture_cannot_see_is_rejected(hide: Callable[[], None]) -> None:
+    """The error contains the size of the tensor."""
     completeness_check = Completeness()
     module = Tied()
     hide()
-    with pytest.raises(UnsupportedTensor, match="4194304 bytes of memory"):
+    with pytest.raises(UnsupportedTensor, match="allocated 4194304 bytes"):
         completeness_check.check(module)
 
 
-def test_what_tied_weights_buffers_and_a_kv_cache_take_on_the_cpu_is_explained(
+def test_tied_weights_buffers_and_a_kv_cache_on_the_cpu_are_explained(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The cache is known by the name of the variable that holds it."""
+    """The KV cache is recognised by the name of its variable."""
     completeness_check = Completeness()
     module = Tied()
     monkeypatch.setitem(globals(), "shared_kv_cache", torch.ones(MIB))
     completeness_check.check(module)
 
 
-def test_garbage_of_the_loader_is_collected_first() -> None:
-    """A cycle keeps what the loader has read until then."""
+def test_garbage_of_the_loader_is_collected_before_the_check() -> None:
+    """Reference cycles keep the loader's tensors alive until a collection."""
     completeness_check = Completeness()
     module = Tied()
     read: list[object] = [torch.ones(MIB)]
@@ -180,8 +186,8 @@ def test_garbage_of_the_loader_is_collected_first() -> None:
     completeness_check.check(module)
 
 
-def test_a_tensor_that_is_a_part_of_a_mapped_file_counts_as_that_part(tmp_path: Path) -> None:
-    """The rest of the file is no memory of the model."""
+def test_a_slice_of_a_mapped_file_counts_as_the_slice(tmp_path: Path) -> None:
+    """The rest of the mapped file is not memory of the model."""
     file = tmp_path / "weights"
     file.write_bytes(bytes(16 * MIB))
     completeness_check = Completeness()
@@ -193,7 +199,7 @@ def test_a_tensor_that_is_a_part_of_a_mapped_file_counts_as_that_part(tmp_path: 
 
 
 class Engine:
-    """One that keeps a part of its weights elsewhere."""
+    """An engine that keeps a part of its weights elsewhere."""
 
     def __init__(self, allocated: list[torch.Tensor], hides: Callable[[str], bool]) -> None:
         self.made: list[str] = []
@@ -201,15 +207,15 @@ class Engine:
         self._hides = hides
 
     def empty(self) -> nn.Module:
-        """Without weights."""
+        """Return the model without weights."""
         return self._make("empty")
 
     def load(self) -> nn.Module:
-        """With them."""
+        """Return the model with weights."""
         return self._make("load")
 
     def check(self) -> None:
-        """There is something to load."""
+        """Pass: there is something to load."""
 
     def _make(self, which: str) -> nn.Module:
         self.made.append(which)
@@ -228,12 +234,12 @@ class Engine:
         (("empty",), ["empty", "load"], False),
         (("load",), ["empty", "load"], False),
     ],
-    ids=["complete", "not when it is built", "not when it is loaded"],
+    ids=["complete", "incomplete after the empty build", "incomplete after loading"],
 )
-def test_an_incomplete_model_serves_and_is_no_seed(
+def test_an_incomplete_model_is_served_but_not_seeded(
     allocated: list[torch.Tensor], hides: tuple[str, ...], made: list[str], seeds: bool
 ) -> None:
-    """The engine loads its own weights once, and gives them to nobody."""
+    """The engine loads its own weights once and no instance can fork them."""
     engine = Engine(allocated, hides.__contains__)
     settings = InstanceSettings(snapshot="file:///none.safetensors", transports=("http",))
     module = load_or_fork(engine, lambda: ModelIdentity("model", Rank()), settings)

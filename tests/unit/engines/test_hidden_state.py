@@ -1,4 +1,4 @@
-"""Facts, numbers and flags of an engine's model, and the tensors of its helper objects."""
+"""Hidden state of an engine's model: facts, floats, flags, and tensors of helper objects."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Layer(nn.Module):
         self.impl.kernel = Helper(self.weight.data[:2], backend)
 
 
-def test_numbers_travel_in_the_image() -> None:
-    """What the source's modules hold is what the target's hold once its image is filled."""
+def test_floats_are_transferred_in_the_image() -> None:
+    """After its image is filled, the target's modules have the floats of the source's modules."""
     source, target = nn.Sequential(Layer(2.5), Layer(math.inf)), nn.Sequential(Layer(), Layer())
     HiddenState(source, (), OWN)
     hidden_state = HiddenState(target, (), OWN)
@@ -51,13 +51,13 @@ def test_numbers_travel_in_the_image() -> None:
 
 
 def own_tensors(module: nn.Module) -> dict[str, int]:
-    """Names of the captured tensors that are not the plug-in's, with their offsets."""
+    """Return the captured tensors that are not the plug-in's, with their offsets."""
     specs = capture(module).layout.tensors
     return {spec.name: spec.offset for spec in specs if not spec.name.startswith("rfork.")}
 
 
 def test_tensors_of_helpers_are_captured() -> None:
-    """A helper's own tensor is carried, and a view of a weight is an alias of the weight."""
+    """A helper's own tensor is captured, and a view of a weight is an alias of the weight."""
     layer = Layer()
     HiddenState(layer, (), OWN)
     offsets = own_tensors(layer)
@@ -65,8 +65,8 @@ def test_tensors_of_helpers_are_captured() -> None:
     assert offsets["weight"] == offsets["impl.kernel.packed"]
 
 
-def test_what_computes_is_a_fact() -> None:
-    """Other choices within helpers make another layout, and are named."""
+def test_helper_classes_and_their_options_are_facts() -> None:
+    """Different options of helpers make different layouts, and the difference is named."""
     layouts = []
     for backend in Backend:
         layer = Layer(backend=backend)
@@ -79,8 +79,8 @@ def test_what_computes_is_a_fact() -> None:
 
 
 @pytest.mark.parametrize("path", ["quant_method.moe_kernel.impl.fused_experts.quant_config._w1", "fp8_linear"])
-def test_tensors_deep_in_helpers_are_captured(path: str) -> None:
-    """Tensors of a method's kernel, its experts and their scales are captured, cycles or not."""
+def test_tensors_of_nested_helpers_are_captured(path: str) -> None:
+    """Tensors of a method's kernel, its experts and their scales are captured, with and without cycles."""
     layer = Layer()
     holder: Layer | Helper = layer
     for key in path.split("."):
@@ -93,8 +93,8 @@ def test_tensors_deep_in_helpers_are_captured(path: str) -> None:
     assert f"{path}.scale" in own_tensors(layer)
 
 
-def test_a_flag_that_differs_is_named() -> None:
-    """A flag that loading sets on one side only makes another layout; torch's own mode does not."""
+def test_a_flag_that_differs_is_reported() -> None:
+    """A flag that loading sets on one side only changes the layout; torch's training mode does not."""
     layouts = []
     for loaded, training in ((False, True), (False, False), (True, True)):
         model = nn.Sequential(Layer(), Layer()).train(training)
@@ -105,7 +105,7 @@ def test_a_flag_that_differs_is_named() -> None:
     assert "attribute ready: here False at 1, there True at 1" == layouts[0].first_difference(layouts[2])
 
 
-def test_limits_and_names_of_servers_are_not_compared() -> None:
+def test_server_limits_and_names_are_not_compared() -> None:
     """Integers and text on an engine's modules depend on options of its server."""
     layouts = []
     for limit in (1, 2):
@@ -116,8 +116,8 @@ def test_limits_and_names_of_servers_are_not_compared() -> None:
     assert layouts[0] == layouts[1]
 
 
-def test_helper_tensors_that_are_replaced_are_captured_anew() -> None:
-    """After an update the image holds what the helper computes with now; what is new there is left out."""
+def test_replaced_helper_tensors_are_captured_again() -> None:
+    """After an update the image contains the helper's current tensors, but no new ones."""
     layer = Layer()
     hidden_state = HiddenState(layer, (), OWN)
     layout = capture(layer).layout
@@ -130,8 +130,8 @@ def test_helper_tensors_that_are_replaced_are_captured_anew() -> None:
 
 
 @pytest.mark.parametrize("path", ["impl.packed", "impl.kernel.packed"])
-def test_helper_tensors_that_changed_make_another_layout(path: str) -> None:
-    """One that is gone, and one that viewed a weight and does not any more."""
+def test_changed_helper_tensors_change_the_layout(path: str) -> None:
+    """A missing tensor and a tensor that no longer aliases a weight change the layout."""
     layer = Layer()
     HiddenState(layer, (), OWN)
     layout = capture(layer).layout
@@ -142,8 +142,8 @@ def test_helper_tensors_that_changed_make_another_layout(path: str) -> None:
     assert layout != capture(layer, like=layout).layout
 
 
-def test_another_set_of_numbers_is_another_layout() -> None:
-    """Numbers are matched by their names, which are part of it."""
+def test_a_different_set_of_floats_is_a_different_layout() -> None:
+    """Floats are matched by their names, which are part of the layout."""
     one, other = Layer(), Layer()
     vars(other)["more"] = 1.0
     for layer in (one, other):
@@ -151,12 +151,12 @@ def test_another_set_of_numbers_is_another_layout() -> None:
     assert capture(one).layout.layout_id != capture(other).layout.layout_id
 
 
-def test_a_number_that_is_none_any_more_is_said() -> None:
-    """An engine that puts something else in its place has another model now."""
+def test_a_float_replaced_by_another_type_is_an_error() -> None:
+    """An engine that replaces a float with something else has a different model."""
     layer = Layer()
     hidden_state = HiddenState(layer, (), OWN)
     vars(layer)["scale"] = None
-    with pytest.raises(LayoutMismatch, match="scale was a number, and is NoneType now"):
+    with pytest.raises(LayoutMismatch, match="scale was a float and is now NoneType"):
         hidden_state.save()
 
 
@@ -166,8 +166,8 @@ class Lazy(Layer):
         return True
 
 
-def test_what_follows_from_the_rest_is_no_switch() -> None:
-    """A cached property that only the loading of weights has asked for parts no two models; a flag does."""
+def test_cached_properties_are_not_flags() -> None:
+    """A cached property that only weight loading has computed does not change the layout; a flag does."""
     accessed, fresh, flagged = Lazy(), Lazy(), Lazy()
     vars(flagged)["native"] = vars(fresh)["native"] = vars(accessed)["native"] = False
     vars(flagged)["native"] = accessed.padded

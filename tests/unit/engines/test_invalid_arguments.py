@@ -1,4 +1,4 @@
-"""What callers get wrong is one line of rfork's own errors, before anything is opened."""
+"""Invalid arguments of the public functions raise a one-line rfork error before anything is opened."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ UNREACHABLE_PLANNER = "http://127.0.0.1:9"
 
 
 class BrokenStateDict(nn.Linear):
-    """A module whose state dict cannot be made."""
+    """A module whose state dict cannot be created."""
 
     def __init__(self) -> None:
         super().__init__(2, 2)
@@ -34,37 +34,37 @@ class BrokenStateDict(nn.Linear):
 
 
 COMMON: dict[str, tuple[dict[str, Any], str]] = {
-    "a dict": ({"module": {"weight": torch.ones(1)}}, "a module is needed, not a dict"),
-    "a class": ({"module": nn.Linear}, "a module is needed, not the class Linear"),
-    "None": ({"module": None}, "a module is needed, not None"),
-    "an empty name": ({"model": ""}, "the model name '' cannot be used"),
-    "a name of two lines": ({"model": "a\nb"}, r"the model name 'a\\nb' cannot be used"),
-    "a long name": ({"model": "x" * 600}, "the model name 'xxx"),
-    "a name that is none": ({"model": 5}, "the model name 5 cannot be used"),
-    "a number as rank": ({"rank": 1}, "rank is a Rank, not a int"),
-    "a rank past its size": ({"rank": rfork.Rank(tp=3, tp_size=2)}, "tp=3 is not below tp_size=2"),
-    "a stage past its size": ({"rank": rfork.Rank(pp=1)}, "pp=1 is not below pp_size=1"),
+    "a dict": ({"module": {"weight": torch.ones(1)}}, "expected a module, got a dict"),
+    "a class": ({"module": nn.Linear}, "expected a module, got the class Linear"),
+    "None": ({"module": None}, "expected a module, got None"),
+    "an empty name": ({"model": ""}, "invalid model name ''"),
+    "a name with a line break": ({"model": "a\nb"}, r"invalid model name 'a\\nb'"),
+    "a long name": ({"model": "x" * 600}, "invalid model name 'xxx"),
+    "a name that is not a string": ({"model": 5}, "invalid model name 5"),
+    "a number as rank": ({"rank": 1}, "rank must be a Rank, not a int"),
+    "a rank beyond its size": ({"rank": rfork.Rank(tp=3, tp_size=2)}, "tp=3 must be less than tp_size=2"),
+    "a stage beyond its size": ({"rank": rfork.Rank(pp=1)}, "pp=1 must be less than pp_size=1"),
     "one pattern": ({"exclude": "*.bias"}, r"pass \['\*.bias'\] instead"),
-    "a pattern that is none": ({"exclude": [5]}, "5 is a int"),
-    "patterns that are none": ({"exclude": 5}, "exclude is a list of patterns, not a int"),
-    "a planner that is none": ({"planner": 5}, "planner is a path or a URI, not a int"),
-    "settings that are none": (
+    "a pattern that is not a string": ({"exclude": [5]}, "5 is a int"),
+    "patterns that are not a list": ({"exclude": 5}, "exclude must be a list of patterns, not a int"),
+    "a planner that is not a URL": ({"planner": 5}, "planner must be a path or a URI, not a int"),
+    "settings of another class": (
         {"settings": {"planner": UNREACHABLE_PLANNER}},
         "settings is an object of rfork.InstanceSettings",
     ),
-    "settings that were not checked": (
-        {"settings": InstanceSettings().model_copy(update={"drain_s": "long"})},
+    "settings that were not validated": (
+        {"settings": InstanceSettings().model_copy(update={"drain_timeout_s": "long"})},
         "RFORK_DRAIN_TIMEOUT_S: .* number",
     ),
 }
 OF_FORK: dict[str, tuple[dict[str, Any], str]] = {
-    "a number as checkpoint": ({"checkpoint": 5}, "checkpoint is a path or a URI, not a int"),
-    "a number as snapshot": ({"snapshot": 5}, "snapshot is a path or a URI, not a int"),
-    "a text as deadline": ({"deadline": "5"}, "deadline is a number of seconds, not a str"),
-    "a deadline of no time": ({"deadline": -1}, "deadline is a positive number of seconds, not -1"),
-    "no deadline at all": ({"deadline": float("nan")}, "deadline is a positive number of seconds, not nan"),
-    "a loader that is none": ({"loader": 5}, "loader is a function, not a int"),
-    "a callback that is none": ({"on_progress": 5}, "on_progress is a function, not a int"),
+    "a number as checkpoint": ({"checkpoint": 5}, "checkpoint must be a path or a URI, not a int"),
+    "a number as snapshot": ({"snapshot": 5}, "snapshot must be a path or a URI, not a int"),
+    "a string as deadline": ({"deadline": "5"}, "deadline must be a number of seconds, not a str"),
+    "a negative deadline": ({"deadline": -1}, "deadline must be a positive number of seconds, not -1"),
+    "a deadline of nan": ({"deadline": float("nan")}, "deadline must be a positive number of seconds, not nan"),
+    "a loader that is not callable": ({"loader": 5}, "loader must be a function, not a int"),
+    "a callback that is not callable": ({"on_progress": 5}, "on_progress must be a function, not a int"),
     "a state dict that raises": (
         {"module": BrokenStateDict(), "loader": lambda module: None},
         r"the module's state_dict\(\) raised ZeroDivisionError: packed weights",
@@ -77,7 +77,7 @@ def arguments(changed: dict[str, Any]) -> dict[str, Any]:
 
 
 def raised_error(call: Callable[[], object]) -> RforkError:
-    """The error that a call raises: of one line."""
+    """Return the error that a call raises, which must be one line."""
     with pytest.raises(RforkError) as caught:
         call()
     assert "\n" not in str(caught.value)
@@ -85,8 +85,8 @@ def raised_error(call: Callable[[], object]) -> RforkError:
 
 
 @pytest.mark.parametrize("name", [*COMMON, *OF_FORK])
-def test_a_fork_refuses(name: str) -> None:
-    """Every mistake in a call of `rfork.fork` is named, and is the user's."""
+def test_fork_rejects_invalid_arguments(name: str) -> None:
+    """Every invalid argument of `rfork.fork` is named and counts as the user's error."""
     changed, message = (COMMON | OF_FORK)[name]
     error = raised_error(lambda: rfork.fork(**arguments(changed)))
     assert error.fault == "user"
@@ -95,8 +95,8 @@ def test_a_fork_refuses(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", COMMON)
-def test_a_seed_refuses(name: str) -> None:
-    """So is every one in a call of `rfork.seed`, which does not run unregistered."""
+def test_seed_rejects_invalid_arguments(name: str) -> None:
+    """Every invalid argument of `rfork.seed` is named, and no seed starts unregistered."""
     changed, message = COMMON[name]
 
     def seed() -> None:
@@ -116,15 +116,15 @@ def test_a_seed_refuses(name: str) -> None:
         ({"module": nn.Linear}, "not a type"),
         ({"module": None}, "not a NoneType"),
         ({"uri": 5}, "5 is neither a URI nor a path"),
-        ({"uri": ""}, "an empty name is no file"),
-        ({"rank": 1}, "rank is a Rank, not a int"),
-        ({"dtype": "float32"}, "dtype is a torch.dtype, not a str"),
+        ({"uri": ""}, "the file name is empty"),
+        ({"rank": 1}, "rank must be a Rank, not a int"),
+        ({"dtype": "float32"}, "dtype must be a torch.dtype, not a str"),
         ({"device": "nowhere"}, "device 'nowhere' cannot be used"),
         ({"settings": {}}, "settings is an object of rfork.StorageSettings, not a dict"),
     ],
 )
-def test_a_load_refuses(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
-    """So is every one in a call of `rfork.load`."""
+def test_load_rejects_invalid_arguments(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
+    """Every invalid argument of `rfork.load` is named."""
     save_file({"weight": torch.ones(2, 2), "bias": torch.ones(2)}, tmp_path / "model.safetensors")
     call_arguments: dict[str, Any] = {
         "module": nn.Linear(2, 2),
@@ -136,13 +136,13 @@ def test_a_load_refuses(changed: dict[str, Any], message: str, tmp_path: Path) -
 
 
 def test_overrides_of_settings_are_validated() -> None:
-    """A value that overrides settings is looked at as one of the environment is."""
+    """A value that overrides a setting is validated like one from the environment."""
     error = raised_error(lambda: rfork.fork(nn.Linear(2, 2), model="m", settings=InstanceSettings(), deadline=10**400))
     assert isinstance(error, SettingsError)
 
 
-def test_settings_that_are_given_count_and_not_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is not set in them is not read from somewhere else."""
+def test_explicit_settings_replace_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values missing from the settings object are not read from the environment."""
     chosen = InstanceSettings()
     monkeypatch.setenv("RFORK_PLANNER", UNREACHABLE_PLANNER)
     assert rfork_settings(chosen).planner is None
@@ -154,17 +154,17 @@ def rfork_settings(chosen: InstanceSettings) -> InstanceSettings:
     return checked(InstanceSettings, chosen)
 
 
-def test_a_checkpoint_of_another_shape_is_not_mended_by_a_planner(tmp_path: Path) -> None:
-    """The advice is about what failed."""
+def test_a_checkpoint_of_another_shape_gets_no_hint_about_the_planner(tmp_path: Path) -> None:
+    """The hint refers to what failed."""
     save_file({"weight": torch.ones(3, 2), "bias": torch.ones(2)}, tmp_path / "model.safetensors")
     error = raised_error(lambda: rfork.fork(nn.Linear(2, 2), model="m", checkpoint=tmp_path))
     assert isinstance(error, AllSourcesFailed)
-    assert "weight has shape [3, 2], the model's is [2, 2]" in str(error)
+    assert "weight has shape [3, 2], but [2, 2] in the model" in str(error)
     assert "RFORK_PLANNER" not in error.hint
 
 
-def test_required_leaves_no_fallback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With RFORK_FAIL_IF_NOT_FORKED a checkpoint does not fill what no instance or snapshot can."""
+def test_fail_if_not_forked_disables_the_checkpoint_fallback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With RFORK_FAIL_IF_NOT_FORKED, a checkpoint is not used if there is no source and no snapshot."""
     monkeypatch.setenv("RFORK_FAIL_IF_NOT_FORKED", "1")
     save_file({"weight": torch.ones(2, 2), "bias": torch.ones(2)}, tmp_path / "model.safetensors")
     module = nn.Linear(2, 2)
@@ -174,8 +174,8 @@ def test_required_leaves_no_fallback(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert before == module.weight.tolist()
 
 
-def test_required_and_no_source_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor where a planner is set that knows of none."""
+def test_fail_if_not_forked_without_a_source_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same holds if the planner knows no source."""
     monkeypatch.setenv("RFORK_FAIL_IF_NOT_FORKED", "1")
     save_file({"weight": torch.ones(2, 2), "bias": torch.ones(2)}, tmp_path / "model.safetensors")
     error = raised_error(
@@ -184,8 +184,8 @@ def test_required_and_no_source_is_an_error(tmp_path: Path, monkeypatch: pytest.
     assert isinstance(error, AllSourcesFailed)
 
 
-def test_https_to_a_server_without_tls_names_the_scheme() -> None:
-    """The hint is the URL that would work, not to start a planner that runs."""
+def test_https_to_a_server_without_tls_names_the_correct_scheme() -> None:
+    """The hint is the URL that would work."""
 
     def without_tls(request: httpx.Request) -> httpx.Response:
         error = ssl.SSLError(1, "[SSL: WRONG_VERSION_NUMBER] wrong version number (_ssl.c:1016)")
@@ -194,11 +194,11 @@ def test_https_to_a_server_without_tls_names_the_scheme() -> None:
     client = PlannerClient("https://127.0.0.1:8700", transport=httpx.MockTransport(without_tls))
     with pytest.raises(PlannerUnreachable) as caught:
         client.models()
-    assert "a server without TLS answers there: use http://127.0.0.1:8700" == caught.value.hint
+    assert "a server without TLS responded: use http://127.0.0.1:8700" == caught.value.hint
 
 
-def test_a_certificate_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    """With the variable, and both files."""
+def test_an_unreadable_certificate_is_named(tmp_path: Path) -> None:
+    """The error contains the variable and both files."""
     tls = TlsSettings(certificate=tmp_path / "own.pem", key=tmp_path / "own.key")
     with pytest.raises(SettingsError, match=r"RFORK_TLS_CERTIFICATE: cannot use .*/own\.pem with"):
         PlannerClient("https://127.0.0.1:8700", tls=tls)
@@ -209,18 +209,18 @@ def test_a_certificate_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     [
         (
             ["pull", "FOLDER", "--name", "", "--planner", UNREACHABLE_PLANNER],
-            "the model name '' cannot be used",
+            "invalid model name ''",
         ),
-        (["pull", "FOLDER", "--name", "x" * 600, "--planner", UNREACHABLE_PLANNER], "the model name 'xxx"),
+        (["pull", "FOLDER", "--name", "x" * 600, "--planner", UNREACHABLE_PLANNER], "invalid model name 'xxx"),
         (
             ["seed", "FOLDER", "--name", "a\nb", "--planner", UNREACHABLE_PLANNER],
-            "the model name 'a\\nb' cannot be used",
+            "invalid model name 'a\\nb'",
         ),
         (["pull", "FOLDER", "--planner", UNREACHABLE_PLANNER, "--deadline", "-1"], "RFORK_DEADLINE_S"),
     ],
 )
-def test_a_command_refuses(command: list[str], message: str, tmp_path: Path) -> None:
-    """In one line, with the exit code of a user's mistake, before a model is built."""
+def test_commands_reject_invalid_arguments(command: list[str], message: str, tmp_path: Path) -> None:
+    """The command prints one line and exits with the code of a user error before it builds a model."""
     result = CliRunner().invoke(app, [str(tmp_path) if word == "FOLDER" else word for word in command])
     assert 2 == result.exit_code
     assert message in result.output.replace("\n", "")

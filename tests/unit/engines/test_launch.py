@@ -1,4 +1,4 @@
-"""Commands as `rfork launch` starts them: a table, and each refusal in words."""
+"""Commands rewritten by `rfork launch`, and rejected commands."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ S = "sglang.launch_server"
         ("vllm serve m --api-key vllm", "vllm", "vllm serve m --api-key vllm --load-format rfork"),
     ],
 )  # fmt: skip
-def test_a_command_is_started_with_the_load_format(command: str, engine: str, expected: str) -> None:
-    """Each way to start an engine is known, and nothing of it changes but the load format."""
+def test_a_command_gets_the_load_format(command: str, engine: str, expected: str) -> None:
+    """Each known way to start an engine is recognised, and only the load format is added."""
     launch = rewrite_command(command.split(), {})
     assert (engine, expected.split()) == (launch.engine, list(launch.command))
 
@@ -65,7 +65,7 @@ def test_a_command_is_started_with_the_load_format(command: str, engine: str, ex
         (f"python -m {S} --load-format=dummy", "--load-format dummy"),
     ],
 )
-def test_what_cannot_be_launched_is_said(command: str, part: str) -> None:
+def test_an_unsupported_command_is_rejected(command: str, part: str) -> None:
     """One line names what is wrong with the command."""
     with pytest.raises(SettingsError) as caught:
         rewrite_command(command.split(), {})
@@ -86,7 +86,7 @@ def test_what_cannot_be_launched_is_said(command: str, part: str) -> None:
     ],
 )
 def test_an_allowlist_gets_the_plug_in(command: str, before: dict[str, str], after: dict[str, str]) -> None:
-    """Where plug-ins are restricted rfork is added; else nothing is set. SGLang's empty list is none."""
+    """If plug-ins are restricted, rfork is added to the list. SGLang treats an empty list as none."""
     found = dict(rewrite_command(command.split(), {**before, "RFORK_REPLICA": "me"}).environment)
     assert {**after, "RFORK_REPLICA": "me"} == found
 
@@ -104,21 +104,21 @@ def test_an_allowlist_gets_the_plug_in(command: str, before: dict[str, str], aft
     ],
 )
 def test_the_server_does_not_drain_again(before: dict[str, str], after: dict[str, str]) -> None:
-    """Its launcher does, where there is a planner to ask."""
+    """With a planner, the launcher drains, so the server's own drain is disabled."""
     settings = load(InstanceSettings, planner=before.get("RFORK_PLANNER"))
     assert after == engine_environment(before, settings)
 
 
-def test_each_start_has_a_name_of_its_own() -> None:
-    """A replica without a name gets one that the settings take."""
+def test_each_start_has_its_own_replica_name() -> None:
+    """An unnamed replica gets a unique and valid name."""
     one, other = replica_name(), replica_name()
     assert (True, one) == (one != other, load(InstanceSettings, replica=one).replica)
 
 
-def test_options_come_before_the_command() -> None:
-    """By either spelling; the command's own options are its own, with `--` or without."""
+def test_launch_options_precede_the_command() -> None:
+    """Both spellings work; options of the command are not parsed, with and without `--`."""
     expected = {"RFORK_PLANNER": "http://p", "RFORK_FAIL_IF_NOT_FORKED": "1", "RFORK_TRANSPORTS": "http"}
-    options = ["--planner", "http://p", "--rfork-required", "--transports=http"]
+    options = ["--planner", "http://p", "--rfork-fail-if-not-forked", "--transports=http"]
     command = ["vllm", "serve", "m", "--planner", "its", "--", "x"]
     assert [(expected, command)] * 2 == [
         parse_launch_arguments([*options, "--", *command]),
@@ -127,21 +127,21 @@ def test_options_come_before_the_command() -> None:
 
 
 @pytest.mark.parametrize("arguments", [["--planer", "x", "--", "vllm"], ["--planner"], ["--token", "x"]])
-def test_a_wrong_option_is_one_line(arguments: list[str]) -> None:
-    """An option that there is not, one without its value, and a secret, which is none."""
+def test_an_invalid_option_is_a_one_line_error(arguments: list[str]) -> None:
+    """An unknown option, one without its value, and a secret, which has no option, are rejected."""
     with pytest.raises(SettingsError):
         parse_launch_arguments(arguments)
 
 
 def test_entry_points_are_those_of_the_package() -> None:
-    """What is made on the fly is what an installed rfork has."""
+    """Generated entry points equal those of an installed rfork."""
     project = tomllib.loads((Path(rfork.__file__).parents[1] / "pyproject.toml").read_text())
     declared = project["project"]["entry-points"]
     assert ENTRY_POINTS == {group: names["rfork"] for group, names in declared.items()}
 
 
-def test_the_plug_in_is_found_where_nothing_is_installed() -> None:
-    """A folder in front of Python's path has the entry points and the package; it goes afterwards."""
+def test_the_plug_in_is_found_without_installation() -> None:
+    """A folder on PYTHONPATH has the entry points and the package, and is removed afterwards."""
     with with_plugin_path({"PYTHONPATH": "/before"}) as environment:
         folder, rest = environment["PYTHONPATH"].split(":")
         found = {
@@ -153,8 +153,8 @@ def test_the_plug_in_is_found_where_nothing_is_installed() -> None:
     assert (dict(ENTRY_POINTS), "/before", True, False) == (found, rest, there, Path(folder).exists())
 
 
-def test_rfork_as_files_has_the_entry_points_of_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that know what to do in an image whose packages are too old."""
+def test_a_copied_rfork_has_the_entry_points_of_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They handle images whose packages are too old."""
     (tmp_path / "_files.py").touch()
     monkeypatch.setattr("rfork.__file__", str(tmp_path / "__init__.py"))
     with with_plugin_path({}) as environment:

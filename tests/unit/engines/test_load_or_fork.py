@@ -1,4 +1,4 @@
-"""A model brought up from a snapshot alone, without a planner; and what is required without either."""
+"""Models loaded from a snapshot without a planner, and `fail_if_not_forked`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SCALE = 2.5
 
 
 def made(value: float, scale: float) -> nn.Module:
-    """A model all of whose weights are this value."""
+    """Return a model whose weights all have this value."""
     module = nn.Linear(16, 16)
     vars(module)["scale"] = scale
     with torch.no_grad():
@@ -31,35 +31,35 @@ def made(value: float, scale: float) -> nn.Module:
 
 
 class Toy:
-    """An engine that counts what its own loader is asked for."""
+    """An engine that counts the calls of its own loader."""
 
     def __init__(self) -> None:
         self.loads = 0
 
     def empty(self) -> nn.Module:
-        """Zeros."""
+        """Return a model of zeros."""
         return made(0.0, 0.0)
 
     def load(self) -> nn.Module:
-        """The checkpoint's weights, which are not the snapshot's."""
+        """Return the checkpoint's weights, which differ from the snapshot's."""
         self.loads += 1
         return made(1.0, 1.0)
 
     def check(self) -> None:
-        """There is one."""
+        """Pass: there is a checkpoint."""
         if self.loads:
-            raise CheckpointError("it was read before")
+            raise CheckpointError("loader already called")
 
 
 @pytest.fixture
 def toy() -> Toy:
-    """An engine."""
+    """Return an engine."""
     return Toy()
 
 
 @pytest.fixture
 def snapshot(tmp_path: Path) -> str:
-    """One of a model as the toy's, with other weights."""
+    """Return a snapshot of the same model with other weights."""
     module = made(3.0, SCALE)
     HiddenState(module, IDENTITY.facts, IDENTITY.packages)
     return save(module, tmp_path / "model.safetensors").uri
@@ -67,7 +67,7 @@ def snapshot(tmp_path: Path) -> str:
 
 @pytest.mark.parametrize("required", [False, True])
 def test_a_snapshot_needs_no_planner(toy: Toy, snapshot: str, required: bool) -> None:
-    """It is read, with the numbers in it, and the engine's own loader is not run."""
+    """The snapshot is read with its floats, and the engine's own loader is not called."""
     module = load_or_fork(
         toy,
         lambda: IDENTITY,
@@ -81,8 +81,8 @@ def test_a_snapshot_needs_no_planner(toy: Toy, snapshot: str, required: bool) ->
     assert (0, [3.0], SCALE) == (toy.loads, weight, vars(module)["scale"])
 
 
-def test_a_snapshot_that_is_not_there(toy: Toy, tmp_path: Path) -> None:
-    """The engine loads instead; where a fork is required, it does not."""
+def test_a_missing_snapshot(toy: Toy, tmp_path: Path) -> None:
+    """The engine loads instead, unless a fork is required."""
     missing = f"file://{tmp_path}/none.safetensors"
     with pytest.raises(AllSourcesFailed):
         load_or_fork(
@@ -96,8 +96,8 @@ def test_a_snapshot_that_is_not_there(toy: Toy, tmp_path: Path) -> None:
     assert (1, [1.0]) == (toy.loads, module.get_parameter("weight").unique().tolist())
 
 
-def test_nothing_to_have_it_from(toy: Toy) -> None:
-    """With neither the engine loads as without rfork; where that is not allowed, it is said."""
+def test_neither_planner_nor_snapshot(toy: Toy) -> None:
+    """The engine loads as without rfork; if a fork is required, this is an error."""
     with pytest.raises(SettingsError, match="neither a planner nor a snapshot"):
         load_or_fork(toy, lambda: IDENTITY, InstanceSettings(fail_if_not_forked=True))
     module = load_or_fork(toy, lambda: IDENTITY, InstanceSettings())
@@ -108,8 +108,8 @@ def broken(module: nn.Module) -> None:
     raise RuntimeError("pre-processed weights require another backend")
 
 
-def test_kernels_are_rebuilt_before_it_is_a_seed(toy: Toy, snapshot: str) -> None:
-    """They read the weights, and the numbers of the modules, that the snapshot holds."""
+def test_kernels_are_rebuilt_before_seeding(toy: Toy, snapshot: str) -> None:
+    """They read the weights and floats of the snapshot."""
     read: list[tuple[float, float]] = []
 
     def rebuild(module: nn.Module) -> None:
@@ -121,8 +121,8 @@ def test_kernels_are_rebuilt_before_it_is_a_seed(toy: Toy, snapshot: str) -> Non
     assert [(3.0, SCALE)] == read
 
 
-def test_kernels_that_cannot_be_rebuilt_are_loaded(toy: Toy, snapshot: str) -> None:
-    """The engine's own loader comes next, and the start does not fail."""
+def test_the_engine_loads_if_kernels_cannot_be_rebuilt(toy: Toy, snapshot: str) -> None:
+    """The engine's own loader is the next fallback, and the start succeeds."""
     module = load_or_fork(toy, lambda: IDENTITY, InstanceSettings(snapshot=snapshot, transports=("http",)), broken)
     instance = served_model(module)
     if instance is None:
@@ -133,7 +133,7 @@ def test_kernels_that_cannot_be_rebuilt_are_loaded(toy: Toy, snapshot: str) -> N
 
 
 def test_required_kernels_that_cannot_be_rebuilt_are_an_error(toy: Toy, snapshot: str) -> None:
-    """Where the engine must not load by itself, the error says why."""
+    """If the engine must not load, the error contains the reason."""
     chosen = InstanceSettings(snapshot=snapshot, fail_if_not_forked=True, transports=("http",))
-    with pytest.raises(AllSourcesFailed, match="kernels could not be rebuilt: RuntimeError: pre-processed"):
+    with pytest.raises(AllSourcesFailed, match="failed to rebuild the engine's kernels: RuntimeError: pre-processed"):
         load_or_fork(toy, lambda: IDENTITY, chosen, broken)

@@ -1,4 +1,4 @@
-"""A model built without its weights is the one that `from_pretrained` builds, less the weights."""
+"""A model built without its weights equals the one that `from_pretrained` builds, except for the weights."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ MODELS: dict[str, tuple[type[PreTrainedModel], Mapping[str, object]]] = {
 
 
 def save_model(folder: Path, name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Write a random model of this kind into the folder."""
+    """Write a random model of this architecture into the folder."""
     model_class, values = MODELS[name]
     config_class = model_class.config_class
     config = AutoConfig.for_model(config_class.model_type if config_class is not None else "", **values)
@@ -85,14 +85,14 @@ def save_model(folder: Path, name: str, dtype: torch.dtype = torch.float32) -> P
 
 
 def without_weights(folder: Path) -> Path:
-    """The same folder elsewhere, less its weights."""
+    """Return a copy of the folder without the weights."""
     config_only = folder.with_name(f"{folder.name}-bare")
     shutil.copytree(folder, config_only, ignore=shutil.ignore_patterns("*.safetensors", "*.index.json"))
     return config_only
 
 
 def state_of(model: PreTrainedModel, folder: Path) -> dict[str, object]:
-    """All that is the model's but its weights; it was made of this folder."""
+    """Return the state of the model except its weights; the model was built from this folder."""
     loaded = set(model.state_dict())
     return {
         "class": type(model),
@@ -110,8 +110,8 @@ def state_of(model: PreTrainedModel, folder: Path) -> dict[str, object]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", MODELS)
-def test_the_empty_model_is_that_of_from_pretrained(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
-    """Layout, computed buffers, config and all else are equal, though the folder has no weights."""
+def test_the_empty_model_equals_that_of_from_pretrained(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+    """Layout, computed buffers, config and everything else are equal, although the folder has no weights."""
     folder = tmp_path / "model"
     save_model(folder, name, dtype)
     config_only = without_weights(folder)
@@ -120,8 +120,8 @@ def test_the_empty_model_is_that_of_from_pretrained(tmp_path: Path, name: str, d
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", torch.float16], ids=str)
-def test_a_dtype_that_is_asked_for(tmp_path: Path, dtype: str | torch.dtype) -> None:
-    """The model has it as one that `from_pretrained` is asked for."""
+def test_a_requested_dtype(tmp_path: Path, dtype: str | torch.dtype) -> None:
+    """The model has the dtype that `from_pretrained` would give it."""
     folder = tmp_path / "model"
     save_model(folder, "kept in float32")
     config_only = without_weights(folder)
@@ -130,7 +130,7 @@ def test_a_dtype_that_is_asked_for(tmp_path: Path, dtype: str | torch.dtype) -> 
 
 
 def test_a_config_without_a_dtype(tmp_path: Path) -> None:
-    """It is that of the weights, where there are some, else float32."""
+    """It is that of the weights if there are any, else float32."""
     save_model(tmp_path / "model", "tied", torch.bfloat16)
     config = tmp_path / "model" / "config.json"
     config_values = json.loads(config.read_text())
@@ -140,16 +140,16 @@ def test_a_config_without_a_dtype(tmp_path: Path) -> None:
     assert [torch.bfloat16, torch.float32] == found
 
 
-def test_attention_that_is_asked_for(tmp_path: Path) -> None:
-    """Both ways of building are told of it."""
+def test_a_requested_attention_implementation(tmp_path: Path) -> None:
+    """Both build paths use it."""
     save_model(tmp_path, "tied")
     meta_model = MetaModel.of(tmp_path, attn_implementation="eager")
     models = meta_model.empty(), meta_model.loaded()
     assert ["eager", "eager"] == [model.config._attn_implementation for model in models]
 
 
-def test_a_class_that_is_asked_for(tmp_path: Path) -> None:
-    """A class, or an Auto class, stands for that which the config names."""
+def test_a_requested_class(tmp_path: Path) -> None:
+    """A class or an Auto class replaces the one named by the config."""
     save_model(tmp_path, "tied")
     class_names = [
         type(MetaModel.of(tmp_path, model_class=model_class).empty()).__name__
@@ -159,15 +159,15 @@ def test_a_class_that_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_the_generation_config_of_the_folder(tmp_path: Path) -> None:
-    """What generation_config.json says is there, not only what the model's config says."""
+    """generation_config.json is read in addition to the model's config."""
     model = save_model(tmp_path, "tied")
     model.generation_config.repetition_penalty = 1.5
     model.generation_config.save_pretrained(tmp_path)
     assert 1.5 == MetaModel.of(tmp_path).empty().generation_config.repetition_penalty
 
 
-def test_it_is_saved_under_the_names_of_its_kind(tmp_path: Path) -> None:
-    """What was built without reading is written as one that was read is: experts one by one."""
+def test_it_is_saved_under_the_names_of_its_architecture(tmp_path: Path) -> None:
+    """A model built without reading is saved like one that was read, with separate experts."""
     folder, ours, theirs = tmp_path / "model", tmp_path / "ours", tmp_path / "theirs"
     save_model(folder, "merged experts")
     meta_model = MetaModel.of(folder)
@@ -179,15 +179,15 @@ def test_it_is_saved_under_the_names_of_its_kind(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "expected"), [("tied", True), ("merged experts", False)])
-def test_weights_that_are_read_as_they_lie(tmp_path: Path, name: str, expected: bool) -> None:
-    """Where transformers merges or turns weights as it reads, files must not be read in its place."""
+def test_whether_weights_are_loaded_unchanged(tmp_path: Path, name: str, expected: bool) -> None:
+    """If transformers merges or transposes weights as it reads them, rfork must not read the files instead."""
     save_model(tmp_path, name)
     meta_model = MetaModel.of(tmp_path)
     assert expected == meta_model.loads_as_stored(meta_model.empty())
 
 
-def test_quantised_models_are_refused(tmp_path: Path) -> None:
-    """The reason says so."""
+def test_quantised_models_are_rejected(tmp_path: Path) -> None:
+    """The error contains the reason."""
     save_model(tmp_path, "tied")
     config = tmp_path / "config.json"
     quantised = {"quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -197,14 +197,14 @@ def test_quantised_models_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("source", [Path("/nowhere"), "/nowhere", "no such/model/at all"])
-def test_no_such_model(source: str | Path) -> None:
-    """It is one line that names it."""
+def test_a_missing_model(source: str | Path) -> None:
+    """The error is one line with the model's name."""
     with pytest.raises(ModelError, match=str(source)):
         MetaModel.of(source)
 
 
-def test_nothing_is_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """No progress bar and no warning for a load that reads nothing."""
+def test_nothing_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A build that reads nothing shows no progress bar and no warning."""
     save_model(tmp_path, "tied")
     capfd.readouterr()
     MetaModel.of(tmp_path).empty()

@@ -1,4 +1,4 @@
-"""Models that two processes made from two folders have one layout: an honest fork is not refused."""
+"""Two processes that build a model from two folders get equal layouts, so that valid forks are accepted."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ SIZES: dict[str, Any] = {
 
 
 def layouts_of(folder: Path, mode: str) -> dict[str, Any]:
-    """What a process of its own says."""
+    """Return the layouts printed by a separate process."""
     command = [sys.executable, "-m", "tests.unit.engines.model_layout", str(folder), mode]
     ran = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE)
     found: dict[str, Any] = json.loads(ran.stdout)
     return found
 
 
-def test_a_used_model_and_a_new_one_have_one_layout(tmp_path: Path) -> None:
+def test_a_used_model_and_a_new_one_have_equal_layouts(tmp_path: Path) -> None:
     """One was loaded and has generated text, the other was built elsewhere from the configuration alone."""
     seeds, targets = tmp_path / "seeds", tmp_path / "elsewhere" / "targets"
     for model_type in ("llama", "qwen2"):

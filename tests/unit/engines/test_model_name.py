@@ -1,4 +1,4 @@
-"""What a model is called where nobody says."""
+"""Default names of models."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from rfork.engines.model_name import canonical_model_name
         ("{folder}/tiny/", "tiny"),
     ],
 )
-def test_a_model_has_the_name_of_its_hub_id_or_folder(source: str, expected: str, tmp_path: Path) -> None:
-    """A folder in the hub's cache has the hub id as its name."""
+def test_a_model_is_named_after_its_hub_id_or_folder(source: str, expected: str, tmp_path: Path) -> None:
+    """A folder in the hub's cache is named after the hub id."""
     for name in ("SmolLM2-135M-Instruct", "tiny"):
         (tmp_path / name).mkdir()
     assert expected == canonical_model_name(source.format(folder=tmp_path))
 
 
 @pytest.mark.parametrize("last", ["checkpoint-100", "model", "latest", "final", "v2", "0a1b2c3d4e", "7"])
-def test_a_folder_that_many_models_have_goes_by_its_path(last: str, tmp_path: Path) -> None:
-    """Two fine-tunes in folders of one such name are two models."""
+def test_a_generic_folder_is_named_by_its_path(last: str, tmp_path: Path) -> None:
+    """Two fine-tunes in folders with the same generic name are different models."""
     folder = tmp_path / last
     folder.mkdir()
     assert str(folder.resolve()) == canonical_model_name(folder)

@@ -1,4 +1,4 @@
-"""Methods of classes that are wrapped: what is called, in which order, and how often."""
+"""Wrapped methods: which functions are called, in which order, and how often."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from rfork.engines.sglang import hook_targets
 
 
 class Engine:
-    """An engine that writes down what is done to it."""
+    """An engine that records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
 
     def step(self, size: int, *, dry: bool = False) -> int:
-        """As many tokens as were asked for."""
+        """Return the requested number of tokens."""
         self.calls.append(f"step {size}{' dry' if dry else ''}")
         return size
 
 
 @pytest.fixture
 def engine_class() -> type[Engine]:
-    """A class that only this test wraps."""
+    """Return a class that only this test wraps."""
     return type("Engine", (Engine,), dict(vars(Engine)))
 
 
-def test_a_wrapper_is_called_in_the_method_s_place(engine_class: type[Engine]) -> None:
-    """It gets the method and all arguments, and what it returns is returned."""
+def test_a_wrapper_replaces_the_method(engine_class: type[Engine]) -> None:
+    """It receives the method and all arguments, and its return value is returned."""
 
     def twice(method: Callable[..., int], engine: Engine, size: int, **named: bool) -> int:
         return 2 * method(engine, size, **named)
@@ -41,7 +41,7 @@ def test_a_wrapper_is_called_in_the_method_s_place(engine_class: type[Engine]) -
 
 
 def test_a_method_is_wrapped_once(engine_class: type[Engine]) -> None:
-    """A second wrapper of ours is not put around the first, and the method keeps its name."""
+    """A second wrapper is not applied, and the method keeps its name."""
     for _ in range(2):
         patch_method(engine_class, "step", call_before(lambda engine, size: engine.calls.append("told")))
     engine = engine_class()
@@ -49,8 +49,8 @@ def test_a_method_is_wrapped_once(engine_class: type[Engine]) -> None:
     assert (["told", "step 1"], "step") == (engine.calls, engine_class.step.__name__)
 
 
-def test_what_is_told_before_changes_nothing(engine_class: type[Engine]) -> None:
-    """It is told of the arguments; what it raises ends the call before the method is reached."""
+def test_a_callback_before_the_method_receives_the_arguments(engine_class: type[Engine]) -> None:
+    """If it raises, the method is not called."""
 
     def refuse(engine: Engine, size: int) -> None:
         raise ValueError(size)
@@ -62,8 +62,8 @@ def test_what_is_told_before_changes_nothing(engine_class: type[Engine]) -> None
     assert [] == engine.calls
 
 
-def test_what_is_told_after_knows_the_result(engine_class: type[Engine]) -> None:
-    """The result comes first, and is returned as it is."""
+def test_a_callback_after_the_method_receives_the_result(engine_class: type[Engine]) -> None:
+    """The result is its first argument and is returned unchanged."""
 
     def record_result(result: int, engine: Engine, size: int) -> None:
         engine.calls.append(f"{result} of {size}")
@@ -74,8 +74,8 @@ def test_what_is_told_after_knows_the_result(engine_class: type[Engine]) -> None
     assert ["step 7", "7 of 7"] == engine.calls
 
 
-def test_a_method_that_another_plug_in_wrapped_is_wrapped_too(engine_class: type[Engine]) -> None:
-    """Around the other's: both are called."""
+def test_a_method_wrapped_by_another_plug_in_is_wrapped_too(engine_class: type[Engine]) -> None:
+    """Both wrappers are called."""
     unpatched_step = engine_class.step
 
     def other(engine: Engine, size: int) -> int:
@@ -90,10 +90,8 @@ def test_a_method_that_another_plug_in_wrapped_is_wrapped_too(engine_class: type
     assert ["ours", "other", "step 1"] == engine.calls
 
 
-def test_sglang_s_methods_are_wrapped_by_their_paths(
-    engine_class: type[Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The class is found by its path, as the points of the plug-in have it."""
+def test_methods_are_wrapped_by_their_paths(engine_class: type[Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The class is found by its dotted path, as in the plug-in's hook targets."""
     monkeypatch.setattr(f"{__name__}.Engine", engine_class)
     hook_targets.hook(f"{__name__}.Engine.step", call_before(lambda engine, size: engine.calls.append("told")))
     engine = engine_class()

@@ -1,4 +1,4 @@
-"""The version of the weights that an instance would load by itself, or has loaded over its own."""
+"""Version of the weights that an instance would load itself, or has loaded over its own."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ COMMIT = "0123456789" * 4
 
 
 class ResolvedRevision(str):
-    """As huggingface_hub's: the revision that was asked for, with its commit."""
+    """Like huggingface_hub's: the requested revision with its commit."""
 
     resolved = COMMIT
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A checkpoint's folder."""
+    """Return a checkpoint folder."""
     made = tmp_path / "model"
     made.mkdir()
     save_file({"weight": torch.zeros(4)}, made / "model.safetensors")
     return made
 
 
-def test_a_reload_has_the_version_of_files_that_stayed_as_they_were(folder: Path) -> None:
-    """They were the same before they were read and afterwards."""
+def test_a_reload_of_unchanged_files_has_their_version(folder: Path) -> None:
+    """The files were equal before and after they were read."""
     assert version_of(folder) == version_of_reload(folder)()
 
 
-def test_a_reload_of_files_that_changed_meanwhile_has_none(folder: Path) -> None:
-    """Nobody knows which were read."""
+def test_a_reload_of_changing_files_has_no_version(folder: Path) -> None:
+    """It is unknown which files were read."""
     after = version_of_reload(folder)
     save_file({"weight": torch.ones(4)}, folder / "model.safetensors")
     assert after() is None
 
 
-def test_a_reload_of_files_that_cannot_be_read_has_none(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The log says why; the engine's update goes on."""
+def test_a_reload_of_unreadable_files_has_no_version(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The reason is logged, and the engine's update continues."""
     (folder / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1")
     after = version_of_reload(folder)
     assert after() is None
-    assert "the version of the new weights is not known" in caplog.text
+    assert "version of the new weights unknown" in caplog.text
 
 
 def model_config(model: str, revision: str | None = None, model_weights: str = "") -> SimpleNamespace:
-    """As vLLM's."""
+    """Return a configuration like vLLM's."""
     return SimpleNamespace(model=model, revision=revision, model_weights=model_weights)
 
 
@@ -67,11 +67,11 @@ def model_config(model: str, revision: str | None = None, model_weights: str = "
     ],
     ids=["folder", "revision", "resolved", "object store", "older vLLM"],
 )
-def test_where_vllm_loads_a_model_from(config: SimpleNamespace, expected: tuple[str, str | None]) -> None:
-    """A folder, a hub id at the commit that vLLM found as it started, or an object store."""
+def test_the_location_that_vllm_loads_a_model_from(config: SimpleNamespace, expected: tuple[str, str | None]) -> None:
+    """It is a folder, a hub id at the commit that vLLM resolved at its start, or an object store."""
     assert expected == loads_from(config)
 
 
-def test_a_hub_id_that_vllm_resolved_is_of_its_commit() -> None:
-    """Also before anything was downloaded."""
+def test_a_hub_id_resolved_by_vllm_has_the_version_of_its_commit() -> None:
+    """This holds before anything is downloaded."""
     assert f"commit:{COMMIT}" == version_of_files(*loads_from(model_config("org/llama", ResolvedRevision("main"))))

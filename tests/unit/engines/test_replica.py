@@ -1,4 +1,4 @@
-"""The name of the replica that a process is a rank of."""
+"""Name of the replica that a process belongs to."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ TWO = Rank(tp=1, tp_size=2)
 
 @pytest.fixture(autouse=True)
 def _reset_process_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a new process."""
+    """Reset the state as in a new process."""
     monkeypatch.setattr(replica, "_agreed_names", {})
 
 
 @pytest.fixture
 def other_rank(tmp_path: Path) -> Iterator[str]:
-    """A process group whose other rank has proposed this name before."""
+    """A process group whose other rank has already proposed this name."""
     store = FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     default = torch.distributed.distributed_c10d._get_default_store()
@@ -34,31 +34,31 @@ def other_rank(tmp_path: Path) -> Iterator[str]:
     torch.distributed.destroy_process_group()
 
 
-def test_ranks_of_several_agree_on_the_first_one_s_name(other_rank: str) -> None:
-    """By the store of their process group."""
+def test_several_ranks_agree_on_the_first_name(other_rank: str) -> None:
+    """They use the store of their process group."""
     assert other_rank == replica_of(InstanceSettings(), TWO)
 
 
-def test_a_draft_of_one_rank_is_of_its_model_s_replica(other_rank: str) -> None:
-    """Each rank of the main model holds a copy of the draft."""
+def test_a_single_rank_draft_belongs_to_the_replica_of_its_model(other_rank: str) -> None:
+    """Each rank of the main model has a copy of the draft."""
     replica_of(InstanceSettings(), TWO)
     assert other_rank == replica_of(InstanceSettings(), Rank(role="speculative"))
 
 
-def test_a_model_of_one_rank_is_a_replica_of_its_own(other_rank: str) -> None:
-    """Also in a process group: data-parallel copies need not have one version."""
+def test_a_single_rank_model_is_its_own_replica(other_rank: str) -> None:
+    """This holds in a process group too: data-parallel copies need not have the same version."""
     assert other_rank != replica_of(InstanceSettings(), Rank())
     assert replica_of(InstanceSettings(), Rank()) == replica_of(InstanceSettings(), Rank())
 
 
-def test_the_setting_names_the_replica_where_ranks_cannot_agree() -> None:
-    """Without a process group; without the setting nothing does."""
+def test_the_setting_names_the_replica_if_ranks_cannot_agree() -> None:
+    """Without a process group and without the setting there is no name."""
     assert "server-7" == replica_of(InstanceSettings(replica="server-7"), TWO)
     assert replica_of(InstanceSettings(), TWO) is None
 
 
-def test_a_replica_that_starts_again_has_another_name() -> None:
-    """Its weights may be of another version then: the setting is a part of the name alone."""
+def test_a_restarted_replica_has_another_name() -> None:
+    """It may have another version, so the setting is only a part of the name."""
     name = replica_of(InstanceSettings(replica="server-7"), Rank())
     assert name is not None
     assert name.startswith("server-7-")

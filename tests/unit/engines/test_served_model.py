@@ -1,4 +1,4 @@
-"""An engine's instance: weights that change, go away and come back, and what is given of them."""
+"""ServedModel: weights that change, are released and return, and what is served of them."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from rfork.weights_version import of_update, of_weights
 
 
 def join_renewals(instance: ServedModel) -> None:
-    """Wait for the threads that renew."""
+    """Wait for the renewal threads."""
     for thread in threading.enumerate():
         if thread.name == "rfork-renew":
             thread.join(30)
 
 
 def current(module: nn.Module, instance: ServedModel) -> bool:
-    """Whether what the seed tells is what the module holds."""
+    """Return whether the seed's manifest matches the module's weights."""
     manifest = instance.seed.manifest
     return manifest is not None and manifest.weights_id == capture(module).manifest().weights_id
 
 
 @pytest.fixture
 def module() -> nn.Module:
-    """A model."""
+    """Return a model."""
     made = nn.Linear(16, 16)
     made.scale = 1.0  # type: ignore[assignment]
     return made
@@ -43,26 +43,26 @@ def module() -> nn.Module:
 
 @pytest.fixture
 def rank() -> Rank:
-    """Its place in the server."""
+    """Return its rank in the server."""
     return Rank()
 
 
 @pytest.fixture
 def instance(module: nn.Module, rank: Rank) -> Iterator[ServedModel]:
-    """Its instance, which gives it as version ``files:old``."""
-    traits = HiddenState(module, (), ())
+    """Return the served model, which serves version ``files:old``."""
+    hidden_state = HiddenState(module, (), ())
     image, settings = capture(module), InstanceSettings()
     identity = InstanceIdentity("model", rank, version="files:old", replica="replica-1")
     seed = Seed(image, identity, settings, [HttpTransport(settings)], manifest=image.manifest()).start()
     report = ForkReport("fork", "me", "model", "forked", image.layout.layout_id, "", 0, 0, 0, 0.0, {})
-    made = ServedModel(module, seed, report, traits)
+    made = ServedModel(module, seed, report, hidden_state)
     setattr(module, ATTRIBUTE, made)
     yield made
     made.close(0.0)
 
 
-def test_an_update_is_given_once_it_is_done(module: nn.Module, instance: ServedModel) -> None:
-    """Nothing is given inside the block; afterwards the new weights and numbers are."""
+def test_an_update_is_served_after_the_block(module: nn.Module, instance: ServedModel) -> None:
+    """Nothing is served inside the block; afterwards the new weights and floats are."""
     with instance.updating():
         within = instance.seed.manifest
         with torch.no_grad():
@@ -73,8 +73,8 @@ def test_an_update_is_given_once_it_is_done(module: nn.Module, instance: ServedM
     assert (None, True, [2.0]) == (within, current(module, instance), next(iter(floats.values())).tolist())
 
 
-def test_a_renewal_that_comes_late_gives_nothing(module: nn.Module, instance: ServedModel) -> None:
-    """Where the next change has begun before the digest, the bytes may be anything."""
+def test_a_late_renewal_serves_nothing(module: nn.Module, instance: ServedModel) -> None:
+    """If the next change begins before the digest, the bytes are undefined."""
     instance.fence()
     instance._renewing.acquire()
     instance.renew()
@@ -87,8 +87,8 @@ def test_a_renewal_that_comes_late_gives_nothing(module: nn.Module, instance: Se
     assert current(module, instance)
 
 
-def test_weights_that_moved_are_given_from_where_they_are(module: nn.Module, instance: ServedModel) -> None:
-    """Suspended and put elsewhere; also where the engine did not say so before."""
+def test_moved_weights_are_served_from_their_new_addresses(module: nn.Module, instance: ServedModel) -> None:
+    """This holds if they were suspended first, and if the engine did not announce the move."""
     found = []
     for suspends in (True, False):
         if suspends:
@@ -101,8 +101,8 @@ def test_weights_that_moved_are_given_from_where_they_are(module: nn.Module, ins
     assert [(True, True), (True, True)] == found
 
 
-def test_another_layout_is_given_up(module: nn.Module, instance: ServedModel) -> None:
-    """The engine serves on; what it has now is nobody's who had the model before."""
+def test_a_changed_layout_ends_seeding(module: nn.Module, instance: ServedModel) -> None:
+    """The engine keeps serving; no instance that had the old model can use the new one."""
     found = []
     for other in (nn.Parameter(torch.zeros(3, 16)), None):
         instance.fence()
@@ -114,10 +114,10 @@ def test_another_layout_is_given_up(module: nn.Module, instance: ServedModel) ->
 
 
 @pytest.mark.parametrize("suspends", [True, False])
-def test_what_the_engine_hung_on_the_model_since_is_not_looked_at(
+def test_tensors_attached_to_the_model_later_are_ignored(
     module: nn.Module, instance: ServedModel, suspends: bool
 ) -> None:
-    """A workspace, or one that cannot be carried at all: an update gives the same tensors as before."""
+    """An update serves the same tensors as before, even if a new workspace cannot be captured."""
     layout = instance.seed.image.layout
     module.workspace = torch.zeros(3)
     module.unread = torch.empty(2, device="meta")
@@ -131,8 +131,8 @@ def test_what_the_engine_hung_on_the_model_since_is_not_looked_at(
     assert capture(module, like=layout).manifest() == manifest
 
 
-def test_a_bug_in_a_renewal_leaves_the_engine_alone(instance: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is given, and no thread dies of it."""
+def test_a_bug_in_a_renewal_does_not_affect_the_engine(instance: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is served, and no thread dies."""
 
     def broken(_: HiddenState) -> None:
         raise ZeroDivisionError
@@ -145,13 +145,13 @@ def test_a_bug_in_a_renewal_leaves_the_engine_alone(instance: ServedModel, monke
 
 
 @pytest.mark.parametrize("call", ["fence", "suspend"])
-def test_an_exporter_that_fails_does_not_fail_the_engine(
+def test_a_failing_exporter_does_not_fail_the_engine(
     module: nn.Module, instance: ServedModel, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    """The weights are not given meanwhile, and are once they are whole again."""
+    """The weights are not served at first, and are served again once they are complete."""
 
     def broken(_: Seed) -> None:
-        raise OSError("the device is gone")
+        raise OSError("the device failed")
 
     with monkeypatch.context() as patched:
         patched.setattr(Seed, "_disconnect_readers", broken)
@@ -162,10 +162,10 @@ def test_an_exporter_that_fails_does_not_fail_the_engine(
     assert (None, True) == (within, current(module, instance))
 
 
-def test_one_that_is_still_given_after_a_failure_is_closed(
+def test_a_seed_that_still_serves_after_a_failure_is_closed(
     instance: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A bug before anything was cleared: better no seed than one of weights that change."""
+    """No seed is better than one whose weights change."""
 
     def broken(_: Seed) -> None:
         raise ZeroDivisionError
@@ -176,8 +176,8 @@ def test_one_that_is_still_given_after_a_failure_is_closed(
     assert ended
 
 
-def test_a_closed_instance_does_nothing(module: nn.Module, instance: ServedModel) -> None:
-    """Whatever the engine tells it, and however often it is closed."""
+def test_a_closed_served_model_does_nothing(module: nn.Module, instance: ServedModel) -> None:
+    """All calls are ignored, including repeated closes."""
     instance.close(0.0)
     instance.close(0.0)
     generation = instance.seed.generation
@@ -190,18 +190,18 @@ def test_a_closed_instance_does_nothing(module: nn.Module, instance: ServedModel
 
 
 def fill(module: nn.Module, value: float) -> None:
-    """Write other weights."""
+    """Overwrite the weights."""
     with torch.no_grad():
         module.get_parameter("weight").fill_(value)
 
 
 def of_bytes(module: nn.Module) -> str:
-    """Return the version that weights have by their bytes alone."""
+    """Return the version that is derived from the bytes alone."""
     return of_weights(capture(module).manifest().weights_id)
 
 
 def update(module: nn.Module, instance: ServedModel, value: float, version: str | None = None) -> str | None:
-    """Update the weights in place; the version that is served then."""
+    """Update the weights in place and return the version served afterwards."""
     with instance.updating(version):
         fill(module, value)
     join_renewals(instance)
@@ -209,18 +209,18 @@ def update(module: nn.Module, instance: ServedModel, value: float, version: str 
 
 
 several = pytest.mark.parametrize("rank", [Rank(tp=1, tp_size=2)])
-"""The instance is one rank of several."""
+"""The model is one rank of several."""
 
 
-def test_an_update_without_a_name_is_named_by_its_bytes(module: nn.Module, instance: ServedModel) -> None:
-    """A server of one rank; bytes that are the same as before keep their name."""
+def test_an_unnamed_update_is_named_by_its_bytes(module: nn.Module, instance: ServedModel) -> None:
+    """On a server of one rank, unchanged bytes keep their version."""
     first = update(module, instance, 3.0)
     assert of_bytes(module) == first
     assert first == update(module, instance, 3.0)
 
 
-def test_an_update_that_writes_the_same_bytes_keeps_the_version(module: nn.Module, instance: ServedModel) -> None:
-    """New servers on the same files fork from it as before."""
+def test_an_update_with_the_same_bytes_keeps_the_version(module: nn.Module, instance: ServedModel) -> None:
+    """New servers on the same files can still fork from it."""
     with instance.updating():
         pass
     join_renewals(instance)
@@ -228,15 +228,15 @@ def test_an_update_that_writes_the_same_bytes_keeps_the_version(module: nn.Modul
 
 
 @several
-def test_a_rank_of_several_is_named_by_the_count_of_its_updates(module: nn.Module, instance: ServedModel) -> None:
+def test_a_rank_of_several_is_named_by_its_update_count(module: nn.Module, instance: ServedModel) -> None:
     """No rank knows the others' bytes, but all ranks of a replica see the same updates."""
     assert of_update("replica-1", 1) == update(module, instance, 3.0)
     assert of_update("replica-1", 2) == update(module, instance, 4.0)
 
 
 @several
-def test_updates_that_failed_count(module: nn.Module, instance: ServedModel) -> None:
-    """They may have failed on one rank alone, and the next one's name must be equal on all."""
+def test_failed_updates_count(module: nn.Module, instance: ServedModel) -> None:
+    """They may have failed on one rank only, and the next name must be equal on all ranks."""
     instance.begin_update()
     instance.renew()
     join_renewals(instance)
@@ -245,8 +245,8 @@ def test_updates_that_failed_count(module: nn.Module, instance: ServedModel) -> 
 
 
 @several
-def test_an_update_is_named_by_its_number_at_its_begin(module: nn.Module, instance: ServedModel) -> None:
-    """Another one that begins on other ranks meanwhile has a number of its own on all."""
+def test_an_update_is_named_by_its_number_at_the_start(module: nn.Module, instance: ServedModel) -> None:
+    """An update that begins on other ranks meanwhile has its own number on all ranks."""
     with instance.updating():
         instance.count_update()
         fill(module, 3.0)
@@ -256,21 +256,21 @@ def test_an_update_is_named_by_its_number_at_its_begin(module: nn.Module, instan
 
 
 @several
-def test_an_update_with_a_name_has_that_name(module: nn.Module, instance: ServedModel) -> None:
-    """That of the engine's weight version, or of the files that were read."""
+def test_a_named_update_has_that_name(module: nn.Module, instance: ServedModel) -> None:
+    """It is the engine's weight version, or that of the files that were read."""
     assert "step-5" == update(module, instance, 3.0, "step-5")
 
 
 @several
-def test_an_update_from_the_files_of_before_keeps_the_version(module: nn.Module, instance: ServedModel) -> None:
-    """As after a sleep that threw the weights away."""
+def test_an_update_from_the_same_files_keeps_the_version(module: nn.Module, instance: ServedModel) -> None:
+    """An example is the reload after a sleep that discarded the weights."""
     assert "files:old" == update(module, instance, 3.0, "files:old")
 
 
 @several
 @pytest.mark.parametrize("version", [None, "step-5"])
 def test_sleep_keeps_the_version_of_an_update(version: str | None, module: nn.Module, instance: ServedModel) -> None:
-    """The weights come back as they were."""
+    """The weights are restored unchanged."""
     before = update(module, instance, 3.0, version)
     instance.suspend()
     instance.renew()
@@ -280,10 +280,8 @@ def test_sleep_keeps_the_version_of_an_update(version: str | None, module: nn.Mo
 
 
 @several
-def test_an_update_that_is_overtaken_by_a_sleep_names_the_weights_after_it(
-    module: nn.Module, instance: ServedModel
-) -> None:
-    """The digest did not come to its end before the memory went away."""
+def test_an_update_interrupted_by_a_sleep_names_the_weights_after_it(module: nn.Module, instance: ServedModel) -> None:
+    """The memory was released before the digest was complete."""
     with instance._renewing:
         instance.begin_update()
         fill(module, 3.0)
@@ -297,8 +295,8 @@ def test_an_update_that_is_overtaken_by_a_sleep_names_the_weights_after_it(
 
 
 @several
-def test_an_update_that_is_overtaken_by_another_leaves_the_name_to_it(module: nn.Module, instance: ServedModel) -> None:
-    """Whatever the first one was called."""
+def test_an_update_interrupted_by_another_leaves_the_name_to_it(module: nn.Module, instance: ServedModel) -> None:
+    """The name of the first update does not matter."""
     with instance._renewing:
         instance.begin_update()
         fill(module, 3.0)

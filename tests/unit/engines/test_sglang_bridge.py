@@ -1,4 +1,4 @@
-"""What a sidecar makes of a stock engine's endpoints, without sockets."""
+"""The sidecar's view of a stock engine's endpoints, without sockets."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ RequestHandler = Callable[[httpx.Request], httpx.Response]
 
 
 def engine_at(handler: RequestHandler, token: str | None = None) -> StockEngine:
-    """An engine whose requests all go to `answer`."""
+    """Return an engine client whose requests go to `handler`."""
     return StockEngine("http://e:30000/", token=token, transport=httpx.MockTransport(handler))
 
 
 def engine_with_endpoints(endpoints: FakeSglangEndpoints, token: str | None = None) -> StockEngine:
-    """An engine that answers as the stand-in does."""
+    """Return an engine client for an engine with these endpoints."""
 
     def handler(request: httpx.Request) -> httpx.Response:
         status, body = endpoints.respond(str(request.url), request.headers.get("Authorization"))
@@ -63,7 +63,7 @@ def engine_with_endpoints(endpoints: FakeSglangEndpoints, token: str | None = No
 
 
 def raising(error: Exception) -> RequestHandler:
-    """Nobody answers."""
+    """Return a handler that raises the error."""
 
     def handler(request: httpx.Request) -> httpx.Response:
         raise error
@@ -72,8 +72,8 @@ def raising(error: Exception) -> RequestHandler:
 
 
 @pytest.mark.parametrize("old", [False, True])
-def test_an_engine_is_read_by_its_new_or_its_old_names(old: bool) -> None:
-    """Releases before the new names have only the old ones, which the newer log as deprecated."""
+def test_an_engine_is_queried_by_new_or_old_endpoint_names(old: bool) -> None:
+    """Older releases have only the old names, which newer ones log as deprecated."""
     endpoints = FakeSglangEndpoints()
     endpoints.only_legacy_paths = old
     engine = engine_with_endpoints(endpoints)
@@ -83,8 +83,8 @@ def test_an_engine_is_read_by_its_new_or_its_old_names(old: bool) -> None:
     assert old == any(path.startswith("/get_") for path in endpoints.requested_paths)
 
 
-def test_an_engine_with_a_key_is_shown_it() -> None:
-    """Without the right one, the error names the variable to set."""
+def test_an_engine_with_an_api_key_receives_it() -> None:
+    """Without the right key, the error names the variable to set."""
     endpoints = FakeSglangEndpoints()
     endpoints.key = "secret"
     assert INFO.tensors == engine_with_endpoints(endpoints, token="secret").info(0).tensors
@@ -93,12 +93,12 @@ def test_an_engine_with_a_key_is_shown_it() -> None:
     assert "set RFORK_SIDECAR_ENGINE_API_KEY to its --api-key" == caught.value.hint
 
 
-def test_an_engine_that_gives_no_weights_says_how_to_start_it() -> None:
+def test_an_engine_that_serves_no_weights_gets_a_hint_how_to_start_it() -> None:
     """It was not started as a seed, or has no Mooncake."""
     with pytest.raises(SettingsError) as caught:
         engine_with_endpoints(FakeSglangEndpoints(ranks=0)).info(0)
     flag = "--remote-instance-weight-loader-start-seed-via-transfer-engine"
-    assert f"start it with {flag}; one that was a client itself never gives any" == caught.value.hint
+    assert f"start it with {flag}; an engine that was loaded as a client never serves weights" == caught.value.hint
 
 
 @pytest.mark.parametrize(
@@ -125,14 +125,14 @@ def test_an_engine_that_gives_no_weights_says_how_to_start_it() -> None:
         ),
     ],
 )
-def test_what_is_no_answer_is_the_engines_fault(handler: RequestHandler, error_type: type[RforkError]) -> None:
-    """Nothing that could not be a seed's answer is passed on to a client."""
+def test_an_invalid_response_is_the_engines_fault(handler: RequestHandler, error_type: type[RforkError]) -> None:
+    """A response that a seed could not have sent is never forwarded to a client."""
     with pytest.raises(error_type):
         engine_at(handler).info(0)
 
 
-def test_an_engine_that_cannot_be_asked_is_not_healthy() -> None:
-    """Refused, silent or unready: all the same."""
+def test_an_unreachable_engine_is_not_healthy() -> None:
+    """Refused, silent and unready engines are not healthy."""
     handlers = [
         raising(httpx.ConnectError("")),
         raising(httpx.ReadTimeout("")),
@@ -142,14 +142,14 @@ def test_an_engine_that_cannot_be_asked_is_not_healthy() -> None:
 
 
 @pytest.mark.parametrize("url", ["e:30000", "ftp://e", "http://", "http://e:x", ""])
-def test_a_url_that_cannot_be_used_is_refused(url: str) -> None:
-    """Before anything is connected."""
+def test_an_invalid_url_is_rejected(url: str) -> None:
+    """The error is raised before any connection."""
     with pytest.raises(SettingsError):
         StockEngine(url)
 
 
-def test_seeds_are_alike_by_what_a_client_would_compare_and_by_dtype() -> None:
-    """Addresses, sessions and the order of names do not count; sizes and what sizes cannot tell do."""
+def test_seeds_match_by_what_a_client_compares_and_by_dtype() -> None:
+    """Addresses, sessions and the order of names are ignored; sizes count, and so does what sizes do not show."""
     moved = {name: (address + 64, count, size) for name, (address, count, size) in sorted(TENSORS.items())[::-1]}
     same = layout_id(DESCRIPTION, INFO)
     assert same == layout_id(DESCRIPTION, WeightInfo("10.0.0.8:1", moved))
@@ -165,8 +165,8 @@ def test_seeds_are_alike_by_what_a_client_would_compare_and_by_dtype() -> None:
     assert (6, False) == (len(others), same in others)
 
 
-def test_weights_are_told_apart_by_name_and_version() -> None:
-    """Folders lie elsewhere on other hosts; only one that an update has moved says something."""
+def test_weights_are_identified_by_name_and_version() -> None:
+    """Folders differ between hosts, so a path counts only after an update has changed it."""
     other_path = Version("/mnt/m", "default")
     same = weights_id("m", VERSION, VERSION)
     assert same == weights_id("m", other_path, other_path)
@@ -179,8 +179,8 @@ def test_weights_are_told_apart_by_name_and_version() -> None:
 
 
 @pytest.mark.parametrize("session", ["10.0.0.7:15001", "[fd00::7]:15001", "høst name:1", "x" * 256])
-def test_a_seeds_report_can_be_sent_whatever_its_session(session: str) -> None:
-    """Its id is one that the planner takes, and another for other memory."""
+def test_a_seeds_report_is_valid_for_any_session(session: str) -> None:
+    """The planner accepts its id, and other memory has another id."""
     info = WeightInfo(session, TENSORS)
     report = seed_report(
         SETTINGS, model="m", version="v", rank=0, description=DESCRIPTION, info=info,
@@ -208,14 +208,14 @@ def _route() -> Route:
         (lambda _: httpx.Response(200, text="<html>"), SourceCorrupt),
     ],
 )
-def test_another_sidecar_is_blamed_for_what_it_did(handler: RequestHandler, error_type: type[RforkError]) -> None:
-    """A refused lease is nobody's fault but the asker's."""
+def test_another_sidecar_is_blamed_for_its_own_faults(handler: RequestHandler, error_type: type[RforkError]) -> None:
+    """A rejected lease is the fault of the requester only."""
     with pytest.raises(error_type):
         InfoClient(TlsSettings(), httpx.MockTransport(handler))(_route(), 0)
 
 
-def test_a_seed_that_is_published_no_more_gives_nothing() -> None:
-    """Whatever token is shown."""
+def test_an_unpublished_seed_sends_nothing() -> None:
+    """This holds for any token."""
     planner = PlannerClient("http://p", transport=AppTransport(create_app(PlannerSettings())))
     publisher = Publisher(
         engine_with_endpoints(FakeSglangEndpoints()),
@@ -230,7 +230,7 @@ def test_a_seed_that_is_published_no_more_gives_nothing() -> None:
 
 
 class DelayedAckTransport(AppTransport):
-    """A planner in memory whose answers to heartbeats are on their way until `deliver` is set."""
+    """In-memory planner whose heartbeat responses are delayed until `deliver` is set."""
 
     def __init__(self) -> None:
         super().__init__(create_app(PlannerSettings(batch_window_s=0)))
@@ -244,8 +244,8 @@ class DelayedAckTransport(AppTransport):
         return response
 
 
-def test_a_lease_may_be_shown_before_the_seed_has_its_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planner gives leases on a seed that its own answer has not reached yet."""
+def test_a_lease_may_arrive_before_the_seed_has_its_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planner issues leases on a seed that has not received the heartbeat response yet."""
     transport, wait_connected = DelayedAckTransport(), Heartbeat.wait_connected
 
     def deliver_then_wait(heartbeat: Heartbeat, timeout_s: float) -> bool:
@@ -287,12 +287,12 @@ FIRST = Version("/models/m", "default")
     ],
 )
 def test_the_version_of_a_stock_engine(stated: str | None, now: Version, expected: str) -> None:
-    """A stated version holds until the weights are updated; files that the sidecar does not see have none."""
+    """A stated version holds until the weights are updated; files invisible to the sidecar have none."""
     assert expected == version_of(stated, WEIGHTS, FIRST, now)
 
 
 def test_a_stock_engine_has_the_version_of_its_files(tmp_path: Path) -> None:
-    """So that two folders under one name are two versions."""
+    """Two folders under one name are two versions."""
     versions = []
     for name in "ab":
         folder = tmp_path / name

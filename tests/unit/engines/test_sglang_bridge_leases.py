@@ -1,4 +1,4 @@
-"""What a stock engine's sidecar holds at the planner for its clients, without sockets."""
+"""Leases that a stock engine's sidecar acquires from the planner for its clients, without sockets."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ INFO = WeightInfo("10.0.0.7:15001", TENSORS)
 
 
 def unreachable(request: httpx.Request) -> httpx.Response:
-    """Nobody answers."""
+    """Raise as for an unreachable host."""
     raise httpx.ConnectError("")
 
 
 class RestartablePlanner(httpx.BaseTransport):
-    """A planner in memory."""
+    """An in-memory planner."""
 
     def __init__(self) -> None:
         self.restart()
 
     def restart(self) -> None:
-        """It knows nobody any more."""
+        """Forget all instances and forks."""
         self._planner = AppTransport(create_app(PlannerSettings(batch_window_s=0)))
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
@@ -53,7 +53,7 @@ class RestartablePlanner(httpx.BaseTransport):
 
 
 class SidecarHarness:
-    """A planner in memory, two seeds' reports in it, and a fetch that fails as it is told."""
+    """An in-memory planner with two reported seeds, and a fetch that fails on request."""
 
     def __init__(self, **seeds: InstanceReport) -> None:
         self.transport = RestartablePlanner()
@@ -64,18 +64,18 @@ class SidecarHarness:
         self.fetched: list[str] = []
 
     def fetch(self, route: Route, rank: int) -> WeightInfo:
-        """What another sidecar answers."""
+        """Return the response of another sidecar."""
         self.fetched.append(route.source_id)
         if (error := self.fails.get(route.source_id)) is not None:
             raise error
         return INFO
 
     def seed_selector(self, wait_s: float = 0.0) -> SeedSelector:
-        """Asks for model m."""
+        """Return a selector for model m."""
         return SeedSelector(self.planner, self.fetch, SETTINGS, model="m", wait_s=wait_s, stopping=threading.Event())
 
     def manager(self, *, engine_up: Callable[[], bool] | None = None, lease_hold_s: float = 60.0) -> LeaseManager:
-        """Answers clients of model m; its thread is not started."""
+        """Return a lease manager for clients of model m, without its thread."""
         return LeaseManager(
             self.planner,
             self.fetch,
@@ -87,7 +87,7 @@ class SidecarHarness:
         )
 
     def states(self) -> list[str]:
-        """Of all forks, in order."""
+        """Return the states of all forks, in order."""
         return sorted(fork.state for fork in self.planner.forks())
 
 
@@ -99,8 +99,8 @@ def _seed(name: str, **changes: object) -> InstanceReport:
     return report.model_copy(update={"instance_id": f"{PREFIX}{name}", **changes})
 
 
-def test_a_seed_that_does_not_answer_is_avoided_and_another_taken() -> None:
-    """The first is out of reach of this client alone."""
+def test_an_unresponsive_seed_is_replaced_by_another() -> None:
+    """The first seed is unreachable for this client only."""
     harness = SidecarHarness(a=_seed("a"), b=_seed("b"))
     harness.fails = {f"{PREFIX}a": SourceUnavailable("refused")}
     assert (f"{PREFIX}b", [f"{PREFIX}a", f"{PREFIX}b"]) == (
@@ -119,10 +119,10 @@ def test_a_seed_that_does_not_answer_is_avoided_and_another_taken() -> None:
         ({"a": _seed("a"), "b": _seed("b", weights_id="f" * 32)}, SourceBusy),
     ],
 )
-def test_a_client_that_gets_no_seed_leaves_nothing_behind(
+def test_a_client_without_a_seed_leaves_no_records(
     seeds: dict[str, InstanceReport], error_type: type[RforkError]
 ) -> None:
-    """The error says which it is, and the planner holds no fork and no target for it."""
+    """The error has the matching type, and the planner has no fork and no target for the client."""
     harness = SidecarHarness(**seeds)
     with pytest.raises(error_type):
         harness.seed_selector().acquire(0, None)
@@ -132,16 +132,16 @@ def test_a_client_that_gets_no_seed_leaves_nothing_behind(
     ]
 
 
-def test_a_planner_that_is_away_is_waited_for_and_then_named() -> None:
-    """Nobody else could say which seed to take."""
+def test_an_unreachable_planner_is_waited_for_and_then_named() -> None:
+    """Only the planner could select a seed."""
     harness = SidecarHarness()
     harness.planner = PlannerClient("http://p", transport=httpx.MockTransport(unreachable))
     with pytest.raises(PlannerUnreachable):
         harness.seed_selector().acquire(0, None)
 
 
-def test_the_seed_that_came_to_nothing_is_avoided_unless_it_is_the_last() -> None:
-    """No seed is blamed for a client that did not come up."""
+def test_a_failed_seed_is_avoided_unless_it_is_the_last() -> None:
+    """No seed is blamed for a client that did not start."""
     harness = SidecarHarness(a=_seed("a"), b=_seed("b"))
     first = harness.seed_selector().acquire(0, f"{PREFIX}a").route.source_id
     harness.planner.remove(f"{PREFIX}b")
@@ -150,8 +150,8 @@ def test_the_seed_that_came_to_nothing_is_avoided_unless_it_is_the_last() -> Non
     assert [] == [view for view in harness.planner.instances() if view.quarantined]
 
 
-def test_an_engine_that_was_healthy_all_along_says_nothing_of_a_read() -> None:
-    """Somebody else asked: the lease is held on."""
+def test_an_engine_that_was_healthy_before_proves_no_read() -> None:
+    """Another client sent the request, so the lease is kept."""
     harness = SidecarHarness(a=_seed("a"))
     manager = harness.manager(engine_up=lambda: True)
     manager.weight_info_for(0)
@@ -162,8 +162,8 @@ def test_an_engine_that_was_healthy_all_along_says_nothing_of_a_read() -> None:
 
 
 @pytest.mark.parametrize(("lease_hold_s", "expected"), [(60.0, "running"), (0.0, "failed")])
-def test_a_lease_is_not_held_for_ever(lease_hold_s: float, expected: str) -> None:
-    """A client that never comes up, or of which nothing is known, gives its place back in the end."""
+def test_a_lease_expires_after_the_hold_time(lease_hold_s: float, expected: str) -> None:
+    """A client that never starts, or whose state is unknown, eventually releases its slot."""
     harness = SidecarHarness(a=_seed("a"))
     manager = harness.manager(lease_hold_s=lease_hold_s)
     manager.weight_info_for(0)
@@ -171,8 +171,8 @@ def test_a_lease_is_not_held_for_ever(lease_hold_s: float, expected: str) -> Non
     assert [expected] == harness.states()
 
 
-def test_a_lease_that_the_planner_gives_no_more_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The seed changed its weights in place: the generation that was read is gone."""
+def test_a_lease_that_the_planner_refuses_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The seed changed its weights in place, so the generation that was read no longer exists."""
     monkeypatch.setattr(lease_manager, "RENEWALS", 1e9)
     harness = SidecarHarness(a=_seed("a"))
     manager = harness.manager()
@@ -183,8 +183,8 @@ def test_a_lease_that_the_planner_gives_no_more_is_given_up(monkeypatch: pytest.
     assert ("failed", True) == (fork.state, "changed its weights" in str(fork.finish))
 
 
-def test_a_planner_that_restarted_may_hear_of_the_seed_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lease is good until it lapses: the seed's heartbeat may come after the client's renewal."""
+def test_a_restarted_planner_may_learn_of_the_seed_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lease stays valid until it expires, because the seed's heartbeat may follow the client's renewal."""
     monkeypatch.setattr(lease_manager, "RENEWALS", 1e9)
     harness = SidecarHarness(a=_seed("a"))
     manager = harness.manager()
@@ -199,8 +199,8 @@ def test_a_planner_that_restarted_may_hear_of_the_seed_last(monkeypatch: pytest.
     assert ["planning", "planning", "running", "failed"] == seen
 
 
-def test_a_seed_that_a_restarted_planner_never_hears_of_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once the lease has lapsed, it may have changed its weights."""
+def test_a_seed_that_a_restarted_planner_never_learns_of_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the lease has expired, the seed may have changed its weights."""
     monkeypatch.setattr(lease_manager, "RENEWALS", 1e9)
     harness = SidecarHarness(a=_seed("a"))
     manager = harness.manager()
@@ -211,10 +211,10 @@ def test_a_seed_that_a_restarted_planner_never_hears_of_is_given_up(monkeypatch:
     assert ["failed"] == harness.states()
 
 
-def test_a_seed_that_is_another_at_a_restarted_planner_is_given_up_at_once(
+def test_a_seed_with_other_weights_at_a_restarted_planner_is_dropped_immediately(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It has reported since, and holds other weights: nothing better is to come."""
+    """The seed has reported since and has other weights, so waiting is pointless."""
     monkeypatch.setattr(lease_manager, "RENEWALS", 1e9)
     harness = SidecarHarness(a=_seed("a"))
     manager = harness.manager()
@@ -225,8 +225,8 @@ def test_a_seed_that_is_another_at_a_restarted_planner_is_given_up_at_once(
     assert ["failed"] == harness.states()
 
 
-def test_an_answer_that_comes_after_the_stop_holds_nothing() -> None:
-    """A client that asked just before the sidecar ended is refused, and its lease is given back."""
+def test_a_response_after_the_stop_keeps_no_lease() -> None:
+    """A client whose request arrived just before the stop is rejected, and its lease is released."""
     harness = SidecarHarness(a=_seed("a"))
     manager = harness.manager()
     fetch = harness.fetch
@@ -236,19 +236,19 @@ def test_an_answer_that_comes_after_the_stop_holds_nothing() -> None:
         return fetch(route, rank)
 
     manager._selector._fetch = stop_then_fetch
-    with pytest.raises(SourceBusy, match="ended"):
+    with pytest.raises(SourceBusy, match="stopped"):
         manager.weight_info_for(0)
     assert ["failed"] == harness.states()
 
 
-def test_health_from_before_a_lease_says_nothing_of_its_read() -> None:
-    """The engine went down and its successor asks while the look at it is under way."""
+def test_health_from_before_a_lease_proves_no_read() -> None:
+    """The engine was replaced, and its successor sends a request while the health check is in progress."""
     harness = SidecarHarness(a=_seed("a"))
     health = [False, True]
 
     def engine_up() -> bool:
         up = health.pop()
-        if up:  # of the engine that was: the next one asks before this is heard
+        if up:  # health of the previous engine: the next one sends its request before this returns
             manager.weight_info_for(0)
         return up
 
@@ -257,8 +257,8 @@ def test_health_from_before_a_lease_says_nothing_of_its_read() -> None:
     assert ["running"] == harness.states()
 
 
-def test_two_ranks_are_held_apart() -> None:
-    """Each has its own lease, and one that asks again gives up its own alone."""
+def test_two_ranks_have_separate_leases() -> None:
+    """A second request of one rank releases only that rank's lease."""
     ranks = [_seed(f"r{rank}", rank=Rank(tp=rank, tp_size=2)) for rank in (0, 1)]
     harness = SidecarHarness(zero=ranks[0], one=ranks[1])
     manager = harness.manager()

@@ -1,4 +1,4 @@
-"""`--rfork-*` of SGLang's launcher, with a parser in the place of SGLang's."""
+"""`--rfork-*` flags of SGLang's launcher, with a parser in place of SGLang's."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from rfork.settings import InstanceSettings
 
 @pytest.fixture
 def parser(monkeypatch: pytest.MonkeyPatch) -> argparse.ArgumentParser:
-    """SGLang's, as far as the flags know it; nothing that a test sets in the environment outlives it."""
+    """A parser like SGLang's. Changes to the environment end with the test."""
     for name in InstanceSettings.model_fields:
-        # First set, so that it is put back: what `take` sets is not known to the fixture.
+        # Set each variable first so that it is restored: the fixture does not know what `apply_flags` sets.
         monkeypatch.setenv(flags.variable(name), "")
         monkeypatch.delenv(flags.variable(name))
     common, files, storage = (
@@ -29,7 +29,7 @@ def parser(monkeypatch: pytest.MonkeyPatch) -> argparse.ArgumentParser:
     storage.__dict__["is_runai_obj_uri"] = lambda model: model.startswith("s3://")
     for module in (common, files, storage):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(hook_targets, "find_incompatible", lambda points: [])
+    monkeypatch.setattr(hook_targets, "find_incompatible", lambda _: [])
     monkeypatch.setattr(drain_on_sigterm, "install", lambda settings: None)
     made = argparse.ArgumentParser()
     made.add_argument("--load-format", default="auto")
@@ -40,16 +40,21 @@ def parser(monkeypatch: pytest.MonkeyPatch) -> argparse.ArgumentParser:
 
 
 def parse_flags(parser: argparse.ArgumentParser, *arguments: str) -> argparse.Namespace:
-    """What SGLang goes on with."""
+    """Return the arguments that SGLang continues with."""
     namespace = parser.parse_args(arguments)
     flags.apply_flags(namespace)
     return namespace
 
 
-def test_a_flag_is_carried_by_the_environment(parser: argparse.ArgumentParser) -> None:
-    """Each flag sets its variable for the server's processes, and the load format goes with them."""
+def test_flags_are_passed_through_the_environment(parser: argparse.ArgumentParser) -> None:
+    """Each flag sets its variable for the server's processes, and the load format is set."""
     namespace = parse_flags(
-        parser, "--rfork-planner", "http://planner:8700", "--rfork-required", "--rfork-egress-rate", "5"
+        parser,
+        "--rfork-planner",
+        "http://planner:8700",
+        "--rfork-fail-if-not-forked",
+        "--rfork-max-egress-bytes-per-s",
+        "5",
     )
     assert "rfork" == namespace.load_format
     assert {
@@ -62,8 +67,8 @@ def test_a_flag_is_carried_by_the_environment(parser: argparse.ArgumentParser) -
     assert os.environ["RFORK_REPLICA"].startswith("sglang-")
 
 
-def test_the_load_format_alone_will_do(parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the load format named, the environment says the rest; the replica's name is kept."""
+def test_the_load_format_alone_is_sufficient(parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other settings come from the environment; the replica's name is kept."""
     monkeypatch.setenv("RFORK_PLANNER", "http://planner:8700")
     monkeypatch.setenv("RFORK_REPLICA", "mine")
     assert "rfork" == parse_flags(parser, "--load-format", "rfork").load_format
@@ -73,7 +78,7 @@ def test_the_load_format_alone_will_do(parser: argparse.ArgumentParser, monkeypa
 def test_the_environment_alone_changes_nothing(
     parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A planner in the environment does not change how weights are loaded, but is mentioned."""
+    """A planner in the environment does not change how weights are loaded, but a warning is logged."""
     monkeypatch.setenv("RFORK_PLANNER", "http://planner:8700")
     assert "auto" == parse_flags(parser).load_format
     assert "RFORK_REPLICA" not in os.environ
@@ -85,19 +90,19 @@ def test_the_environment_alone_changes_nothing(
     [
         (("--rfork-deadline-s", "0"), "--rfork-deadline-s: Input should be greater than 0 (got '0')"),
         (("--rfork-transports", "pigeon"), "--rfork-transports: Input should be "),
-        (("--load-format", "dummy"), "--rfork-* goes with --load-format rfork, not with dummy"),
-        (("--cpu-offload-gb", "2"), "--cpu-offload-gb does not go with --load-format rfork"),
-        (("--model-path", "s3://bucket/model"), "--model-path: s3://bucket/model is storage: "),
-        (("--model-path", "model.gguf"), "--model-path: GGUF files have a load format of their own"),
+        (("--load-format", "dummy"), "--rfork-* requires --load-format rfork, not dummy"),
+        (("--cpu-offload-gb", "2"), "--cpu-offload-gb cannot be used with --load-format rfork"),
+        (("--model-path", "s3://bucket/model"), "--model-path: s3://bucket/model is a storage URI: "),
+        (("--model-path", "model.gguf"), "--model-path: GGUF files have their own load format"),
     ],
 )
-def test_what_cannot_be_ends_the_launch(
+def test_invalid_arguments_end_the_launch(
     arguments: tuple[str, ...],
     message: str,
     parser: argparse.ArgumentParser,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A wrong flag is one line that names it, and exit code 2."""
+    """An invalid flag is one line that names it, with exit code 2."""
     with pytest.raises(SystemExit) as ended:
         parse_flags(parser, "--rfork-planner", "http://planner:8700", *arguments)
     assert 2 == ended.value.code
@@ -106,34 +111,34 @@ def test_what_cannot_be_ends_the_launch(
     assert 1 == output.count("\n")
 
 
-def test_moved_hook_points_end_the_launch(
+def test_incompatible_hook_targets_end_the_launch(
     parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An SGLang whose hook points moved is refused before any of its processes starts."""
+    """An incompatible SGLang is rejected before any of its processes starts."""
     missing_target = HookTarget(hook_targets.RUN_BATCH)
-    monkeypatch.setattr(hook_targets, "find_incompatible", lambda _: [(missing_target, "is gone")])
+    monkeypatch.setattr(hook_targets, "find_incompatible", lambda _: [(missing_target, "does not exist")])
     monkeypatch.setattr("importlib.metadata.version", lambda _: "9.9")
     with pytest.raises(SystemExit):
         parse_flags(parser, "--rfork-planner", "http://planner:8700")
     assert (
-        f"sglang: error: SGLang 9.9 is not as rfork knows it (tested: 0.5.23): {hook_targets.RUN_BATCH} is gone\n"
-        == capsys.readouterr().err
+        "sglang: error: SGLang 9.9 is incompatible with this rfork (tested: 0.5.23): "
+        f"{hook_targets.RUN_BATCH} does not exist\n" == capsys.readouterr().err
     )
 
 
-def test_flags_that_cannot_be_used_say_why(capsys: pytest.CaptureFixture[str]) -> None:
-    """Where rfork is off, its flags are known and end the launch; a launch without them is left alone."""
+def test_unavailable_flags_report_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    """If rfork is disabled, its flags end the launch; a launch without them is unaffected."""
     parser = argparse.ArgumentParser()
-    flags.add(parser, why_not="SGLang moved by 100%")
+    flags.add(parser, unavailable_reason="SGLang changed by 100%")
     assert argparse.Namespace() == parser.parse_args([])
     with pytest.raises(SystemExit) as ended:
         parser.parse_args(["--rfork-planner", "http://planner:8700"])
     assert 2 == ended.value.code
-    assert "sglang: error: --rfork-planner: SGLang moved by 100%\n" == capsys.readouterr().err
+    assert "sglang: error: --rfork-planner: SGLang changed by 100%\n" == capsys.readouterr().err
 
 
-def test_every_option_says_its_variable(parser: argparse.ArgumentParser) -> None:
-    """`--help` names each option's environment variable; secrets have no flag."""
+def test_help_names_the_variable_of_every_option(parser: argparse.ArgumentParser) -> None:
+    """Secrets have no flag."""
     output = " ".join(parser.format_help().split())
     for name in set(InstanceSettings.model_fields) - flags.NOT_FLAGS:
         assert f"--rfork-{name.replace('_', '-')}" in output

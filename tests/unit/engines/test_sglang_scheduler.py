@@ -1,4 +1,4 @@
-"""Ranks, steps and the end of an SGLang scheduler, with fakes in SGLang's place."""
+"""Ranks, steps and the exit of an SGLang scheduler, with fakes in place of SGLang."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from rfork.engines.served_model import ServedModel
 from rfork.engines.sglang import compat, drain_on_sigterm, hooks, ranks, weight_updates
-from rfork.engines.sglang.ranks import subject_of
+from rfork.engines.sglang.ranks import identity_of
 from rfork.errors import SourceBusy
 from rfork.schema import Rank
 from rfork.settings import InstanceSettings
@@ -21,48 +21,48 @@ from rfork.settings import InstanceSettings
 
 @dataclass(eq=False)
 class RecordingServedModel:
-    """An instance, and its seed, that write down what they are told."""
+    """Records the calls made on a served model and its seed."""
 
     calls: list[str] = field(default_factory=list)
     settings: InstanceSettings = field(default_factory=lambda: InstanceSettings(drain_timeout_s=60))
 
     @property
     def seed(self) -> RecordingServedModel:
-        """Itself."""
+        """Return itself."""
         return self
 
     def serving(self) -> AbstractContextManager[None]:
-        """Told."""
+        """Record the call."""
         self.calls.append("serving")
         return nullcontext()
 
-    def observe(self, seconds: float) -> None:
-        """Told."""
-        self.calls.append("observe")
+    def record_step_latency(self, seconds: float) -> None:
+        """Record the call."""
+        self.calls.append("record_step_latency")
 
     def suspend(self) -> None:
-        """Told."""
+        """Record the call."""
         self.calls.append("suspend")
 
     def renew(self, *, updated: bool, version: str | None) -> None:
-        """Told."""
+        """Record the call."""
         self.calls.append("renew")
 
     def close(self, drain_s: float) -> None:
-        """Told."""
+        """Record the call."""
         self.calls.append(f"close {drain_s:g}")
 
 
 @pytest.fixture
 def instance(monkeypatch: pytest.MonkeyPatch) -> RecordingServedModel:
-    """The instance of every model here: a model is its instance."""
+    """The served model of every model here: a model is its own served model."""
     for module in (hooks, weight_updates):
-        monkeypatch.setattr(module, "instance_of", lambda model: cast(ServedModel, model))
+        monkeypatch.setattr(module, "served_model", lambda model: cast(ServedModel, model))
     return RecordingServedModel()
 
 
 def scheduler(model: RecordingServedModel, *, overlap: bool = False, generates: bool = True) -> SimpleNamespace:
-    """One that serves the model, and a draft of it."""
+    """Return a scheduler that serves the model and a draft of it."""
     runner = SimpleNamespace(model=model)
     worker = SimpleNamespace(model_runner=runner, weight_update_runners=lambda: [("target", runner)])
     draft = SimpleNamespace(weight_update_runners=lambda: [("draft", runner)])
@@ -76,7 +76,7 @@ def scheduler(model: RecordingServedModel, *, overlap: bool = False, generates: 
 
 
 def batch(*, decode: bool) -> SimpleNamespace:
-    """One that decodes, or fills the cache."""
+    """Return a decode batch or a prefill batch."""
     return SimpleNamespace(forward_mode=SimpleNamespace(is_decode=lambda: decode))
 
 
@@ -84,24 +84,24 @@ def batch(*, decode: bool) -> SimpleNamespace:
     ("overlap", "generates", "decode", "expected"),
     [
         (False, True, True, ["serving"]),
-        (True, True, True, ["observe"]),
+        (True, True, True, ["record_step_latency"]),
         (False, True, False, []),
         (True, True, False, []),
         (False, False, False, ["serving"]),
     ],
 )
-def test_decode_steps_are_the_work(
+def test_decode_steps_are_measured(
     overlap: bool, generates: bool, decode: bool, expected: list[str], instance: RecordingServedModel
 ) -> None:
-    """Each decode step is told, when it ends; of a server that never decodes, each batch."""
+    """Each decode step is measured; on a server that never decodes, each batch."""
     serves, step = scheduler(instance, overlap=overlap, generates=generates), batch(decode=decode)
     result = hooks._run_batch(lambda *_: SimpleNamespace(), serves, step)
     hooks._process_result(serves, step, result)
     assert expected == instance.calls
 
 
-def test_the_end_waits_for_readers_but_not_for_long(instance: RecordingServedModel) -> None:
-    """A scheduler that ends closes all of its models, before SGLang would kill it."""
+def test_an_exiting_scheduler_waits_briefly_for_readers(instance: RecordingServedModel) -> None:
+    """It closes all of its models before SGLang would kill it."""
     hooks._on_exit(scheduler(instance))
     assert [f"close {hooks.EXIT_TIMEOUT_S:g}"] * 2 == instance.calls
 
@@ -115,7 +115,7 @@ def test_the_end_waits_for_readers_but_not_for_long(instance: RecordingServedMod
         (["weights", "kv_cache"], False, False, ["suspend", "renew"]),
     ],
 )
-def test_memory_that_is_released(
+def test_released_memory_is_not_served(
     tags: list[str] | None,
     saver: bool,
     backup: bool,
@@ -123,7 +123,7 @@ def test_memory_that_is_released(
     instance: RecordingServedModel,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Weights are let go of before their memory goes; what comes back is given only if it is what went."""
+    """Serving stops before memory is released, and resumes only if the content is restored."""
     features = SimpleNamespace(
         enable_memory_saver=saver, enable_weights_cpu_backup=backup, enable_draft_weights_cpu_backup=False
     )
@@ -137,8 +137,29 @@ def test_memory_that_is_released(
     assert expected == instance.calls
 
 
-def test_memory_that_is_not_released_after_all(instance: RecordingServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where SGLang refuses to release the memory, the weights are given again."""
+def test_a_backup_of_drafts_does_not_restore_the_main_model(
+    instance: RecordingServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a CPU backup of draft weights only, the draft is served after the resume and the main model is not."""
+    features = SimpleNamespace(
+        enable_memory_saver=True, enable_weights_cpu_backup=False, enable_draft_weights_cpu_backup=True
+    )
+    install_fake_module(monkeypatch, "sglang.srt.constants", GPU_MEMORY_TYPE_WEIGHTS="weights")
+    install_fake_module(monkeypatch, "sglang.srt.runtime_context", get_exec=lambda: SimpleNamespace(features=features))
+    draft = RecordingServedModel()
+    runners = [("target", SimpleNamespace(model=instance)), ("draft", SimpleNamespace(model=draft))]
+    manager, request = SimpleNamespace(_select_runners=lambda: runners), SimpleNamespace(tags=["weights"])
+    updates = weight_updates.WeightUpdateHooks()
+    updates.release(lambda *_: None, manager, request)
+    updates.resume(None, manager, request)
+    assert ["suspend"] == instance.calls
+    assert ["suspend", "renew"] == draft.calls
+
+
+def test_weights_are_served_again_if_the_release_fails(
+    instance: RecordingServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang may refuse to release the memory."""
     install_fake_module(monkeypatch, "sglang.srt.constants", GPU_MEMORY_TYPE_WEIGHTS="weights")
     manager = SimpleNamespace(_select_runners=lambda: [("target", SimpleNamespace(model=instance))])
 
@@ -153,20 +174,20 @@ def test_memory_that_is_not_released_after_all(instance: RecordingServedModel, m
 @pytest.mark.parametrize(
     ("served", "draft", "settings", "expected"),
     [
-        ("org/model", False, InstanceSettings(), ("org/model", "target")),
-        ("nice-name", False, InstanceSettings(), ("nice-name", "target")),
+        ("org/model", False, InstanceSettings(), ("org/model", "main")),
+        ("nice-name", False, InstanceSettings(), ("nice-name", "main")),
         ("nice-name", True, InstanceSettings(), ("org/draft", "speculative")),
         ("nice-name", True, InstanceSettings(model="mine"), ("mine", "speculative")),
     ],
 )
-def test_ranks_by_the_engines_own_state(
+def test_ranks_follow_the_engines_own_state(
     served: str,
     draft: bool,
     settings: InstanceSettings,
     expected: tuple[str, str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A scheduler's coordinates are SGLang's; a draft is an image of its own, under its own name."""
+    """A scheduler's coordinates are SGLang's; a draft is a separate image with its own name."""
     parallel = SimpleNamespace(
         tp_rank=3, tp_size=4, pp_rank=1, pp_size=2, moe_ep_rank=1, moe_ep_size=2, attn_dp_size=2,
         attn_dp_rank=1, dp_rank=None, attn_tp_size=2, attn_cp_size=1, moe_dp_size=1,
@@ -189,7 +210,7 @@ def test_ranks_by_the_engines_own_state(
     )
     monkeypatch.setattr(ranks, "version", lambda _: "0.5.23")
     monkeypatch.setattr(ranks, "type_name", lambda _: "Model")
-    subject = subject_of(
+    identity = identity_of(
         SimpleNamespace(
             model_path="org/draft" if draft else "org/model",
             revision=None,
@@ -202,22 +223,22 @@ def test_ranks_by_the_engines_own_state(
         SimpleNamespace(device="cpu"),
         settings,
     )
-    assert expected == (subject.model, subject.rank.role)
+    assert expected == (identity.model, identity.rank.role)
     assert Rank(
-        tp=3, tp_size=4, pp=1, pp_size=2, ep=1, ep_size=2, dp=1, role=subject.rank.role
-    ) == subject.rank  # fmt: skip
+        tp=3, tp_size=4, pp=1, pp_size=2, ep=1, ep_size=2, dp=1, role=identity.rank.role
+    ) == identity.rank  # fmt: skip
     assert {
         "engine sglang 0.5.23", "device cpu", "dtype bfloat16", "quantization fp8",
         f"config {compat.digest({'rope_theta': 1e4})}", "kv_cache_dtype fp8_e4m3",
-    } < set(subject.facts)  # fmt: skip
+    } < set(identity.facts)  # fmt: skip
 
 
-def test_readers_may_finish_before_the_schedulers_are_asked_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On SIGTERM the server's instances are drained; its last word to the schedulers waits for that."""
+def test_readers_may_finish_before_the_schedulers_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On SIGTERM the server's instances are drained before its schedulers are stopped."""
     drained: list[str] = []
 
     class ShutdownReq:
-        """SGLang's."""
+        """SGLang's message."""
 
     def drain(client: object, replica: str, *, wait_s: float, force: bool) -> list[object]:
         drained.append(f"{replica} {wait_s:g} {force}")
@@ -235,10 +256,10 @@ def test_readers_may_finish_before_the_schedulers_are_asked_to_end(monkeypatch: 
     assert ["sglang-1 30 True"] == drained
 
 
-def test_a_planner_that_does_not_know_the_server(
+def test_a_failed_drain_does_not_prevent_the_exit(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whatever is wrong, the server ends, and one line of its log says that nobody drained it."""
+    """The server exits whatever fails, and logs one line about the missing drain."""
 
     def busy(*_: object, **__: object) -> list[object]:
         raise SourceBusy("still read")
@@ -248,11 +269,11 @@ def test_a_planner_that_does_not_know_the_server(
     with caplog.at_level(logging.INFO, "rfork"):
         one._drain()
     assert one._drained.is_set()
-    assert 1 == caplog.text.count("the server ends undrained because=")
+    assert 1 == caplog.text.count("exiting without draining reason=")
 
 
 def install_fake_module(monkeypatch: pytest.MonkeyPatch, name: str, **content: object) -> None:
-    """Put a module in SGLang's place."""
+    """Install a fake module in place of SGLang's."""
     module = ModuleType(name)
     module.__dict__.update(content)
     monkeypatch.setitem(sys.modules, name, module)

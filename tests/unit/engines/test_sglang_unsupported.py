@@ -1,4 +1,4 @@
-"""What the SGLang plug-in does not fork, what it leaves out of images, and what it says of configurations."""
+"""SGLang models that cannot be forked, tensors excluded from images, and configuration facts."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from rfork.settings import InstanceSettings
 
 
 class RadioModel(nn.Module):
-    """By its name, of SGLang's."""
+    """Has the name of an SGLang class."""
 
 
 class Vision(RadioModel):
-    """One of its kind."""
+    """A subclass of it."""
 
 
-def test_models_whose_loading_sets_more_than_tensors() -> None:
-    """They are refused by the name of a class, wherever in the model it is, and of what is derived of it."""
+def test_models_whose_loading_sets_more_than_tensors_are_rejected() -> None:
+    """They are rejected by class name, wherever the class or a subclass occurs in the model."""
     assert unsupported.unsupported_model(nn.Sequential(nn.Linear(2, 2))) is None
     assert (
-        "RadioModel sets by its weights more than tensors: whether it embeds videos"
+        "loading the weights of RadioModel sets more than tensors: whether it embeds videos"
     ) == unsupported.unsupported_model(nn.Sequential(nn.Linear(2, 2), nn.Sequential(Vision())))
 
 
@@ -45,16 +45,16 @@ def test_models_whose_loading_sets_more_than_tensors() -> None:
         (True, None, True),
     ],
 )
-def test_drafts_that_share_tensors(is_draft: bool, algorithm: str | None, is_refused: bool) -> None:
-    """Only a draft that stands alone is forked: of others, an update of the target would change tensors."""
+def test_drafts_that_share_tensors_are_rejected(is_draft: bool, algorithm: str | None, is_refused: bool) -> None:
+    """Only a standalone draft is forked: an update of the main model would change the tensors of other drafts."""
     assert is_refused == (unsupported.unsupported_draft(is_draft, algorithm) is not None)
 
 
-def test_scratch_is_left_out_of_images() -> None:
-    """What each forward pass of a kernel writes, and addresses, are left out; strides and weights are not."""
+def test_scratch_is_excluded_from_images() -> None:
+    """Tensors overwritten by each forward pass and addresses are excluded; strides and weights are not."""
 
     class Method:
-        """SGLang's fp8 method for experts, as far as its tensors go."""
+        """The tensors of SGLang's fp8 method for experts."""
 
         def __init__(self) -> None:
             for key in ("ab_strides1", "workspace", "a_ptr", "b_scales_ptr", "expert_offsets"):
@@ -71,25 +71,25 @@ def test_scratch_is_left_out_of_images() -> None:
     assert {"weight", "bias", "ab_strides1"} == kept
 
 
-def test_weights_are_no_scratch() -> None:
+def test_weights_are_not_scratch() -> None:
     """Names that models give to weights match no pattern."""
     for name in ("model.layers.0.mlp.experts.w13_weight_scale_inv", "lm_head.weight", "a.g_idx", "a.w_kc"):
         assert not any(fnmatchcase(name, pattern) for pattern in unsupported.SCRATCH)
 
 
 class Config:
-    """A model's configuration, as transformers has it."""
+    """A model's configuration like that of transformers."""
 
     def __init__(self, **values: object) -> None:
         self._values = values
 
     def to_dict(self) -> dict[str, object]:
-        """All of it."""
+        """Return all values."""
         return self._values
 
 
-def test_configurations_are_equal_by_what_they_say() -> None:
-    """Another base of the rotary embedding is another configuration; another folder or version is none."""
+def test_configurations_are_compared_by_content() -> None:
+    """Another rotary base is another configuration; another folder or library version is not."""
     one = Config(rope_theta=1e4, text=Config(a=1), _name_or_path="/a", transformers_version="4", file="/a/x")
     same = Config(file="/b/x", _name_or_path="/b", transformers_version="5", text=Config(a=1), rope_theta=1e4)
     other = Config(rope_theta=1e6, text=Config(a=1), file="/b/x")
@@ -99,7 +99,7 @@ def test_configurations_are_equal_by_what_they_say() -> None:
 
 
 def test_quantisation_and_kernels_are_facts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The quantised form and what kernels want of it are facts, too."""
+    """The quantisation method and its kernel options are facts too."""
     for name, content in (
         ("sglang.srt.runtime_context", {"get_server_args": lambda: None}),
         (
@@ -120,10 +120,10 @@ def test_quantisation_and_kernels_are_facts(monkeypatch: pytest.MonkeyPatch) -> 
     ] == facts
 
 
-def test_a_deadline_that_other_ranks_would_not_wait_for(
+def test_a_deadline_beyond_the_wait_of_other_ranks_is_reduced(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A fork takes half of what SGLang's ranks wait for one another, at most; that is told."""
+    """A fork takes at most half of the time that SGLang's ranks wait for each other, and this is logged."""
     name = "sglang.srt.model_executor.model_runner_components"
     module = ModuleType(name)
     module.__dict__["load_model_utils"] = SimpleNamespace(UNBALANCED_MODEL_LOADING_TIMEOUT_S=480)
@@ -132,4 +132,4 @@ def test_a_deadline_that_other_ranks_would_not_wait_for(
         assert 100 == cap_deadline(InstanceSettings(deadline_s=100)).deadline_s
         assert "" == caplog.text
         assert 240 == cap_deadline(InstanceSettings(deadline_s=600)).deadline_s
-    assert 1 == caplog.text.count("ranks wait for one another deadline_s=240")
+    assert 1 == caplog.text.count("other ranks wait no longer deadline_s=240")

@@ -1,4 +1,4 @@
-"""What instances are told of updates of an SGLang server's weights, with fakes in SGLang's place."""
+"""Calls of served models during weight updates of an SGLang server, with fakes in place of SGLang."""
 
 from __future__ import annotations
 
@@ -21,57 +21,57 @@ from rfork.storage.versions.version import version_of
 
 @dataclass(eq=False)
 class RecordingInstance:
-    """An instance that writes down what it is told."""
+    """Records the calls made on a served model."""
 
     calls: list[str] = field(default_factory=list)
 
     def suspend(self) -> None:
-        """Told."""
+        """Record the call."""
         self.calls.append("suspend")
 
     def begin_update(self) -> None:
-        """Told."""
+        """Record the call."""
         self.calls.append("update")
 
     def renew(self, *, updated: bool, version: str | None) -> None:
-        """Told."""
+        """Record the call."""
         self.calls.append("renew" if not updated else f"renew {version or 'updated'}")
 
     @property
     def renewals(self) -> int:
-        """How often it was told that the weights are whole."""
+        """Return the number of renewals."""
         return sum(call.startswith("renew") for call in self.calls)
 
 
 @dataclass(frozen=True)
 class Runner:
-    """SGLang's weight updater, as far as it is asked."""
+    """The part of SGLang's weight updater that is used here."""
 
     model: RecordingInstance | None
 
     def get_model(self) -> RecordingInstance | None:
-        """The model, which is its instance here."""
+        """Return the model, which is its own served model here."""
         return self.model
 
 
 @pytest.fixture
 def instance(monkeypatch: pytest.MonkeyPatch) -> RecordingInstance:
-    """The instance of the runner's model."""
+    """The served model of the runner."""
     monkeypatch.setattr(weight_updates, "served_model", lambda model: cast(ServedModel, model))
     return RecordingInstance()
 
 
 def update_returning(done: bool, message: str = "") -> Callable[..., tuple[bool, str]]:
-    """An update of SGLang's that ends so."""
+    """Return an SGLang update with this result."""
     return lambda *_, **__: (done, message)
 
 
 def successful_step(*_: object, **__: object) -> None:
-    """A step of SGLang's that ends well."""
+    """Return a successful step."""
 
 
 def failing_update(*_: object, **__: object) -> tuple[bool, str]:
-    """An update of SGLang's that raises."""
+    """Return an update that raises."""
     raise RuntimeError("out of memory")
 
 
@@ -86,16 +86,16 @@ def failing_update(*_: object, **__: object) -> tuple[bool, str]:
         ),
     ],
 )
-def test_weights_from_disk(
+def test_updates_from_disk(
     update: Callable[..., tuple[bool, str]], expected: list[str], instance: RecordingInstance
 ) -> None:
-    """Weights are given again after an update, and after one that wrote none; not after one half way."""
+    """Weights are served again after an update and after a failure that wrote nothing, but not after a partial one."""
     WeightUpdateHooks().from_disk(update, Runner(instance), "folder", "auto")
     assert expected == instance.calls
 
 
-def test_own_load_format_reads_files(instance: RecordingInstance) -> None:
-    """An update for which SGLang names the server's own load format is read by ``auto``; others as named."""
+def test_the_rfork_load_format_reads_files_as_auto(instance: RecordingInstance) -> None:
+    """If SGLang passes the server's own load format, files are read as ``auto``; other formats are kept."""
     formats: list[str] = []
 
     def update(runner: Runner, path: str, load_format: str, **more: bool) -> tuple[bool, str]:
@@ -107,8 +107,8 @@ def test_own_load_format_reads_files(instance: RecordingInstance) -> None:
     assert ["auto", "safetensors"] == formats
 
 
-def test_a_failed_step_spoils_the_whole_update(instance: RecordingInstance) -> None:
-    """Of an update in steps, one that fails leaves the weights half way; the next update makes them whole."""
+def test_a_failed_step_invalidates_the_complete_update(instance: RecordingInstance) -> None:
+    """A failed step leaves partial weights; the next complete update makes them valid again."""
     updates, runner = WeightUpdateHooks(), Runner(instance)
     updates.begin(successful_step, runner)
     assert (True, "") == updates.within(update_returning(True), runner)
@@ -128,12 +128,12 @@ def test_a_failed_step_spoils_the_whole_update(instance: RecordingInstance) -> N
         lambda updates, runner: updates.end(failing_update, runner),
         lambda updates, runner: updates.from_ipc(failing_update, runner, "request"),
     ],
-    ids=["a step", "the end", "ipc"],
+    ids=["a step", "end of the update", "ipc"],
 )
-def test_what_raises_spoils_it_too(
+def test_exceptions_invalidate_the_update(
     update: Callable[[WeightUpdateHooks, Runner], None], instance: RecordingInstance
 ) -> None:
-    """Whatever SGLang raises goes on to who asked, and the weights are not given."""
+    """Exceptions of SGLang reach its caller, and the weights are not served."""
     updates, runner = WeightUpdateHooks(), Runner(instance)
     updates.begin(successful_step, runner)
     with pytest.raises(RuntimeError, match="out of memory"):
@@ -141,8 +141,8 @@ def test_what_raises_spoils_it_too(
     assert 0 == instance.renewals
 
 
-def test_a_model_that_is_no_instance_is_left_alone(instance: RecordingInstance) -> None:
-    """Updates of a model that rfork did not load go on as without it."""
+def test_an_unserved_model_is_not_affected(instance: RecordingInstance) -> None:
+    """Updates of a model that rfork did not load run unchanged."""
     runner = Runner(None)
     assert (True, "") == WeightUpdateHooks().from_disk(update_returning(True), runner, "folder", "auto")
     assert (False, "x") == WeightUpdateHooks().within(update_returning(False, "x"), runner)
@@ -167,7 +167,7 @@ def test_two_failures_and_an_update(
     expected: list[str],
     instance: RecordingInstance,
 ) -> None:
-    """What one that failed half way has spoilt, one that failed early leaves spoilt; success mends it."""
+    """After a partial update, weights stay invalid until an update succeeds."""
     updates, runner = WeightUpdateHooks(), Runner(instance)
     for update in (first, second, update_returning(True)):
         updates.from_disk(update, runner, "folder", "auto")
@@ -175,7 +175,7 @@ def test_two_failures_and_an_update(
 
 
 def test_a_failed_step_and_an_update_that_fails_early(instance: RecordingInstance) -> None:
-    """Neither an update that fails before it writes, nor one that is only begun, makes them whole."""
+    """Neither an update that fails before writing nor one that has only begun makes them valid."""
     updates, runner = WeightUpdateHooks(), Runner(instance)
     updates.begin(successful_step, runner)
     updates.within(update_returning(False, "half"), runner)
@@ -186,7 +186,7 @@ def test_a_failed_step_and_an_update_that_fails_early(instance: RecordingInstanc
 
 
 def test_an_update_from_disk_between_steps(instance: RecordingInstance) -> None:
-    """While steps are written, an update that fails early does not have them given."""
+    """While steps are written, an update that fails early does not make the weights served."""
     updates, runner = WeightUpdateHooks(), Runner(instance)
     updates.begin(successful_step, runner)
     updates.within(update_returning(True), runner)
@@ -204,7 +204,7 @@ def release_and_resume(
     copy: bool,
     update: Callable[..., tuple[bool, str]] = EARLY_FAILURE,
 ) -> None:
-    """Release the memory of its weights, and take it back; update them meanwhile."""
+    """Release the memory of the weights and resume it, optionally with an update in between."""
     features = SimpleNamespace(
         enable_memory_saver=True, enable_weights_cpu_backup=copy, enable_draft_weights_cpu_backup=False
     )
@@ -223,10 +223,10 @@ def release_and_resume(
 
 
 @pytest.mark.parametrize(("copy", "expected"), [(False, 0), (True, 2)])
-def test_memory_without_a_copy_is_lost(
+def test_memory_without_a_backup_is_lost(
     copy: bool, expected: int, instance: RecordingInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What came back uninitialised is not given after an update that failed early, only after a whole one."""
+    """Uninitialised memory is served only after a complete update, not after one that failed early."""
     updates = WeightUpdateHooks()
     release_and_resume(updates, instance, monkeypatch, copy=copy)
     updates.from_disk(EARLY_FAILURE, Runner(instance), "folder", "auto")
@@ -235,10 +235,10 @@ def test_memory_without_a_copy_is_lost(
     assert expected + 1 == instance.renewals
 
 
-def test_an_update_while_memory_is_away_is_named_once_it_is_back(
+def test_an_update_while_memory_is_released_names_the_weights_after_the_resume(
     instance: RecordingInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The weights that are served after the resume are those of the update."""
+    """The weights served after the resume are those of the update."""
     updates = WeightUpdateHooks()
     release_and_resume(updates, instance, monkeypatch, copy=True, update=update_returning(True))
     assert ["suspend", "update", "renew updated"] == instance.calls
@@ -246,7 +246,7 @@ def test_an_update_while_memory_is_away_is_named_once_it_is_back(
 
 @pytest.fixture
 def serving(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """The scheduler's own settings: ``serving.weight_version`` is that of before."""
+    """The scheduler's own settings: ``serving.weight_version`` is the previous version."""
     made = SimpleNamespace(weight_version="default")
     module = ModuleType("sglang.srt.runtime_context")
     module.__dict__["get_serving"] = lambda: made
@@ -255,13 +255,13 @@ def serving(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def request(updates: WeightUpdateHooks, weight_version: str | None, work: Callable[[], object]) -> None:
-    """Have SGLang handle a request that names the new weights."""
+    """Let SGLang handle a request that names the new weights."""
     updates.request(lambda *_: work(), None, SimpleNamespace(weight_version=weight_version))
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A checkpoint's folder."""
+    """Return a checkpoint folder."""
     made = tmp_path / "model"
     made.mkdir()
     save_file({"weight": torch.zeros(4)}, made / "model.safetensors")
@@ -271,25 +271,23 @@ def folder(tmp_path: Path) -> Path:
 def test_an_update_from_disk_has_the_version_of_its_files(
     instance: RecordingInstance, folder: Path, serving: SimpleNamespace
 ) -> None:
-    """As a server that is started on that folder."""
+    """It equals the version of a server started on that folder."""
     updates, runner = WeightUpdateHooks(), Runner(instance)
     request(updates, None, lambda: updates.from_disk(update_returning(True), runner, str(folder), "auto"))
     assert ["update", f"renew {version_of(folder)}"] == instance.calls
 
 
 @pytest.mark.parametrize(("load_format", "named"), [("dummy", {}), ("auto", {"weight_name_filter": str.isupper})])
-def test_an_update_of_which_files_are_no_measure_has_no_version_of_theirs(
+def test_an_update_not_read_from_complete_files_has_no_file_version(
     load_format: str, named: dict[str, object], instance: RecordingInstance, folder: Path
 ) -> None:
-    """SGLang reads none of them, or some tensors only."""
+    """SGLang reads no files, or only some tensors."""
     WeightUpdateHooks().from_disk(update_returning(True), Runner(instance), str(folder), load_format, **named)
     assert ["update", "renew updated"] == instance.calls
 
 
-def test_an_update_from_files_that_change_meanwhile_has_no_version_of_theirs(
-    instance: RecordingInstance, folder: Path
-) -> None:
-    """Nobody knows which of them were read."""
+def test_an_update_from_changing_files_has_no_file_version(instance: RecordingInstance, folder: Path) -> None:
+    """It is unknown which files were read."""
 
     def update(*_: object, **__: object) -> tuple[bool, str]:
         save_file({"weight": torch.ones(4)}, folder / "model.safetensors")
@@ -299,10 +297,10 @@ def test_an_update_from_files_that_change_meanwhile_has_no_version_of_theirs(
     assert ["update", "renew updated"] == instance.calls
 
 
-def test_the_request_s_weight_version_names_the_new_weights(
+def test_the_weight_version_of_the_request_names_the_new_weights(
     instance: RecordingInstance, folder: Path, serving: SimpleNamespace
 ) -> None:
-    """Before the files do: whoever updates states it."""
+    """It takes precedence over the version of the files."""
     updates, runner = WeightUpdateHooks(), Runner(instance)
     request(updates, "step-5", lambda: updates.from_disk(update_returning(True), runner, str(folder), "auto"))
     request(updates, "step-6", lambda: updates.from_ipc(update_returning(True), runner, "request"))
@@ -311,10 +309,10 @@ def test_the_request_s_weight_version_names_the_new_weights(
 
 
 @pytest.mark.parametrize("version", [None, "default", "step-4", "two\nlines", "x" * 300])
-def test_a_weight_version_that_says_nothing_new_names_nothing(
+def test_an_uninformative_weight_version_names_nothing(
     version: str | None, instance: RecordingInstance, serving: SimpleNamespace
 ) -> None:
-    """None, SGLang's own default, that of the weights before, and text that is no version."""
+    """These are none, SGLang's default, the previous version, and invalid text."""
     serving.weight_version = "step-4"
     updates, runner = WeightUpdateHooks(), Runner(instance)
     request(updates, version, lambda: updates.from_ipc(update_returning(True), runner, "request"))
@@ -322,7 +320,7 @@ def test_a_weight_version_that_says_nothing_new_names_nothing(
 
 
 def test_the_weight_version_of_a_step_names_the_update(instance: RecordingInstance, serving: SimpleNamespace) -> None:
-    """SGLang has taken it over by the second step; the next update has one of its own."""
+    """SGLang has adopted it by the second step; the next update has its own version."""
     updates, runner = WeightUpdateHooks(), Runner(instance)
     updates.begin(successful_step, runner)
     for _ in range(2):

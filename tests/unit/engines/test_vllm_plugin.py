@@ -1,4 +1,4 @@
-"""What of vLLM's plug-in holds without vLLM: names, options, facts, hook points, and the end of servers."""
+"""Parts of the vLLM plug-in that do not need vLLM: names, options, facts, hook targets and shutdown."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from rfork.settings import InstanceSettings
     ],
 )
 def test_names(model: str, configured_name: str | None, draft: bool, expected: str) -> None:
-    """A hub's id is as it is; a setting names the target, and parts drafts."""
+    """A hub id is kept; a setting names the main model and distinguishes drafts."""
     assert expected == model_name(model, configured_name, draft)
 
 
-def test_options_of_the_command_line_are_settings() -> None:
-    """They win over the environment; a name that is none is one clear error."""
-    parsed = settings_of(SimpleNamespace(model_loader_extra_config={"planner": "http://a:1", "drain_s": 3}))
+def test_command_line_options_are_settings() -> None:
+    """They override the environment; an unknown name is one clear error."""
+    parsed = settings_of(SimpleNamespace(model_loader_extra_config={"planner": "http://a:1", "drain_timeout_s": 3}))
     assert ("http://a:1", 3.0) == (parsed.planner, parsed.drain_timeout_s)
-    with pytest.raises(SettingsError, match="no setting 'planer'") as caught:
+    with pytest.raises(SettingsError, match="unknown rfork setting 'planer'") as caught:
         settings_of(SimpleNamespace(model_loader_extra_config={"planer": "http://a:1"}))
     assert "did you mean 'planner'?" == caught.value.hint
     with pytest.raises(SettingsError, match="RFORK_DRAIN_TIMEOUT_S"):
-        settings_of(SimpleNamespace(model_loader_extra_config={"drain_s": -1}))
+        settings_of(SimpleNamespace(model_loader_extra_config={"drain_timeout_s": -1}))
 
 
-def test_deadline_leaves_time_to_load(caplog: pytest.LogCaptureFixture) -> None:
-    """It is half of vLLM's at most, and that is told; a shorter one is as it was."""
+def test_the_deadline_leaves_time_to_load(caplog: pytest.LogCaptureFixture) -> None:
+    """It is at most half of vLLM's timeout, and a reduction is logged; a shorter one is kept."""
     caplog.set_level("INFO", "rfork")
     assert 300.0 == cap_deadline(InstanceSettings(deadline_s=600), 600).deadline_s
     assert 1 == len(caplog.messages)
@@ -74,13 +74,13 @@ def test_deadline_leaves_time_to_load(caplog: pytest.LogCaptureFixture) -> None:
         ("model.layers.0.self_attn.qkv_proj.weight", True),
     ],
 )
-def test_what_forwards_write_is_no_weight(name: str, is_weight: bool) -> None:
-    """Names that vLLM 0.32 hangs such tensors on models by, and weights that sound alike."""
+def test_tensors_overwritten_by_forward_passes_are_not_weights(name: str, is_weight: bool) -> None:
+    """The names are those of vLLM 0.32, and similar names of weights."""
     assert is_weight == (not any(fnmatchcase(name, pattern) for pattern in compat.NON_WEIGHT_PATTERNS))
 
 
 class Configuration:
-    """As a model's configuration, of which only this is used."""
+    """The part of a model's configuration that is used here."""
 
     def __init__(self, **values: object) -> None:
         self.hf_config = self
@@ -105,16 +105,16 @@ PLAIN = {"rope_theta": 1e4, "_name_or_path": "/a", "text_config": TEXT}
         ({**PLAIN, "text_config": {"id2label": {0: "b"}}}, False),
     ],
 )
-def test_configuration_is_a_fact(other: dict[str, object], same: bool) -> None:
-    """What --hf-overrides changes parts two images; where a configuration lies does not."""
+def test_the_configuration_is_a_fact(other: dict[str, object], same: bool) -> None:
+    """Overrides by --hf-overrides distinguish two images; the location of a configuration does not."""
     known = compat.configuration(Configuration(**PLAIN))
     assert same == (known == compat.configuration(Configuration(**other)))
     opaque = [Configuration(value=object()) for _ in range(2)]
     assert 1 == len({compat.configuration(config) for config in opaque})
 
 
-def test_choice_of_kernels_is_a_fact() -> None:
-    """By vLLM's variables, and by its configuration."""
+def test_kernel_options_are_facts() -> None:
+    """They come from vLLM's variables and from its configuration."""
 
     def kernel_facts(deep: bool, moe: str) -> str:
         config = SimpleNamespace(kernel_config=SimpleNamespace(moe_backend=moe))
@@ -124,8 +124,8 @@ def test_choice_of_kernels_is_a_fact() -> None:
     assert 3 == len({kernel_facts(True, "auto"), kernel_facts(False, "auto"), kernel_facts(True, "marlin")})
 
 
-def test_hook_points_that_moved_are_told_in_one_line() -> None:
-    """With the version there is and those that were tested; all of what moved, and nothing else."""
+def test_incompatible_hook_targets_are_reported_on_one_line() -> None:
+    """The message contains the version, the tested versions, and exactly the incompatible targets."""
     known = HookTarget("rfork.engines.vllm.model_name.model_name", ("model", "draft"))
     wrong = (
         known,
@@ -137,15 +137,15 @@ def test_hook_points_that_moved_are_told_in_one_line() -> None:
     with pytest.raises(EngineMismatch) as caught:
         hook_targets.check("9.9.9", wrong, tested=("1.2.3",))
     assert (
-        "vLLM 9.9.9 is not as rfork knows it (tested: 1.2.3): "
+        "vLLM 9.9.9 is incompatible with this rfork (tested: 1.2.3): "
         "rfork.engines.vllm.model_name.model_name has no parameter path; rfork.engines.vllm.model_name.Worker.sleep "
-        "is gone (module 'rfork.engines.vllm.model_name' has no attribute 'Worker'); "
-        "rfork.no_such_module.Worker is gone (module 'rfork' has no attribute 'no_such_module')"
+        "does not exist (module 'rfork.engines.vllm.model_name' has no attribute 'Worker'); "
+        "rfork.no_such_module.Worker does not exist (module 'rfork' has no attribute 'no_such_module')"
     ) == str(caught.value)
 
 
 class Manager:
-    """As vLLM's, as far as it is wrapped."""
+    """The part of vLLM's manager that is wrapped."""
 
     def __init__(self, vllm_config: SimpleNamespace) -> None:
         self.stopped: list[float | None] = []
@@ -158,8 +158,8 @@ class Manager:
         self.stopped.append(timeout)
 
 
-def test_a_server_s_seeds_are_seen_off_before_its_engines_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once, with the name that its engines were told; servers with another load format are left alone."""
+def test_a_servers_seeds_are_drained_before_its_engines_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drain runs once, with the replica name of its engines; servers with another load format are unaffected."""
     utils = ModuleType("vllm.v1.engine.utils")
     manager_class = type("CoreEngineProcManager", (Manager,), dict(vars(Manager)))
     vars(utils)["CoreEngineProcManager"] = manager_class
@@ -189,25 +189,25 @@ def test_a_server_s_seeds_are_seen_off_before_its_engines_end(monkeypatch: pytes
     assert "" == os.environ["RFORK_REPLICA"]
 
 
-def test_seeing_off_survives_a_planner_that_is_gone() -> None:
-    """A server ends whether or not its planner answers."""
+def test_the_drain_survives_an_unreachable_planner() -> None:
+    """A server exits whether or not its planner responds."""
     extra_config = {
         "planner": "http://127.0.0.1:0",
         "planner_timeout_s": 0.2,
         "replica": "mine",
-        "drain_s": 0,
+        "drain_timeout_s": 0,
     }
     engine_manager.drain_server(settings_of(SimpleNamespace(model_loader_extra_config=extra_config)))
 
 
 def method(module: str, *bases: type, step: bool = True, name: str = "Method") -> type:
-    """A class of that module, which says what is done after loading."""
+    """Return a method class of that module that may define the step after loading."""
     content = {"process_weights_after_loading": lambda self, layer: None} if step else {}
     return type(name, bases, content | {"__module__": f"vllm.model_executor.layers.{module}"})
 
 
-def test_only_methods_on_the_list_are_rebuilt() -> None:
-    """By the class that defines the step: a subclass with a step of its own is another method."""
+def test_only_listed_methods_can_be_rebuilt() -> None:
+    """The class that defines the step counts: a subclass with its own step is another method."""
     known = method("quantization.fp8", name="Fp8LinearMethod")
     inheriting = method("quantization.online", known, step=False)
     overriding = method("quantization.online", known)

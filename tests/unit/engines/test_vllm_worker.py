@@ -1,4 +1,4 @@
-"""When the weights of vLLM's workers are given, and when not, without vLLM."""
+"""When the weights of vLLM's workers are served, tested without vLLM."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rfork.storage.versions.version import version_of
 
 
 class FakeInstance:
-    """Notes what it is told."""
+    """Records the calls made on a served model."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -35,7 +35,7 @@ class FakeInstance:
 
     def suspend(self) -> None:
         if self.fails:
-            raise OSError("the exporter is gone")
+            raise OSError("the exporter failed")
         self.calls.append("suspend")
 
     def begin_update(self) -> None:
@@ -63,7 +63,7 @@ class Model(nn.Module):
 
 
 class Worker:
-    """As vLLM's worker, as far as it is wrapped."""
+    """The wrapped part of vLLM's worker."""
 
     def __init__(self) -> None:
         self.model_runner = SimpleNamespace()
@@ -76,8 +76,8 @@ class Worker:
         self.model_config = SimpleNamespace(model="no such folder", model_weights="", revision=None)
         self.while_reading = lambda: None
 
-    def take_calls(self) -> tuple[list[str], list[str]]:
-        """To the target's instance and the draft's since it was last asked."""
+    def pop_calls(self) -> tuple[list[str], list[str]]:
+        """Return and clear the recorded calls of the main model and the draft."""
         calls = tuple(list(instance.calls) for instance in self.instances.values())
         for instance in self.instances.values():
             instance.calls.clear()
@@ -125,7 +125,7 @@ class Worker:
     def update_weights(self, update_info: dict[str, str]) -> None:
         if self.fails:
             self._weight_update_active = False
-            raise OSError("the trainer is gone")
+            raise OSError("the trainer is unreachable")
 
     def finish_weight_update(self) -> None:
         self._weight_update_active = False
@@ -133,7 +133,7 @@ class Worker:
 
 @pytest.fixture
 def worker() -> Worker:
-    """One whose class is wrapped, and no other's."""
+    """A worker whose class only this test wraps."""
     worker_class = type("Worker", (Worker,), dict(vars(Worker)))
     hooks.install(worker_class)
     hooks.install(worker_class)
@@ -141,115 +141,113 @@ def worker() -> Worker:
     return made
 
 
-def test_steps_are_the_seed_s_work(worker: Worker) -> None:
-    """Each step of the engine is told to the instance of the model, and answered as ever."""
+def test_steps_are_measured_as_the_seeds_work(worker: Worker) -> None:
+    """Each step of the engine is measured for its model and returns its result unchanged."""
     assert [2, 3] == [worker.execute_model(1), worker.execute_model(scheduler_output=2)]
-    assert (["serving", "serving"], []) == worker.take_calls()
+    assert (["serving", "serving"], []) == worker.pop_calls()
 
 
-def test_sleeping_weights_are_not_given(worker: Worker) -> None:
-    """Both models are let go of before they sleep, and given again once their weights are awake."""
+def test_sleeping_weights_are_not_served(worker: Worker) -> None:
+    """Serving of both models stops before they sleep and resumes once their weights are awake."""
     worker.sleep()
-    assert (["suspend"], ["suspend"]) == worker.take_calls()
+    assert (["suspend"], ["suspend"]) == worker.pop_calls()
     worker.wake_up(["kv_cache"])
-    assert ([], []) == worker.take_calls()
+    assert ([], []) == worker.pop_calls()
     worker.wake_up(tags=["weights"])
-    assert (["renew"], ["renew"]) == worker.take_calls()
+    assert (["renew"], ["renew"]) == worker.pop_calls()
 
 
 @pytest.mark.parametrize("away", ["sleep", "discard"])
-def test_weights_that_sleep_threw_away_are_given_once_they_are_loaded(worker: Worker, away: str) -> None:
-    """After level 2 memory is back before the weights are: each model is given after its own update."""
+def test_weights_discarded_by_sleep_are_served_after_loading(worker: Worker, away: str) -> None:
+    """After level 2, memory returns before the weights: each model is served after its own update."""
     if away == "sleep":
         worker.sleep(level=2)
     else:
         worker.discard(("weights",))
     worker.wake_up()
-    assert (["suspend"], ["suspend"]) == worker.take_calls()
+    assert (["suspend"], ["suspend"]) == worker.pop_calls()
     worker.reload_weights([])
-    assert (["update", "renew updated"], []) == worker.take_calls()
+    assert (["update", "renew updated"], []) == worker.pop_calls()
     worker.start_draft_weight_update()
     worker.update_weights({})
     worker.finish_weight_update()
-    assert ([], ["update", "renew updated"]) == worker.take_calls()
+    assert ([], ["update", "renew updated"]) == worker.pop_calls()
 
 
-def test_weights_that_are_zeroed_are_not_given(worker: Worker) -> None:
-    """vLLM overwrites them only to have them loaded anew."""
+def test_zeroed_weights_are_not_served(worker: Worker) -> None:
+    """vLLM overwrites them only to load them again."""
     worker.reset_weights()
     worker.sleep()
     worker.wake_up()
-    assert (["fence", "suspend"], ["suspend", "renew"]) == worker.take_calls()
+    assert (["fence", "suspend"], ["suspend", "renew"]) == worker.pop_calls()
 
 
-def test_an_update_is_one_however_many_parts_it_has(worker: Worker) -> None:
-    """Nothing is given between its begin and its end; loads inside it are no updates of their own."""
+def test_an_update_in_several_parts_is_one_update(worker: Worker) -> None:
+    """Nothing is served between its start and its end; loads inside it are not separate updates."""
     worker.start_weight_update()
     worker.model.load_weights([])
     worker.update_weights({})
     worker.model.load_weights([])
-    assert (["update"], []) == worker.take_calls()
+    assert (["update"], []) == worker.pop_calls()
     worker.finish_weight_update()
-    assert (["renew updated"], []) == worker.take_calls()
+    assert (["renew updated"], []) == worker.pop_calls()
 
 
-def test_an_update_that_this_rank_refuses_is_counted(worker: Worker) -> None:
-    """It begins on ranks where the one before has failed, and a number has to name one update on all."""
+def test_an_update_refused_by_this_rank_is_counted(worker: Worker) -> None:
+    """It begins on ranks where the previous one failed, and a number must mean one update on all ranks."""
     worker.start_weight_update()
     with pytest.raises(RuntimeError, match="already active"):
         worker.start_weight_update()
     worker.finish_weight_update()
-    assert (["update", "count", "renew updated"], []) == worker.take_calls()
+    assert (["update", "count", "renew updated"], []) == worker.pop_calls()
 
 
 @pytest.mark.parametrize("update_method", ["reload", "transfer"])
-def test_after_an_update_that_failed_nothing_is_given(worker: Worker, update_method: str) -> None:
-    """The weights may be anything, asleep or awake, until an update that does not fail."""
+def test_nothing_is_served_after_a_failed_update(worker: Worker, update_method: str) -> None:
+    """The weights are undefined, asleep or awake, until an update succeeds."""
     worker.fails = True
     if update_method == "transfer":
         worker.start_weight_update()
     changed: Callable[[list[object]], None] = getattr(
         worker, {"reload": "reload_weights", "transfer": "update_weights"}[update_method]
     )
-    with pytest.raises(OSError, match=r"no such|gone"):
+    with pytest.raises(OSError, match=r"no such|unreachable"):
         changed([])
     worker.fails = False
     worker.sleep()
     worker.wake_up()
-    assert ["update", "suspend"] == worker.take_calls()[0]
+    assert ["update", "suspend"] == worker.pop_calls()[0]
     worker.reload_weights([])
-    assert ["update", "renew updated"] == worker.take_calls()[0]
+    assert ["update", "renew updated"] == worker.pop_calls()[0]
 
 
-def test_weights_that_are_loaded_behind_the_worker_are_noticed(
-    worker: Worker, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Such a call is answered as ever; nobody says which is the last, so a whole update has to follow."""
+def test_weights_loaded_without_the_worker_are_detected(worker: Worker, caplog: pytest.LogCaptureFixture) -> None:
+    """The call works as before; a complete update must follow, because the last call is not marked."""
     caplog.set_level("WARNING", "rfork")
     for name in "ab":
         assert {name} == worker.model.load_weights([(name, torch.zeros(1))])
     worker.sleep()
     worker.wake_up()
-    assert (["fence", "fence", "suspend"], ["suspend", "renew"]) == worker.take_calls()
-    assert ["not a seed until a whole update: weights were loaded piece by piece"] == caplog.messages
+    assert (["fence", "fence", "suspend"], ["suspend", "renew"]) == worker.pop_calls()
+    assert ["weights loaded piece by piece, not seeding until a complete update"] == caplog.messages
     worker.reload_weights([])
-    assert (["update", "renew updated"], []) == worker.take_calls()
+    assert (["update", "renew updated"], []) == worker.pop_calls()
 
 
-def test_an_update_while_asleep_is_named_once_awake(worker: Worker) -> None:
-    """The weights that are served after the wake are those of the update, and after another sleep as well."""
+def test_an_update_while_asleep_names_the_weights_after_waking(worker: Worker) -> None:
+    """The weights served after waking are those of the update, and stay so after another sleep."""
     worker.sleep(level=2)
     worker.reload_weights([])
     worker.wake_up()
-    assert ["suspend", "update", "renew updated"] == worker.take_calls()[0]
+    assert ["suspend", "update", "renew updated"] == worker.pop_calls()[0]
     worker.sleep()
     worker.wake_up()
-    assert ["suspend", "renew"] == worker.take_calls()[0]
+    assert ["suspend", "renew"] == worker.pop_calls()[0]
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A checkpoint's folder."""
+    """Return a checkpoint folder."""
     made = tmp_path / "model"
     made.mkdir()
     save_file({"weight": torch.zeros(4)}, made / "model.safetensors")
@@ -257,64 +255,64 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_reload_from_another_folder_has_the_version_of_its_files(worker: Worker, folder: Path) -> None:
-    """As a server that is started on that folder."""
+    """It equals the version of a server started on that folder."""
     worker.reload_weights(weights_path=str(folder))
-    assert ["update", f"renew {version_of(folder)}"] == worker.take_calls()[0]
+    assert ["update", f"renew {version_of(folder)}"] == worker.pop_calls()[0]
 
 
-def test_a_reload_has_the_version_of_the_files_that_replaced_the_old_ones(worker: Worker, folder: Path) -> None:
-    """Without a path vLLM reads the folder that it was started on, as it is by now."""
+def test_a_reload_has_the_version_of_the_replaced_files(worker: Worker, folder: Path) -> None:
+    """Without a path vLLM reads the current content of the folder it was started on."""
     worker.model_config.model = str(folder)
     old = version_of(folder)
     save_file({"weight": torch.ones(4)}, folder / "model.safetensors")
     worker.reload_weights()
-    assert ["update", f"renew {version_of(folder)}"] == worker.take_calls()[0]
+    assert ["update", f"renew {version_of(folder)}"] == worker.pop_calls()[0]
     assert old != version_of(folder)
 
 
-def test_a_reload_of_files_that_change_meanwhile_has_no_version_of_theirs(worker: Worker, folder: Path) -> None:
-    """Nobody knows which of them were read."""
+def test_a_reload_from_changing_files_has_no_file_version(worker: Worker, folder: Path) -> None:
+    """It is unknown which files were read."""
     worker.while_reading = lambda: save_file({"weight": torch.ones(4)}, folder / "model.safetensors")
     worker.reload_weights(None, str(folder))
-    assert ["update", "renew updated"] == worker.take_calls()[0]
+    assert ["update", "renew updated"] == worker.pop_calls()[0]
 
 
-def test_a_reload_of_the_caller_s_tensors_has_no_version_of_files(worker: Worker, folder: Path) -> None:
-    """Wherever the server was started."""
+def test_a_reload_of_the_callers_tensors_has_no_file_version(worker: Worker, folder: Path) -> None:
+    """The folder that the server was started on does not matter."""
     worker.model_config.model = str(folder)
     worker.reload_weights([("weight", torch.ones(4))])
-    assert ["update", "renew updated"] == worker.take_calls()[0]
+    assert ["update", "renew updated"] == worker.pop_calls()[0]
 
 
-def test_sleep_that_fails_is_told(worker: Worker, caplog: pytest.LogCaptureFixture) -> None:
-    """Nobody knows where the weights are then: they are given again once they were woken."""
+def test_a_failed_sleep_is_logged(worker: Worker, caplog: pytest.LogCaptureFixture) -> None:
+    """The state of the weights is unknown, so they are served again only after waking."""
     caplog.set_level("WARNING", "rfork")
     worker.fails = True
     with pytest.raises(OSError, match="more memory"):
         worker.sleep()
-    assert 2 * ["not a seed until it is woken: vLLM could not put its weights to sleep"] == caplog.messages
+    assert 2 * ["vLLM failed to put its weights to sleep, not seeding until they wake up"] == caplog.messages
     worker.fails = False
     worker.wake_up()
-    assert 2 * (["suspend", "renew"],) == worker.take_calls()
+    assert 2 * (["suspend", "renew"],) == worker.pop_calls()
 
 
-def test_the_engine_sleeps_whatever_becomes_of_its_seed(worker: Worker) -> None:
-    """An exporter that fails ends the seed, not the engine's request; the other one sleeps as ever."""
+def test_the_engine_sleeps_whatever_happens_to_its_seed(worker: Worker) -> None:
+    """A failing exporter ends the seed but not the engine's request; the other model sleeps as usual."""
     worker.instances["target"].fails = True
     worker.sleep()
     worker.wake_up()
     worker.reload_weights([])
-    assert (["close 0.0"], ["suspend", "renew"]) == worker.take_calls()
+    assert (["close 0.0"], ["suspend", "renew"]) == worker.pop_calls()
 
 
-def test_the_end_closes_both(worker: Worker) -> None:
-    """Without waiting, where the API server has; else for as long as vLLM waits for its worker."""
+def test_the_shutdown_closes_both_models(worker: Worker) -> None:
+    """It does not wait if the API server has drained them, else at most as long as vLLM waits for its worker."""
     worker.instances["draft"].seed.settings = InstanceSettings()
     worker.shutdown()
-    assert (["close 0.0"], ["close 4.0"]) == worker.take_calls()
+    assert (["close 0.0"], ["close 4.0"]) == worker.pop_calls()
 
 
-def test_models_of_others_are_left_alone() -> None:
-    """A model that rfork did not bring up has no care, and nothing is in its way."""
+def test_models_of_other_loaders_are_not_affected() -> None:
+    """A model that rfork did not load has no lifecycle, and its methods run unchanged."""
     assert [None, None] == [lifecycle_of(None), lifecycle_of(nn.Linear(1, 1))]
     assert isinstance(attach_lifecycle(nn.Linear(1, 1), FakeInstance()), WeightLifecycle)  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
-"""Hashes by the digest's kernel under Triton's interpreter, against xxhash. Run with TRITON_INTERPRET=1.
+"""Compares the digest kernel under Triton's interpreter with xxhash. Run with TRITON_INTERPRET=1.
 
-A process of its own, as Triton decides when it is imported whether kernels are interpreted. Prints each
-case that differs.
+Runs as a separate process, because Triton decides at import whether kernels are interpreted. Prints each case
+that differs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def noise(length: int) -> torch.Tensor:
 
 
 def cases() -> Iterator[tuple[str, Sequence[torch.Tensor], int]]:
-    """What it is, the pieces, and the bytes of a leaf."""
+    """Yield a description, the pieces and the leaf size of each case."""
     for length in LENGTHS:
         for shift in (0, 1, 4, 8):
             yield f"{length} bytes at {shift}", [noise(length + shift)[shift:]], SMALL
@@ -37,14 +37,14 @@ def cases() -> Iterator[tuple[str, Sequence[torch.Tensor], int]]:
 
 
 def differs(pieces: Sequence[torch.Tensor], leaf: int) -> bool:
-    """Whether the kernel gives other hashes than xxhash."""
+    """Return whether the kernel's hashes differ from xxhash's."""
     content = bytes(torch.cat(list(pieces)).tolist())
     expected = [xxhash.xxh3_128_digest(content[low : low + leaf]) for low in range(0, len(content), leaf)]
     return b"".join(expected) != xxh3_triton.leaf_hashes(pieces, leaf)
 
 
 def main() -> None:
-    """Check all cases, with little and with much joined at once."""
+    """Check all cases, joining few and many bytes at once."""
     self_test(xxh3_triton.leaf_hashes, torch.device("cpu"))
     for joined_bytes in (xxh3_triton.MAX_LAUNCH_BYTES, 2 * SMALL):
         xxh3_triton.MAX_LAUNCH_BYTES = joined_bytes

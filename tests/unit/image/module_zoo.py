@@ -1,7 +1,8 @@
-"""A zoo of modules: each kind that has been seen to keep its state in its own way.
+"""A zoo of modules: one case for each known way to keep state in a module.
 
-``python zoo.py seed FILE`` captures every kind and writes what it found; ``python zoo.py target FILE`` builds
-the kinds anew with other values, fills those whose layout is equal, and prints a verdict for each as JSON.
+``python module_zoo.py seed FILE`` captures every case and writes the results. ``python module_zoo.py target
+FILE`` builds the cases again with other values, fills those with equal layouts, and prints a verdict for each
+as JSON.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ Read = Callable[[Any], Values]
 
 @dataclass(frozen=True)
 class ModuleCase:
-    """How a kind is built from the values of one side, what it computes with, and why it is refused."""
+    """One case: how to build it from one side's values, what it computes with, and why it is rejected."""
 
     build: Callable[[int], nn.Module]
     read: Read
@@ -48,20 +49,20 @@ MODULE_CASES: dict[str, ModuleCase] = {}
 
 
 def module_case(name: str, build: Callable[[int], nn.Module], read: Read, refused: str = "") -> None:
-    """Add one kind to the zoo."""
+    """Add one case to the zoo."""
     if name in MODULE_CASES:
         raise ValueError(name)
     MODULE_CASES[name] = ModuleCase(build, read, refused)
 
 
-def made(value: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A tensor of one side's values."""
+def filled(value: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return a tensor with the values of one side."""
     random = torch.rand(*(shape or (3,)))
     return random > 0.5 if dtype is torch.bool else (random * 10 + value).to(dtype)
 
 
 class Holder(nn.Module):
-    """A layer with one attribute, whatever that is."""
+    """A layer with one attribute of any type."""
 
     def __init__(self, value: object) -> None:
         super().__init__()
@@ -70,17 +71,17 @@ class Holder(nn.Module):
 
 
 def attribute_case(name: str, make: Callable[[int], object], read: Read, refused: str = "") -> None:
-    """Add a kind that keeps its state in an attribute; `read` is of the attribute."""
+    """Add a case that keeps its state in an attribute; `read` receives the attribute."""
     module_case(f"attribute: {name}", lambda value: Holder(make(value)), lambda module: read(module.held), refused)
 
 
 def layer_case(name: str, make: Callable[[], nn.Module], *inputs: torch.Tensor, refused: str = "") -> None:
-    """Add a kind that is used by calling it."""
+    """Add a case that is used by calling it."""
     module_case(f"layer: {name}", lambda _: shuffled(make()).eval(), lambda module: flat(module(*inputs)), refused)
 
 
 def shuffled(module: nn.Module) -> nn.Module:
-    """With random numbers where torch begins with ones."""
+    """Replace values that torch initialises to ones with random numbers."""
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
             if tensor.is_floating_point() and not nn.parameter.is_lazy(tensor):
@@ -89,7 +90,7 @@ def shuffled(module: nn.Module) -> nn.Module:
 
 
 def flat(value: Any) -> Iterator[object]:
-    """The tensors and numbers in outputs."""
+    """Return the tensors and numbers in outputs."""
     if isinstance(value, list | tuple):
         for item in value:
             yield from flat(item)
@@ -106,7 +107,7 @@ class Color(Enum):
 
 @dataclass
 class Record:
-    """As an engine's packed weights."""
+    """Like an engine's packed weights."""
 
     packed: torch.Tensor
     scale: torch.Tensor
@@ -115,7 +116,7 @@ class Record:
 
 @dataclass(frozen=True)
 class FrozenRecord:
-    """As the packed weights of vLLM's b12x kernels."""
+    """Like the packed weights of vLLM's b12x kernels."""
 
     packed: torch.Tensor
     scales: tuple[torch.Tensor, ...]
@@ -123,7 +124,7 @@ class FrozenRecord:
 
 @dataclass(frozen=True)
 class Storage:
-    """As triton_kernels' storage."""
+    """Like triton_kernels' storage."""
 
     data: torch.Tensor
     layout: object = None
@@ -131,7 +132,7 @@ class Storage:
 
 @dataclass
 class WrappedTensor:
-    """As triton_kernels.Tensor: a tensor by another name."""
+    """Like triton_kernels.Tensor, which wraps a tensor."""
 
     storage: Storage
     shape: tuple[int, ...] = ()
@@ -145,7 +146,7 @@ class SlottedRecord:
 
 
 class Plain:
-    """An object of any class."""
+    """An object of an ordinary class."""
 
     def __init__(self, **values: object) -> None:
         vars(self).update(values)
@@ -160,25 +161,25 @@ class Slots:
         self.first = first
 
 
-class SlotsBelow(Slots):
+class InheritedSlots(Slots):
     """Slots in two classes, and a dict."""
 
     __slots__ = ("__dict__", "second")
 
 
 class QuantState:
-    """As bitsandbytes keeps it on a parameter."""
+    """Like the state that bitsandbytes keeps on a parameter."""
 
     def __init__(self, value: int) -> None:
-        self.absmax, self.code = made(value), made(value, 16)
+        self.absmax, self.code = filled(value), filled(value, 16)
         self.blocksize, self.dtype, self.state2 = 64, torch.float16, None
 
 
-class ListOfMine(list):  # type: ignore[type-arg]
+class ListSubclass(list):  # type: ignore[type-arg]
     """A list with attributes."""
 
 
-class DictOfMine(dict):  # type: ignore[type-arg]
+class DictSubclass(dict):  # type: ignore[type-arg]
     """A dict with attributes."""
 
 
@@ -186,41 +187,41 @@ Pair = namedtuple("Pair", "one two")
 
 
 def quant_method(value: int) -> Plain:
-    """As SGLang's MXFP4 method for experts with triton kernels."""
-    method = Plain(w13_weight_triton_tensor=WrappedTensor(Storage(made(value, 4, dtype=torch.uint8))))
-    vars(method)["w13_precision_config"] = SimpleNamespace(weight_scale=WrappedTensor(Storage(made(value))))
+    """Return an object like SGLang's MXFP4 method for experts with Triton kernels."""
+    method = Plain(w13_weight_triton_tensor=WrappedTensor(Storage(filled(value, 4, dtype=torch.uint8))))
+    vars(method)["w13_precision_config"] = SimpleNamespace(weight_scale=WrappedTensor(Storage(filled(value))))
     return method
 
 
 def chain(value: int) -> Plain:
-    """Objects that refer to one another in a circle."""
-    first = Plain(tensor=made(value))
-    vars(first)["next"] = Plain(tensor=made(value), back=first)
+    """Return objects that refer to each other in a cycle."""
+    first = Plain(tensor=filled(value))
+    vars(first)["next"] = Plain(tensor=filled(value), back=first)
     return first
 
 
 class ClassAttribute(nn.Module):
-    """A tensor that all modules of the class share."""
+    """A tensor shared by all modules of the class."""
 
     table = torch.zeros(3)
 
     def __init__(self, value: int) -> None:
         super().__init__()
-        type(self).table = made(value)
+        type(self).table = filled(value)
 
 
 class ClassList(nn.Module):
-    """The same, in a container."""
+    """The same in a container."""
 
     tables: list[torch.Tensor] = []  # noqa: RUF012
 
     def __init__(self, value: int) -> None:
         super().__init__()
-        type(self).tables = [made(value)]
+        type(self).tables = [filled(value)]
 
 
 class HelperClass:
-    """An object whose class holds the tensor."""
+    """An object whose class refers to the tensor."""
 
     table = torch.zeros(3)
 
@@ -232,26 +233,26 @@ class SlottedModule(nn.Module):
 
     def __init__(self, value: int) -> None:
         super().__init__()
-        object.__setattr__(self, "table", made(value))
+        object.__setattr__(self, "table", filled(value))
 
 
 class ExtraState(nn.Linear):
-    """State that only `state_dict` hears of."""
+    """State that only `state_dict` includes."""
 
     def __init__(self, value: int) -> None:
         super().__init__(2, 2)
-        self.factor = {"a": made(value)}
+        self.factor = {"a": filled(value)}
 
     def get_extra_state(self) -> object:
-        """Made anew for each call."""
+        """Return a new object on each call."""
         return {"factor": [0.5]}
 
     def set_extra_state(self, state: object) -> None:
-        """Nothing."""
+        """Ignore the state."""
 
 
 class Lazy(nn.Module):
-    """A table that exists once it was used."""
+    """A table that exists only after the first use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -259,18 +260,18 @@ class Lazy(nn.Module):
         self.table: torch.Tensor | None = None
 
     def forward(self) -> torch.Tensor:
-        """Make the table."""
+        """Create the table."""
         if self.table is None:
             self.table = self.weight.detach() * 2
         return self.table
 
 
 class Opaque(torch.Tensor):
-    """A wrapper that does not say what it wraps."""
+    """A wrapper that does not report the wrapped tensor."""
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> Opaque:
-        """Without storage."""
+        """Create it without storage."""
         return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
 
     def __init__(self, inner: torch.Tensor) -> None:
@@ -278,12 +279,12 @@ class Opaque(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """On what is wrapped."""
+        """Apply the function to the wrapped tensor."""
         return func(*(vars(each)["wrapped"] if isinstance(each, Opaque) else each for each in args), **(kwargs or {}))
 
 
 class Subclass(torch.Tensor):
-    """A subclass with bytes of its own."""
+    """A subclass with its own bytes."""
 
 
 class Doubled(nn.Module):
@@ -294,7 +295,7 @@ class Doubled(nn.Module):
         self.scale = nn.Parameter(torch.rand(1))
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        """Scaled."""
+        """Return the scaled weight."""
         return weight * self.scale
 
 
@@ -334,15 +335,15 @@ layer_case("lstm", lambda: nn.LSTM(4, 3, 2, bidirectional=True), SEQUENCE)
 layer_case("gru", lambda: nn.GRU(4, 3), SEQUENCE)
 layer_case("rnn cell", lambda: nn.RNNCell(4, 3), X)
 layer_case("attention", lambda: nn.MultiheadAttention(4, 2), X, X, X)
-layer_case("attention of other sizes", lambda: nn.MultiheadAttention(4, 2, kdim=4, vdim=4, bias=False), X, X, X)
+layer_case("attention with different sizes", lambda: nn.MultiheadAttention(4, 2, kdim=4, vdim=4, bias=False), X, X, X)
 layer_case("encoder layer", lambda: nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), SEQUENCE)
 layer_case("decoder layer", lambda: nn.TransformerDecoderLayer(4, 2, 8), SEQUENCE, SEQUENCE)
 layer_case("sequential", lambda: nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 2)), X)
 layer_case("weight norm", lambda: parametrizations.weight_norm(nn.Linear(4, 3)), X)
 layer_case("spectral norm", lambda: parametrizations.spectral_norm(nn.Linear(4, 3)), X)
 layer_case("orthogonal", lambda: parametrizations.orthogonal(nn.Linear(4, 3)), X)
-layer_case("old weight norm", lambda: nn.utils.weight_norm(nn.Linear(4, 3)), X)
-layer_case("old spectral norm", lambda: nn.utils.spectral_norm(nn.Linear(4, 3)), X)
+layer_case("legacy weight norm", lambda: nn.utils.weight_norm(nn.Linear(4, 3)), X)
+layer_case("legacy spectral norm", lambda: nn.utils.spectral_norm(nn.Linear(4, 3)), X)
 layer_case("pruned", lambda: prune.random_unstructured(nn.Linear(4, 3), "weight", 0.5), X)
 layer_case("parametrised", lambda: parametrized(nn.Linear(4, 3)), X)
 layer_case("lora", lambda: Lora(), X)
@@ -366,24 +367,24 @@ layer_case("fx", lambda: torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 3), 
 
 
 def parametrized(module: nn.Module) -> nn.Module:
-    """With a parametrisation that has a parameter."""
+    """Add a parametrisation that has a parameter."""
     parametrize.register_parametrization(module, "weight", Doubled())
     return module
 
 
 def quantized(module: nn.Module) -> nn.Module:
-    """The weights in a script object."""
+    """Return the weights in a script object."""
     quantised: nn.Module = torch.ao.quantization.quantize_dynamic(nn.Sequential(module))
     return quantised
 
 
 def packed(module: nn.Module) -> object:
-    """The script object alone."""
+    """Return only the script object."""
     return vars(quantized(module).get_submodule("0._packed_params"))["_packed_params"]
 
 
 class Script(nn.Module):
-    """With a tensor that is neither parameter nor buffer, and a method that is not `forward`."""
+    """Has a tensor that is neither parameter nor buffer, and a method other than `forward`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -392,18 +393,18 @@ class Script(nn.Module):
 
     @torch.jit.export
     def used(self, x: torch.Tensor) -> torch.Tensor:
-        """Both."""
+        """Use both."""
         return x * self.weight * self.table
 
 
 def traced_function(value: int) -> object:
-    """A function over a tensor that is a constant of its code."""
-    constant = made(value, 4)
+    """Return a function with a tensor as a constant of its code."""
+    constant = filled(value, 4)
     return torch.jit.trace(lambda x: x * constant, X)
 
 
 class SelfNested(nn.Linear):
-    """A class with a list that holds itself."""
+    """A class with a list that contains itself."""
 
     loop: list[object] = []  # noqa: RUF012
 
@@ -413,7 +414,7 @@ class SelfNested(nn.Linear):
 
 
 class Lora(nn.Module):
-    """A layer that is only referred to, from a plain object."""
+    """A layer that is only referenced, from a plain object."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -421,7 +422,7 @@ class Lora(nn.Module):
         vars(self)["adapter"] = SimpleNamespace(down=nn.Linear(4, 1), up=nn.Linear(1, 3), base=self.base)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Both."""
+        """Use both."""
         adapter = vars(self)["adapter"]
         return self.base(x) + adapter.up(adapter.down(x))  # type: ignore[no-any-return]
 
@@ -433,91 +434,95 @@ module_case(
     "attribute 'table'",
 )
 attribute_case("traced function", traced_function, lambda it: [it(X)], "frozen or traced")
-layer_case("class with a list that holds itself", SelfNested, X)
+layer_case("class with a list that contains itself", SelfNested, X)
 
 # Containers and objects in attributes.
-attribute_case("tensor", made, lambda it: [it])
-attribute_case("list", lambda v: [made(v), made(v)], list)
-attribute_case("nested list", lambda v: [[made(v)], [[made(v)]]], flat)
+attribute_case("tensor", filled, lambda it: [it])
+attribute_case("list", lambda v: [filled(v), filled(v)], list)
+attribute_case("nested list", lambda v: [[filled(v)], [[filled(v)]]], flat)
 attribute_case(
     "list subclass with attributes",
-    lambda v: with_attribute(ListOfMine([made(v)]), v),
+    lambda v: with_attribute(ListSubclass([filled(v)]), v),
     lambda it: [*it, it.more],
 )
-attribute_case("tuple", lambda v: (made(v), 3, "x"), lambda it: [it[0]])
-attribute_case("named tuple", lambda v: Pair(made(v), made(v)), list)
-attribute_case("deque", lambda v: deque([made(v), made(v)]), list)
-attribute_case("dict", lambda v: {"a": made(v), "b": [made(v)]}, lambda it: [it["a"], *it["b"]])
+attribute_case("tuple", lambda v: (filled(v), 3, "x"), lambda it: [it[0]])
+attribute_case("named tuple", lambda v: Pair(filled(v), filled(v)), list)
+attribute_case("deque", lambda v: deque([filled(v), filled(v)]), list)
+attribute_case("dict", lambda v: {"a": filled(v), "b": [filled(v)]}, lambda it: [it["a"], *it["b"]])
 attribute_case(
-    "dict in another order", lambda v: ordered({"a": made(v), "b": made(v)}, v), lambda it: [it["a"], it["b"]]
+    "dict in another order", lambda v: ordered({"a": filled(v), "b": filled(v)}, v), lambda it: [it["a"], it["b"]]
 )
 attribute_case(
     "dict of enums in another order",
-    lambda v: ordered({c: made(v) for c in Color}, v),
+    lambda v: ordered({c: filled(v) for c in Color}, v),
     lambda it: [it[c] for c in Color],
 )
 attribute_case(
     "dict of tuples in another order",
-    lambda v: ordered({(1, "a"): made(v), (2, "b"): made(v)}, v),
+    lambda v: ordered({(1, "a"): filled(v), (2, "b"): filled(v)}, v),
     lambda it: [it[1, "a"], it[2, "b"]],
 )
-attribute_case("dict of equal texts", lambda v: ordered({1: made(v), "1": made(v)}, v), lambda it: [it[1], it["1"]])
-attribute_case("dict of types", lambda v: {torch.float16: made(v), int: made(v)}, lambda it: it.values())
+attribute_case("dict of equal texts", lambda v: ordered({1: filled(v), "1": filled(v)}, v), lambda it: [it[1], it["1"]])
+attribute_case("dict of types", lambda v: {torch.float16: filled(v), int: filled(v)}, lambda it: it.values())
 attribute_case(
     "dict of objects",
-    lambda v: {object(): made(v), object(): made(v)},
+    lambda v: {object(): filled(v), object(): filled(v)},
     lambda it: it.values(),
     "without a stable name",
 )
-attribute_case("dict of tensors as keys", lambda v: {made(v): 1}, lambda it: it.keys(), "without a stable name")
+attribute_case("dict of tensors as keys", lambda v: {filled(v): 1}, lambda it: it.keys(), "without a stable name")
 attribute_case(
     "dict subclass with attributes",
-    lambda v: with_attribute(DictOfMine(a=made(v)), v),
+    lambda v: with_attribute(DictSubclass(a=filled(v)), v),
     lambda it: [it["a"], it.more],
 )
-attribute_case("ordered dict", lambda v: OrderedDict(a=made(v)), lambda it: it.values())
-attribute_case("default dict", lambda v: defaultdict(list, a=[made(v)]), lambda it: it["a"])
-attribute_case("user dict", lambda v: UserDict(a=made(v)), lambda it: it.values())
-attribute_case("chain map", lambda v: ChainMap({"a": made(v)}, {"b": made(v)}), lambda it: [it["a"], it["b"]])
-attribute_case("mapping proxy", lambda v: MappingProxyType({"a": made(v)}), lambda it: it.values(), "names in it")
-attribute_case("set", lambda v: {made(v), made(v)}, lambda it: sorted(it, key=torch.sum), "in a set")
-attribute_case("frozen set", lambda v: frozenset([made(v)]), list, "in a set")
+attribute_case("ordered dict", lambda v: OrderedDict(a=filled(v)), lambda it: it.values())
+attribute_case("default dict", lambda v: defaultdict(list, a=[filled(v)]), lambda it: it["a"])
+attribute_case("user dict", lambda v: UserDict(a=filled(v)), lambda it: it.values())
+attribute_case("chain map", lambda v: ChainMap({"a": filled(v)}, {"b": filled(v)}), lambda it: [it["a"], it["b"]])
+attribute_case("mapping proxy", lambda v: MappingProxyType({"a": filled(v)}), lambda it: it.values(), "without names")
+attribute_case("set", lambda v: {filled(v), filled(v)}, lambda it: sorted(it, key=torch.sum), "in a set")
+attribute_case("frozen set", lambda v: frozenset([filled(v)]), list, "in a set")
 attribute_case(
     "partial",
-    lambda v: functools.partial(torch.add, made(v), alpha=made(v, 1)),
+    lambda v: functools.partial(torch.add, filled(v), alpha=filled(v, 1)),
     lambda it: [*it.args, it.keywords["alpha"]],
 )
-attribute_case("closure", lambda v: closure(made(v)), lambda it: [it()])
-attribute_case("default of a function", lambda v: default(made(v)), lambda it: [it()])
-attribute_case("bound method", lambda v: Plain(t=made(v)).__dict__.get, lambda it: [it("t")], "names in it")
-attribute_case("method of an object", lambda v: Counted(made(v)).read, lambda it: [it()])
-attribute_case("iterator", lambda v: iter([made(v)]), lambda it: it.__reduce__()[1][0], "names in it")
+attribute_case("closure", lambda v: closure(filled(v)), lambda it: [it()])
+attribute_case("default of a function", lambda v: default(filled(v)), lambda it: [it()])
+attribute_case("bound method", lambda v: Plain(t=filled(v)).__dict__.get, lambda it: [it("t")], "without names")
+attribute_case("method of an object", lambda v: Counted(filled(v)).read, lambda it: [it()])
+attribute_case("iterator", lambda v: iter([filled(v)]), lambda it: it.__reduce__()[1][0], "without names")
 attribute_case(
-    "namespace", lambda v: SimpleNamespace(a=made(v), b=SimpleNamespace(c=made(v))), lambda it: [it.a, it.b.c]
+    "namespace", lambda v: SimpleNamespace(a=filled(v), b=SimpleNamespace(c=filled(v))), lambda it: [it.a, it.b.c]
 )
-attribute_case("object", lambda v: Plain(t=made(v)), lambda it: [it.t])
+attribute_case("object", lambda v: Plain(t=filled(v)), lambda it: [it.t])
 attribute_case(
-    "object deep down",
-    lambda v: functools.reduce(lambda inner, _: Plain(x=[inner]), range(20), Plain(t=made(v))),
+    "nested object",
+    lambda v: functools.reduce(lambda inner, _: Plain(x=[inner]), range(20), Plain(t=filled(v))),
     lambda it: [deep(it)],
 )
 attribute_case(
-    "object too deep down",
-    lambda v: functools.reduce(lambda inner, _: Plain(x=inner), range(150), Plain(t=made(v))),
+    "object nested too deeply",
+    lambda v: functools.reduce(lambda inner, _: Plain(x=inner), range(150), Plain(t=filled(v))),
     lambda it: [],
     "objects deep",
 )
-attribute_case("objects in a circle", chain, lambda it: [it.tensor, it.next.tensor])
-attribute_case("object with slots", lambda v: Slots(made(v)), lambda it: [it.first])
-attribute_case("object with slots in two classes", lambda v: slots_below(v), lambda it: [it.first, it.second, it.third])
-attribute_case("object whose class holds a tensor", lambda v: helper_class(v), lambda it: [it.table])
-attribute_case("dataclass", lambda v: Record(made(v), made(v), [made(v)]), lambda it: [it.packed, it.scale, *it.extra])
+attribute_case("objects in a cycle", chain, lambda it: [it.tensor, it.next.tensor])
+attribute_case("object with slots", lambda v: Slots(filled(v)), lambda it: [it.first])
+attribute_case(
+    "object with slots in two classes", lambda v: inherited_slots(v), lambda it: [it.first, it.second, it.third]
+)
+attribute_case("object whose class refers to a tensor", lambda v: helper_class(v), lambda it: [it.table])
+attribute_case(
+    "dataclass", lambda v: Record(filled(v), filled(v), [filled(v)]), lambda it: [it.packed, it.scale, *it.extra]
+)
 attribute_case(
     "frozen dataclass",
-    lambda v: FrozenRecord(made(v), (made(v), made(v))),
+    lambda v: FrozenRecord(filled(v), (filled(v), filled(v))),
     lambda it: [it.packed, *it.scales],
 )
-attribute_case("dataclass with slots", lambda v: SlottedRecord(made(v)), lambda it: [it.tensor])
+attribute_case("dataclass with slots", lambda v: SlottedRecord(filled(v)), lambda it: [it.tensor])
 attribute_case(
     "dataclasses of triton kernels",
     quant_method,
@@ -527,7 +532,7 @@ attribute_case("module in an object", lambda v: Plain(m=nn.Linear(2, 2)), lambda
 attribute_case("modules in a list", lambda v: [nn.Linear(2, 2)], lambda it: [it[0].weight])
 attribute_case(
     "module in a dataclass",
-    lambda v: Record(made(v), made(v), [nn.Linear(2, 2)]),
+    lambda v: Record(filled(v), filled(v), [nn.Linear(2, 2)]),
     lambda it: [it.extra[0].weight],
 )
 attribute_case(
@@ -541,18 +546,22 @@ attribute_case(
     lambda v: Plain(m=shuffled(nn.BatchNorm1d(3))),
     lambda it: [it.m.running_var],
 )
-attribute_case("distribution", lambda v: torch.distributions.Normal(made(v), made(v)), lambda it: [it.loc, it.scale])
+attribute_case(
+    "distribution", lambda v: torch.distributions.Normal(filled(v), filled(v)), lambda it: [it.loc, it.scale]
+)
 attribute_case("numpy array", lambda v: np.full(3, float(v)), lambda it: [it])
-attribute_case("numpy array of strides", lambda v: np.full((4, 4), float(v))[::2, ::2], lambda it: [it])
+attribute_case("numpy array with strides", lambda v: np.full((4, 4), float(v))[::2, ::2], lambda it: [it])
 attribute_case("numpy arrays in a list", lambda v: [np.full(3, v), np.full(2, v, dtype=np.uint8)], list)
-attribute_case("numpy array of objects", lambda v: np.array([made(v), None], dtype=object), lambda it: [it[0]])
-attribute_case("numpy array that is read-only", lambda v: read_only(v), lambda it: [it], "read-only")
-attribute_case("numpy array of negative strides", lambda v: np.arange(3.0)[::-1] * 1 + v, lambda it: [it])
-attribute_case("numpy view of negative strides", lambda v: np.full(3, float(v))[::-1], lambda it: [it], "no tensor")
-attribute_case("numpy array of text", lambda v: np.array([str(v)]), lambda it: [str(it)], "no tensor")
-attribute_case("bytearray", lambda v: bytearray([v] * 4), lambda it: [bytes(it)], "bytes are no tensor's")
-attribute_case("array", lambda v: array.array("f", [v]), lambda it: [it.tolist()], "bytes are no tensor's")
-attribute_case("memoryview", lambda v: memoryview(bytearray([v])), lambda it: [bytes(it)], "bytes are no tensor's")
+attribute_case("numpy array of objects", lambda v: np.array([filled(v), None], dtype=object), lambda it: [it[0]])
+attribute_case("read-only numpy array", lambda v: read_only(v), lambda it: [it], "read-only")
+attribute_case("numpy array with negative strides", lambda v: np.arange(3.0)[::-1] * 1 + v, lambda it: [it])
+attribute_case(
+    "numpy view with negative strides", lambda v: np.full(3, float(v))[::-1], lambda it: [it], "cannot become a tensor"
+)
+attribute_case("numpy array of text", lambda v: np.array([str(v)]), lambda it: [str(it)], "cannot become a tensor")
+attribute_case("bytearray", lambda v: bytearray([v] * 4), lambda it: [bytes(it)], "bytes belong to no tensor")
+attribute_case("array", lambda v: array.array("f", [v]), lambda it: [it.tolist()], "bytes belong to no tensor")
+attribute_case("memoryview", lambda v: memoryview(bytearray([v])), lambda it: [bytes(it)], "bytes belong to no tensor")
 attribute_case(
     "script object",
     lambda v: packed(nn.Linear(2, 2)),
@@ -562,18 +571,18 @@ attribute_case(
 
 
 def with_attribute(container: Any, value: int) -> object:
-    """A container that has a tensor beside its items."""
-    container.more = made(value)
+    """Return a container with a tensor as an additional attribute."""
+    container.more = filled(value)
     return container
 
 
 def ordered(table: dict[Any, Any], value: int) -> dict[Any, Any]:
-    """Entries in the order of one side."""
+    """Return the entries in the order of one side."""
     return table if value == 1 else dict(reversed(table.items()))
 
 
 def default(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """A function that a tensor is the default of."""
+    """Return a function with the tensor as a default."""
 
     def read(default_tensor: torch.Tensor = tensor) -> torch.Tensor:
         return default_tensor
@@ -582,7 +591,7 @@ def default(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 
 def closure(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """A function over a tensor."""
+    """Return a function that closes over the tensor."""
     return lambda: tensor * 2
 
 
@@ -593,48 +602,48 @@ class Counted:
         self.tensor = tensor
 
     def read(self) -> torch.Tensor:
-        """The tensor."""
+        """Return the tensor."""
         return self.tensor
 
 
 def deep(it: Any) -> torch.Tensor:
-    """The tensor at the end."""
+    """Return the innermost tensor."""
     while hasattr(it, "x"):
         it = it.x[0]
     tensor: torch.Tensor = it.t
     return tensor
 
 
-def slots_below(value: int) -> SlotsBelow:
-    """With all that it can hold."""
-    slotted = SlotsBelow(made(value))
-    slotted.second = made(value)  # type: ignore[attr-defined]
-    slotted.third = made(value)  # type: ignore[attr-defined]
+def inherited_slots(value: int) -> InheritedSlots:
+    """Return an object with all of its attributes set."""
+    slotted = InheritedSlots(filled(value))
+    slotted.second = filled(value)  # type: ignore[attr-defined]
+    slotted.third = filled(value)  # type: ignore[attr-defined]
     return slotted
 
 
 def helper_class(value: int) -> HelperClass:
-    """One whose class is changed."""
-    HelperClass.table = made(value)
+    """Return an object whose class is changed."""
+    HelperClass.table = filled(value)
     return HelperClass()
 
 
 def read_only(value: int) -> Any:
-    """As of a mapped file."""
+    """Return an array as of a read-only mapped file."""
     made_ = np.full(3, float(value))
     made_.flags.writeable = False
     return made_
 
 
-# What hangs on modules and parameters.
+# State attached to modules and parameters.
 def on_parameter(attribute: object) -> nn.Module:
-    """A linear layer whose weight has an attribute."""
+    """Return a linear layer whose weight has an attribute."""
     module = nn.Linear(2, 2)
     vars(module.weight)["quant_state"] = attribute
     return module
 
 
-module_case("parameter: tensor on it", lambda v: on_parameter(made(v)), lambda m: [m.weight, m.weight.quant_state])
+module_case("parameter: tensor on it", lambda v: on_parameter(filled(v)), lambda m: [m.weight, m.weight.quant_state])
 module_case(
     "parameter: quant_state of bitsandbytes",
     lambda v: on_parameter(QuantState(v)),
@@ -642,18 +651,20 @@ module_case(
 )
 module_case(
     "parameter: dataclass on it",
-    lambda v: on_parameter(Record(made(v), made(v))),
+    lambda v: on_parameter(Record(filled(v), filled(v))),
     lambda m: [m.weight.quant_state.packed, m.weight.quant_state.scale],
 )
-module_case("parameter: set on it", lambda v: on_parameter({made(v)}), lambda m: [], "in a set")
+module_case("parameter: set on it", lambda v: on_parameter({filled(v)}), lambda m: [], "in a set")
 module_case("module: class attribute", ClassAttribute, lambda m: [m.table])
 module_case("module: list as class attribute", ClassList, lambda m: [*m.tables])
 module_case("module: slots", SlottedModule, lambda m: [m.table])
 module_case("module: extra state", ExtraState, lambda m: [m.weight], "_extra_state.*get_extra_state")
-module_case("module: hook with a closure", lambda v: hooked(made(v, 3)), lambda m: [m(X)])
-module_case("module: instance's own forward", lambda v: own_forward(made(v)), lambda m: [m.forward()])
-module_case("module: parameter list", lambda v: nn.ParameterList([nn.Parameter(made(v)), nn.Parameter(made(v))]), list)
-module_case("module: parameter dict", lambda v: nn.ParameterDict({"a": nn.Parameter(made(v))}), lambda m: m.values())
+module_case("module: hook with a closure", lambda v: hooked(filled(v, 3)), lambda m: [m(X)])
+module_case("module: instance's own forward", lambda v: own_forward(filled(v)), lambda m: [m.forward()])
+module_case(
+    "module: parameter list", lambda v: nn.ParameterList([nn.Parameter(filled(v)), nn.Parameter(filled(v))]), list
+)
+module_case("module: parameter dict", lambda v: nn.ParameterDict({"a": nn.Parameter(filled(v))}), lambda m: m.values())
 module_case("module: module list", lambda v: nn.ModuleList([nn.Linear(2, 2)]), lambda m: [m[0].weight])
 module_case("module: module dict", lambda v: nn.ModuleDict({"a": nn.Linear(2, 2)}), lambda m: [m["a"].weight])
 module_case("module: buffers", lambda v: buffers(v), lambda m: [m.kept, m.hidden])
@@ -679,137 +690,139 @@ module_case(
 
 
 def hooked(tensor: torch.Tensor) -> nn.Module:
-    """A hook that computes."""
+    """Return a module with a hook that computes."""
     module = nn.Linear(4, 3)
     module.register_forward_hook(lambda _module, _inputs, output: output * tensor)
     return module
 
 
 def own_forward(tensor: torch.Tensor) -> nn.Module:
-    """A forward of the instance's."""
+    """Return a module with an instance-level forward."""
     module = nn.Linear(2, 2)
     vars(module)["forward"] = functools.partial(torch.mul, tensor, 2)
     return module
 
 
 def buffers(value: int) -> nn.Module:
-    """Of both kinds."""
+    """Return a module with persistent and non-persistent buffers."""
     module = nn.Module()
-    module.register_buffer("kept", made(value))
-    module.register_buffer("hidden", made(value), persistent=False)
+    module.register_buffer("kept", filled(value))
+    module.register_buffer("hidden", filled(value), persistent=False)
     return module
 
 
 def called(module: nn.Module, calls: bool) -> nn.Module:
-    """Used before, or not."""
+    """Return the module, called before or not."""
     if calls:
         module()
     return module
 
 
 def shared() -> nn.Module:
-    """One layer at two paths."""
+    """Return a module with one layer at two paths."""
     one = nn.Linear(2, 2)
     return nn.ModuleDict({"a": one, "b": one})
 
 
 def untied() -> Any:
-    """An embedding and a head."""
+    """Return an embedding and a separate head."""
     module = nn.Module()
     module.embed, module.head = nn.Embedding(4, 3), nn.Linear(3, 4, bias=False)
     return module
 
 
 def tied() -> Any:
-    """An embedding that is the head as well."""
+    """Return an embedding that is also the head."""
     module = untied()
     module.head.weight = module.embed.weight
     return module
 
 
 # Tensors of other types and forms.
-attribute_case("tensor subclass", lambda v: made(v).as_subclass(Subclass), lambda it: [it.as_subclass(torch.Tensor)])
-attribute_case("traceable wrapper", lambda v: TwoTensor(made(v), made(v)), lambda it: [it.a, it.b])
-attribute_case("opaque wrapper", lambda v: Opaque(made(v)), lambda it: [it.wrapped], "at no address")
+attribute_case("tensor subclass", lambda v: filled(v).as_subclass(Subclass), lambda it: [it.as_subclass(torch.Tensor)])
+attribute_case("traceable wrapper", lambda v: TwoTensor(filled(v), filled(v)), lambda it: [it.a, it.b])
+attribute_case("opaque wrapper", lambda v: Opaque(filled(v)), lambda it: [it.wrapped], "without an address")
 attribute_case(
     "masked tensor",
-    lambda v: masked_tensor(made(v), torch.tensor([True, False, True])),
+    lambda v: masked_tensor(filled(v), torch.tensor([True, False, True])),
     lambda it: [],
-    "at no address",
+    "without an address",
 )
-attribute_case("nested tensor", lambda v: torch.nested.nested_tensor([made(v), made(v, 2)]), lambda it: [], "nested")
+attribute_case(
+    "nested tensor", lambda v: torch.nested.nested_tensor([filled(v), filled(v, 2)]), lambda it: [], "nested"
+)
 attribute_case(
     "jagged tensor",
-    lambda v: torch.nested.nested_tensor([made(v), made(v, 2)], layout=torch.jagged),
+    lambda v: torch.nested.nested_tensor([filled(v), filled(v, 2)], layout=torch.jagged),
     lambda it: [it.values()],
 )
-attribute_case("sparse coo", lambda v: made(v, 2, 2).to_sparse(), lambda it: [], "sparse_coo")
-attribute_case("sparse csr", lambda v: made(v, 2, 2).to_sparse_csr(), lambda it: [], "sparse_csr")
+attribute_case("sparse coo", lambda v: filled(v, 2, 2).to_sparse(), lambda it: [], "sparse_coo")
+attribute_case("sparse csr", lambda v: filled(v, 2, 2).to_sparse_csr(), lambda it: [], "sparse_csr")
 attribute_case(
     "quantised tensor",
-    lambda v: torch.quantize_per_tensor(made(v), 0.1, 0, torch.qint8),
+    lambda v: torch.quantize_per_tensor(filled(v), 0.1, 0, torch.qint8),
     lambda it: [],
     "quantized",
 )
-attribute_case("conjugate view", lambda v: made(v, dtype=torch.complex64).conj(), lambda it: [], "conjugate")
-attribute_case("negative view", lambda v: made(v, dtype=torch.complex64).conj().imag, lambda it: [], "negative")
-attribute_case("complex", lambda v: made(v, dtype=torch.complex64), lambda it: [it])
-attribute_case("view as real", lambda v: torch.view_as_real(made(v, dtype=torch.complex64)), lambda it: [it])
+attribute_case("conjugate view", lambda v: filled(v, dtype=torch.complex64).conj(), lambda it: [], "conjugate")
+attribute_case("negative view", lambda v: filled(v, dtype=torch.complex64).conj().imag, lambda it: [], "negative")
+attribute_case("complex", lambda v: filled(v, dtype=torch.complex64), lambda it: [it])
+attribute_case("view as real", lambda v: torch.view_as_real(filled(v, dtype=torch.complex64)), lambda it: [it])
 attribute_case("meta", lambda v: torch.empty(2, device="meta"), lambda it: [], "device meta")
-attribute_case("no bytes", lambda v: [torch.empty(0, 4), made(v)], lambda it: [it[1]])
+attribute_case("no bytes", lambda v: [torch.empty(0, 4), filled(v)], lambda it: [it[1]])
 attribute_case("number", lambda v: torch.tensor(float(v)), lambda it: [it])
 attribute_case("inference tensor", lambda v: inference(v), lambda it: [it])
-attribute_case("expanded", lambda v: made(v, 1, 3).expand(4, 3), lambda it: [it])
+attribute_case("expanded", lambda v: filled(v, 1, 3).expand(4, 3), lambda it: [it])
 attribute_case("expanded among neighbours", lambda v: neighbours(v), list)
-attribute_case("transposed", lambda v: made(v, 3, 4).t(), lambda it: [it])
-attribute_case("views inside a larger block", lambda v: list(made(v, 12).split(4)), list)
-attribute_case("views with gaps", lambda v: made(v, 12)[::3], lambda it: [it])
+attribute_case("transposed", lambda v: filled(v, 3, 4).t(), lambda it: [it])
+attribute_case("views inside a larger block", lambda v: list(filled(v, 12).split(4)), list)
+attribute_case("views with gaps", lambda v: filled(v, 12)[::3], lambda it: [it])
 attribute_case("overlapping views", lambda v: overlapping(v), list)
-attribute_case("view of another type", lambda v: both_views(made(v, 4)), list)
+attribute_case("view of another type", lambda v: both_views(filled(v, 4)), list)
 attribute_case("storage that is too short", lambda v: shrunk(v), lambda it: [], "storage has")
-attribute_case("storage itself", lambda v: made(v).untyped_storage(), lambda it: [bytes(it.tolist())])
+attribute_case("storage itself", lambda v: filled(v).untyped_storage(), lambda it: [bytes(it.tolist())])
 attribute_case(
     "packed sequence",
-    lambda v: nn.utils.rnn.pack_sequence([made(v), made(v, 2)]),
+    lambda v: nn.utils.rnn.pack_sequence([filled(v), filled(v, 2)]),
     lambda it: [it.data, it.batch_sizes],
 )
 for dtype in (torch.float8_e4m3fn, torch.bfloat16, torch.bool, torch.uint16, torch.int8):
-    attribute_case(f"{dtype}", lambda v, dtype=dtype: made(v, 4, dtype=dtype), lambda it: [it])  # type: ignore[misc]
+    attribute_case(f"{dtype}", lambda v, dtype=dtype: filled(v, 4, dtype=dtype), lambda it: [it])  # type: ignore[misc]
 
 
 def inference(value: int) -> torch.Tensor:
-    """One made in inference mode."""
+    """Return a tensor created in inference mode."""
     with torch.inference_mode():
-        return made(value)
+        return filled(value)
 
 
 def neighbours(value: int) -> list[torch.Tensor]:
-    """An expanded tensor between others of one block."""
-    block = made(value, 9)
+    """Return an expanded tensor between others of one block."""
+    block = filled(value, 9)
     return [block[:3], block[3:4].expand(6), block[4:]]
 
 
 def overlapping(value: int) -> list[torch.Tensor]:
-    """Of one block."""
-    block = made(value, 8)
+    """Return overlapping views of one block."""
+    block = filled(value, 8)
     return [block[:6], block[2:]]
 
 
 def both_views(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Of one storage."""
+    """Return two views of one storage."""
     return [tensor, tensor.view(torch.int32)]
 
 
 def shrunk(value: int) -> torch.Tensor:
-    """Most of its memory is gone."""
-    tensor = made(value, 8)
+    """Return a tensor most of whose memory was released."""
+    tensor = filled(value, 8)
     tensor.untyped_storage().resize_(4)
     return tensor
 
 
-# Plain values: equal, or refused by the attribute's name.
+# Plain values: equal, or rejected with the attribute's name.
 def scalar(name: str, make: Callable[[int], object], refused: str = "attribute alpha: here .*, there ") -> None:
-    """Add a kind that differs in one attribute."""
+    """Add a case that differs in one attribute."""
     module_case(f"value: {name}", lambda v: Scalars(alpha=make(v)), lambda m: [m.weight, repr(m.alpha)], refused)
 
 
@@ -851,7 +864,7 @@ module_case("value: mode", lambda v: nn.Linear(2, 2).train(v == 1), lambda m: [m
 
 
 def bits(value: object) -> object:
-    """What is compared, bit for bit."""
+    """Return the value in a form that is compared bit by bit."""
     if isinstance(value, torch.Tensor):
         plain = value.detach().contiguous().clone()
         raw = bytes(plain.untyped_storage().tolist()) if plain.numel() else b""
@@ -862,19 +875,19 @@ def bits(value: object) -> object:
 
 
 def values_of(case_: ModuleCase, module: nn.Module) -> list[object]:
-    """What a module computes and holds."""
+    """Return what a module computes and its attribute values."""
     with torch.no_grad():
         return [bits(value) for value in case_.read(module)]
 
 
 def built(case_: ModuleCase, value: int) -> nn.Module:
-    """A module with the values of one side."""
+    """Return a module with the values of one side."""
     torch.manual_seed(value)
     return case_.build(value)
 
 
 def seed() -> dict[str, object]:
-    """Capture every kind: its layout, its bytes and its values, or why it is refused."""
+    """Capture every case: its layout, bytes and values, or the reason for its rejection."""
     found: dict[str, object] = {}
     for name, each in MODULE_CASES.items():
         module = built(each, 1)
@@ -889,7 +902,7 @@ def seed() -> dict[str, object]:
 
 
 def compare(case_: ModuleCase, seeded: Any) -> str:
-    """``equal``, ``different``, or why the fork is refused."""
+    """Return ``equal``, ``different``, or the reason why the fork is rejected."""
     if isinstance(seeded, str):
         return seeded
     layout, raw, values = seeded
@@ -901,7 +914,7 @@ def compare(case_: ModuleCase, seeded: Any) -> str:
     if difference := image.layout.first_difference(layout):
         return difference
     if image.layout.layout_id != layout.layout_id:
-        return "different: layouts that are equal have two names"
+        return "different: equal layouts have different ids"
     before = values_of(case_, module)
     with image.writable(0, image.layout.image_bytes) as target_views:
         for target_view in target_views:
@@ -909,11 +922,11 @@ def compare(case_: ModuleCase, seeded: Any) -> str:
     after = values_of(case_, module)
     if after != values:
         return f"different: {after} is not {values}"
-    return "equal" if before != after or not values else "equal before it was filled"
+    return "equal" if before != after or not values else "already equal before the copy"
 
 
 def main(side: str, file: Path) -> None:
-    """One of the two processes."""
+    """Run one of the two processes."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     if side == "seed":

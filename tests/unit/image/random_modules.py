@@ -1,4 +1,4 @@
-"""Random modules: a recipe says what to build, so that two equal modules can be built from it."""
+"""Random modules, built from recipes, so that two equal modules can be built from one recipe."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Form = Literal["fresh", "offset", "permuted", "gaps", "tied", "overlap"]
 
 @dataclass(frozen=True)
 class Ingredient:
-    """One tensor: where it hangs, its type and shape, and how it lies in memory."""
+    """One tensor: its location in the module, its type and shape, and its memory layout."""
 
     attachment_point: AttachmentPoint
     form: Form
@@ -49,14 +49,14 @@ recipes: st.SearchStrategy[Recipe] = st.lists(
 
 
 def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """A tensor of random bits."""
+    """Return a tensor of random bits."""
     count = torch.Size(shape).numel() * dtype.itemsize
     raw = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
     return torch.empty(0, dtype=dtype).set_(raw.untyped_storage(), 0, shape, _row_major(shape))
 
 
 def build(recipe: Recipe, seed: int) -> nn.Module:
-    """The module of `recipe`, with random bits that `seed` determines."""
+    """Return the module of `recipe`, with random bits determined by `seed`."""
     generator = torch.Generator().manual_seed(seed)
     root = nn.Module()
     root.items = []  # type: ignore[assignment]
@@ -116,7 +116,7 @@ def _attach(root: nn.Module, name: str, attachment_point: AttachmentPoint, tenso
 
 
 def element_bytes(tensor: torch.Tensor) -> list[bytes]:
-    """The bytes of each element in index order: bit equality of any dtype, whatever the strides."""
+    """Return the bytes of each element in index order, for bit equality of any dtype and strides."""
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     if tensor.dtype.itemsize == 16:
         tensor = torch.view_as_real(tensor)

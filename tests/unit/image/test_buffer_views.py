@@ -1,4 +1,4 @@
-"""Arenas: tensors as views of one buffer, from a layout alone."""
+"""Tensors as views of one buffer, created from a layout alone."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning"
 
 @settings(max_examples=100, deadline=None)
 @given(recipes)
-def test_tensors_of_a_layout_hold_the_image(recipe: Recipe) -> None:
-    """Views of a buffer with the image's bytes equal the captured tensors, in one layout."""
+def test_views_of_a_filled_buffer_equal_the_captured_tensors(recipe: Recipe) -> None:
+    """They are equal and have the same layout."""
     image = capture(build(recipe, 1))
     buffer, tensors = allocate_buffer(image.layout)
     buffer_image = image_from_tensors(tensors)
@@ -31,8 +31,8 @@ def test_tensors_of_a_layout_hold_the_image(recipe: Recipe) -> None:
         assert b"".join(expected) == b"".join(views)
 
 
-def test_values_and_aliases_come_back() -> None:
-    """Every tensor has its values again, and aliases share memory again."""
+def test_values_and_aliases_are_restored() -> None:
+    """Every tensor has its values, and aliases share memory."""
     matrix = torch.arange(6.0).view(2, 3)
     image = image_from_tensors({"matrix": matrix, "transposed": matrix.t(), "one": torch.tensor(7)})
     with image.readable(0, image.layout.image_bytes) as views:
@@ -43,7 +43,7 @@ def test_values_and_aliases_come_back() -> None:
 
 
 def test_an_unaligned_tensor_is_still_a_view() -> None:
-    """A tensor at a byte its type does not divide reads and writes the buffer on the CPU."""
+    """On the CPU, a tensor at an offset that its item size does not divide reads and writes the buffer."""
     layout = Layout((TensorSpec("a", "int32", (1,), (1,), 1),), 5)
     buffer = torch.zeros(5, dtype=torch.uint8)
     tensor_views(layout, buffer)["a"].fill_(258)
@@ -53,7 +53,7 @@ def test_an_unaligned_tensor_is_still_a_view() -> None:
 @pytest.mark.parametrize(
     "buffer", [torch.zeros(3, dtype=torch.uint8), torch.zeros(4), torch.zeros(8, dtype=torch.uint8)[::2]]
 )
-def test_other_buffers_are_refused(buffer: torch.Tensor) -> None:
+def test_unsuitable_buffers_are_rejected(buffer: torch.Tensor) -> None:
     """A buffer of another size, type or stride cannot hold the image."""
     with pytest.raises(ValueError, match="flat uint8 buffer of 4 bytes"):
         tensor_views(Layout((), 4), buffer)
@@ -70,7 +70,7 @@ def test_other_buffers_are_refused(buffer: torch.Tensor) -> None:
     ],
     ids=["dtype", "attribute", "end", "begin", "stride"],
 )
-def test_layouts_from_elsewhere_cannot_reach_outside_the_buffer(spec: TensorSpec, why: str) -> None:
-    """A layout read from a file or a peer that does not fit is refused by tensor name."""
+def test_an_external_layout_cannot_reach_outside_the_buffer(spec: TensorSpec, why: str) -> None:
+    """A layout from a file or a peer that does not fit is rejected with the tensor's name."""
     with pytest.raises(UnsupportedTensor, match=f"'a'.*{why}"):
         allocate_buffer(Layout((spec,), 8))

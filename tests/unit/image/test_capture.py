@@ -1,4 +1,4 @@
-"""Capture: which tensors are found, under which names, in which order, and which are refused."""
+"""Capture: which tensors are found, their names and order, and which are rejected."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def names(module: nn.Module, **options: Any) -> list[str]:
 
 
 def copy_weights(target: nn.Module, source: nn.Module) -> None:
-    """Copy all image bytes from one module to the other through the host views."""
+    """Copy all image bytes from one module to the other through host views."""
     source_image, target_image = capture(source), capture(target)
     size = source_image.layout.image_bytes
     with source_image.readable(0, size) as views, target_image.writable(0, size) as target_views:
@@ -41,13 +41,13 @@ def copy_weights(target: nn.Module, source: nn.Module) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(recipes)
-def test_equal_modules_have_one_layout(recipe: Recipe) -> None:
-    """Two modules built alike have one layout_id, whatever their bits and addresses."""
+def test_equal_modules_have_equal_layouts(recipe: Recipe) -> None:
+    """Two modules built alike have the same layout_id, whatever their bits and addresses."""
     assert capture(build(recipe, 1)).layout == capture(build(recipe, 2)).layout
 
 
 def test_layout_of_a_module_is_stable_across_releases() -> None:
-    """Names, order and offsets of an image are part of the wire format: these values never change."""
+    """Names, order and offsets of an image are part of the wire format: these values must never change."""
     base = torch.arange(24, dtype=torch.float32)
     root = nn.Module()
     root.layers = nn.ModuleList(nn.Linear(3, 2, dtype=torch.bfloat16) for _ in range(11))
@@ -65,7 +65,7 @@ def test_layout_of_a_module_is_stable_across_releases() -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(recipes)
-def test_copied_image_makes_every_tensor_equal(recipe: Recipe) -> None:
+def test_copying_the_image_makes_every_tensor_equal(recipe: Recipe) -> None:
     """After the image's bytes are copied, every tensor of the target equals the source's, bit by bit."""
     source, target = build(recipe, 1), build(recipe, 2)
     copy_weights(target, source)
@@ -75,8 +75,8 @@ def test_copied_image_makes_every_tensor_equal(recipe: Recipe) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(recipes)
-def test_every_byte_is_carried_once_and_by_some_tensor(recipe: Recipe) -> None:
-    """The segments cover the image without overlap in memory, and the areas cover the segments."""
+def test_every_byte_is_captured_once(recipe: Recipe) -> None:
+    """The segments cover the image without overlapping in memory, and the regions cover the segments."""
     image = capture(build(recipe, 1))
     segments = image.segments(0, image.layout.image_bytes)
     assert [0, *[s.begin + s.length for s in segments]] == [
@@ -91,8 +91,8 @@ def test_every_byte_is_carried_once_and_by_some_tensor(recipe: Recipe) -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(recipes, st.data())
-def test_segments_of_a_part_are_the_part_of_the_segments(recipe: Recipe, data: st.DataObject) -> None:
-    """Segments of `[begin, end)` name the same memory, byte by byte, as those of the whole image."""
+def test_segments_of_a_subrange_cover_the_same_memory(recipe: Recipe, data: st.DataObject) -> None:
+    """Segments of `[begin, end)` refer to the same memory, byte by byte, as those of the complete image."""
     image = capture(build(recipe, 1))
     size = image.layout.image_bytes
     begin = data.draw(st.integers(0, size))
@@ -103,7 +103,7 @@ def test_segments_of_a_part_are_the_part_of_the_segments(recipe: Recipe, data: s
 
 
 def all_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors of a module built from a recipe, found without the code under test."""
+    """Return the tensors of a module built from a recipe, found without the code under test."""
     found: dict[str, torch.Tensor] = dict(module.state_dict(keep_vars=True))
     found |= dict(module.named_buffers(remove_duplicate=False))
     found |= {name: value for name, value in vars(module).items() if isinstance(value, torch.Tensor)}
@@ -115,8 +115,8 @@ def all_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_names_of_everything_that_hangs_on_a_module() -> None:
-    """Parameters, both kinds of buffers, attributes, containers and attributes of parameters are found."""
+def test_all_state_of_a_module_is_found() -> None:
+    """Parameters, persistent and other buffers, attributes, containers and attributes of parameters are found."""
     module = nn.Module()
     module.weight = nn.Parameter(torch.zeros(8))
     module.weight.scale = torch.zeros(7)  # type: ignore[attr-defined]
@@ -132,28 +132,28 @@ def test_names_of_everything_that_hangs_on_a_module() -> None:
     assert expected == names(module)
 
 
-def test_gradients_and_hooks_are_left_out() -> None:
-    """What training and hooks keep on a module is not what it serves with."""
+def test_gradients_and_hooks_are_ignored() -> None:
+    """State of training and hooks is not used for serving."""
     module = nn.Linear(2, 2)
     module(torch.ones(1, 2)).sum().backward()
     module.register_forward_hook(lambda *_: None)
     assert ["bias", "weight"] == names(module)
 
 
-def test_excluded_names_are_left_out() -> None:
-    """Names that match an exclude pattern are not carried."""
+def test_excluded_names_are_not_captured() -> None:
+    """Names that match an exclude pattern are not captured."""
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     assert ["1.bias"] == names(module, exclude=["0.*", "*.weight"])
 
 
-def test_only_the_names_of_a_given_layout() -> None:
-    """Of other tensors it does not matter whether they can be carried; a missing name adds nothing."""
+def test_with_a_reference_layout_only_its_names_are_captured() -> None:
+    """Other tensors need not be supported; a missing name is skipped."""
     wanted = capture(nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))).layout
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
     assert ["0.bias", "0.weight"] == names(module, like=wanted)
 
 
-def test_attributes_of_a_given_layout_are_kept() -> None:
+def test_attributes_of_a_reference_layout_are_kept() -> None:
     """A second capture of a seed's module has the attributes of the first one."""
     module = nn.Linear(2, 2)
     first = capture(module).layout
@@ -161,14 +161,14 @@ def test_attributes_of_a_given_layout_are_kept() -> None:
     assert first == capture(module, like=first).layout
 
 
-def test_empty_module_gives_an_empty_image() -> None:
-    """A module without tensors has a layout without tensors and no bytes."""
+def test_a_module_without_tensors_has_an_empty_image() -> None:
+    """Its layout has no tensors and no bytes."""
     layout = capture(nn.Module()).layout
     assert ([], 0) == (list(layout.tensors), layout.image_bytes)
 
 
 def test_tied_weights_are_one_region_with_two_names() -> None:
-    """A tied weight is carried once and named twice."""
+    """A tied weight is captured once under two names."""
     module = nn.Module()
     module.embed, module.head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
     module.head.weight = module.embed.weight
@@ -178,14 +178,14 @@ def test_tied_weights_are_one_region_with_two_names() -> None:
 
 
 def test_a_module_at_two_paths_has_both_names() -> None:
-    """A submodule registered twice gives its tensors under both paths."""
+    """A submodule registered twice yields its tensors under both paths."""
     layer = nn.Linear(2, 2, bias=False)
     module = nn.ModuleDict({"one": layer, "two": layer})
     assert ["one.weight", "two.weight"] == names(module)
 
 
 def test_references_between_modules_add_no_names() -> None:
-    """Back references to a parent, to oneself and to neighbours in plain lists end, and add nothing."""
+    """References to a parent, to itself and to neighbours in plain lists end and add nothing."""
     module = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
     for layer in module:
         layer.parents = [module]  # type: ignore[assignment]
@@ -197,21 +197,21 @@ def test_references_between_modules_add_no_names() -> None:
     assert ["0.weight", "1.weight"] == names(module)
 
 
-def test_modules_that_are_only_referred_to_are_found() -> None:
-    """Modules in a plain list, which torch does not register, are walked, each once."""
+def test_unregistered_modules_are_found() -> None:
+    """Modules in a plain list, which torch does not register, are visited once each."""
     module, layer = nn.Module(), nn.Linear(1, 1, bias=False)
     module.hidden = [layer, layer]  # type: ignore[assignment]
     assert ["hidden.0.weight"] == names(module)
 
 
-def test_a_module_registered_below_itself_ends() -> None:
-    """A cycle of registered modules is entered once."""
+def test_a_module_registered_below_itself_is_visited_once() -> None:
+    """A cycle of registered modules ends."""
     module = nn.Linear(1, 1, bias=False)
     module.add_module("again", module)
     assert ["weight"] == names(module)
 
 
-def test_absent_submodules_and_self_references_of_tensors_end() -> None:
+def test_missing_submodules_and_self_references_add_nothing() -> None:
     """A submodule set to None and a tensor that refers to itself add nothing."""
     module = nn.Module()
     module.weight = nn.Parameter(torch.zeros(1))
@@ -220,15 +220,15 @@ def test_absent_submodules_and_self_references_of_tensors_end() -> None:
     assert ["weight"] == names(module)
 
 
-def test_wrapper_subclasses_are_carried_by_their_inner_tensors() -> None:
-    """A tensor subclass that wraps others is named by what it wraps."""
+def test_wrapper_subclasses_are_captured_by_their_inner_tensors() -> None:
+    """A tensor subclass that wraps others is replaced by the wrapped tensors."""
     module = nn.Module()
     module.weight = nn.Parameter(TwoTensor(torch.zeros(2), torch.ones(3)[:2]))
     assert ["weight.a", "weight.b"] == names(module)
 
 
-def test_the_tensors_that_hold_the_bytes_of_another() -> None:
-    """A wrapper's are those it wraps, however deep; a plain tensor's is itself."""
+def test_plain_tensors_of_wrappers() -> None:
+    """A wrapper's plain tensors are those it wraps at any depth; a plain tensor's is itself."""
     first, second, third = (torch.full((2,), float(number)) for number in range(3))
     nested = TwoTensor(TwoTensor(first, second), TwoTensor(third, third))
     found = [list(plain_tensors(tensor)) for tensor in (first, nested)]
@@ -252,7 +252,7 @@ class Gate(Enum):
 
 
 def test_dict_entries_are_named_by_type_and_value_of_the_key() -> None:
-    """The names do not depend on the order of the entries, and equal texts of two types stay apart."""
+    """The names do not depend on the order of the entries, and keys with equal text but different types differ."""
     keys = [1, "1", "[1]", Gate.UP, Point(1, 2), (Gate.DOWN, "a", 2), None, torch.float16, 2.5, b"raw", int]
     table = {key: torch.zeros(1) for key in keys}
     modules = [module_with(table), module_with(dict(reversed(table.items())))]
@@ -275,15 +275,15 @@ def test_dict_entries_are_named_by_type_and_value_of_the_key() -> None:
     assert [expected, expected] == [names(module) for module in modules]
 
 
-def test_dict_keys_without_a_stable_name_are_refused() -> None:
-    """An object's address names no tensor."""
+def test_dict_keys_without_a_stable_name_are_rejected() -> None:
+    """An object's address cannot name a tensor."""
     with pytest.raises(UnsupportedTensor, match=r"'table' cannot be captured.*without a stable name"):
         capture(module_with({object(): torch.zeros(1)}))
 
 
 @pytest.mark.parametrize("name", ["held", "_extra_state"])
-def test_refused_state_can_be_excluded_by_its_name(name: str) -> None:
-    """The name in the error is what `exclude` wants, also where it is no pattern."""
+def test_rejected_state_can_be_excluded_by_its_name(name: str) -> None:
+    """The name in the error works for `exclude`, even if it is not a pattern."""
     module = WithExtraState() if name == "_extra_state" else nn.Linear(2, 2)
     if name == "held":
         vars(module)["held"] = {torch.zeros(1)}
@@ -295,32 +295,32 @@ def test_refused_state_can_be_excluded_by_its_name(name: str) -> None:
 
 
 class WithExtraState(nn.Linear):
-    """A layer with state of its own."""
+    """A layer with extra state."""
 
     def __init__(self) -> None:
         super().__init__(2, 2)
 
     def get_extra_state(self) -> str:
-        """Anything."""
+        """Return some state."""
         return "anything"
 
 
 def test_names_with_brackets_can_be_excluded() -> None:
-    """A complete name is taken literally before it is a pattern."""
+    """A complete name is matched literally before it is used as a pattern."""
     module = module_with({7: torch.zeros(1), 8: torch.zeros(1)})
     assert ["table[8]"] == names(module, exclude=["table[7]"])
 
 
 def test_an_object_at_an_excluded_path_keeps_its_other_name() -> None:
-    """Excluding a cache does not lose the weights that the cache refers to as well."""
+    """Excluding a cache does not lose weights that the cache also refers to."""
     helper = SimpleNamespace(scale=torch.zeros(1))
     module = nn.Module()
     vars(module).update(cache=[helper], helper=helper)
     assert ["helper.scale"] == names(module, exclude=["cache.*"])
 
 
-def test_excluded_tensors_between_the_rows_of_others_are_refused() -> None:
-    """The target's own bytes would be overwritten, and change under the seed's digests."""
+def test_excluded_tensors_between_the_rows_of_others_are_rejected() -> None:
+    """The target's own bytes would be overwritten, and changes would invalidate the seed's digests."""
     block = torch.zeros(4, 4)
     module = nn.Module()
     module.left, module.right = block[:, :2], block[:, 2:]
@@ -329,8 +329,8 @@ def test_excluded_tensors_between_the_rows_of_others_are_refused() -> None:
 
 
 @pytest.mark.parametrize("kept", ["alias", "complete block"])
-def test_excluded_tensors_that_another_one_carries_are_left_alone(kept: str) -> None:
-    """A second name of a strided tensor, and a part of what is carried as a block."""
+def test_excluded_tensors_covered_by_another_are_accepted(kept: str) -> None:
+    """Examples are a second name of a strided tensor, and a part of a captured block."""
     block = torch.zeros(4, 4)
     module = nn.Module()
     module.left = block[:, :2]
@@ -340,74 +340,74 @@ def test_excluded_tensors_that_another_one_carries_are_left_alone(kept: str) -> 
     assert "right" not in names(module, exclude=["right"])
 
 
-def test_attributes_name_value_and_holders() -> None:
-    """Plain values are part of the layout: one line for each value of each attribute."""
+def test_attributes_contain_value_and_holders() -> None:
+    """Plain values are part of the layout, with one line for each value of each attribute."""
     module = nn.Sequential(nn.Dropout(0.1), nn.Dropout(0.1), nn.Dropout(0.2))
     expected = ["inplace=False at 0 and 2 more", "p=0.1 at 0 and 1 more", "p=0.2 at 2"]
     assert expected == [line.partition(" (")[0] for line in capture(module).layout.attributes]
 
 
 def test_attributes_can_be_excluded() -> None:
-    """By the name of the attribute, as tensors are."""
+    """They are excluded by name, like tensors."""
     module = nn.Sequential(nn.Dropout(0.1), nn.Dropout(0.2))
     assert ("p=0.2 at 1",) == capture(module, exclude=["*.inplace", "0.p"]).layout.attributes
 
 
 def test_attributes_of_many_values_are_one_line() -> None:
-    """Names that each layer has of its own make no list as long as the model."""
+    """Values that are unique per layer do not make a list as long as the model."""
     module = nn.Sequential(*(nn.Dropout(index / 1000) for index in range(300)))
     lines = [line for line in capture(module).layout.attributes if line.startswith("p=")]
     assert ["p=300 values at 0 0.0 and 299 more"] == [line.partition(" (")[0].replace("p=0.0", "0.0") for line in lines]
 
 
-def test_a_compiled_module_has_the_layout_of_one_that_is_not() -> None:
-    """Code that was made of a module is no state of it."""
+def test_a_compiled_module_has_the_layout_of_the_original() -> None:
+    """Compiled code is not state of the module."""
     compiled, plain = nn.Linear(2, 2), nn.Linear(2, 2)
     constant = torch.zeros(1)
-    vars(compiled)["_compiled_call_impl"] = lambda x: x + constant  # as `compile` does
+    vars(compiled)["_compiled_call_impl"] = lambda x: x + constant  # like `compile` does
     assert capture(compiled).layout == capture(plain).layout
 
 
 def test_cached_properties_are_not_compared() -> None:
-    """What follows from the rest is there only once something has read it."""
+    """They are derived values that exist only after the first access."""
     used, fresh = WithProperty(), WithProperty()
     assert 2 == used.twice
     assert capture(used).layout == capture(fresh).layout
 
 
 class WithProperty(nn.Module):
-    """A module that computes an attribute."""
+    """A module with a cached property."""
 
     @cached_property
     def twice(self) -> int:
-        """Computed once."""
+        """A value computed once."""
         return 2
 
 
 @pytest.mark.parametrize("name", ["device_index", "rank", "cacheDir", "name_or_path", "num_calls", "_seed"])
-def test_attributes_of_the_process_are_not_compared(name: str) -> None:
-    """They differ between honest instances of one model."""
+def test_process_attributes_are_not_compared(name: str) -> None:
+    """They differ between valid instances of one model."""
     module = nn.Module()
     setattr(module, name, 1)
     assert () == capture(module).layout.attributes
 
 
-def test_places_are_not_compared() -> None:
-    """A text that is a path or a URL belongs to one machine."""
+def test_paths_and_urls_are_not_compared() -> None:
+    """They belong to one machine."""
     module = nn.Module()
     vars(module).update(tokenizer="/models/a", source="https://hub/a")
     assert () == capture(module).layout.attributes
 
 
 def module_with(table: object) -> nn.Module:
-    """A module with one attribute."""
+    """Return a module with one attribute."""
     module = nn.Module()
     vars(module)["table"] = table
     return module
 
 
-def test_two_tensors_of_one_name_are_refused() -> None:
-    """A name that would stand for two tensors is an error, not a tensor lost."""
+def test_two_tensors_with_one_name_are_rejected() -> None:
+    """An ambiguous name is an error; no tensor is silently lost."""
     module = nn.Module()
     module.list = [torch.zeros(1)]  # type: ignore[assignment]
     setattr(module, "list.0", torch.ones(1))
@@ -427,15 +427,15 @@ def test_order_is_by_alignment_then_by_natural_name() -> None:
     assert 8 + 11 * 4 + 2 + 3 == capture(module).layout.image_bytes
 
 
-def test_views_that_only_touch_are_regions_of_their_own() -> None:
-    """A model cut from one buffer has the layout of one that was allocated tensor by tensor."""
+def test_adjacent_views_are_separate_regions() -> None:
+    """A model allocated in one buffer has the layout of one allocated tensor by tensor."""
     cut, allocated = nn.Module(), nn.Module()
     cut.items = [*torch.split(torch.zeros(8), 4)][::-1]  # type: ignore[assignment]
     allocated.items = [torch.zeros(4), torch.zeros(4)]  # type: ignore[assignment]
     assert capture(cut).layout.layout_id == capture(allocated).layout.layout_id
 
 
-def test_storages_over_the_same_memory_are_carried_once() -> None:
+def test_storages_over_the_same_memory_are_captured_once() -> None:
     """Tensors that share memory without sharing a storage object are aliases too."""
     raw = bytearray(16)
     module = nn.Module()
@@ -443,8 +443,8 @@ def test_storages_over_the_same_memory_are_carried_once() -> None:
     assert 16 == capture(module).layout.image_bytes
 
 
-def test_storages_that_overlap_in_part_are_refused() -> None:
-    """Memory that no single storage covers cannot be carried as one region."""
+def test_partly_overlapping_storages_are_rejected() -> None:
+    """Memory that no single storage covers cannot be captured as one region."""
     raw = memoryview(bytearray(24))
     module = nn.Module()
     module.items = [
@@ -456,7 +456,7 @@ def test_storages_that_overlap_in_part_are_refused() -> None:
 
 
 def test_strides_of_single_element_dimensions_do_not_matter() -> None:
-    """Two layouts that differ only in strides nobody steps along are one."""
+    """Layouts that differ only in the strides of such dimensions are equal."""
     one, two = nn.Module(), nn.Module()
     one.weight, two.weight = torch.zeros(1, 5), torch.zeros(5).as_strided((1, 5), (1, 1))
     assert capture(one).layout == capture(two).layout
@@ -475,12 +475,12 @@ def test_strides_of_single_element_dimensions_do_not_matter() -> None:
         (lambda: torch.zeros(2, dtype=torch.complex64).conj().imag, "negative"),
         (lambda: torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)]), "nested"),
         (lambda: shrunk(torch.zeros(4)), "storage has 4 bytes"),
-        (lambda: FakeTensorMode().from_tensor(torch.zeros(2)), "stand-in"),
+        (lambda: FakeTensorMode().from_tensor(torch.zeros(2)), "placeholder"),
     ],
     ids=["meta", "coo", "csr", "quantized", "lazy", "conj", "neg", "nested", "shrunk", "fake"],
 )
-def test_tensors_without_bytes_are_refused_by_name(make: Any, why: str) -> None:
-    """A tensor that cannot be carried is an error that names it and says why."""
+def test_tensors_without_bytes_are_rejected_by_name(make: Any, why: str) -> None:
+    """The error names the tensor and the reason."""
     module = nn.Module()
     module.layer = nn.Module()
     module.layer.weight = make()
@@ -502,6 +502,6 @@ def test_alignment_divides_the_length(itemsize: int, length: int, expected: int)
     assert expected == alignment_of(itemsize, length)
 
 
-def test_natural_order_counts() -> None:
-    """Numbers in names sort by value, and names of equal value still have one order."""
+def test_the_natural_order_sorts_numbers_by_value() -> None:
+    """Names with equal numbers still have a defined order."""
     assert ["a", "a.2", "a.02.b", "a.10", "b"] == sorted(["b", "a.10", "a.02.b", "a.2", "a"], key=natural_sort_key)

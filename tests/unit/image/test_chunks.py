@@ -1,4 +1,4 @@
-"""How an image is cut."""
+"""Division of an image into chunks."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from rfork.image.chunks import MAX_CHUNK_BYTES, MAX_CHUNKS, MIB, Chunks, chunk_s
     ],
 )
 def test_chunk_size(image_bytes: int, size: int) -> None:
-    """Chunks grow by powers of two so that there are at most 128, up to 256 MiB."""
+    """Chunk sizes grow by powers of two up to 256 MiB, so that there are at most 128 chunks."""
     assert size == chunk_size_for(image_bytes)
 
 
 @given(st.integers(0, 1 << 36))
 def test_chunks_cover_the_image_in_order(image_bytes: int) -> None:
-    """Chunks follow one another from 0 to the image's end; each but the last is full."""
+    """Chunks are consecutive from 0 to the image's end; each but the last has the full size."""
     chunks = Chunks.of(image_bytes)
     cut = list(chunks)
     assert [0, *(end for _, end in cut)] == [*(begin for begin, _ in cut), image_bytes]
@@ -42,12 +42,12 @@ def test_chunks_cover_the_image_in_order(image_bytes: int) -> None:
     [(0, 1, [0]), (0, 10, [0]), (9, 11, [0, 1]), (10, 20, [1]), (0, 25, [0, 1, 2]), (5, 5, [0])],
 )
 def test_covering(begin: int, end: int, expected: list[int]) -> None:
-    """A byte range names every chunk it shares a byte with."""
+    """A byte range is covered by every chunk that it overlaps."""
     assert expected == list(Chunks(25, 10).covering(begin, end))
 
 
 @pytest.mark.parametrize("index", [-1, 3])
-def test_no_such_chunk(index: int) -> None:
-    """A chunk the image does not have is an IndexError."""
+def test_a_missing_chunk(index: int) -> None:
+    """An index outside the image raises IndexError."""
     with pytest.raises(IndexError, match=f"chunk {index} of 3"):
         Chunks(25, 10)[index]

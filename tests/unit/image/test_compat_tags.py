@@ -1,4 +1,4 @@
-"""What images say of themselves: facts in names, and differences of two in words."""
+"""Compatibility facts in tensor names, and descriptions of their differences."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ def layout_of(*facts: str) -> Layout:
     return capture(module).layout
 
 
-def test_facts_are_part_of_the_layout_and_cost_no_bytes() -> None:
-    """Two images with other facts are two layouts of one size."""
+def test_facts_are_part_of_the_layout_and_need_no_bytes() -> None:
+    """Two images with different facts have different layouts of the same size."""
     one, other = layout_of("engine vllm 1"), layout_of("engine vllm 2")
     assert (False, one.image_bytes) == (one.layout_id == other.layout_id, other.image_bytes)
     assert frozenset({"engine vllm 1"}) == tags_of(one)
 
 
-def test_a_module_without_facts_states_none() -> None:
-    """Nor does one whose tensors only have like names."""
+def test_a_module_without_facts_has_none() -> None:
+    """This includes modules whose tensors only have similar names."""
     assert frozenset() == tags_of(capture(nn.ParameterDict({"is": torch.zeros(1)})).layout)
 
 
-def test_differences_are_told_by_subject() -> None:
-    """What both state is left out; what only one states is said to be nothing on the other side."""
+def test_differences_are_reported_by_subject() -> None:
+    """Common facts are omitted; a subject missing on one side is reported as nothing."""
     here = layout_of("engine vllm 1", "device cpu", "quantisation fp8")
     there = layout_of("engine vllm 2", "device cpu")
     assert [
@@ -38,7 +38,7 @@ def test_differences_are_told_by_subject() -> None:
     ] == list(tag_differences(here, there))
 
 
-def test_several_facts_of_one_subject_are_told_together() -> None:
-    """In one order, whatever order they were stated in."""
+def test_facts_of_one_subject_are_reported_together() -> None:
+    """Their order does not depend on the order in which they were stated."""
     here, there = layout_of("kernels b", "kernels a"), layout_of("kernels c")
     assert ["kernels: here a, b; there c"] == list(tag_differences(here, there))

@@ -1,4 +1,4 @@
-"""The chunk digest: one answer everywhere, and no error goes unseen."""
+"""The chunk digest is equal on every device and detects every tested error."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def host(tensor: torch.Tensor) -> memoryview:
 
 
 def reference_digest(data: bytes) -> bytes:
-    """The digest written down from its definition."""
+    """Return the digest computed directly from its definition."""
     leaves = [xxhash.xxh3_128_digest(data[at : at + LEAF_BYTES]) for at in range(0, len(data), LEAF_BYTES)]
     message = len(data).to_bytes(8, "little") + b"".join(leaves)
     return hashlib.blake2b(message, digest_size=16, person=b"rfork-chunk-v1").digest()
 
 
 @pytest.mark.parametrize("length", BOUNDARIES)
-def test_both_ways_give_what_the_definition_says(length: int) -> None:
-    """Host bytes and tensors have the digest of the definition at every boundary of the algorithm."""
+def test_host_and_device_digests_match_the_definition(length: int) -> None:
+    """They match at every boundary of the algorithm."""
     data = noise(length)
     expected = reference_digest(bytes(host(data)))
     assert (expected, expected) == (digest_bytes([host(data)]), digest_tensors([data]))
@@ -44,8 +44,8 @@ def test_both_ways_give_what_the_definition_says(length: int) -> None:
 
 @pytest.mark.parametrize("length", BOUNDARIES)
 @pytest.mark.parametrize("step", [LEAF_BYTES, 2 * LEAF_BYTES])
-def test_a_digest_that_runs_along(length: int, step: int) -> None:
-    """Piece by piece it is that of the whole; behind a piece that is not whole leaves nothing may follow."""
+def test_a_running_digest_equals_that_of_the_complete_bytes(length: int, step: int) -> None:
+    """No piece may follow one that does not end at a leaf boundary."""
     data, state = bytes(host(noise(length))), RunningDigest()
     for low in range(0, length, step):
         state.update(memoryview(data)[low : low + step])
@@ -57,8 +57,8 @@ def test_a_digest_that_runs_along(length: int, step: int) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 90_000), min_size=1, max_size=12), st.integers(0, 9), st.integers(0, 7))
-def test_pieces_do_not_matter(sizes: list[int], seed: int, shift: int) -> None:
-    """However the bytes are cut, and wherever they lie, the digest is that of the whole."""
+def test_the_digest_does_not_depend_on_pieces(sizes: list[int], seed: int, shift: int) -> None:
+    """For any split and address of the bytes, the digest is that of the complete bytes."""
     full = noise(sum(sizes) + shift, seed)[shift:]
     pieces = list(torch.split(full, sizes))
     expected = reference_digest(bytes(host(full)))
@@ -69,14 +69,14 @@ def test_pieces_do_not_matter(sizes: list[int], seed: int, shift: int) -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.integers(241, 300_000), st.integers(0, 99))
 def test_device_hash_is_xxh3(length: int, seed: int) -> None:
-    """The hash by tensor operations is XXH3-128 for every length over 240 bytes."""
+    """The hash by tensor operations is XXH3-128 for every length above 240 bytes."""
     data = noise(length, seed)
     expected = [xxhash.xxh3_128_digest(host(data)[at : at + LEAF_BYTES]) for at in range(0, length, LEAF_BYTES)]
     assert b"".join(expected) == xxh3_torch.leaf_hashes([data], LEAF_BYTES)
 
 
-def test_slabs_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device hash is the same whatever is taken in at once."""
+def test_the_hash_does_not_depend_on_the_slab_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device hash is equal for any number of bytes processed at once."""
     data = noise(5 * LEAF_BYTES + 999)
     expected = digest_tensors([data])
     monkeypatch.setattr(xxh3_torch, "SLAB_BYTES", 2 * LEAF_BYTES)
@@ -84,7 +84,7 @@ def test_slabs_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_extreme_words_wrap_as_unsigned_ones() -> None:
-    """All-ones and all-zero bytes, where carries are longest, hash as xxhash hashes them."""
+    """All-ones and all-zero bytes, which have the longest carries, have the hashes of xxhash."""
     for value in (0, 255):
         data = torch.full((2 * LEAF_BYTES + 1000,), value, dtype=torch.uint8)
         assert digest_bytes([host(data)]) == digest_tensors([data])
@@ -93,7 +93,7 @@ def test_extreme_words_wrap_as_unsigned_ones() -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, 2 * LEAF_BYTES + 100), st.data())
 def test_any_flipped_bit_changes_the_digest(length: int, data: st.DataObject) -> None:
-    """One flipped bit anywhere is seen."""
+    """One flipped bit anywhere is detected."""
     original = bytearray(host(noise(length)))
     changed = bytearray(original)
     changed[data.draw(st.integers(0, length - 1))] ^= 1 << data.draw(st.integers(0, 7))
@@ -105,15 +105,15 @@ def test_any_flipped_bit_changes_the_digest(length: int, data: st.DataObject) ->
     [
         pytest.param(0, 8, 8, id="neighbouring words"),
         pytest.param(0, 64, 8, id="words of one lane in two stripes"),
-        pytest.param(0, 1024, 8, id="words at one place in two blocks"),
-        pytest.param(0, LEAF_BYTES, 8, id="words at one place in two leaves"),
+        pytest.param(0, 1024, 8, id="words at one position in two blocks"),
+        pytest.param(0, LEAF_BYTES, 8, id="words at one position in two leaves"),
         pytest.param(0, 64, 64, id="stripes"),
         pytest.param(0, 1024, 1024, id="blocks"),
         pytest.param(0, LEAF_BYTES, LEAF_BYTES, id="leaves"),
     ],
 )
 def test_swapped_parts_change_the_digest(one: int, two: int, size: int) -> None:
-    """Two parts that change places are seen, at every level of the algorithm."""
+    """Two swapped parts are detected at every level of the algorithm."""
     original = bytearray(host(noise(3 * LEAF_BYTES)))
     swapped = bytearray(original)
     swapped[one : one + size] = original[two : two + size]
@@ -123,12 +123,12 @@ def test_swapped_parts_change_the_digest(one: int, two: int, size: int) -> None:
 
 @pytest.mark.parametrize("length", [1, 241, LEAF_BYTES, LEAF_BYTES + 1])
 def test_length_is_part_of_the_digest(length: int) -> None:
-    """Zeros added or taken away at the end are seen."""
+    """Zeros added or removed at the end are detected."""
     digests = {digest_bytes([memoryview(bytes(length + more))]) for more in (-1, 0, 1)}
     assert 3 == len(digests)
 
 
 def test_digest_is_stable_across_releases() -> None:
-    """The digest is part of the wire format: these values never change."""
+    """The digest is part of the wire format: these values must never change."""
     assert "d09b4c7ca51c210b9b774ffcef3241c0" == digest_bytes([]).hex()
     assert "b923196e44753e9744b00450b2df040c" == digest_bytes([memoryview(bytes(range(256)) * 2048)]).hex()

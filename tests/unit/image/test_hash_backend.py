@@ -1,4 +1,4 @@
-"""Which code hashes leaves: nothing that gives wrong hashes, and no device without any."""
+"""Selection of the hash backend: wrong hashes are never used, and every device has a backend."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from rfork.image.hash_backend import HashBackend, leaf_hasher, self_test
 CPU = torch.device("cpu")
 
 
-def test_torch_operations_pass_the_trial() -> None:
-    """What takes the kernel's place gives the hashes that the kernel is held to."""
+def test_torch_operations_pass_the_self_test() -> None:
+    """The fallback computes the hashes that the kernel must match."""
     self_test(xxh3_torch.leaf_hashes, CPU)
 
 
-def test_wrong_hashes_fail_the_trial() -> None:
-    """One wrong bit in one of the hashes is enough."""
+def test_wrong_hashes_fail_the_self_test() -> None:
+    """One wrong bit in one hash is enough."""
 
     def wrong_hashes(pieces: Sequence[torch.Tensor], leaf_bytes: int) -> bytes:
         hashes = bytearray(xxh3_torch.leaf_hashes(pieces, leaf_bytes))
@@ -32,14 +32,14 @@ def test_wrong_hashes_fail_the_trial() -> None:
         self_test(wrong_hashes, CPU)
 
 
-def test_a_device_has_one_hasher() -> None:
-    """Whoever asks gets the same one; on the CPU it is made of torch operations."""
+def test_a_device_has_one_hash_backend() -> None:
+    """Every call returns the same backend; on the CPU it uses torch operations."""
     backend = leaf_hasher(CPU)
     assert (True, False) == (backend is leaf_hasher(torch.device("cpu")), backend.is_ready())
 
 
 class FailingKernelModule(ModuleType):
-    """The kernel's module, whose import ends in an error."""
+    """A kernel module whose import raises an error."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__("rfork.image.xxh3_triton")
@@ -59,13 +59,13 @@ class FailingKernelModule(ModuleType):
         (OSError("read-only"), True),
     ],
 )
-def test_a_kernel_that_cannot_be_imported(
+def test_a_kernel_that_cannot_be_imported_falls_back(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception, is_logged: bool
 ) -> None:
-    """Whatever the import raises, torch operations hash; that there is no Triton goes without saying."""
+    """Torch operations are used whatever the import raises; a missing Triton is not logged as a warning."""
     monkeypatch.setitem(sys.modules, "rfork.image.xxh3_triton", FailingKernelModule(error))
     backend = HashBackend(torch.device("cuda"))
     data = torch.zeros(5000, dtype=torch.uint8)
     assert (False, xxh3_torch.leaf_hashes([data], 2048)) == (backend.is_ready(), backend([data], 2048))
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert is_logged == any("kernel does not run here" in message for message in warnings)
+    assert is_logged == any("hash kernel failed" in message for message in warnings)

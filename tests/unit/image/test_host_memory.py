@@ -1,4 +1,4 @@
-"""Copies between a block of host memory and the views that its bytes belong to."""
+"""Copies from a block of host memory to views."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from rfork.image.host_memory import SMALL_COPY_BYTES, copy_block
         (),
     ],
 )
-def test_views_get_the_bytes_of_a_block_in_order(sizes: tuple[int, ...]) -> None:
-    """Small views and large ones, and what is empty."""
+def test_views_receive_the_bytes_of_a_block_in_order(sizes: tuple[int, ...]) -> None:
+    """This holds for small, large and empty views."""
     block = bytearray(number % 251 for number in range(sum(sizes)))
     views = [bytearray(size) for size in sizes]
     copy_block(memoryview(block), [memoryview(view) for view in views])
@@ -26,8 +26,8 @@ def test_views_get_the_bytes_of_a_block_in_order(sizes: tuple[int, ...]) -> None
 
 
 @pytest.mark.parametrize("size", [10, 2 * SMALL_COPY_BYTES])
-def test_a_block_that_is_too_short_fills_no_view_in_part(size: int) -> None:
-    """However large the view is: bytes that were there before would pass for those that were read."""
+def test_a_short_block_fills_no_view_partially(size: int) -> None:
+    """Old bytes in a partially filled view would pass for bytes that were read."""
     view = bytearray(size)
     with pytest.raises(ValueError, match="too short"):
         copy_block(memoryview(bytearray(b"x" * (size - 1))), [memoryview(view)])

@@ -1,4 +1,4 @@
-"""Layouts and manifests: identity, and what a person is told about a mismatch."""
+"""Layouts and manifests: identity, and messages about mismatches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ A = TensorSpec("a", "float32", (2, 2), (2, 1), 0)
 B = TensorSpec("b", "int8", (4,), (1,), 16)
 A_HERE = "float32[2, 2] stride [2, 1] at byte 0"
 LAYOUT = Layout((A, B), 20)
-OTHERS = {
+DIFFERENCES = {
     "name": Layout((A._replace(name="c"), B), 20),
     "dtype": Layout((A._replace(dtype="int32"), B), 20),
     "shape": Layout((A._replace(shape=(4, 1)), B), 20),
@@ -26,15 +26,15 @@ OTHERS = {
 
 
 def test_layout_id_is_stable_across_releases() -> None:
-    """layout_id is part of the wire format: this value never changes."""
+    """layout_id is part of the wire format: this value must never change."""
     assert "809ea24103d28dc5715011be3c103266" == LAYOUT.layout_id
     assert LAYOUT.layout_id == Layout((A, B), 20).layout_id
 
 
-@pytest.mark.parametrize("difference", OTHERS)
+@pytest.mark.parametrize("difference", DIFFERENCES)
 def test_every_difference_changes_the_layout_id(difference: str) -> None:
-    """Whatever differs, the layout_id does too."""
-    assert LAYOUT.layout_id != OTHERS[difference].layout_id
+    """Any difference changes the layout_id."""
+    assert LAYOUT.layout_id != DIFFERENCES[difference].layout_id
 
 
 @pytest.mark.parametrize(
@@ -53,17 +53,17 @@ def test_every_difference_changes_the_layout_id(difference: str) -> None:
 )
 def test_the_first_difference_is_one_clear_line(difference: str, expected: str | None) -> None:
     """The line names the tensor and both sides."""
-    assert expected == LAYOUT.first_difference(OTHERS[difference])
+    assert expected == LAYOUT.first_difference(DIFFERENCES[difference])
 
 
-def test_a_difference_in_kind_explains_more_than_a_shifted_offset() -> None:
-    """Of a wider tensor and the offsets it shifts, the wider tensor is named first."""
+def test_a_difference_in_type_is_preferred_to_a_shifted_offset() -> None:
+    """A wider tensor is named before the offsets that it shifts."""
     wider = Layout((A._replace(offset=8), B._replace(dtype="int16")), 28)
     assert (LAYOUT.first_difference(wider) or "").startswith("b: here int8[4]")
 
 
 def test_differences_are_listed_from_both_sides() -> None:
-    """Tensors that only one side has are listed for either side."""
+    """Tensors missing on one side are listed for either side."""
     assert ["a: here", "c: here", "size"] == [
         line[:7] if not line.startswith("image") else "size"
         for line in LAYOUT.differences(Layout((A._replace(name="c"), B), 24))
@@ -71,8 +71,8 @@ def test_differences_are_listed_from_both_sides() -> None:
     assert [] == list(LAYOUT.differences(LAYOUT))
 
 
-def test_a_manifest_has_one_digest_a_chunk() -> None:
-    """A manifest with another number of digests is a defect of the caller."""
+def test_a_manifest_has_one_digest_per_chunk() -> None:
+    """A manifest with another number of digests is a bug of the caller."""
     with pytest.raises(ValueError, match="2 digests for 1 chunks"):
         Manifest(LAYOUT, (b"1" * 16, b"2" * 16))
 
@@ -83,7 +83,7 @@ def test_weights_id_depends_on_layout_and_on_each_digest() -> None:
     ids = [
         Manifest(LAYOUT, (one,)).weights_id,
         Manifest(LAYOUT, (two,)).weights_id,
-        Manifest(OTHERS["name"], (one,)).weights_id,
+        Manifest(DIFFERENCES["name"], (one,)).weights_id,
         weights_id(LAYOUT.layout_id, (one, two)),
         weights_id(LAYOUT.layout_id, (two, one)),
     ]

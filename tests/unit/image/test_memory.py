@@ -14,7 +14,7 @@ MIB = 1 << 20
 
 
 def scattered(*sizes: int) -> Image:
-    """An image of uint8 tensors of random bytes, each with a storage of its own."""
+    """Return an image of uint8 tensors of random bytes, each with its own storage."""
     generator = torch.Generator().manual_seed(7)
     return image_from_tensors(
         {
@@ -30,7 +30,7 @@ def content(image: Image) -> bytes:
 
 
 def test_views_are_the_tensors_own_memory() -> None:
-    """What is written into the views of a range is what the tensors then hold, and nothing else changes."""
+    """Bytes written to the views of a range appear in the tensors, and nothing else changes."""
     tensors = {"a": torch.zeros(4, dtype=torch.uint8), "b": torch.zeros(4, dtype=torch.uint8)}
     with image_from_tensors(tensors).writable(2, 6) as views:
         for view in views:
@@ -39,19 +39,19 @@ def test_views_are_the_tensors_own_memory() -> None:
 
 
 def test_views_are_plain_bytes() -> None:
-    """The views have format 'B' and together as many bytes as the range."""
+    """The views have format 'B' and together the size of the range."""
     with scattered(10, 20).readable(5, 15) as views:
         assert [("B", 5), ("B", 5)] == [(view.format, view.nbytes) for view in views]
 
 
-def test_an_exception_leaves_the_block_as_it_is() -> None:
-    """What is raised inside a writable block reaches the caller."""
+def test_an_exception_leaves_the_block_unchanged() -> None:
+    """An exception raised inside a writable block reaches the caller."""
     with pytest.raises(ConnectionError), scattered(8).writable(0, 8):
         raise ConnectionError
 
 
 def test_neighbours_in_memory_and_image_are_one_segment() -> None:
-    """Tensors cut from one buffer in image order are one segment; out of order they are not."""
+    """Tensors of one buffer in image order are one segment; in another order they are not."""
     buffer = torch.zeros(12, dtype=torch.uint8)
     address = buffer.data_ptr()
     in_order = image_from_tensors({"a": buffer[:4], "b": buffer[4:8], "c": buffer[8:]})
@@ -61,7 +61,7 @@ def test_neighbours_in_memory_and_image_are_one_segment() -> None:
 
 
 def test_neighbours_of_two_storages_are_one_segment_too() -> None:
-    """Storages that touch in memory (slices of one mapped file) are read as one run."""
+    """Adjacent storages (slices of one mapped file) are read as one run."""
     raw = bytearray(range(16))
     one = torch.frombuffer(raw, dtype=torch.uint8, offset=0, count=8)
     two = torch.frombuffer(raw, dtype=torch.uint8, offset=8, count=8)
@@ -71,37 +71,37 @@ def test_neighbours_of_two_storages_are_one_segment_too() -> None:
 
 
 def test_an_image_keeps_its_memory_alive() -> None:
-    """The image's bytes outlive the tensors it was made of."""
+    """The image's bytes outlive the tensors it was created from."""
     image = image_from_tensors({"a": torch.full((MIB,), 5, dtype=torch.uint8)})
     torch.zeros(MIB, dtype=torch.uint8)
     assert b"\x05" * MIB == content(image)
 
 
 @pytest.mark.parametrize(("begin", "end"), [(-1, 2), (3, 2), (0, 9), (9, 9)])
-def test_ranges_outside_the_image_are_refused(begin: int, end: int) -> None:
-    """A range that the image does not have is an error, never a shorter answer."""
+def test_ranges_outside_the_image_are_rejected(begin: int, end: int) -> None:
+    """Such a range is an error, never a shorter result."""
     with pytest.raises(ValueError, match="not within"):
         scattered(8).segments(begin, end)
 
 
-def test_empty_range_has_no_segments() -> None:
+def test_an_empty_range_has_no_segments() -> None:
     """An empty range, also at the image's end, has no memory."""
     assert [[], []] == [scattered(8).segments(8, 8), scattered(8).segments(0, 0)]
 
 
-def test_regions_must_fill_the_layout() -> None:
-    """Regions of another size than the layout's are a defect of the caller."""
+def test_regions_must_match_the_layout_size() -> None:
+    """Regions of another size than the layout's are a bug of the caller."""
     with pytest.raises(ValueError, match="8 bytes, the layout 9"):
         Image(scattered(9).layout, [torch.zeros(8, dtype=torch.uint8)])
 
 
-def test_device_is_where_the_bytes_are() -> None:
-    """An image of CPU tensors lies on the CPU, and so does an empty one."""
+def test_the_device_is_that_of_the_bytes() -> None:
+    """An image of CPU tensors is on the CPU, and so is an empty one."""
     assert ["cpu", "cpu"] == [scattered(3).device.type, image_from_tensors({}).device.type]
 
 
-def test_digest_of_a_chunk_is_that_of_its_bytes() -> None:
-    """A chunk's digest depends on its bytes alone, not on the tensors they lie in."""
+def test_the_digest_of_a_chunk_depends_on_its_bytes() -> None:
+    """It does not depend on the tensors that contain them."""
     image = scattered(MIB - 5, 700_000, 3, MIB)
     full = content(image)
     expected = [digest_bytes([memoryview(full)[begin:end]]) for begin, end in image.layout.chunks]
@@ -109,8 +109,8 @@ def test_digest_of_a_chunk_is_that_of_its_bytes() -> None:
 
 
 @pytest.mark.parametrize("threads", [None, 1, 3])
-def test_manifest_has_each_chunk_digest_in_order(threads: int | None) -> None:
-    """The manifest is the same on any number of threads, and progress adds up to the image."""
+def test_a_manifest_has_each_chunk_digest_in_order(threads: int | None) -> None:
+    """The manifest is equal for any number of threads, and progress adds up to the image."""
     image = scattered(MIB, MIB, MIB, 17)
     done: list[int] = []
     manifest = image.manifest(done.append, threads)
@@ -119,7 +119,7 @@ def test_manifest_has_each_chunk_digest_in_order(threads: int | None) -> None:
 
 
 def test_one_flipped_bit_changes_the_weights_id() -> None:
-    """A manifest taken after one bit flipped differs in that chunk alone."""
+    """A manifest computed after one bit flipped differs only in that chunk."""
     tensor = torch.zeros(3 * MIB, dtype=torch.uint8)
     image = image_from_tensors({"a": tensor})
     before = image.manifest()
@@ -129,14 +129,14 @@ def test_one_flipped_bit_changes_the_weights_id() -> None:
     assert before.weights_id != after.weights_id
 
 
-def test_huge_pages_are_asked_for_whole_pages_only() -> None:
-    """Advice covers the 2 MiB pages wholly inside some memory."""
+def test_huge_pages_are_requested_for_complete_pages_only() -> None:
+    """Advice covers the 2 MiB pages completely inside the memory."""
     tensor = torch.empty(5 * HUGE_PAGE, dtype=torch.uint8)
     assert advise_huge_pages(tensor.data_ptr(), tensor.nbytes) in (0, 4 * HUGE_PAGE, 5 * HUGE_PAGE)
     assert 0 == advise_huge_pages(tensor.data_ptr(), 4096)
 
 
-def test_no_advice_off_linux(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other systems are not asked."""
+def test_no_advice_on_other_systems(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Huge pages are requested only on Linux."""
     monkeypatch.setattr("sys.platform", "darwin")
     assert 0 == advise_huge_pages(0, 1 << 30)

@@ -1,4 +1,4 @@
-"""Each kind of the zoo, between two processes: its state is equal after the copy, or refused by name."""
+"""Each case of the zoo, between two processes: its state is equal after the copy, or rejected by name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What became of each kind: one process captures all of them, and another one is filled."""
+    """Verdicts of all cases: one process captures them, and another is filled."""
     file = tmp_path_factory.mktemp("zoo") / "seed"
     command = [sys.executable, "-m", "tests.unit.image.module_zoo"]
     subprocess.run([*command, "seed", file], cwd=ROOT, check=True)
@@ -26,14 +26,14 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return found
 
 
-def test_the_zoo_has_a_hundred_kinds() -> None:
-    """Kinds are added, not removed."""
+def test_the_zoo_has_a_hundred_cases() -> None:
+    """Cases are added, not removed."""
     assert len(MODULE_CASES) >= 100
 
 
 @pytest.mark.parametrize("name", sorted(MODULE_CASES))
-def test_a_kind_is_equal_or_refused_by_name(results: dict[str, str], name: str) -> None:
-    """Outputs and held state equal the seed's bit for bit, or the refusal says what differs."""
+def test_a_case_is_equal_or_rejected_by_name(results: dict[str, str], name: str) -> None:
+    """Outputs and state equal the seed's bit by bit, or the rejection names the difference."""
     refused = MODULE_CASES[name].refused
     if refused:
         assert re.search(refused, results[name])

@@ -1,4 +1,4 @@
-"""Sets of integers as ranges, checked against Python's own sets."""
+"""Sets of integers as ranges, compared with Python's own sets."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ def members(pairs: list[ranges.Range] | tuple[ranges.Range, ...]) -> set[int]:
     ],
 )
 def test_normalise(input_ranges: list[ranges.Range], expected: tuple[ranges.Range, ...]) -> None:
-    """Ranges come back sorted, non-empty, and merged where they touch."""
+    """Ranges are sorted, non-empty, and merged if they touch."""
     assert expected == ranges.normalise(input_ranges)
 
 
 @given(some_ranges)
 def test_indices_and_back(pairs: list[ranges.Range]) -> None:
-    """Ranges to integers and back is normalise, and count counts them."""
+    """Converting ranges to integers and back normalises them, and count counts the integers."""
     normal = ranges.normalise(pairs)
     assert normal == ranges.from_indices(ranges.indices(normal))
     assert len(members(pairs)) == ranges.count(normal)
 
 
 @given(some_ranges, some_ranges)
-def test_subtract_and_intersect_are_those_of_sets(one: list[ranges.Range], two: list[ranges.Range]) -> None:
-    """Difference and intersection hold exactly the integers that the sets' do."""
+def test_subtract_and_intersect_match_set_operations(one: list[ranges.Range], two: list[ranges.Range]) -> None:
+    """Difference and intersection contain exactly the integers of the sets."""
     assert ranges.from_indices(members(one) - members(two)) == ranges.subtract(one, two)
     assert ranges.from_indices(members(one) & members(two)) == ranges.intersect(one, two)

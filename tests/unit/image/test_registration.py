@@ -1,4 +1,4 @@
-"""Areas of memory to register: literal runs and segments of an allocator in, literal areas out."""
+"""Memory regions to register: literal runs and allocator segments in, literal regions out."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ def on_device(address: int, length: int, storage: int | None = None) -> Contiguo
 
 
 CASES: dict[str, tuple[list[ContiguousRun], list[AllocatorSegment], list[Region]]] = {
-    "no image": ([], [], []),
-    "host, within a page": ([on_host(0, 10), on_host(10 + 4095, 5)], [], [(0, 4110)]),
+    "empty image": ([], [], []),
+    "host, less than a page apart": ([on_host(0, 10), on_host(10 + 4095, 5)], [], [(0, 4110)]),
     "host, a page apart": ([on_host(0, 10), on_host(10 + 4096, 5)], [], [(0, 10), (4106, 5)]),
-    "host, in any order": ([on_host(9000, 5), on_host(0, 10), on_host(8998, 2)], [], [(0, 10), (8998, 7)]),
+    "host, unsorted": ([on_host(9000, 5), on_host(0, 10), on_host(8998, 2)], [], [(0, 10), (8998, 7)]),
     "empty runs": ([on_host(0, 0), on_host(50_000, 1)], [], [(50_000, 1)]),
-    "a segment, from the first image byte to the last": (
+    "one segment, from the first image byte to the last": (
         [on_device(20 * MIB, MIB), on_device(30 * MIB, MIB), on_device(39 * MIB, 512)],
         [AllocatorSegment(20 * MIB, 20 * MIB, False)],
         [(20 * MIB, 19 * MIB + 512)],
     ),
-    "neighbouring segments are two allocations": (
+    "adjacent segments are two allocations": (
         [on_device(39 * MIB, MIB), on_device(40 * MIB, MIB)],
         [AllocatorSegment(40 * MIB, 20 * MIB, False), AllocatorSegment(20 * MIB, 20 * MIB, False)],
         [(39 * MIB, MIB), (40 * MIB, MIB)],
@@ -48,7 +48,7 @@ CASES: dict[str, tuple[list[ContiguousRun], list[AllocatorSegment], list[Region]
         [AllocatorSegment(100 * MIB, 2000 * MIB, True)],
         [(100 * MIB, 990 * MIB)],
     ),
-    "an expandable segment with a hole that is not mapped": (
+    "an expandable segment with an unmapped hole": (
         [on_device(100 * MIB, MIB), on_device(300 * MIB, MIB)],
         [AllocatorSegment(100 * MIB, 2 * MIB, True), AllocatorSegment(300 * MIB, 2 * MIB, True)],
         [(100 * MIB, MIB), (300 * MIB, MIB)],
@@ -58,22 +58,22 @@ CASES: dict[str, tuple[list[ContiguousRun], list[AllocatorSegment], list[Region]
         [AllocatorSegment(0, 9000 * MIB, False)],
         [(512, 8000 * MIB)],
     ),
-    "a pool that torch does not know, one storage a tensor": (
+    "a pool unknown to torch, one storage per tensor": (
         [on_device(2 * MIB, 2 * MIB), on_device(4 * MIB, 2 * MIB)],
         [],
         [(2 * MIB, 2 * MIB), (4 * MIB, 2 * MIB)],
     ),
-    "an arena that torch does not know": (
+    "an arena unknown to torch": (
         [on_device(2 * MIB, 100, storage=2 * MIB), on_device(2 * MIB + 256, 100, storage=2 * MIB)],
         [],
         [(2 * MIB, 356)],
     ),
-    "known and unknown memory side by side": (
+    "adjacent known and unknown memory": (
         [on_device(2 * MIB, 2 * MIB), on_device(4 * MIB, 100)],
         [AllocatorSegment(2 * MIB, 2 * MIB, False)],
         [(2 * MIB, 2 * MIB), (4 * MIB, 100)],
     ),
-    "memory that reaches beyond the segment it begins in": (
+    "memory that extends beyond its segment": (
         [on_device(3 * MIB, 2 * MIB)],
         [AllocatorSegment(2 * MIB, 2 * MIB, False)],
         [(3 * MIB, 2 * MIB)],
@@ -92,20 +92,20 @@ CASES: dict[str, tuple[list[ContiguousRun], list[AllocatorSegment], list[Region]
 
 
 @pytest.mark.parametrize(("runs", "segments", "expected"), CASES.values(), ids=CASES)
-def test_areas(runs: list[ContiguousRun], segments: list[AllocatorSegment], expected: list[Region]) -> None:
-    """Few, sorted, and each inside one allocation as far as the allocator's books tell."""
+def test_regions(runs: list[ContiguousRun], segments: list[AllocatorSegment], expected: list[Region]) -> None:
+    """They are few, sorted, and each inside one allocation as far as the allocator reports."""
     assert expected == merge_regions(runs, segments)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith(("host, ", "empty", "no "))])
-def test_areas_of_host_memory_alone(name: str) -> None:
-    """By the shorter way they are the same."""
+def test_regions_of_host_memory_only(name: str) -> None:
+    """The shortcut for host memory gives the same result."""
     runs, _, expected = CASES[name]
     assert expected == merge_host_regions([run.address for run in runs], [run.length for run in runs])
 
 
-def test_areas_of_an_image_in_host_memory() -> None:
-    """Tensors of one buffer less than a page apart are one area, those a page apart are two."""
+def test_regions_of_an_image_in_host_memory() -> None:
+    """Tensors of one buffer less than a page apart are one region, those a page apart are two."""
     buffer = torch.zeros(16384, dtype=torch.uint8)
     address = buffer.data_ptr()
     image = image_from_tensors({"a": buffer[:10], "b": buffer[10 + 4095 : 4200], "c": buffer[4200 + 4096 : 9000]})

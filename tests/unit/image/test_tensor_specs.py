@@ -1,4 +1,4 @@
-"""Specs in columns: the same as a tuple of specs, for what there may be a million of."""
+"""TensorSpecTable behaves like a tuple of specs and scales to a million specs."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ SPECS = TensorSpecTable(ALL)
 
 
 def test_specs_are_a_sequence() -> None:
-    """Walked, indexed and cut they are what they were made of."""
+    """Iteration, indexing and slicing return the original specs."""
     assert (ALL, 4, A, EMPTY, ALL[1:3]) == (tuple(SPECS), len(SPECS), SPECS[0], SPECS[-1], SPECS[1:3])
     with pytest.raises(IndexError):
         SPECS[4]
 
 
 def test_equal_specs_are_equal() -> None:
-    """By what they hold, in order; also as keys."""
+    """They are equal if their content and order are, also as dict keys."""
     same = TensorSpecTable(ALL[:2])
     same.extend(ALL[2:])
     assert (True, hash(SPECS)) == (same == SPECS, hash(same))
@@ -33,8 +33,8 @@ def test_equal_specs_are_equal() -> None:
     ]
 
 
-def test_tensors_of_a_kind_share_it() -> None:
-    """A million experts of one shape keep that shape once."""
+def test_tensors_of_one_type_share_it() -> None:
+    """A million experts of one shape store that shape once."""
     again = A._replace(shape=tuple(map(int, "22")), stride=tuple(map(int, "21")))
     specs = TensorSpecTable((A, again))
     assert again.shape is not A.shape
@@ -42,8 +42,8 @@ def test_tensors_of_a_kind_share_it() -> None:
 
 
 @pytest.mark.parametrize("comma", [", ", ","])
-def test_the_json_is_that_of_the_standard_library(comma: str) -> None:
-    """Whatever is in a name: layout_id is made of it."""
+def test_the_json_equals_that_of_the_standard_library(comma: str) -> None:
+    """This holds for any name, because layout_id depends on it."""
     assert [json.dumps(spec, separators=(comma, ":")) for spec in ALL] == list(SPECS.json_lines(comma))
 
 
@@ -59,8 +59,8 @@ def test_the_json_is_that_of_the_standard_library(comma: str) -> None:
     ],
     ids=["equal", "order", "offset", "dtype", "name", "none"],
 )
-def test_what_differs_is_found_by_name(
+def test_differences_are_found_by_name(
     there: tuple[TensorSpec, ...], expected: list[tuple[TensorSpec | None, TensorSpec | None]]
 ) -> None:
-    """Pairs of one name, own order first, then what only the other has."""
+    """Pairs of equal names come in own order, followed by specs that only the other has."""
     assert expected == list(TensorSpecTable((A, B)).differences(TensorSpecTable(there)))

@@ -1,4 +1,4 @@
-"""The kernel of the digest, under Triton's interpreter; tests/gpu has it on a GPU."""
+"""The digest kernel under Triton's interpreter; tests/gpu runs it on a GPU."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import pytest
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed: no kernel is interpreted")
-def test_interpreted_kernel_is_xxh3() -> None:
-    """Of every length, at any address and however they are cut, bytes have the hashes of xxhash."""
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+def test_the_interpreted_kernel_is_xxh3() -> None:
+    """For any length, address and split, bytes have the hashes of xxhash."""
     paths = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
     done = subprocess.run(
         [sys.executable, Path(__file__).with_name("interpreted_kernel.py")],

@@ -1,4 +1,4 @@
-"""The peer protocol's values: what goes over the wire comes back, and what lies is refused."""
+"""Conversions of the peer protocol: values survive encoding, and inconsistent messages are rejected."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ def layout(tensors: int = 3, image_bytes: int = 2 * MIB) -> Layout:
     return Layout(tuple(specs), image_bytes)
 
 
-def manifest(of: Layout | None = None) -> Manifest:
-    base_layout = of or layout()
+def manifest(base: Layout | None = None) -> Manifest:
+    base_layout = base or layout()
     return Manifest(base_layout, tuple(bytes([index]) * 16 for index in range(len(base_layout.chunks))))
 
 
-def parts(of: Manifest | None = None, *, include_tensors: bool = True) -> Parts:
-    """The messages as the other side reads them."""
+def parts(base: Manifest | None = None, *, include_tensors: bool = True) -> Parts:
+    """Return the encoded messages as the other side decodes them."""
     return [
         peer_pb2.GetManifestResponse.FromString(part.SerializeToString())
-        for part in codec.manifest_parts(of or manifest(), 4, include_tensors=include_tensors)
+        for part in codec.manifest_parts(base or manifest(), 4, include_tensors=include_tensors)
     ]
 
 
 @pytest.mark.parametrize("tensors", [0, 1, 2000, 2001, 50_000])
-def test_a_manifest_comes_back_whole(tensors: int) -> None:
-    """With all its tensors, however many, in messages far smaller than gRPC's limit of 4 MiB."""
+def test_a_manifest_survives_encoding(tensors: int) -> None:
+    """Any number of tensors, in messages far smaller than gRPC's limit of 4 MiB."""
     original = manifest(layout(tensors))
     sent = parts(original)
     assert original == codec.manifest_from(sent, None)
@@ -61,27 +61,27 @@ def test_a_manifest_comes_back_whole(tensors: int) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2000, 2001])
-def test_attributes_come_with_the_tensors(count: int) -> None:
-    """However many lines there are."""
+def test_attributes_are_sent_with_the_tensors(count: int) -> None:
+    """Any number of lines."""
     lines = tuple(f"attribute{index}=1 at layer" for index in range(count))
     original = manifest(Layout(layout(3).tensors, layout(3).image_bytes, lines))
     assert original == codec.manifest_from(parts(original), None)
 
 
-def test_a_manifest_without_tensors_takes_the_readers_own() -> None:
-    """A reader of the same layout is sent the summary and the digests alone."""
+def test_a_manifest_without_tensors_uses_the_readers_layout() -> None:
+    """A reader with the same layout receives only the summary and the digests."""
     sent = parts(include_tensors=False)
     assert (manifest(), 2) == (codec.manifest_from(sent, layout()), len(sent))
 
 
-def test_a_manifest_of_no_bytes_comes_back() -> None:
+def test_a_manifest_of_an_empty_image_survives_encoding() -> None:
     """An image without chunks has a manifest too."""
     empty = Manifest(Layout((), 0), ())
     assert empty == codec.manifest_from(parts(empty), None)
 
 
-def test_the_summary_tells_the_generation() -> None:
-    """The first message says all that a person asks of an image."""
+def test_the_summary_describes_the_image() -> None:
+    """The first message contains ids, sizes, counts and the generation."""
     summary = parts()[0].summary
     assert (layout().layout_id, manifest().weights_id, 2 * MIB, 4, 3, 2) == (
         summary.layout_id,
@@ -143,8 +143,8 @@ CORRUPTIONS = [
 
 
 @pytest.mark.parametrize("corrupt", CORRUPTIONS, ids=lambda corrupt: corrupt.__name__)
-def test_a_manifest_that_lies_is_refused(corrupt: Callable[[Parts], None]) -> None:
-    """A manifest whose parts do not fit together is the source's fault."""
+def test_an_inconsistent_manifest_is_source_corrupt(corrupt: Callable[[Parts], None]) -> None:
+    """A manifest with inconsistent parts is the source's fault."""
     sent = parts()
     corrupt(sent)
     with pytest.raises(SourceCorrupt):
@@ -152,16 +152,16 @@ def test_a_manifest_that_lies_is_refused(corrupt: Callable[[Parts], None]) -> No
 
 
 @pytest.mark.parametrize("corrupt", [other_digest, one_digest_less, one_digest_more, half_a_digest, other_weights_id])
-def test_a_short_manifest_that_lies_is_refused(corrupt: Callable[[Parts], None]) -> None:
-    """Also where the reader's own layout stands in for the tensors."""
+def test_an_inconsistent_manifest_without_tensors_is_source_corrupt(corrupt: Callable[[Parts], None]) -> None:
+    """Also if the reader's layout replaces the tensors."""
     sent = parts(include_tensors=False)
     corrupt(sent)
     with pytest.raises(SourceCorrupt):
         codec.manifest_from(sent, layout())
 
 
-def test_a_manifest_of_another_layout_is_no_lie() -> None:
-    """A source of another layout is a mismatch, which blames nobody's bytes."""
+def test_another_layout_is_a_mismatch() -> None:
+    """A source with another layout raises LayoutMismatch, which does not blame the source's bytes."""
     with pytest.raises(LayoutMismatch):
         codec.manifest_from(parts(include_tensors=False), layout(4))
 
@@ -173,15 +173,15 @@ def test_a_manifest_of_another_layout_is_no_lie() -> None:
         Endpoint("transfer_engine", {}, (Segment(0, 1 << 47, 5), Segment(5, 12, 1 << 40))),
     ],
 )
-def test_an_endpoint_comes_back(endpoint: Endpoint) -> None:
-    """Parameters and memory addresses arrive as they were."""
+def test_an_endpoint_survives_encoding(endpoint: Endpoint) -> None:
+    """Parameters and memory addresses are unchanged."""
     message = codec.endpoint_message("c1", endpoint, 3)
     received = peer_pb2.OpenChannelResponse.FromString(message.SerializeToString())
     assert ("c1", 3, endpoint) == (received.channel_id, received.generation, codec.endpoint_of(received))
 
 
-def test_segment_lists_that_do_not_fit_are_refused() -> None:
-    """An address without a length is no endpoint."""
+def test_segment_lists_of_different_length_are_source_corrupt() -> None:
+    """An address without a length is invalid."""
     message = codec.endpoint_message("c1", Endpoint("x", {}, (Segment(0, 1, 2),)), 0)
     message.segment_begin.append(7)
     with pytest.raises(SourceCorrupt):
@@ -199,21 +199,21 @@ def test_segment_lists_that_do_not_fit_are_refused() -> None:
     ],
     ids=["keep-alive", "sealed", "draft", "relayed", "rate"],
 )
-def test_progress_comes_back(progress: Progress) -> None:
-    """Chunks, digests, draft, weights and flags arrive as they were."""
+def test_progress_survives_encoding(progress: Progress) -> None:
+    """Chunks, digests, ids and flags are unchanged."""
     message = codec.progress_message(progress, 7)
     received = peer_pb2.WatchProgressResponse.FromString(message.SerializeToString())
     assert (7, progress) == (received.generation, codec.progress_of(received))
 
 
-def test_a_rate_of_nothing_is_not_taken_at_its_word() -> None:
-    """It would stop a reader for good; the source that says it is slow, not finished."""
+def test_a_rate_of_zero_is_raised_to_one() -> None:
+    """Zero would stop a reader for ever; the source means that it is slow."""
     assert 1 == codec.progress_of(peer_pb2.WatchProgressResponse(rate=0)).rate
 
 
 @pytest.mark.parametrize(("begin", "end", "digests"), [(0, 2, 16), (0, 1, 15), (2, 0, 16), (0, 1 << 60, 16)])
-def test_digests_that_do_not_fit_are_refused(begin: int, end: int, digests: int) -> None:
-    """Other than one digest a chunk is no progress, however many chunks are claimed."""
+def test_digests_that_do_not_match_the_chunks_are_source_corrupt(begin: int, end: int, digests: int) -> None:
+    """There must be one digest per chunk, for any claimed number of chunks."""
     message = peer_pb2.WatchProgressResponse(digests=b"x" * digests)
     message.chunks.add(begin=begin, end=end)
     with pytest.raises(SourceCorrupt):
@@ -221,7 +221,7 @@ def test_digests_that_do_not_fit_are_refused(begin: int, end: int, digests: int)
 
 
 class FailedCall(grpc.RpcError, grpc.Call):
-    """A call that ended with a status, as grpc raises it."""
+    """A call that ended with a status, as raised by grpc."""
 
     def __init__(self, code: grpc.StatusCode, details: str) -> None:
         self._code, self._details = code, details
@@ -252,9 +252,9 @@ class FailedCall(grpc.RpcError, grpc.Call):
 
 
 @pytest.mark.parametrize("error", [LeaseRejected, SourceBusy, SourceWeightsChanged, LayoutMismatch])
-def test_an_error_of_the_source_arrives_as_itself(error: type[RforkError]) -> None:
-    """What the source raises is what the target gets."""
-    received = codec.error_of(FailedCall(codec.STATUS_OF[error], "why"), "host:1")
+def test_an_error_of_the_source_keeps_its_type(error: type[RforkError]) -> None:
+    """The target raises the same error as the source."""
+    received = codec.error_from_call(FailedCall(codec.STATUS_OF[error], "why"), "host:1")
     assert (error, "host:1: why") == (type(received), str(received))
 
 
@@ -269,21 +269,23 @@ def test_an_error_of_the_source_arrives_as_itself(error: type[RforkError]) -> No
         (grpc.StatusCode.NOT_FOUND, SourceWeightsChanged),
     ],
 )
-def test_other_failures_of_a_call(code: grpc.StatusCode, expected: type[RforkError]) -> None:
-    """A call that fails otherwise says that the source is gone, stalls, changed or has no place."""
-    assert expected is type(codec.error_of(FailedCall(code, ""), "host:1"))
+def test_other_status_codes_map_to_source_errors(code: grpc.StatusCode, expected: type[RforkError]) -> None:
+    """Other failures mean that the source is unavailable, timed out or changed."""
+    assert expected is type(codec.error_from_call(FailedCall(code, ""), "host:1"))
 
 
-def test_a_closed_channel_is_a_source_that_is_gone() -> None:
-    """What grpc raises for a channel that this side closed is no bug."""
-    assert SourceUnavailable is type(codec.error_of(ValueError("Cannot invoke RPC on closed channel!"), "host:1"))
+def test_a_closed_channel_is_source_unavailable() -> None:
+    """grpc's ValueError for a locally closed channel is not a bug."""
+    assert SourceUnavailable is type(
+        codec.error_from_call(ValueError("Cannot invoke RPC on closed channel!"), "host:1")
+    )
 
 
 @pytest.mark.parametrize("error", [TransportUnavailable, GpuDirectUnavailable, DeviceDown])
-def test_a_transport_that_fails_on_the_source_blames_nobody(error: type[RforkError]) -> None:
-    """Whatever its kind, the target takes it for a fault of the network."""
-    received = codec.error_of(FailedCall(codec.STATUS_OF[error], "no room"), "host:1")
-    assert (TransportUnavailable, "network", "host:1: no room") == (
+def test_a_transport_failure_on_the_source_is_a_network_fault(error: type[RforkError]) -> None:
+    """All subclasses become TransportUnavailable on the target."""
+    received = codec.error_from_call(FailedCall(codec.STATUS_OF[error], "no memory"), "host:1")
+    assert (TransportUnavailable, "network", "host:1: no memory") == (
         type(received),
         received.fault,
         str(received),

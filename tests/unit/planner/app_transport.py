@@ -1,4 +1,4 @@
-"""Lets a synchronous httpx client talk to an ASGI application without sockets."""
+"""httpx transport that calls an ASGI application without sockets."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from fastapi import FastAPI
 
 
 class AppTransport(httpx.BaseTransport):
-    """Runs one request through the application on an event loop of its own."""
+    """Runs each request on its own event loop."""
 
     def __init__(self, app: FastAPI) -> None:
-        # A bug in the application is to be seen as callers see it: as a problem document.
+        # A bug in the application should look as it does to callers: as a problem document.
         self._transport = httpx.ASGITransport(app, raise_app_exceptions=False)
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
-        """Answer one request, its body read whole."""
+        """Answer one request; its body is read completely."""
         return asyncio.run(self._respond(request))
 
     async def _respond(self, request: httpx.Request) -> httpx.Response:
@@ -28,5 +28,5 @@ class AppTransport(httpx.BaseTransport):
 
 
 def http_client(app: FastAPI) -> httpx.Client:
-    """A plain HTTP client of the application."""
+    """Return a plain HTTP client of the application."""
     return httpx.Client(base_url="http://planner", transport=AppTransport(app))

@@ -1,4 +1,4 @@
-"""Short ways to build what the planner's tests talk about."""
+"""Builders for the planner's tests."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from planner.policy_types import (
     Storage,
 )
 from planner.registry import Registry
+from planner.state import MAX_FINISHED_FORKS
 from planner.store.memory import MemoryStore
 from rfork.image.ranges import Range, count
 from rfork.schema import ForkRequest, InstanceReport, Placement, Rank, SourceFault, StorageCandidate
@@ -39,7 +40,7 @@ LOADER: Final = Storage("loader")
 
 
 def seed(instance_id: str, **changes: object) -> Source:
-    """A complete source on a host of its own, alive at NOW."""
+    """Return a complete source on its own host, alive at NOW."""
     source = Source(
         instance_id=instance_id,
         address=f"{instance_id}:1",
@@ -58,7 +59,7 @@ def seed(instance_id: str, **changes: object) -> Source:
 
 
 def loading(instance_id: str, *verified: Range, **changes: object) -> Source:
-    """A target, or a relay, that holds `verified`."""
+    """Return a target, or a relay, with the chunks `verified`."""
     weights_id = WEIGHTS if verified else None
     return seed(instance_id, **({"state": "loading", "verified": verified, "weights_id": weights_id} | changes))
 
@@ -68,7 +69,7 @@ Reads = Mapping[str, Mapping[str, tuple[Range, ...]]]
 
 
 def group(*sources: Source, reads: Reads | None = None, other_ranks: tuple[str, ...] = ()) -> GroupView:
-    """A group in which each target in `reads` runs the fork `fork-TARGET` over those sources."""
+    """Return a group in which each target in `reads` runs the fork `fork-TARGET` over those sources."""
     readers: dict[str, dict[str, float]] = {}
     local: dict[str, set[str]] = {}
     shares: dict[str, tuple[ChunkShare, ...]] = {}
@@ -92,7 +93,7 @@ def group(*sources: Source, reads: Reads | None = None, other_ranks: tuple[str, 
 
 
 def common_transports(source: Source, target: Source) -> tuple[str, ...]:
-    """The transports that work between the two: the target's order, but kernels last."""
+    """Return the transports that work between the two: in the target's order, but kernels last."""
     same_host = source.location.host == target.location.host
     both = [name for name in target.transports if name in source.transports]
     both = [name for name in both if same_host or name not in ("cuda_ipc", "shared_memory")]
@@ -100,36 +101,36 @@ def common_transports(source: Source, target: Source) -> tuple[str, ...]:
 
 
 def is_same_host_read(source: Source, target: Source) -> bool:
-    """Whether the target reads from the source over a transport of one host."""
+    """Return whether the target reads from the source over a same-host transport."""
     return common_transports(source, target)[:1] in (("cuda_ipc",), ("shared_memory",))
 
 
 def demand(target: Source, *current: ChunkShare, **blamed: str) -> ForkDemand:
-    """The demand of `fork-TARGET`."""
+    """Return the demand of `fork-TARGET`."""
     return ForkDemand(f"fork-{target.instance_id}", target, blamed, current)
 
 
 def decide(fleet: GroupView, target: Source, **blamed: str) -> PlanDecision:
-    """The decision for `fork-TARGET`, which reads what the fleet says it does, at NOW."""
+    """Return the decision for `fork-TARGET` with its reads in the fleet as current shares, at NOW."""
     fork_demand = demand(target, *fleet.shares.get(target.instance_id, ()), **blamed)
     return plan(fleet, [fork_demand], NOW)[fork_demand.fork_id]
 
 
 def plan_together(fleet: GroupView, *targets: Source) -> dict[str, dict[str, tuple[Range, ...]]]:
-    """Chunks by source for each of several targets that are planned in one call."""
+    """Return the chunks by source for several targets that are planned in one call."""
     decisions = plan(fleet, [demand(target) for target in targets], NOW)
     return {target.instance_id: routes(decisions[f"fork-{target.instance_id}"]) for target in targets}
 
 
 def targets(number: int, **changes: object) -> list[Source]:
-    """So many targets that hold nothing: t00, t01, …, each on a host of its own."""
+    """Return targets without chunks: t00, t01, …, each on its own host."""
     return [loading(f"t{index:02}", **changes) for index in range(number)]
 
 
 def apply_decisions(
     fleet: GroupView, demands: Sequence[ForkDemand], decisions: Mapping[str, PlanDecision]
 ) -> GroupView:
-    """The fleet once all targets read what was decided."""
+    """Return the fleet after all targets have begun to read as decided."""
     forks = {demand.fork_id for demand in demands}
     readers = {
         source: {fork: part for fork, part in there.items() if fork not in forks}
@@ -150,14 +151,14 @@ def apply_decisions(
 
 
 def routes(decision: PlanDecision) -> dict[str, tuple[Range, ...]]:
-    """Chunks by source; those from storage by its kind."""
+    """Return the chunks by source; storage by its kind."""
     peers = {each.source_id: each.chunks for each in decision.assignments}
     return peers | {storage.kind: chunks for storage, chunks in decision.storage}
 
 
 @dataclass
 class FakeTime:
-    """Clocks that move when told."""
+    """Clocks that tests set."""
 
     now: float = 1000.0
     clock: Clock = field(init=False)
@@ -166,15 +167,17 @@ class FakeTime:
         self.clock = Clock(monotonic=lambda: self.now, unix=lambda: self.now)
 
 
-def make_registry(time: FakeTime, store: MemoryStore | None = None, **settings: object) -> Registry:
-    """A registry without an application around it, that plans at once unless told to wait for others."""
-    chosen = PlannerSettings.model_validate({"secret": "s" * 32, "batch_s": 0, **settings})
-    store = store or MemoryStore(time.clock, keep_forks=chosen.max_finished_forks)
+def make_registry(
+    time: FakeTime, store: MemoryStore | None = None, max_finished_forks: int = MAX_FINISHED_FORKS, **settings: object
+) -> Registry:
+    """Return a registry without an application; it plans immediately unless configured otherwise."""
+    chosen = PlannerSettings.model_validate({"lease_keys": "s" * 32, "batch_window_s": 0, **settings})
+    store = store or MemoryStore(time.clock, max_finished_forks=max_finished_forks)
     return Registry(chosen, store, time.clock, Metrics())
 
 
 def report(instance_id: str, *verified: Range, **changes: object) -> InstanceReport:
-    """A heartbeat: of a seed where `verified` is everything, else of a target."""
+    """Return a heartbeat: of a seed if `verified` is everything, else of a target."""
     complete = verified == ((0, CHUNKS),)
     return InstanceReport.model_validate(
         {
@@ -198,24 +201,24 @@ def report(instance_id: str, *verified: Range, **changes: object) -> InstanceRep
 
 
 def seed_report(instance_id: str, **changes: object) -> InstanceReport:
-    """A seed's heartbeat."""
+    """Return a seed's heartbeat."""
     return report(instance_id, (0, CHUNKS), **changes)
 
 
 def fork_request(target: str, *verified: Range, faults: tuple[SourceFault, ...] = (), **changes: object) -> ForkRequest:
-    """The request of `fork-TARGET`."""
+    """Return the request of `fork-TARGET`."""
     return ForkRequest(fork_id=f"fork-{target}", instance=report(target, *verified, **changes), faults=faults)
 
 
 async def accuse(registry: Registry, source: str, *, by: str) -> None:
-    """Targets of these names, each on a host of its own, report corrupt bytes of `source`."""
+    """Let these targets, each on its own host, report corrupt bytes from `source`."""
     for name in by:
         await registry.request_plan(fork_request(name, max_readers=0))
         await registry.request_plan(fork_request(name, max_readers=0, faults=(fault(source, "SourceCorrupt"),)))
 
 
 def storage_candidates(*storages: Storage) -> tuple[StorageCandidate, ...]:
-    """Storage, as an instance reports it."""
+    """Return storage as an instance reports it."""
     return tuple(
         StorageCandidate(kind=each.kind, uri=each.uri, origin=each.origin, weights_id=each.weights_id)
         for each in storages
@@ -223,5 +226,5 @@ def storage_candidates(*storages: Storage) -> tuple[StorageCandidate, ...]:
 
 
 def fault(instance_id: str, error: str, fault_type: str = "source") -> SourceFault:
-    """What a target says of a source that failed it."""
+    """Return a target's report of a source that failed."""
     return SourceFault.model_validate({"instance_id": instance_id, "fault": fault_type, "error": error})

@@ -25,7 +25,7 @@ def time() -> FakeTime:
 
 @pytest.fixture
 def app(time: FakeTime) -> FastAPI:
-    """A planner that plans each arrival by itself, and at once."""
+    """A planner that plans each arrival separately and immediately."""
     return create_app(PlannerSettings(lease_keys="s" * 32, batch_window_s=0), time.clock)  # type: ignore[arg-type]
 
 

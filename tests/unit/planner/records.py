@@ -1,4 +1,4 @@
-"""Short ways to build what the planner keeps."""
+"""Builders for the planner's records."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ FORKED: Final = ForkResult(outcome="forked", seconds=1, bytes_read=1)
 
 
 def instance(name: str, *, seen_at: float = 0.0, **changes: object) -> InstanceRecord:
-    """A seed's record, forgotten after ten seconds of silence; `changes` are of its report."""
+    """Return a seed's record with a TTL of ten seconds; `changes` apply to its report."""
     return InstanceRecord(seed_report(name, **changes), seen_at=seen_at, ttl_s=10.0)
 
 
 def fork(name: str, *, ended: bool = False, **changes: object) -> ForkRecord:
-    """The record of fork `name`, whose target is `of-name`."""
+    """Return the record of fork `name`, whose target is `of-name`."""
     record = ForkRecord(
         fork_id=name, instance_id=f"of-{name}", model=GROUP.model, version=VERSION, rank=Rank(),
         chunk_count=1, image_bytes=1, requested_at=0.0, planned_at=0.0, seen_at=0.0,
@@ -29,6 +29,6 @@ def fork(name: str, *, ended: bool = False, **changes: object) -> ForkRecord:
 
 
 def scaleup(name: str, replicas: int, *, expires_at: float = 900.0) -> ScaleUpRecord:
-    """The record of a scale-up of the group's model."""
+    """Return the record of a scale-up of the group's model."""
     announcement = ScaleUp(scaleup_id=name, model=GROUP.model, replicas=replicas)
     return ScaleUpRecord(announcement, first_at=0.0, expires_at=expires_at)

@@ -1,4 +1,4 @@
-"""How much accusations of a source weigh together."""
+"""Total credibility of the accusations of a source."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ C = Witness("c", "host-c", "10.0.0.3")
 
 
 def accusation(accuser: Witness, **changes: object) -> Accusation:
-    """One that was made at 10, counts until 70, and weighs 1."""
-    values = {"fork_id": f"fork-{accuser.instance_id}", "why": "SourceCorrupt", "at": 10.0, "until": 70.0}
+    """Return an accusation at 10 that counts until 70, with full credibility."""
+    values = {"fork_id": f"fork-{accuser.instance_id}", "reason": "SourceCorrupt", "at": 10.0, "until": 70.0}
     return Accusation(accuser, **values | {"generation": 0} | changes)  # type: ignore[arg-type]  # by name
 
 
@@ -38,22 +38,22 @@ TOTALS: dict[str, tuple[list[Accusation], float]] = {
         [accusation(Witness("a", "host-a")), accusation(Witness("b", "host-b"))],
         2.0,
     ),
-    "the heavier of one host": ([accusation(A, weight=0.25), accusation(A, weight=0.5)], 0.5),
-    "one with doubt": ([accusation(A), accusation(B, weight=0.5)], 1.5),
-    "three, one with doubt": ([accusation(A), accusation(B, weight=0.5), accusation(C, weight=0.5)], 2.0),
+    "the more credible one of a host": ([accusation(A, credibility=0.25), accusation(A, credibility=0.5)], 0.5),
+    "one doubted": ([accusation(A), accusation(B, credibility=0.5)], 1.5),
+    "three, two doubted": ([accusation(A), accusation(B, credibility=0.5), accusation(C, credibility=0.5)], 2.0),
 }
 
 
 @pytest.mark.parametrize("case", TOTALS)
-def test_the_weight_of_all_is_that_of_readers_on_different_hosts(case: str) -> None:
+def test_total_credibility_counts_different_hosts(case: str) -> None:
     """A host counts once, however many names and instances it has."""
     known, expected = TOTALS[case]
     assert expected == total_credibility(known)
 
 
 @pytest.mark.parametrize(("doubted", "accused", "expected"), [(0, 1, 1.0), (1, 1, 0.5), (0, 2, 0.5), (2, 4, 0.0625)])
-def test_doubt_takes_weight_away(doubted: int, accused: int, expected: float) -> None:
-    """Earlier contradictions halve it, and several sources at once share it."""
+def test_doubt_reduces_credibility(doubted: int, accused: int, expected: float) -> None:
+    """Earlier contradictions halve it, and accusing several sources divides it."""
     assert expected == accuser_credibility(doubted, accused)
 
 
@@ -61,13 +61,13 @@ STANDING = [(69.9, 0, 1), (70.0, 0, 0), (11.0, 1, 0)]
 
 
 @pytest.mark.parametrize(("now", "generation", "expected"), STANDING)
-def test_an_accusation_counts_for_a_while_and_one_generation(now: float, generation: int, expected: int) -> None:
-    """New weights are not accused of what the old ones were."""
+def test_an_accusation_expires_and_applies_to_one_generation(now: float, generation: int, expected: int) -> None:
+    """New weights are not blamed for the old ones."""
     assert expected == len(active_accusations([accusation(A)], generation, now))
 
 
 CONTRADICTIONS = [
-    # who reads well, since when, the weight that is left, who is doubted
+    # witness, time of its reads, remaining credibility, contradicted accusers
     (B, 11.0, 0.5, ("a",)),
     (B, 9.0, 1.0, ()),
     (A, 11.0, 1.0, ()),
@@ -77,23 +77,23 @@ CONTRADICTIONS = [
 
 
 @pytest.mark.parametrize(("witness", "since", "weight", "doubted"), CONTRADICTIONS)
-def test_a_reader_on_another_host_contradicts_by_reading_well(
+def test_a_reader_on_another_host_contradicts_an_accusation(
     witness: Witness, since: float, weight: float, doubted: tuple[str, ...]
 ) -> None:
-    """Only what it read after the accusation says something."""
+    """Only what it read after the accusation counts."""
     left, found = apply_contradiction([accusation(A)], witness, since)
     assert weight == left[0].credibility
     assert doubted == found
 
 
 def test_one_reader_contradicts_once() -> None:
-    """It reports about every second."""
+    """Its repeated reports do not count again."""
     once, _ = apply_contradiction([accusation(A)], B, 11.0)
     assert (once, ()) == apply_contradiction(once, B, 12.0)
 
 
-def test_a_second_reader_halves_the_weight_again() -> None:
-    """The accuser is counted as doubted once."""
+def test_a_second_reader_halves_the_credibility_again() -> None:
+    """The accuser is counted as contradicted once."""
     once, _ = apply_contradiction([accusation(A)], B, 11.0)
     twice, doubted = apply_contradiction(once, C, 12.0)
     assert 0.25 == twice[0].credibility
@@ -101,21 +101,21 @@ def test_a_second_reader_halves_the_weight_again() -> None:
 
 
 def test_a_fork_accuses_a_source_once() -> None:
-    """Its newest accusation stands."""
+    """Its newest accusation counts."""
     first, second = accusation(A), accusation(A, at=20.0)
     assert (second,) == with_accusation((first,), second)
 
 
-def test_only_so_many_accusations_are_kept() -> None:
-    """The newest ones."""
+def test_the_number_of_accusations_is_limited() -> None:
+    """The newest ones are kept."""
     known: tuple[Accusation, ...] = ()
     for number in range(MAX_KEPT + 1):
         known = with_accusation(known, accusation(A, fork_id=f"f{number}"))
     assert [f"f{number}" for number in range(1, MAX_KEPT + 1)] == [each.fork_id for each in known]
 
 
-def test_a_fork_that_accuses_more_sources_loses_weight_everywhere() -> None:
-    """The others' accusations stay as they are."""
+def test_accusing_more_sources_reduces_credibility_everywhere() -> None:
+    """The accusations of other forks do not change."""
     left = with_reduced_credibility([accusation(A), accusation(B)], "fork-a", 0.5)
     assert [0.5, 1.0] == [each.credibility for each in left]
 
@@ -124,6 +124,6 @@ def test_a_fork_that_accuses_more_sources_loses_weight_everywhere() -> None:
     ("client", "expected"),
     [("10.0.0.1", "10.0.0.1"), ("127.0.0.1", ""), ("::1", ""), ("fd00::1", "fd00::1"), (None, ""), ("x", "")],
 )
-def test_a_loopback_address_tells_no_callers_apart(client: str | None, expected: str) -> None:
+def test_a_loopback_address_does_not_distinguish_callers(client: str | None, expected: str) -> None:
     """Every process of the host has it."""
     assert expected == address_of(client)

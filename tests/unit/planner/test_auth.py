@@ -39,17 +39,17 @@ def tokens(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def auth(tokens: Path, time: FakeTime) -> Auth:
-    """Of that file, and of a token in the settings."""
-    return Auth(settings(token="all-1", tokens=tokens), time.clock.monotonic)
+    """Authentication with that file and a token from the settings."""
+    return Auth(settings(token="all-1", tokens_file=tokens), time.clock.monotonic)
 
 
 def settings(**options: str | Path) -> PlannerSettings:
-    """The planner's settings."""
+    """Return the planner's settings."""
     return PlannerSettings(**options)  # type: ignore[arg-type]  # pydantic makes secrets of strings
 
 
 def status(auth: Auth, method: str, path: str, authorization: bytes | None) -> int:
-    """What is answered; 200 stands for what is let in."""
+    """Return the status of the denial; 200 if the request is allowed."""
     problem = auth.check(method, path, authorization)
     return 200 if problem is None else problem.status
 
@@ -59,7 +59,7 @@ def _open(path: str) -> bool:
 
 
 def unlisted(app: FastAPI) -> list[str]:
-    """The routes that neither are open nor have a line in the table of roles; ANY: not of HTTP's methods."""
+    """Return the routes that are neither open nor listed with a role; ANY stands for non-HTTP routes."""
     return [
         f"{method} {route.path}"
         for route in iter_route_contexts(app.routes)
@@ -69,15 +69,15 @@ def unlisted(app: FastAPI) -> list[str]:
 
 
 def test_every_route_of_the_planner_has_its_role() -> None:
-    """Whoever adds a route says in `ROUTES` who may use it."""
+    """New routes must be added to `ROUTES`."""
     assert [] == unlisted(create_app(PlannerSettings()))
 
 
 def test_a_route_without_a_role_is_found() -> None:
-    """The check above would see one: its own, in a router, one more method of a known path, a websocket."""
+    """The check above detects a direct route, a router's route, a further method and a websocket."""
 
     def endpoint() -> None:
-        """Nothing."""
+        """Do nothing."""
 
     app, router = FastAPI(docs_url=None, redoc_url=None), APIRouter(prefix="/v1")
     app.add_api_route("/v1/secrets", endpoint, methods=["GET"])
@@ -87,14 +87,14 @@ def test_a_route_without_a_role_is_found() -> None:
     assert {"GET /v1/secrets", "DELETE /v1/models", "ANY /v1/forks"} == set(unlisted(app))
 
 
-def test_no_line_of_the_table_is_dead() -> None:
-    """Each is the first that fits its own path."""
+def test_every_entry_of_the_route_table_is_reachable() -> None:
+    """Each is the first match for its own path."""
     wrong = [(method, path) for method, path, role in ROUTES if role_needed(method, path) != role]
     assert [] == wrong
 
 
 RIGHTS = [
-    # request, then what a reader, an instance and an operator are answered
+    # request, then the status for a reader, an instance and an operator
     ("PUT", "/v1/instances/s", 403, 200, 200),
     ("DELETE", "/v1/instances/s", 403, 200, 200),
     ("GET", "/v1/instances/s/exit", 403, 200, 200),
@@ -130,24 +130,24 @@ RIGHTS = [
 
 
 @pytest.mark.parametrize(("method", "path", "reader", "instance", "operator"), RIGHTS)
-def test_a_role_may_what_it_is_for(
+def test_each_role_has_its_rights(
     auth: Auth, method: str, path: str, reader: int, instance: int, operator: int
 ) -> None:
-    """What nobody listed is the operator's."""
+    """Unlisted routes require an operator."""
     assert [reader, instance, operator] == [status(auth, method, path, TOKENS[role]) for role in ROLES]
 
 
-def test_a_refusal_names_the_role_that_is_needed(auth: Auth) -> None:
-    """Both roles, and no token."""
+def test_a_denial_names_the_required_role(auth: Auth) -> None:
+    """It names both roles, and no token."""
     problem = auth.check("PATCH", "/v1/models", TOKENS["instance"])
     assert problem is not None
-    assert (403, "forbidden", "this takes the role operator, and the token shown has the role instance") == (
+    assert (403, "forbidden", "this requires the role operator; the token has the role instance") == (
         problem.status, problem.slug, problem.detail,
     )  # fmt: skip
 
 
 DRAINS = [
-    # query, then what a reader, an instance and an operator are answered; the instance is not known
+    # query, then the status for a reader, an instance and an operator; the instance is unknown
     ("", 403, 404, 404),
     ("?force=false", 403, 404, 404),
     ("?force=true", 403, 403, 404),
@@ -157,11 +157,11 @@ DRAINS = [
 
 
 @pytest.mark.parametrize(("query", "reader", "instance", "operator"), DRAINS)
-def test_a_drain_by_force_takes_an_operator(
+def test_a_forced_drain_requires_an_operator(
     tokens: Path, query: str, reader: int, instance: int, operator: int
 ) -> None:
-    """A pod's preStop hook has an instance's token: it may drain, and not override what protects others."""
-    app = create_app(settings(tokens=tokens))
+    """A Pod's preStop hook has an instance's token: it may drain, but not override the protection of others."""
+    app = create_app(settings(tokens_file=tokens))
     web = httpx.Client(base_url="http://planner", transport=AppTransport(app))
     responses = [
         web.post(f"/v1/instances/s/drain{query}", headers={"Authorization": TOKENS[role].decode()}) for role in ROLES
@@ -169,8 +169,8 @@ def test_a_drain_by_force_takes_an_operator(
     assert [reader, instance, operator] == [each.status_code for each in responses]
 
 
-def test_without_any_token_a_drain_by_force_is_open() -> None:
-    """As everything else is; also where requests are counted."""
+def test_without_tokens_a_forced_drain_is_allowed() -> None:
+    """This also applies with a rate limit."""
     app = create_app(PlannerSettings(max_requests_per_s=100))
     web = httpx.Client(base_url="http://planner", transport=AppTransport(app))
     assert 404 == web.post("/v1/instances/s/drain?force=true").status_code
@@ -195,64 +195,64 @@ HEADERS = [
 
 
 @pytest.mark.parametrize(("header", "expected"), HEADERS)
-def test_only_a_known_bearer_token_opens(auth: Auth, header: bytes | None, expected: int) -> None:
-    """The scheme in any case, the token to the letter; 401 says how to do better."""
+def test_only_a_valid_bearer_token_is_accepted(auth: Auth, header: bytes | None, expected: int) -> None:
+    """The scheme is case-insensitive, the token is exact; 401 includes WWW-Authenticate."""
     problem = auth.check("GET", "/v1/models", header)
     assert (expected, {"WWW-Authenticate": "Bearer"} if expected == 401 else None) == (
         problem.status if problem else 200, problem.headers if problem else None,
     )  # fmt: skip
 
 
-def test_without_any_token_all_is_open() -> None:
-    """The default, for a planner on loopback."""
+def test_without_tokens_everything_is_open() -> None:
+    """This is the default, for a planner on loopback."""
     auth = Auth(PlannerSettings())
     assert (False, 200) == (auth.guarded, status(auth, "POST", "/v1/instances/s/drain", None))
 
 
-def test_the_token_of_the_settings_may_everything(tokens: Path) -> None:
-    """Even where the file names it with a smaller role."""
-    auth = Auth(settings(token="look-1", tokens=tokens))
+def test_the_token_from_the_settings_has_full_access(tokens: Path) -> None:
+    """This holds even if the file lists it with a lesser role."""
+    auth = Auth(settings(token="look-1", tokens_file=tokens))
     assert 200 == status(auth, "POST", "/v1/instances/s/drain", b"Bearer look-1")
 
 
 @pytest.mark.parametrize("token", ["", "two words", "schlüssel"])
-def test_a_token_that_no_header_can_carry_is_refused_at_start(token: str) -> None:
+def test_a_token_that_no_header_can_carry_is_rejected_at_startup(token: str) -> None:
     """It would lock everyone out."""
     with pytest.raises(SettingsError, match="RFORK_PLANNER_TOKEN"):
         Auth(settings(token=token))
 
 
 MALFORMED = [
-    (b"reader look-1\nadmin secret-2\n", ":2: not `ROLE TOKEN`"),
-    (b"secret-1 reader\n", ":1: not `ROLE TOKEN`"),
-    (b"\n\nsecret-1\n", ":3: not `ROLE TOKEN`"),
-    (b"reader secret-1 secret-2\n", ":1: not `ROLE TOKEN`"),
-    (b"reader # secret-1\n", ":1: not `ROLE TOKEN`"),
+    (b"reader look-1\nadmin secret-2\n", ":2: expected `ROLE TOKEN`"),
+    (b"secret-1 reader\n", ":1: expected `ROLE TOKEN`"),
+    (b"\n\nsecret-1\n", ":3: expected `ROLE TOKEN`"),
+    (b"reader secret-1 secret-2\n", ":1: expected `ROLE TOKEN`"),
+    (b"reader # secret-1\n", ":1: expected `ROLE TOKEN`"),
     ("reader sécret-1\n".encode(), ":1: the token has characters"),
-    (b"reader secret-1\noperator secret-1\n", ":2: the token stands in the file twice"),
-    (b"# nobody\n\n", ": no token in it"),
-    (b"", ": no token in it"),
-    (b"reader secret-\xff\n", ": it is not text in UTF-8"),
+    (b"reader secret-1\noperator secret-1\n", ":2: duplicate token"),
+    (b"# nobody\n\n", ": no tokens"),
+    (b"", ": no tokens"),
+    (b"reader secret-\xff\n", ": not UTF-8 text"),
     (None, ": No such file or directory"),
 ]
 
 
 @pytest.mark.parametrize(("content", "reason"), MALFORMED)
-def test_a_malformed_file_is_a_settings_error(tmp_path: Path, content: bytes | None, reason: str) -> None:
-    """It names the file and the line, and shows nothing that may be a token."""
+def test_a_malformed_tokens_file_is_a_settings_error(tmp_path: Path, content: bytes | None, reason: str) -> None:
+    """The error has file and line, and nothing that may be a token."""
     path = tmp_path / "tokens"
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(SettingsError) as error:
-        Auth(settings(tokens=path))
+        Auth(settings(tokens_file=path))
     message = f"{error.value} {error.value.hint}"
     assert (True, False) == (f"{path}{reason}" in message, "cret-" in message)
 
 
-def test_the_file_is_read_again_when_it_changes(auth: Auth, tokens: Path, time: FakeTime) -> None:
-    """A second later the new token works and the one taken out does not; until then nothing has changed."""
+def test_a_changed_tokens_file_is_reloaded(auth: Auth, tokens: Path, time: FakeTime) -> None:
+    """After a second the new token works and the removed one does not."""
     seen = []
-    tokens.write_text(f"{ROTATED}\n")  # longer: file systems may tell times in steps of some milliseconds
+    tokens.write_text(f"{ROTATED}\n")  # longer: file systems may store times in steps of milliseconds
     for seconds in (0.9, 0.2):
         time.now += seconds
         presented = (b"Bearer work-1", b"Bearer work-2", b"Bearer look-1")
@@ -260,8 +260,8 @@ def test_the_file_is_read_again_when_it_changes(auth: Auth, tokens: Path, time: 
     assert [[200, 401, 403], [401, 200, 403]] == seen
 
 
-def test_a_file_renamed_over_it_is_seen(auth: Auth, tokens: Path, time: FakeTime) -> None:
-    """As Kubernetes and careful people replace a file; same size, whatever its times."""
+def test_a_replaced_tokens_file_is_reloaded(auth: Auth, tokens: Path, time: FakeTime) -> None:
+    """Kubernetes replaces files by renaming; size and times may be equal."""
     before = tokens.stat()
     (tokens.parent / "next").write_text(ROTATED)
     (tokens.parent / "next").replace(tokens)
@@ -273,10 +273,10 @@ def test_a_file_renamed_over_it_is_seen(auth: Auth, tokens: Path, time: FakeTime
 
 
 @pytest.mark.parametrize("broken", [b"reader\n", b"", None])
-def test_a_file_that_breaks_leaves_the_last_good_tokens(
+def test_an_invalid_tokens_file_keeps_the_previous_tokens(
     auth: Auth, tokens: Path, time: FakeTime, caplog: pytest.LogCaptureFixture, broken: bytes | None
 ) -> None:
-    """One clear line, however often it is looked at; and once it is mended, it counts again."""
+    """The error is logged once; a repaired file is loaded."""
     if broken is None:
         tokens.unlink()
     else:

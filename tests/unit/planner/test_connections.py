@@ -1,4 +1,4 @@
-"""Bounds on the connections of a server."""
+"""Limits on the connections of a server."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ LIMITS = ConnectionLimits(connections=4, waiting=2)
 
 
 def waiting(key: int, since: float) -> ConnectionState:
-    """A connection whose request's head is awaited since then."""
+    """Return a connection that has waited for a request head since then."""
     return ConnectionState(key, busy=False, waits_since=since, active_at=since)
 
 
 def idle(key: int, since: float) -> ConnectionState:
-    """A connection whose last request was answered then."""
+    """Return a connection that has been idle since then."""
     return ConnectionState(key, busy=False, waits_since=None, active_at=since)
 
 
 def busy(key: int) -> ConnectionState:
-    """A connection with a request under way, for very long."""
+    """Return a connection with a long-running request."""
     return ConnectionState(key, busy=True, waits_since=None, active_at=0.0)
 
 
@@ -38,28 +38,28 @@ def busy(key: int) -> ConnectionState:
     [(256, 192, 96), (1024, 960, MAX_WAITING), (10, 16, 8), (-1, MAX_CONNECTIONS, MAX_WAITING)],
 )
 def test_limits_follow_the_descriptors(descriptors: int, connections: int, waiters: int) -> None:
-    """Some are left for files and for the store."""
+    """Some descriptors are reserved for files and for the store."""
     assert ConnectionLimits(connections, waiters) == ConnectionLimits.from_descriptor_limit(descriptors)
 
 
-def test_a_head_that_takes_too_long_ends_its_connection() -> None:
-    """One that is busy or idle may stay."""
+def test_a_slow_request_head_closes_its_connection() -> None:
+    """Busy and idle connections stay open."""
     seen = [waiting(1, NOW - HEAD_S), waiting(2, NOW - HEAD_S + 0.1), idle(3, 0.0), busy(4)]
     assert [1] == overdue(seen, NOW)
 
 
 SURPLUS: dict[str, tuple[list[ConnectionState], list[int]]] = {
-    "there is room": ([busy(1), idle(2, 1), waiting(3, 1)], []),
-    "too many wait": ([waiting(1, 2.0), waiting(2, 1.0)], [2]),
-    "too many in all: the oldest that waits": ([busy(1), busy(2), idle(3, 0.0), waiting(4, 9.0)], [4]),
-    "none waits: the oldest idle one": ([busy(1), busy(2), idle(3, 5.0), idle(4, 4.0)], [4]),
+    "below the limit": ([busy(1), idle(2, 1), waiting(3, 1)], []),
+    "too many waiting": ([waiting(1, 2.0), waiting(2, 1.0)], [2]),
+    "too many in total: oldest waiting first": ([busy(1), busy(2), idle(3, 0.0), waiting(4, 9.0)], [4]),
+    "none waiting: oldest idle first": ([busy(1), busy(2), idle(3, 5.0), idle(4, 4.0)], [4]),
     "all are busy": ([busy(1), busy(2), busy(3), busy(4)], []),
     "more than one": ([idle(1, 1), idle(2, 2), idle(3, 3), idle(4, 4), waiting(5, 5)], [5, 1]),
 }
 
 
 @pytest.mark.parametrize("case", SURPLUS)
-def test_who_makes_room_for_one_more(case: str) -> None:
-    """A connection without a request before one that was of use."""
+def test_connections_closed_to_accept_one_more(case: str) -> None:
+    """Waiting connections are closed before idle ones."""
     seen, expected = SURPLUS[case]
     assert expected == surplus(seen, LIMITS)

@@ -29,7 +29,7 @@ DONE = ForkResult(outcome="forked", seconds=1, bytes_read=1)
 
 
 def planned(name: str, *, at: float = 0.0, model: str = "m") -> ForkRecord:
-    """A fork that has just got a plan."""
+    """Return a fork that has just been planned."""
     return ForkRecord(
         fork_id=name, instance_id=f"i-{name}", model=model, rank=Rank(), chunk_count=1, image_bytes=1,
         requested_at=0.0, planned_at=at, seen_at=at,
@@ -37,22 +37,22 @@ def planned(name: str, *, at: float = 0.0, model: str = "m") -> ForkRecord:
 
 
 def progress(name: str, *, at: float = 1.0, reason: str = "") -> ForkRecord:
-    """A fork whose target has told something since it was planned."""
+    """Return a fork with progress since it was planned."""
     return replace(planned(name), seen_at=at, reason=reason)
 
 
 def ended(name: str) -> ForkRecord:
-    """A fork that is over."""
+    """Return a finished fork."""
     return replace(progress(name), finish=DONE)
 
 
 async def pending_events(subscription: Subscription, max_events: int = 100) -> list[tuple[str, str]]:
-    """What waits, as fork and kind."""
+    """Return the queued events as fork and type."""
     return [(change.fork.fork_id, change.event_type) for change in await subscription.next_events(max_events, SOON_S)]
 
 
 def subscribe_all(max_events: int = 100) -> Subscription:
-    """A subscription to all forks."""
+    """Return a subscription to all forks."""
     return Subscription(lambda fork: True, max_events)
 
 
@@ -60,7 +60,7 @@ MERGED: list[tuple[Sequence[ForkRecord], list[tuple[str, str]]]] = [
     ([planned("a")], [("a", "planned")]),
     ([planned("a"), planned("b"), progress("c")], [("a", "planned"), ("b", "planned"), ("c", "progress")]),
     ([progress("a"), progress("b"), progress("a", at=2.0)], [("a", "progress"), ("b", "progress")]),
-    # A plan and an end are news that later progress does not hide.
+    # Progress does not replace a planned or ended event.
     ([planned("a"), progress("a")], [("a", "planned")]),
     ([progress("a"), ended("a")], [("a", "ended")]),
     ([planned("a"), ended("a")], [("a", "ended")]),
@@ -70,18 +70,18 @@ MERGED: list[tuple[Sequence[ForkRecord], list[tuple[str, str]]]] = [
 
 
 @pytest.mark.parametrize(("records", "expected"), MERGED)
-async def test_a_fork_waits_once_with_its_latest_state(
+async def test_a_fork_is_queued_once_with_its_latest_state(
     records: Sequence[ForkRecord], expected: list[tuple[str, str]]
 ) -> None:
-    """In the order of what is told of each."""
+    """Events are ordered by fork."""
     subscription = subscribe_all()
     for record in records:
         subscription.put(record)
     assert expected == await pending_events(subscription)
 
 
-async def test_the_latest_state_is_what_is_told() -> None:
-    """Even where the kind is that of an earlier change."""
+async def test_an_event_has_the_latest_state() -> None:
+    """This holds even if its type is that of an earlier change."""
     subscription = subscribe_all()
     subscription.put(planned("a"))
     subscription.put(progress("a", reason="newer"))
@@ -89,8 +89,8 @@ async def test_the_latest_state_is_what_is_told() -> None:
     assert "newer" == change.event(now=3.0).fork.reason
 
 
-async def test_too_slow_a_reader_loses_the_oldest_progress_first() -> None:
-    """Plans and ends stay as long as there is progress to lose; the bound holds in any case."""
+async def test_a_slow_reader_loses_the_oldest_progress_first() -> None:
+    """Planned and ended events are dropped only if there is no progress; the queue stays bounded."""
     subscription = subscribe_all(max_events=3)
     for record in (planned("a"), progress("b"), progress("c"), ended("d")):
         subscription.put(record)
@@ -100,8 +100,8 @@ async def test_too_slow_a_reader_loses_the_oldest_progress_first() -> None:
     assert [("b", "planned"), ("c", "planned"), ("d", "planned")] == await pending_events(subscription)
 
 
-async def test_numbers_grow_and_show_what_was_lost() -> None:
-    """A gap is a change that was merged or dropped."""
+async def test_numbers_increase_and_show_gaps() -> None:
+    """A gap is an event that was merged or dropped."""
     subscription = subscribe_all(max_events=2)
     for name in "abc":
         subscription.put(progress(name))
@@ -109,8 +109,8 @@ async def test_numbers_grow_and_show_what_was_lost() -> None:
     assert [3, 4] == [change.number for change in await subscription.next_events(9, SOON_S)]
 
 
-async def test_changes_are_taken_a_few_at_a_time_and_waited_for() -> None:
-    """None within the time is an empty list; a change wakes who waits."""
+async def test_events_are_read_in_batches() -> None:
+    """A timeout returns an empty list; a change wakes a waiting reader."""
     subscription = subscribe_all()
     assert [] == await pending_events(subscription)
     for name in "abc":
@@ -122,8 +122,8 @@ async def test_changes_are_taken_a_few_at_a_time_and_waited_for() -> None:
     assert ["ended"] == [change.event_type for change in await waiting]
 
 
-async def test_closing_wakes_who_waits() -> None:
-    """With nothing, now and for ever."""
+async def test_closing_wakes_waiting_readers() -> None:
+    """They receive nothing, now and later."""
     subscription = subscribe_all()
     waiting = asyncio.create_task(subscription.next_events(9, 60.0))
     await asyncio.sleep(0)
@@ -132,9 +132,9 @@ async def test_closing_wakes_who_waits() -> None:
     assert ([], []) == (await waiting, await subscription.next_events(9, 60.0))
 
 
-async def test_a_subscription_begins_with_the_forks_under_way() -> None:
-    """Those that ended are over; then comes each change that fits the filter."""
-    state = PlannerState(keep_forks=10)
+async def test_a_subscription_starts_with_the_running_forks() -> None:
+    """Finished forks are omitted; then each matching change follows."""
+    state = PlannerState(max_finished_forks=10)
     state.apply(forks=[planned("a"), progress("b"), ended("c"), planned("d", model="other")])
     events = EventBus(state)
     of_all, of_model, of_fork = events.subscribe(), events.subscribe(model="m"), events.subscribe(fork_id="b")
@@ -146,9 +146,9 @@ async def test_a_subscription_begins_with_the_forks_under_way() -> None:
     ] == [await pending_events(each) for each in (of_all, of_model, of_fork)]
 
 
-def test_callers_have_a_limit() -> None:
-    """One more is refused (503) until one leaves; a planner that stops takes none."""
-    events = EventBus(PlannerState(keep_forks=1), max_subscribers=2)
+def test_the_number_of_subscribers_is_limited() -> None:
+    """One more is rejected (503) until one leaves; a planner that shuts down accepts none."""
+    events = EventBus(PlannerState(max_finished_forks=1), max_subscribers=2)
     first, second = events.subscribe(), events.subscribe()
     with pytest.raises(ProblemError) as many:
         events.subscribe()
@@ -163,9 +163,9 @@ def test_callers_have_a_limit() -> None:
     )  # fmt: skip
 
 
-def test_who_left_is_told_nothing() -> None:
-    """And with the last of them, the state tells nobody."""
-    state = PlannerState(keep_forks=1)
+def test_an_unsubscribed_reader_receives_nothing() -> None:
+    """After the last one, the bus unsubscribes from the state."""
+    state = PlannerState(max_finished_forks=1)
     events = EventBus(state)
     subscription = events.subscribe()
     events.unsubscribe(subscription)
@@ -178,11 +178,11 @@ def test_who_left_is_told_nothing() -> None:
 
 
 class EventStreamServer:
-    """A planner with the stream alone, called as a server calls it."""
+    """A planner with only the event stream, called like an ASGI server calls it."""
 
     def __init__(self, *, keep_alive_s: float = 60.0, max_subscribers: int = 1) -> None:
         clock = FakeTime(now=1.0).clock
-        store = MemoryStore(clock, keep_forks=9)
+        store = MemoryStore(clock, max_finished_forks=9)
         registry = Registry(PlannerSettings(), store, clock, Metrics())
         self.state = store.state
         self.events = EventBus(self.state, max_subscribers)
@@ -193,7 +193,7 @@ class EventStreamServer:
         self.disconnected = asyncio.Event()
 
     async def serve(self) -> None:
-        """Serve one reader; it leaves when `disconnected` is set."""
+        """Serve one reader, which disconnects when `disconnected` is set."""
         scope = {
             "type": "http", "method": "GET", "path": "/v1/events", "query_string": b"", "headers": [],
             "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -201,7 +201,7 @@ class EventStreamServer:
         await self.app(scope, self._receive, self.sent.put)
 
     async def body(self, pieces: int) -> list[str]:
-        """Parts of the body, as they come."""
+        """Return body parts as they arrive."""
         return [(await self.sent.get())["body"].decode() for _ in range(pieces)]
 
     async def _receive(self) -> Message:
@@ -209,8 +209,8 @@ class EventStreamServer:
         return {"type": "http.disconnect"}
 
 
-async def test_the_stream_has_the_form_of_server_sent_events() -> None:
-    """Head, time to come back, the forks under way, each change; a line break after each part."""
+async def test_the_stream_uses_the_server_sent_events_format() -> None:
+    """It has headers, retry time, running forks and changes, each part ending with a blank line."""
     planner = EventStreamServer()
     planner.state.apply(forks=[planned("a")])
     serving = asyncio.create_task(planner.serve())
@@ -232,8 +232,8 @@ async def test_the_stream_has_the_form_of_server_sent_events() -> None:
         )  # fmt: skip
 
 
-async def test_silence_is_kept_alive_with_comments() -> None:
-    """So that neither proxies nor readers take it for broken."""
+async def test_an_idle_stream_sends_comments() -> None:
+    """They keep proxies and readers from closing it."""
     planner = EventStreamServer(keep_alive_s=SOON_S)
     serving = asyncio.create_task(planner.serve())
     await planner.sent.get()
@@ -242,8 +242,8 @@ async def test_silence_is_kept_alive_with_comments() -> None:
     await serving
 
 
-async def test_a_planner_that_stops_ends_its_streams() -> None:
-    """The last part of the body says that it is whole."""
+async def test_a_planner_shutdown_ends_its_streams() -> None:
+    """The last part marks the body as complete."""
     planner = EventStreamServer()
     serving = asyncio.create_task(planner.serve())
     await planner.sent.get()
@@ -253,8 +253,8 @@ async def test_a_planner_that_stops_ends_its_streams() -> None:
     assert (b"", False) == ((last := await planner.sent.get())["body"], last["more_body"])
 
 
-async def test_a_reader_that_leaves_makes_place_for_another() -> None:
-    """Its stream ends at once, though nothing happens."""
+async def test_a_disconnected_reader_frees_its_slot() -> None:
+    """Its stream ends immediately, though no event occurs."""
     planner = EventStreamServer(max_subscribers=1)
     serving = asyncio.create_task(planner.serve())
     await planner.sent.get()
@@ -269,8 +269,8 @@ async def test_a_reader_that_leaves_makes_place_for_another() -> None:
     assert 200 == message["status"]
 
 
-def test_one_reader_too_many_is_told_to_come_later() -> None:
-    """A problem document with `Retry-After`."""
+def test_one_reader_too_many_is_asked_to_retry() -> None:
+    """The response is a problem with `Retry-After`."""
     planner = EventStreamServer(max_subscribers=0)
     response = httpx.Client(base_url="http://planner", transport=AppTransport(planner.app)).get("/v1/events")
     assert (503, "https://rfork.dev/problems/too-many-streams", "10") == (

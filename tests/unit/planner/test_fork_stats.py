@@ -1,4 +1,4 @@
-"""How long forks took, what they saved against storage, and what held them."""
+"""Durations of forks, time saved against storage, and rate limits of their sources."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ FORK: ForkRecord = fork("f", image_bytes=12)
 
 
 def finish(seconds: float, outcome: Outcome = "forked", /, **sources: int) -> ForkResult:
-    """One that read so many bytes from a peer, `s`, and from `storage`."""
+    """Return the result of a fork with these bytes from peer `s` and from `storage`."""
     names = {"storage": "checkpoint:file:///c"}
     bytes_by_source = {names.get(name, name): nbytes for name, nbytes in sources.items()}
     return ForkResult(outcome=outcome, seconds=seconds, bytes_read=12, sources=bytes_by_source)
 
 
 def stats_after(*finishes: ForkResult) -> tuple[float | None, float | None, float]:
-    """What is known of storage and of forks after these, and what these saved."""
+    """Return the statistics after these results, and the time saved."""
     stats = ForkDurationStats()
     for each in finishes:
         stats.record(FORK, each)
@@ -44,25 +44,25 @@ def stats_after(*finishes: ForkResult) -> tuple[float | None, float | None, floa
         ([finish(seconds, storage=12) for seconds in (1.0, 9.0, 2.0)], (2.0, None, 0.0)),
     ],
     ids=[
-        "nothing", "forked before any read storage", "saved", "slower", "both", "peers first",
-        "not the whole image", "the median",
+        "nothing", "forked before any storage read", "saved", "slower", "both", "peers first",
+        "incomplete image", "median",
     ],
 )  # fmt: skip
-def test_what_forks_from_one_another_save(
+def test_time_saved_by_forking_from_peers(
     finishes: list[ForkResult], expected: tuple[float | None, float | None, float]
 ) -> None:
-    """Against the median of those that read storage, as it was known when each ended."""
+    """It is relative to the median of storage reads known when each fork ended."""
     assert expected == stats_after(*finishes)
 
 
-def test_only_the_last_forks_count() -> None:
-    """The fleet, or its storage, may be another by now."""
+def test_only_recent_forks_count() -> None:
+    """The fleet or its storage may have changed since."""
     slow, quick = [finish(9.0, storage=12)] * RECENT, [finish(1.0, storage=12)] * RECENT
     assert (1.0, None, 0.0) == stats_after(*slow, *quick)
 
 
-def test_an_image_without_a_size_tells_nothing() -> None:
-    """Clients of other protocols do not say how large theirs is."""
+def test_an_image_of_unknown_size_is_not_counted() -> None:
+    """Clients of other protocols do not report its size."""
     stats = ForkDurationStats()
     stats.record(replace(FORK, image_bytes=0), finish(1.0, s=12))
     assert stats.fork_s is None
@@ -73,13 +73,13 @@ def test_an_image_without_a_size_tells_nothing() -> None:
     [({}, "nothing"), ({"s": 0}, "nothing"), ({"s": 1}, "peers"), ({"storage": 1}, "storage"),
      ({"s": 1, "storage": 1}, "both")],
 )  # fmt: skip
-def test_where_it_came_from(sources: dict[str, int], expected: str) -> None:
-    """A source that gave nothing does not count."""
+def test_origin_of_a_fork(sources: dict[str, int], expected: str) -> None:
+    """A source that sent nothing does not count."""
     assert expected == origin_of(finish(1.0, "forked", **sources))
 
 
-def test_what_sources_held_a_fork_to() -> None:
-    """As they say now; of one that is gone, as it said before; of one without a limit, nothing."""
+def test_rate_limits_of_a_forks_sources() -> None:
+    """They come from the latest reports, or from the fork's record for removed sources."""
     known = {"s": instance("s", egress_rate=7), "free": instance("free")}
     reads = tuple(RouteRecord(name, ((0, 1),), ("http",), 0) for name in ("s", "free", "gone", "stranger"))
     before = {"s": 5, "free": 5, "gone": 3, "left": 1}

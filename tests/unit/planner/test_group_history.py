@@ -1,4 +1,4 @@
-"""What forks told outlives the instances of their group, for a while and in every store alike."""
+"""Statistics of forks outlive the instances of their group, in every store."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
-from planner.dry_run import build_scenario, take_group_snapshot
+from planner.dry_run import build_scenario, snapshot_group
 from planner.group_history import MAX_RETAINED, GroupHistory, GroupHistoryCache
 from planner.state import PlannerState
 from planner.store.base import PlannerStore, StoreChange
@@ -23,13 +23,13 @@ CHECKPOINT = "checkpoint:file:///c"
 
 
 def ended(name: str, seconds: float, source: str) -> ForkRecord:
-    """A fork of the group that read its whole image there."""
+    """Return a finished fork of the group that read its complete image there."""
     finish = ForkResult(outcome="forked", seconds=seconds, bytes_read=SIZE, sources={source: SIZE})
     return fork(name, image_bytes=SIZE, finish=finish)
 
 
 def summary(history: GroupHistory) -> tuple[float | None, float | None, float, int, int]:
-    """All that is known of a group's forks."""
+    """Return all statistics of a group."""
     durations = history.durations
     return (
         durations.storage_s,
@@ -47,21 +47,21 @@ LIFECYCLE = [
     StoreChange(forks=(ended("b", 2.0, "s"),)),
     StoreChange(removed=("s", "of-a", "of-b")),
 ]
-"""One reads storage, one reads a seed, and then all are removed."""
+"""One fork reads storage, one reads a seed, and then all instances are removed."""
 KNOWN = (9.0, 2.0, 7.0, SIZE, SIZE)
 
 
 async def live_in_memory() -> PlannerState:
-    """The state of a planner that runs alone."""
-    store: PlannerStore = MemoryStore(FakeTime().clock, keep_forks=10)
+    """Return the state of a single planner."""
+    store: PlannerStore = MemoryStore(FakeTime().clock, max_finished_forks=10)
     for change in LIFECYCLE:
         await store.commit(change)
     return store.state
 
 
 def live_in_a_replica() -> PlannerState:
-    """The state of a replica that saw the same changes come by way of the store."""
-    replica = Replica(FakeTime().clock, keep_forks=10, max_staleness_s=10)
+    """Return the state of a replica that received the same changes through the store."""
+    replica = Replica(FakeTime().clock, max_finished_forks=10, max_staleness_s=10)
     replica.fill(contents())
     for number, change in enumerate(LIFECYCLE, start=1):
         known = {each.fork_id: each for each in replica.state.forks()}
@@ -70,21 +70,21 @@ def live_in_a_replica() -> PlannerState:
 
 
 def load_in_a_replica() -> PlannerState:
-    """The state of a replica that starts when all is over."""
-    replica = Replica(FakeTime().clock, keep_forks=10, max_staleness_s=10)
+    """Return the state of a replica that starts afterwards."""
+    replica = Replica(FakeTime().clock, max_finished_forks=10, max_staleness_s=10)
     replica.fill(contents(ended("a", 9.0, CHECKPOINT), ended("b", 2.0, "s")))
     return replica.state
 
 
 def contents(*forks: ForkRecord) -> StoreSnapshot:
-    """A store without instances, in which these forks ended."""
+    """Return a store without instances in which these forks finished."""
     names = tuple(each.fork_id for each in forks)
     return StoreSnapshot("e", 0, 0.0, {}, dict(zip(names, forks, strict=True)), {}, 0, names)
 
 
 @pytest.mark.parametrize("store_type", ["memory", "followed", "loaded"])
-async def test_a_model_that_comes_back_finds_what_was_known_of_it(store_type: str) -> None:
-    """With no instance, and with a new one, whichever store it is and whenever the replica began."""
+async def test_a_model_scaled_back_up_keeps_its_statistics(store_type: str) -> None:
+    """This holds without and with a new instance, in every store, and for late replicas."""
     made = await live_in_memory() if store_type == "memory" else None
     state = made or (live_in_a_replica() if store_type == "followed" else load_in_a_replica())
     after_removal = (
@@ -99,8 +99,8 @@ async def test_a_model_that_comes_back_finds_what_was_known_of_it(store_type: st
 
 
 def test_a_fork_that_outlives_its_group_is_counted_once() -> None:
-    """It was given up with its instance, and said later how it ended."""
-    state = PlannerState(keep_forks=10)
+    """It was abandoned with its instance, and reported its result later."""
+    state = PlannerState(max_finished_forks=10)
     state.apply([instance("of-a")], [fork("a", image_bytes=SIZE)])
     finish = ForkResult(outcome="interrupted", seconds=1, bytes_read=0)
     state.apply(forks=[fork("a", image_bytes=SIZE, finish=finish, abandoned=True)], removed=["of-a"])
@@ -112,15 +112,15 @@ def test_a_fork_that_outlives_its_group_is_counted_once() -> None:
     )  # fmt: skip
 
 
-def test_clearing_forgets_the_past() -> None:
-    """The store is loaded anew, and tells it again."""
+def test_clearing_removes_histories() -> None:
+    """A reload restores them from the store."""
     state = load_in_a_replica()
     state.clear()
     assert [] == state.histories()
 
 
 def histories(count: int) -> Iterator[tuple[str, GroupHistory]]:
-    """Of models that each forked once."""
+    """Return the histories of models that each forked once."""
     for number in range(count):
         history = GroupHistory()
         history.record(*_ending(ended("a", 1.0, "s")))
@@ -133,12 +133,12 @@ def _ending(record: ForkRecord) -> tuple[ForkRecord, ForkResult]:
 
 
 def remembered_models(groups: GroupHistoryCache, models: Iterable[str]) -> list[str]:
-    """Those of the models of which something is known."""
+    """Return the models with a kept history."""
     return [model for model in models if not groups.of(GROUP._replace(model=model)).is_empty]
 
 
-def test_the_past_of_the_last_groups_is_kept() -> None:
-    """Of more than `MOST_GONE` the one goes that has been gone for longest."""
+def test_the_most_recent_histories_are_kept() -> None:
+    """Beyond `MAX_RETAINED`, the one unused for longest is dropped."""
     groups, models = GroupHistoryCache(), list(histories(MAX_RETAINED + 1))
     for model, history in models[:-1]:
         groups.keep(GROUP._replace(model=model), history)
@@ -148,8 +148,8 @@ def test_the_past_of_the_last_groups_is_kept() -> None:
     assert [name for name in names if name != "model-1"] == remembered_models(groups, names)
 
 
-def test_groups_without_a_fork_push_out_no_others() -> None:
-    """There is nothing to keep of them."""
+def test_groups_without_forks_are_not_kept() -> None:
+    """They push out no other history."""
     groups, (model, history) = GroupHistoryCache(), next(histories(1))
     groups.keep(GROUP._replace(model=model), history)
     for number in range(MAX_RETAINED):
@@ -157,8 +157,8 @@ def test_groups_without_a_fork_push_out_no_others() -> None:
     assert (["model-0"], 1) == (remembered_models(groups, [model]), len(groups.all()))
 
 
-def test_savings_are_not_known_before_both_kinds_of_forks_are() -> None:
-    """Nor after one alone."""
+def test_savings_need_both_durations() -> None:
+    """They are unknown with only one type of fork."""
     history = GroupHistory()
     history.record(*_ending(ended("a", 9.0, CHECKPOINT)))
     before = history.seconds_saved
@@ -166,18 +166,18 @@ def test_savings_are_not_known_before_both_kinds_of_forks_are() -> None:
     assert (None, -1.0) == (before, history.seconds_saved)
 
 
-async def test_after_a_scale_to_nothing_plans_and_metrics_go_on() -> None:
+async def test_after_a_scale_to_zero_previews_and_metrics_use_the_history() -> None:
     """A preview knows the speed of storage, and the next fork's saving is counted."""
     registry = make_registry(FakeTime())
     await registry.store.commit(StoreChange(instances=(instance("s"),), forks=(fork("a", image_bytes=SIZE),)))
     await registry.store.commit(StoreChange(forks=(ended("a", 4.0, CHECKPOINT),), removed=("s",)))
     await registry.report(seed_report("new"))
     (group,) = registry.state.groups()
-    group_snapshot = take_group_snapshot(registry.state, group, PreviewRequest(model="m"), registry.now())
+    snapshot = snapshot_group(registry.state, group, PreviewRequest(model="m"), registry.now())
     await registry.request_plan(fork_request("b"))
     finish = ForkResult(outcome="forked", seconds=1, bytes_read=SIZE, sources={"new": SIZE})
     await registry.finish("fork-b", finish)
     text = registry._metrics.exposition((), ()).decode()
     assert (SIZE / 4, True) == (
-        build_scenario(group_snapshot).storage_rate if group_snapshot else None, "rfork_planner_saved_seconds_total 3.0" in text,
+        build_scenario(snapshot).storage_rate if snapshot else None, "rfork_planner_saved_seconds_total 3.0" in text,
     )  # fmt: skip

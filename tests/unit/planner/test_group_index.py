@@ -33,7 +33,7 @@ LOCAL = ("shared_memory", "http")
 
 
 def record(target: str, reads: dict[str, tuple[Range, ...]], **changes: object) -> ForkRecord:
-    """The running fork of a target; reads from itself are reads from its checkpoint."""
+    """Return the running fork of a target; reads from itself are reads from its checkpoint."""
     peers = tuple(RouteRecord(name, chunks, ("http",), 0) for name, chunks in reads.items() if name != target)
     own = tuple(StorageAssignment(kind="checkpoint", chunks=chunks) for name, chunks in reads.items() if name == target)
     fork = ForkRecord(
@@ -44,7 +44,7 @@ def record(target: str, reads: dict[str, tuple[Range, ...]], **changes: object) 
 
 
 def build_index(*sources: Source, forks: Sequence[ForkRecord] = (), missing: Sequence[str] = ()) -> GroupIndex:
-    """The index of these members, built in one go."""
+    """Return an index of these members, built from scratch."""
     made = GroupIndex(GroupKey("m", VERSION, "r"))
     for source in sources:
         made.put(source, missing=source.instance_id in missing)
@@ -54,7 +54,7 @@ def build_index(*sources: Source, forks: Sequence[ForkRecord] = (), missing: Seq
 
 
 class GroupSimulation:
-    """A fleet that lives: what was told of it, and the index that was told so."""
+    """A changing fleet, with the index that is updated incrementally."""
 
     def __init__(self, rng: SeededRandom, seeds: int) -> None:
         self.rng = rng
@@ -73,13 +73,13 @@ class GroupSimulation:
             )
 
     def step(self) -> None:
-        """Something happens."""
+        """Run one random event."""
         steps = [self.arrive, self.arrive, self.progress, self.progress, self.progress, self.die, self.drain,
                  self.vanish, self.replan]  # fmt: skip
         self.rng.choice(steps)()
 
     def arrive(self) -> None:
-        """Some come together."""
+        """Let some targets arrive together."""
         arrivals: list[ForkDemand] = []
         for _ in range(self.rng.randrange(1, 8)):
             name = f"t{len(self.sources) + len(arrivals):03}-{self.rng.randrange(1000)}"
@@ -91,10 +91,10 @@ class GroupSimulation:
         self.plan(arrivals)
 
     def progress(self) -> None:
-        """All that can read get some of what their sources hold; who has everything serves."""
+        """Let all readers receive chunks of their sources; complete targets start serving."""
         for name, fork in list(self.forks.items()):
             if name in self.missing:
-                continue  # it is gone indeed
+                continue  # it is really removed
             target = self.sources[name]
             got = list(target.verified)
             for share in self.index.shares[name]:
@@ -117,7 +117,7 @@ class GroupSimulation:
             self._put(target)
 
     def die(self) -> None:
-        """Somebody is forgotten, with its fork; its readers ask again."""
+        """Remove an instance with its fork; its readers replan."""
         if not self.sources:
             return
         name = self.rng.choice(sorted(self.sources))
@@ -129,7 +129,7 @@ class GroupSimulation:
         self._orphans(name)
 
     def vanish(self) -> None:
-        """A reader finds a relay gone before the planner has forgotten it."""
+        """Let a reader report a relay as missing before the planner has forgotten it."""
         if self.forks:
             name = self.rng.choice(sorted(self.forks))
             self.missing.add(name)
@@ -137,23 +137,23 @@ class GroupSimulation:
             self._orphans(name)
 
     def drain(self) -> None:
-        """Somebody that serves takes no new readers."""
+        """Drain a serving instance."""
         if serving := sorted(name for name, source in self.sources.items() if source.complete):
             self._put(replace(self.sources[self.rng.choice(serving)], state="draining"))
 
     def replan(self) -> None:
-        """A fork asks for a better plan."""
+        """Let a fork replan."""
         if self.forks:
             name = self.rng.choice(sorted(self.forks))
             self.plan([demand(self.sources[name], *self.index.shares[name])])
 
     def plan(self, demands: list[ForkDemand]) -> None:
-        """Plan from the shortlist, see that it does as well as a small group, and follow the plan."""
+        """Plan from the candidates, compare with a plan over all members, and apply the plan."""
         view = self.index.view(demands)
         full_view = replace(view, candidates=None, holders=None)
         decisions, full = plan(view, demands, NOW), plan(full_view, demands, NOW)
         assert [] == violations(full_view, demands, decisions, NOW)
-        # Who was found gone is known to the index alone: from then on it may well choose otherwise.
+        # Only the index knows which instances are missing, so decisions may differ from then on.
         if len(self.sources) <= MAX_ANYWHERE and not self.missing:
             assert {fork_id: covered(each) for fork_id, each in full.items()} == {
                 fork_id: covered(each) for fork_id, each in decisions.items()
@@ -186,7 +186,7 @@ class GroupSimulation:
 
 
 def find_cycles(group: GroupView) -> list[tuple[str, int]]:
-    """Targets and chunks that lead back to themselves."""
+    """Return targets and chunks that form a cycle."""
     found: list[tuple[str, int]] = []
     for chunk in range(CHUNKS):
         parent = {
@@ -206,8 +206,8 @@ def find_cycles(group: GroupView) -> list[tuple[str, int]]:
 
 @given(st.integers(0, 2**32).map(SeededRandom), st.integers(0, 3), st.integers(1, 40))
 @settings(max_examples=60, deadline=None)
-def test_a_fleet_that_plans_alone_built(rng: SeededRandom, seeds: int, steps: int) -> None:
-    """Whatever happens, in any order: no circles, nobody over capacity, and the index is as if made anew."""
+def test_random_fleets_have_no_cycles_and_a_consistent_index(rng: SeededRandom, seeds: int, steps: int) -> None:
+    """After random events there are no cycles and no overload, and the index equals one built from scratch."""
     simulation = GroupSimulation(rng, seeds)
     for _ in range(steps):
         simulation.step()
@@ -231,14 +231,14 @@ def test_a_fleet_that_plans_alone_built(rng: SeededRandom, seeds: int, steps: in
         ]
 
 
-def test_an_empty_group_shows_nobody() -> None:
-    """No candidates, no holders."""
+def test_an_empty_group_has_no_candidates() -> None:
+    """It has no holders either."""
     view = GroupIndex(GroupKey("m", VERSION, "r")).view([demand(loading("t"))])
     assert ((), {}, {}) == (view.candidates, view.holders, view.other_layouts)
 
 
-def test_the_shortlist_stays_short() -> None:
-    """Of two thousand seeds a plan looks at a few, and one of them is on the target's host."""
+def test_the_candidates_are_few() -> None:
+    """Of two thousand seeds a plan considers a few, including one on the target's host."""
     members = [seed(f"s{index:04}", location=HostLocation(f"h{index}", f"r{index % 40}", "z")) for index in range(2000)]
     view = build_index(*members).view([demand(loading("t", location=HostLocation("h1234", "r34", "z")))])
     assert view.candidates is not None
@@ -246,16 +246,16 @@ def test_the_shortlist_stays_short() -> None:
     assert "s1234" in view.candidates
 
 
-def test_one_may_stand_for_many_that_come_with_it() -> None:
-    """As many are looked at as for all of them, and the same ones, where nobody is on their hosts."""
+def test_one_demand_represents_similar_ones() -> None:
+    """The candidates are the same as for all of them, if their hosts have no members."""
     members = [seed(f"s{index:04}", location=HostLocation(f"h{index}", f"r{index % 40}", "z")) for index in range(300)]
     coming = [demand(loading(f"t{index}", location=HostLocation(f"new-{index}", "r3", "z"))) for index in range(100)]
     index = build_index(*members)
     assert index.view(coming).candidates == index.view(coming[:1], together=len(coming)).candidates
 
 
-def test_who_cannot_be_read_from_does_not_hide_who_can() -> None:
-    """A thousand that drain, are full or wait for nobody, and one seed with a free slot."""
+def test_unusable_members_do_not_hide_usable_ones() -> None:
+    """A seed with a free slot is found among a thousand draining, full or unfed members."""
     members = [seed(f"a{index:04}", state="draining") for index in range(500)]
     members += [seed(f"b{index:04}", max_readers=0) for index in range(500)]
     members += [loading(f"c{index:04}") for index in range(500)]
@@ -264,15 +264,15 @@ def test_who_cannot_be_read_from_does_not_hide_who_can() -> None:
     assert [ChunkShare("z", ALL)] == list(decision.shares)
 
 
-def test_one_of_another_layout_is_shown_to_compare_with() -> None:
-    """With how many there are."""
+def test_one_member_of_another_layout_is_a_candidate() -> None:
+    """The number of members with that layout is included."""
     members = [loading(f"a{index}", layout_id=OTHER_LAYOUT) for index in range(3)]
     members.append(seed("z", layout_id=OTHER_LAYOUT))
     view = build_index(*members).view([demand(loading("t"))])
     assert (("z",), {OTHER_LAYOUT: 4}) == (view.candidates, view.other_layouts)
 
 
-def test_readers_that_nobody_planned_take_slots_until_they_are_gone() -> None:
+def test_unplanned_readers_occupy_slots_until_they_leave() -> None:
     """A seed's report names them; the next one does not."""
     index = GroupIndex(GroupKey("m", VERSION, "r"))
     index.put(seed("s"), unplanned_readers=("x", "y"))
@@ -281,8 +281,8 @@ def test_readers_that_nobody_planned_take_slots_until_they_are_gone() -> None:
     assert ({"x", "y"}, {"y"}) == (before, set(index.readers["s"]))
 
 
-def test_a_stranger_that_asks_is_a_reader_like_others() -> None:
-    """Even where it reads half from there, as strangers are taken to."""
+def test_an_unplanned_reader_that_gets_a_plan_is_counted_normally() -> None:
+    """This holds even if it reads exactly the assumed share."""
     index = GroupIndex(GroupKey("m", VERSION, "r"))
     index.put(seed("s"), unplanned_readers=("fork-t",))
     index.put(loading("t"))
@@ -291,16 +291,16 @@ def test_a_stranger_that_asks_is_a_reader_like_others() -> None:
     assert {"fork-t": 0.5} == index.readers["s"]
 
 
-def test_a_source_that_was_silent_comes_back_to_its_readers() -> None:
-    """Their slots are still taken."""
+def test_a_returning_source_keeps_its_readers() -> None:
+    """Their slots are still occupied."""
     index = build_index(seed("s"), loading("t"), forks=[record("t", {"s": ALL})])
     index.remove("s")
     index.put(seed("s"))
     assert {"fork-t": 1.0} == index.readers["s"]
 
 
-def test_what_forks_read_is_counted_when_they_end() -> None:
-    """From storage, and from one another."""
+def test_bytes_are_counted_when_forks_end() -> None:
+    """Storage and peers are counted separately."""
     index = build_index(seed("s"), loading("t"), forks=[record("t", {"s": ALL})])
     finish = ForkResult(outcome="forked", seconds=1, bytes_read=9, sources={"s": 5, "checkpoint:file:///c": 4})
     index.end_fork(record("t", {}, finish=finish))
@@ -308,8 +308,8 @@ def test_what_forks_read_is_counted_when_they_end() -> None:
     assert (4, 5, {}) == (index.history.storage_bytes, index.history.forked_bytes, index.readers["s"])
 
 
-def test_a_group_is_orphaned_once_its_last_seed_is_gone() -> None:
-    """Not before it had one, and not while another is left."""
+def test_a_group_is_orphaned_without_its_last_seed() -> None:
+    """It is not before its first seed, nor while it has another."""
     index, orphaned = build_index(loading("t")), list[bool]()
     for change in (
         lambda: None,
@@ -324,8 +324,8 @@ def test_a_group_is_orphaned_once_its_last_seed_is_gone() -> None:
     assert [False, False, False, False, True, False] == orphaned
 
 
-def test_a_group_that_drains_as_a_whole_is_not_orphaned() -> None:
-    """So ends the version before, in a rollout of another one."""
+def test_a_draining_group_is_not_orphaned() -> None:
+    """This is how the old version ends in a rollout."""
     index = build_index(seed("s"), seed("u"))
     index.put(seed("s", state="draining"))
     index.put(seed("u", state="draining"))
@@ -334,8 +334,8 @@ def test_a_group_that_drains_as_a_whole_is_not_orphaned() -> None:
     assert index.orphaned
 
 
-def test_a_loader_that_made_no_seed_is_remembered_until_a_seed_comes() -> None:
-    """Its fork ended as a fallback: the group's loaders are run by each for itself."""
+def test_a_loader_without_a_seed_is_remembered_until_a_seed_exists() -> None:
+    """Its fork ended as a fallback: further targets call their own loaders."""
     finish = ForkResult(outcome="fallback", seconds=1, bytes_read=0)
     reads = (StorageAssignment(kind="loader", chunks=ALL),)
     index = build_index(loading("t"), forks=[record("t", {}, storage=reads)])
@@ -345,8 +345,8 @@ def test_a_loader_that_made_no_seed_is_remembered_until_a_seed_comes() -> None:
     assert (True, False) == (before, index.loader_only)
 
 
-def test_readers_within_a_host_are_told_from_others() -> None:
-    """By the transport that their plan tries first; one that leaves is neither."""
+def test_same_host_readers_are_tracked() -> None:
+    """They are identified by the first transport of their plan, until they leave."""
     reads = {name: RouteRecord("s", ALL, transports, 0) for name, transports in (("t", LOCAL), ("u", ("http",)))}
     index = build_index(
         seed("s", transports=LOCAL),
@@ -362,8 +362,8 @@ def test_readers_within_a_host_are_told_from_others() -> None:
     )
 
 
-def test_a_source_for_its_own_host_alone_hides_no_other() -> None:
-    """Of more instances than a plan looks at, the one that can be read from is found."""
+def test_a_same_host_only_source_does_not_hide_others() -> None:
+    """Among more instances than a plan considers, the usable one is found."""
     bound = [seed(f"a{number:02}", transports=("shared_memory",)) for number in range(3 * MAX_ANYWHERE)]
     index, fork_demand = (
         build_index(*bound, seed("z", transports=LOCAL)),

@@ -18,7 +18,7 @@ ALL_CHUNKS = ((0, 12),)
 def exported_samples(
     metrics: Metrics, instances: tuple[InstanceRecord, ...] = (), live: tuple[ForkRecord, ...] = ()
 ) -> Mapping[str, float]:
-    """Each sample by its name and labels, as Prometheus reads them."""
+    """Return each sample by name and labels, parsed by the Prometheus client."""
     text = metrics.exposition(instances, live).decode()
     return {
         sample.name + "".join(f" {name}={value}" for name, value in sorted(sample.labels.items())): sample.value
@@ -28,17 +28,17 @@ def exported_samples(
 
 
 def nonzero_with_prefix(samples: Mapping[str, float], prefix: str) -> dict[str, float]:
-    """The samples above 0 whose names begin so, without that beginning."""
+    """Return the samples above 0 with this prefix, without it."""
     return {name.removeprefix(prefix): value for name, value in samples.items() if name.startswith(prefix) and value}
 
 
 def instance(state: InstanceState, *, drained: bool = False) -> InstanceRecord:
-    """One that reported this state."""
+    """Return an instance that reported this state."""
     return InstanceRecord(seed_report("i", state=state), seen_at=0.0, ttl_s=20.0, drained=drained)
 
 
 def fork(*reads: str, storage: tuple[StorageAssignment, ...] = ()) -> ForkRecord:
-    """A fork under way that reads from these."""
+    """Return a running fork that reads from this storage."""
     return ForkRecord(
         fork_id="f", instance_id="t", model="m", rank=Rank(), chunk_count=12, image_bytes=12,
         requested_at=0.0, planned_at=0.0, seen_at=0.0, storage=storage,
@@ -47,12 +47,12 @@ def fork(*reads: str, storage: tuple[StorageAssignment, ...] = ()) -> ForkRecord
 
 
 def finish(outcome: str = "forked", **changes: object) -> ForkResult:
-    """How a fork ended."""
+    """Return a fork result."""
     return ForkResult.model_validate({"outcome": outcome, "seconds": 1, "bytes_read": 1} | changes)
 
 
 def test_instances_are_counted_by_state() -> None:
-    """One that was drained through the planner counts as draining, whatever it reports."""
+    """A drained instance counts as draining, whatever it reports."""
     instances = (
         instance("serving"),
         instance("serving"),
@@ -64,8 +64,8 @@ def test_instances_are_counted_by_state() -> None:
     )
 
 
-def test_live_forks_are_counted_by_what_they_do() -> None:
-    """Those that wait for a plan, those that run, their leases, and who is elected to read storage."""
+def test_live_forks_are_counted_by_state() -> None:
+    """Planning and running forks, leases, and elected storage readers are counted."""
     snapshot = StorageAssignment(kind="snapshot", uri="file:///s", chunks=((0, 6),))
     rest = StorageAssignment(kind="snapshot", uri="file:///s", chunks=((8, 9),))
     loader = StorageAssignment(kind="loader", chunks=ALL_CHUNKS)
@@ -78,8 +78,8 @@ def test_live_forks_are_counted_by_what_they_do() -> None:
     )
 
 
-def test_gauges_fall_again() -> None:
-    """What is gone at the next look is 0, not what it was."""
+def test_gauges_decrease() -> None:
+    """Removed items count as 0 at the next scrape."""
     metrics = Metrics()
     loader = StorageAssignment(kind="loader", chunks=ALL_CHUNKS)
     exported_samples(metrics, (instance("serving"),), (fork("a", storage=(loader,)),))
@@ -88,8 +88,8 @@ def test_gauges_fall_again() -> None:
     assert [{}, {}, {}, {}] == [nonzero_with_prefix(samples, f"rfork_planner_{name}") for name in names]
 
 
-def test_storage_egress_is_told_from_what_was_forked() -> None:
-    """Verified bytes by the kind of their source; every instance is a peer."""
+def test_bytes_are_counted_by_source_type() -> None:
+    """Every instance is a peer."""
     metrics = Metrics()
     metrics.ended(finish(sources={"seed-1": 5, "seed-2": 7, "snapshot:s3://b/m": 3, "loader:": 2}))
     metrics.ended(finish(sources={"checkpoint:file:///m": 11}))
@@ -98,8 +98,8 @@ def test_storage_egress_is_told_from_what_was_forked() -> None:
     )
 
 
-def test_the_first_of_a_version_is_a_fallback_for_a_reason_of_its_own() -> None:
-    """Each rollout to new weights has one, of which no alert is raised."""
+def test_the_first_of_a_version_has_its_own_fallback_reason() -> None:
+    """Each rollout has one, which raises no alert."""
     metrics = Metrics()
     reason = "NoSource: first of version v2 of model m; 4 instances serve v1"
     metrics.ended(finish("fallback", fallback="loader", reasons=(reason,)))
@@ -107,8 +107,8 @@ def test_the_first_of_a_version_is_a_fallback_for_a_reason_of_its_own() -> None:
     assert {"fallback=loader reason=FirstOfVersion": 1.0} == found
 
 
-def test_outcomes_fallbacks_and_efficiency_of_ended_forks() -> None:
-    """A fallback is told with the last error before it; only forks that say it count for efficiency."""
+def test_outcomes_fallbacks_and_efficiency_are_counted() -> None:
+    """A fallback has the last error as its reason; only forks that report efficiency are observed."""
     metrics = Metrics()
     metrics.ended(finish(efficiency=0.92))
     metrics.ended(finish("interrupted"))
@@ -127,8 +127,8 @@ def test_outcomes_fallbacks_and_efficiency_of_ended_forks() -> None:
     )
 
 
-def test_the_first_of_a_version_is_a_fallback_of_its_own_kind() -> None:
-    """Alerts leave it out: a rollout of new weights begins with it."""
+def test_the_first_of_a_version_is_distinguished_from_other_fallbacks() -> None:
+    """Alerts exclude it, because a rollout starts with it."""
     metrics = Metrics()
     first = "NoSource: first of version v2 of model m; 4 instances serve v1"
     several = "NoSource: 2 versions of m are served (v1, v2) and this target states none: set RFORK_VERSION"
@@ -141,8 +141,8 @@ def test_the_first_of_a_version_is_a_fallback_of_its_own_kind() -> None:
     assert expected == nonzero_with_prefix(exported_samples(metrics), "rfork_planner_fallbacks_total ")
 
 
-def test_the_time_that_forks_took() -> None:
-    """By outcome and origin, and by phase; a phase that nobody knows is `other`."""
+def test_fork_durations_are_observed() -> None:
+    """They are labelled by outcome and origin, and by phase; unknown phases are `other`."""
     metrics = Metrics()
     phases = {"plan": 0.5, "transfer": 2.0, "dancing": 9.0}
     metrics.ended(finish(seconds=3.0, sources={"s": 5}, phases=phases), seconds_saved=4.0)
@@ -159,8 +159,8 @@ def test_the_time_that_forks_took() -> None:
     )
 
 
-def test_what_guards_the_routes_is_counted() -> None:
-    """Requests turned away by reason; faults, quarantines; plans made together; the store's troubles."""
+def test_refusals_faults_and_store_errors_are_counted() -> None:
+    """Rejected requests, faults, quarantines, batch sizes and store errors are counted."""
     metrics = Metrics()
     for slug in ("unauthorized", "too-many-requests", "too-many-requests"):
         metrics.request_refused(slug)
@@ -180,15 +180,15 @@ def test_what_guards_the_routes_is_counted() -> None:
         samples[f"rfork_planner_{name}"]
         for name in (
             "quarantines_total",
-            "plan_forks_sum",
+            "plan_batch_size_sum",
             "store_conflicts_total",
             "store_unavailable_total",
         )
     ]
 
 
-def test_labels_stay_few_whatever_callers_send() -> None:
-    """A thousand invented names make not one sample more than the first did."""
+def test_labels_have_few_values() -> None:
+    """A thousand invented names add only one series each."""
     metrics = Metrics()
 
     def send(word: str) -> None:
@@ -211,8 +211,8 @@ def test_labels_stay_few_whatever_callers_send() -> None:
         ({"efficiency": float("inf")}, 0.0),
     ],
 )
-def test_a_number_that_makes_no_sense_breaks_no_counter(changes: dict[str, object], counted: float) -> None:
-    """A counter cannot fall, and one caller cannot make it infinite."""
+def test_invalid_numbers_do_not_break_counters(changes: dict[str, object], counted: float) -> None:
+    """A counter never decreases, and one caller cannot make it infinite."""
     metrics = Metrics()
     metrics.ended(finish().model_copy(update=changes))
     samples = exported_samples(metrics)
@@ -222,12 +222,13 @@ def test_a_number_that_makes_no_sense_breaks_no_counter(changes: dict[str, objec
     )
 
 
-def test_what_has_not_happened_is_zero_and_not_missing() -> None:
-    """An alert on a rise sees the first one too."""
+def test_counters_start_at_zero() -> None:
+    """An alert on an increase sees the first event too."""
     samples = exported_samples(Metrics())
     names = [f"rfork_planner_refused_requests_total reason={reason}" for reason in REFUSALS]
     names += [
-        f"rfork_planner_forks_total outcome={word}" for word in ("forked", "fallback", "failed", "interrupted", "lost")
+        f"rfork_planner_forks_total outcome={word}"
+        for word in ("forked", "fallback", "failed", "interrupted", "abandoned")
     ]
     names += [
         f"rfork_planner_verified_bytes_total source={type_name}"
@@ -236,8 +237,8 @@ def test_what_has_not_happened_is_zero_and_not_missing() -> None:
     assert [0.0] * len(names) == [samples.get(name) for name in names]
 
 
-def test_names_and_help_are_as_prometheus_wants_them() -> None:
-    """Every metric of the planner has help, counters end in _total, and names say their unit."""
+def test_names_and_help_follow_prometheus_conventions() -> None:
+    """Every metric has help, counters end in _total, and names include units."""
     text = Metrics().exposition((), ()).decode()
     types = dict(re.findall(r"^# TYPE (rfork_planner_\w+) (\w+)$", text, re.MULTILINE))
     helped = dict(re.findall(r"^# HELP (rfork_planner_\w+) (.+)$", text, re.MULTILINE))
@@ -245,14 +246,14 @@ def test_names_and_help_are_as_prometheus_wants_them() -> None:
     assert (set(types), set()) == (set(helped), {name for name in counters if not name.endswith("_total")})
 
 
-def test_the_process_itself_is_told_of() -> None:
-    """Memory, processor time and open files, under the names that dashboards know."""
+def test_process_metrics_are_exported() -> None:
+    """Memory, CPU time and open files have the usual names."""
     names = {"process_resident_memory_bytes", "process_cpu_seconds_total", "process_open_fds"}
     assert names <= set(exported_samples(Metrics()))
 
 
-def test_routes_are_counted_by_the_transport_that_is_tried_first() -> None:
-    """A name that nobody knows is "other"; those that run kernels are counted once more."""
+def test_routes_are_counted_by_preferred_transport() -> None:
+    """Unknown names are `other`; routes that run kernels are also counted separately."""
     metrics = Metrics()
     for transports in (("shared_memory", "http"), ("nccl",), ("nccl", "gloo"), ("x" * 200,), ()):
         metrics.route_planned(transports)

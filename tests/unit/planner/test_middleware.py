@@ -23,25 +23,25 @@ CALLER_B: CallerKey = (b"", "10.0.0.2")
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers with the body it was sent."""
+    """Answer with the received body."""
     body = await Request(scope, receive).body()
     await PlainTextResponse(body)(scope, receive, send)
 
 
 def http_client(app: ASGIApp, address: str = "10.0.0.1") -> httpx.AsyncClient:
-    """A client at an address."""
+    """Return a client with this address."""
     transport = httpx.ASGITransport(app, client=(address, 1), raise_app_exceptions=False)
     return httpx.AsyncClient(base_url="http://planner", transport=transport)
 
 
 async def stream_pieces(*pieces: bytes) -> AsyncIterator[bytes]:
-    """A body whose length nobody knows beforehand."""
+    """Yield a body of undeclared length."""
     for piece in pieces:
         yield piece
 
 
 BUCKETS = [
-    # requests a second, (time, requests sent) in turn, requests let in of each
+    # requests per second, then alternating (time, requests sent), requests accepted
     (5.0, [(0, 12)], [10]),
     (5.0, [(0, 12), (0.2, 2), (0.25, 1), (0.4, 1)], [10, 1, 0, 1]),
     (5.0, [(0, 1), (100, 12)], [1, 10]),
@@ -51,10 +51,10 @@ BUCKETS = [
 
 
 @pytest.mark.parametrize(("rate", "sent", "expected"), BUCKETS)
-def test_a_bucket_holds_two_seconds_and_fills_evenly(
+def test_a_bucket_holds_two_seconds_of_requests(
     time: FakeTime, rate: float, sent: Iterable[tuple[float, int]], expected: list[int]
 ) -> None:
-    """What is refused costs nothing, and a rate below one lets single requests pass."""
+    """Rejected requests cost nothing, and a rate below one lets single requests pass."""
     limit, began, passed = RateLimit(rate, time.clock.monotonic), time.now, []
     for at, requests in sent:
         time.now = began + at
@@ -62,8 +62,8 @@ def test_a_bucket_holds_two_seconds_and_fills_evenly(
     assert expected == passed
 
 
-def test_a_refusal_says_how_long_to_wait(time: FakeTime) -> None:
-    """And after exactly that time the next one passes."""
+def test_a_rejection_states_the_wait(time: FakeTime) -> None:
+    """After exactly that time the next request passes."""
     limit = RateLimit(4.0, time.clock.monotonic)
     waits = [limit.wait_s(CALLER_A) for _ in range(9)]
     time.now += waits[-1]
@@ -77,8 +77,8 @@ def test_callers_do_not_share_a_bucket(time: FakeTime) -> None:
     assert [True, True, True, False, False] == [limit.wait_s(caller) == 0 for caller in callers]
 
 
-def test_only_so_many_callers_are_kept(time: FakeTime) -> None:
-    """The one that asked longest ago is forgotten, which gives it a full bucket again."""
+def test_the_number_of_tracked_callers_is_limited(time: FakeTime) -> None:
+    """The least recent one is dropped, and then has a full bucket."""
     limit = RateLimit(1.0, time.clock.monotonic, max_callers=2)
     three = (b"", "10.0.0.3")
     passed = [
@@ -89,7 +89,7 @@ def test_only_so_many_callers_are_kept(time: FakeTime) -> None:
 
 
 async def test_too_many_requests_are_a_problem(time: FakeTime) -> None:
-    """429 with whole seconds to wait; the health checks and other addresses go on."""
+    """The response is 429 with whole seconds; health checks and other addresses are unaffected."""
     limit = RateLimit(0.25, time.clock.monotonic)
     app = AuthMiddleware(echo, Auth(PlannerSettings()), limit, _ignore_rejection)
     async with http_client(app) as web, http_client(app, "10.0.0.2") as other:
@@ -104,8 +104,8 @@ async def test_too_many_requests_are_a_problem(time: FakeTime) -> None:
         )
 
 
-async def test_guessing_tokens_is_limited_as_one_caller(time: FakeTime) -> None:
-    """Each guess counts for the address that it comes from, and the true token has a bucket of its own."""
+async def test_guessed_tokens_share_one_rate_limit(time: FakeTime) -> None:
+    """Guesses count for their address, and the valid token has its own bucket."""
     auth = Auth(PlannerSettings(token="right"))  # type: ignore[arg-type]
     async with http_client(AuthMiddleware(echo, auth, RateLimit(1.0, time.clock.monotonic), _ignore_rejection)) as web:
         statuses = [
@@ -115,8 +115,8 @@ async def test_guessing_tokens_is_limited_as_one_caller(time: FakeTime) -> None:
     assert [401, 401, 429, 200] == statuses
 
 
-async def test_the_guard_asks_for_the_role(tmp_path: Path) -> None:
-    """Before the body is read and the route runs."""
+async def test_the_role_is_checked_before_the_route_runs(tmp_path: Path) -> None:
+    """The body is not read either."""
     path = tmp_path / "tokens"
     path.write_text("reader look-1\n")
     auth = Auth(PlannerSettings(tokens_file=path))
@@ -133,7 +133,7 @@ async def test_the_guard_asks_for_the_role(tmp_path: Path) -> None:
 
 
 BODIES = [
-    # pieces of the body, whether its length is told, status
+    # pieces of the body, whether its length is declared, status
     ((b"12345", b"67890"), False, 200),
     ((b"1234567890",), True, 200),
     ((b"",), True, 200),
@@ -143,10 +143,8 @@ BODIES = [
 
 
 @pytest.mark.parametrize(("pieces", "length_known", "status"), BODIES)
-async def test_a_body_of_up_to_the_limit_arrives_whole(
-    pieces: tuple[bytes, ...], length_known: bool, status: int
-) -> None:
-    """Ten bytes pass as they were sent, eleven are refused and the connection is closed."""
+async def test_a_body_up_to_the_limit_is_accepted(pieces: tuple[bytes, ...], length_known: bool, status: int) -> None:
+    """Ten bytes pass unchanged, eleven are rejected and the connection is closed."""
     async with http_client(BodyLimit(echo, limit=10, on_refused=_ignore_rejection)) as web:
         response = await web.put("/x", content=b"".join(pieces) if length_known else stream_pieces(*pieces))
     expected = b"".join(pieces) if status == 200 else response.content
@@ -155,8 +153,8 @@ async def test_a_body_of_up_to_the_limit_arrives_whole(
     )  # fmt: skip
 
 
-async def test_a_body_that_does_not_come_ends_with_408() -> None:
-    """A connection that trickles holds no request for ever."""
+async def test_a_body_that_does_not_arrive_ends_with_408() -> None:
+    """A trickling connection does not occupy a request for ever."""
 
     async def trickle() -> AsyncIterator[bytes]:
         yield b"1"
@@ -169,8 +167,8 @@ async def test_a_body_that_does_not_come_ends_with_408() -> None:
     )  # fmt: skip
 
 
-async def test_a_request_that_waits_after_its_body_is_left_alone() -> None:
-    """The limit is for the body: a stream of events may last, and still hears that its client left."""
+async def test_a_request_that_waits_after_its_body_is_not_limited() -> None:
+    """The timeout covers the body only: a stream may last, and still notices a disconnect."""
     received: list[str] = []
     incoming: list[Message] = [
         {"type": "http.request", "body": b"1", "more_body": False},
@@ -189,8 +187,8 @@ async def test_a_request_that_waits_after_its_body_is_left_alone() -> None:
     assert ["http.request", "http.disconnect"] == received
 
 
-async def test_a_client_that_leaves_amid_its_body_gets_no_route_run() -> None:
-    """Nobody would read the answer."""
+async def test_a_client_that_disconnects_during_its_body_runs_no_route() -> None:
+    """There would be no reader for the response."""
     incoming: list[Message] = [
         {"type": "http.request", "body": b"1", "more_body": True},
         {"type": "http.disconnect"},
@@ -208,8 +206,8 @@ async def test_a_client_that_leaves_amid_its_body_gets_no_route_run() -> None:
     assert [] == incoming
 
 
-async def test_what_is_logged_in_a_request_carries_its_id(caplog: pytest.LogCaptureFixture) -> None:
-    """And the next request's lines carry the next one's."""
+async def test_log_lines_of_a_request_carry_its_id(caplog: pytest.LogCaptureFixture) -> None:
+    """Lines of the next request carry the next id."""
     ids: list[str] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -226,7 +224,7 @@ async def test_what_is_logged_in_a_request_carries_its_id(caplog: pytest.LogCapt
 
 
 LINES = [
-    # path asked for, status, level of the line
+    # requested path, status, log level
     ("/there", 200, logging.DEBUG),
     ("/not%0athere", 404, logging.INFO),
     ("/bug", 500, logging.INFO),
@@ -234,10 +232,8 @@ LINES = [
 
 
 @pytest.mark.parametrize(("path", "status", "level"), LINES)
-async def test_a_request_that_went_wrong_is_worth_a_line(
-    caplog: pytest.LogCaptureFixture, path: str, status: int, level: int
-) -> None:
-    """The others only at `debug`; a path stays quoted, so that it cannot break the line."""
+async def test_failed_requests_are_logged(caplog: pytest.LogCaptureFixture, path: str, status: int, level: int) -> None:
+    """Others are logged at `debug` only; a path stays quoted, so that it cannot break the line."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] == "/bug":
@@ -262,4 +258,4 @@ async def _fail_on_send(message: Message) -> None:
 
 
 def _ignore_rejection(slug: str) -> None:
-    """Nobody counts what is refused."""
+    """Ignore the rejection."""

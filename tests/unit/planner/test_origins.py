@@ -1,4 +1,4 @@
-"""Checks of hosts and origins, in a planner without tokens."""
+"""Host and origin checks of a planner without tokens."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ UNKNOWN = [
 
 
 @pytest.mark.parametrize("host", KNOWN)
-def test_a_known_host_passes(host: str | None) -> None:
-    """Loopback names, literal addresses, and the names that are set."""
+def test_a_known_host_is_accepted(host: str | None) -> None:
+    """Loopback names, literal addresses and configured names are known."""
     assert HOSTS.contains(host)
 
 
 @pytest.mark.parametrize("host", UNKNOWN)
-def test_any_other_host_is_refused(host: str) -> None:
-    """A page's own name that resolves to the planner among them."""
+def test_an_unknown_host_is_rejected(host: str) -> None:
+    """This includes a page's own name that resolves to the planner."""
     assert not HOSTS.contains(host)
 
 
-def test_a_star_knows_every_host() -> None:
-    """For a planner behind a proxy that checks the host itself."""
+def test_a_star_accepts_every_host() -> None:
+    """It is for a planner behind a proxy that checks the host."""
     assert KnownHosts(["*"]).contains("evil.example")
 
 
@@ -57,49 +57,49 @@ ORIGINS = [
 
 
 @pytest.mark.parametrize(("origin", "site", "host", "expected"), ORIGINS)
-def test_the_browser_tells_a_foreign_page(origin: str | None, site: str | None, host: str, expected: bool) -> None:
-    """By Sec-Fetch-Site, and by Origin where it sends none."""
+def test_foreign_pages_are_detected(origin: str | None, site: str | None, host: str, expected: bool) -> None:
+    """Sec-Fetch-Site decides, or Origin if the browser does not send it."""
     assert expected == is_foreign(origin, site, host)
 
 
 def http_client(**settings: object) -> httpx.Client:
-    """A client of a planner on loopback."""
+    """Return a client of a planner on loopback."""
     chosen = PlannerSettings.model_validate(settings)
     app = create_app(chosen, hosts=KnownHosts.of(chosen))
     return httpx.Client(base_url="http://127.0.0.1:8700", transport=AppTransport(app))
 
 
 def slug(response: httpx.Response) -> str:
-    """The last part of the problem's type."""
+    """Return the last part of the problem's type."""
     return str(response.json()["type"]).rpartition("/")[2]
 
 
-def test_a_rebound_name_reads_nothing() -> None:
-    """The problem names the setting that lets a good name in."""
+def test_a_rebound_name_cannot_read() -> None:
+    """The problem names the setting that allows a host."""
     response = http_client().get("/v1/instances", headers={"Host": "evil.example"})
     assert "unknown-host" == slug(response)
     assert "RFORK_PLANNER_ALLOWED_HOSTS" in response.json()["detail"]
 
 
-def test_a_foreign_page_changes_nothing() -> None:
-    """A form of any page can send a POST without a body."""
+def test_a_foreign_page_cannot_change_anything() -> None:
+    """Any page's form can send a POST without a body."""
     response = http_client().post("/v1/instances/s/drain", headers={"Origin": "http://evil.example"})
     assert "cross-origin" == slug(response)
 
 
-def test_the_planners_own_page_may_ask_for_previews() -> None:
-    """It is known to the planner by its origin."""
+def test_the_planners_own_page_may_request_previews() -> None:
+    """It has the planner's own origin."""
     response = http_client().post("/v1/previews", json={"model": "m"}, headers={"Origin": "http://127.0.0.1:8700"})
     assert "unknown-model" == slug(response)
 
 
-def test_a_name_that_is_set_is_known() -> None:
-    """A cluster's Service, for example."""
+def test_a_configured_host_name_is_accepted() -> None:
+    """For example, a cluster's Service."""
     web = http_client(allowed_hosts="planner.rfork.svc, planner")
     assert 200 == web.get("/v1/instances", headers={"Host": "planner.rfork.svc:8700"}).status_code
 
 
-def test_with_a_token_any_host_is_answered() -> None:
+def test_with_a_token_any_host_is_accepted() -> None:
     """A page has no token."""
     response = http_client(token="t" * 8).get("/v1/instances", headers={"Host": "planner.example"})
     assert "unauthorized" == slug(response)

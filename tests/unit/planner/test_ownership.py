@@ -1,4 +1,4 @@
-"""Ownership of records: an instance's record and its forks are changed by its owner."""
+"""Ownership of records: only the owner changes an instance's record and its forks."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ FINISH = ForkResult(outcome="failed", seconds=1, bytes_read=0)
 
 
 class PlannerHarness:
-    """A planner with tokens, and callers of it."""
+    """A planner with tokens, and clients for it."""
 
     def __init__(self, tokens: Path, time: FakeTime) -> None:
         self._settings = PlannerSettings.model_validate(
-            {"secret": "s" * 32, "batch_s": 0, "tokens": tokens, "forget_s": 20}
+            {"lease_keys": "s" * 32, "batch_window_s": 0, "tokens_file": tokens, "instance_ttl_s": 20}
         )
         self._time = time
         self.restart()
 
     def restart(self) -> None:
-        """A planner that knows nothing, under the same key."""
+        """Restart the planner without records, with the same lease key."""
         self.app = create_app(self._settings, self._time.clock)
 
     def caller(self, owner: str = VICTIM, token: str = "work") -> PlannerClient:
-        """A caller with this secret and token."""
+        """Return a client with this secret and token."""
         transport = AppTransport(self.app)
         return PlannerClient("http://planner", token=token, owner=owner, transport=transport)
 
 
 @pytest.fixture
 def harness(tmp_path: Path, time: FakeTime) -> PlannerHarness:
-    """A planner that knows the victim: a seed, and a target that forks from it."""
+    """A planner with the victim's records: a seed, and a target that forks from it."""
     (tmp_path / "tokens").write_text("instance work\noperator rule\nreader look\n")
     made = PlannerHarness(tmp_path / "tokens", time)
     victim = made.caller()
@@ -67,8 +67,8 @@ CALLS: dict[str, Callable[[PlannerClient], object]] = {
 
 
 @pytest.mark.parametrize("route", CALLS)
-def test_no_instance_token_changes_the_record_of_another(harness: PlannerHarness, route: str) -> None:
-    """The answer is 403 with a problem of its own name."""
+def test_an_instance_token_cannot_change_the_record_of_another(harness: PlannerHarness, route: str) -> None:
+    """The response is 403 with problem `not-owner`."""
     with pytest.raises(PlannerRejected) as refused:
         CALLS[route](harness.caller(ATTACKER))
     assert "not-owner" == refused.value.problem
@@ -76,12 +76,12 @@ def test_no_instance_token_changes_the_record_of_another(harness: PlannerHarness
 
 @pytest.mark.parametrize("route", [route for route in CALLS if "drain" not in route])
 def test_the_owner_changes_its_record(harness: PlannerHarness, route: str) -> None:
-    """It shows the secret of its first report."""
+    """It sends the secret of its first report."""
     CALLS[route](harness.caller())
 
 
-def test_every_route_of_an_instance_asks_for_the_owner() -> None:
-    """Routes of the role `instance` change a record, or stand in the protocol of other clients."""
+def test_every_route_of_an_instance_checks_the_owner() -> None:
+    """Routes of the role `instance` change a record, or belong to the protocol of other clients."""
     changing = {
         f"{method} {path}"
         for method, path, role in ROUTES
@@ -91,7 +91,7 @@ def test_every_route_of_an_instance_asks_for_the_owner() -> None:
 
 
 @pytest.mark.parametrize("route", ["PUT /v1/instances/{instance_id}", "POST /v1/forks"])
-def test_with_tokens_no_instance_registers_without_an_owner(harness: PlannerHarness, route: str) -> None:
+def test_with_tokens_an_instance_needs_an_owner_to_register(harness: PlannerHarness, route: str) -> None:
     """A record without an owner could be changed by anyone."""
     body = seed_report("new") if route.startswith("PUT") else fork_request("new")
     method, path = route.replace("{instance_id}", "new").split()
@@ -102,22 +102,22 @@ def test_with_tokens_no_instance_registers_without_an_owner(harness: PlannerHarn
 
 
 @pytest.mark.parametrize("secret", ["short", "ü" * 40, "x" * 257])
-def test_a_secret_that_can_be_guessed_is_refused(web: httpx.Client, secret: str) -> None:
-    """At least 32 visible characters."""
+def test_a_weak_secret_is_rejected(web: httpx.Client, secret: str) -> None:
+    """At least 32 visible characters are required."""
     response = web.delete("/v1/instances/s", headers=[(OWNER_HEADER.encode(), secret.encode("latin-1"))])
     assert 422 == response.status_code
 
 
 @pytest.mark.parametrize("call", ["drain", "remove"])
 def test_an_operator_drains_and_removes_any_instance(harness: PlannerHarness, call: str) -> None:
-    """Its token is enough."""
+    """The operator's token suffices."""
     operator = harness.caller(ATTACKER, token="rule")
     operator.drain("s", force=True) if call == "drain" else operator.remove("s")
 
 
 @pytest.mark.parametrize("route", [route for route in CALLS if "drain" not in route and "DELETE" not in route])
-def test_not_even_an_operator_reports_for_another(harness: PlannerHarness, route: str) -> None:
-    """Lease keys are the owner's alone."""
+def test_an_operator_cannot_report_for_another(harness: PlannerHarness, route: str) -> None:
+    """Lease keys belong to the owner only."""
     with pytest.raises(PlannerRejected) as refused:
         CALLS[route](harness.caller(ATTACKER, token="rule"))
     assert "not-owner" == refused.value.problem
@@ -130,55 +130,55 @@ def test_after_a_restart_the_owner_registers_again(harness: PlannerHarness) -> N
     assert before == harness.caller().report(seed_report("s")).lease_keys
 
 
-def test_after_a_restart_another_gets_no_lease_key_of_the_owner(harness: PlannerHarness) -> None:
-    """It may be faster than the owner; the keys under its own secret open nothing at the owner."""
+def test_after_a_restart_another_caller_gets_different_lease_keys(harness: PlannerHarness) -> None:
+    """It may register before the owner; keys derived from its own secret are useless at the owner."""
     before = harness.caller().report(seed_report("s")).lease_keys
     harness.restart()
     assert set(before).isdisjoint(harness.caller(ATTACKER).report(seed_report("s")).lease_keys)
 
 
-def test_an_id_that_was_forgotten_is_free_again(harness: PlannerHarness, time: FakeTime) -> None:
-    """A server that starts again under the same id waits for no longer than that."""
+def test_a_forgotten_id_can_be_reused(harness: PlannerHarness, time: FakeTime) -> None:
+    """A restarted server with the same id waits no longer than the TTL."""
     time.now += 21
     harness.caller(ATTACKER).report(seed_report("s"))
 
 
-def test_a_record_keeps_its_owner_when_its_fork_is_asked_for(harness: PlannerHarness) -> None:
-    """The plan's own change of the record must not free it."""
+def test_a_record_keeps_its_owner_when_a_plan_is_requested(harness: PlannerHarness) -> None:
+    """The plan's own change of the record must not remove the owner."""
     harness.caller().report(report("t"))
     with pytest.raises(PlannerRejected) as refused:
         harness.caller(ATTACKER).report(report("t"))
     assert "not-owner" == refused.value.problem
 
 
-def test_without_tokens_an_owned_record_is_guarded_too(app: FastAPI) -> None:
-    """Two servers that share an id by mistake find out."""
+def test_without_tokens_an_owned_record_is_protected_too(app: FastAPI) -> None:
+    """Two servers that share an id by mistake get an error."""
     PlannerClient("http://p", owner=VICTIM, transport=AppTransport(app)).report(seed_report("s"))
     with pytest.raises(PlannerRejected) as refused:
         PlannerClient("http://p", owner=ATTACKER, transport=AppTransport(app)).report(seed_report("s"))
     assert "not-owner" == refused.value.problem
 
 
-def test_without_tokens_a_caller_may_leave_the_secret_out(web: httpx.Client) -> None:
-    """As for a first try with curl."""
+def test_without_tokens_the_secret_is_optional(web: httpx.Client) -> None:
+    """This is for a first try with curl."""
     statuses = [web.put("/v1/instances/s", json=seed_report("s").model_dump(mode="json")).status_code for _ in range(2)]
     assert [200, 200] == statuses
 
 
-def test_without_tokens_anyone_drains(app: FastAPI) -> None:
-    """Every caller is an operator there."""
+def test_without_tokens_any_caller_may_drain(app: FastAPI) -> None:
+    """Every caller is an operator then."""
     PlannerClient("http://p", owner=VICTIM, transport=AppTransport(app)).report(seed_report("s"))
     PlannerClient("http://p", owner=ATTACKER, transport=AppTransport(app)).drain("s", force=True)
 
 
-def test_the_refusal_says_what_to_do(harness: PlannerHarness) -> None:
+def test_the_rejection_has_a_hint(harness: PlannerHarness) -> None:
     """The hint names the setting."""
     with pytest.raises(PlannerRejected) as refused:
         harness.caller(ATTACKER).remove("s")
     assert "RFORK_OWNER_SECRET" in refused.value.hint
 
 
-def test_no_list_shows_who_owns_an_instance(harness: PlannerHarness) -> None:
+def test_lists_do_not_show_owners(harness: PlannerHarness) -> None:
     """A reader sees reports, not owners."""
     reader = harness.caller(token="look")
     assert "owner" not in reader.instance("s").model_dump_json() + reader.fork("fork-t").model_dump_json()

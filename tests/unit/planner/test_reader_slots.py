@@ -1,4 +1,4 @@
-"""Who reads from whom, and who holds what: the counts that a group's index goes by."""
+"""Reader slots and holder counts of a group's index."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ READING = replace(
 
 
 def test_a_fork_has_a_slot_at_each_source_of_its_plan() -> None:
-    """It wants of each what part of its chunks comes from there; what stays on the host loads no link."""
+    """Its load on each is the fraction of its chunks from there; same-host reads load no link."""
     slots = ReaderSlots()
     slots.add_reader(READING, CHUNKS, 1.0)
     assert ({"near": {"f": 0.5}, "far": {"f": 0.5}}, 0, 0.5) == (
@@ -28,15 +28,15 @@ def test_a_fork_has_a_slot_at_each_source_of_its_plan() -> None:
     )  # fmt: skip
 
 
-def test_a_fork_that_falls_behind_wants_less() -> None:
-    """It cannot take more."""
+def test_a_straggler_uses_less() -> None:
+    """It cannot read faster."""
     slots = ReaderSlots()
     slots.add_reader(READING, CHUNKS, 0.3)
     assert 0.15 == slots.load("far")
 
 
-def test_a_slot_is_given_back_once() -> None:
-    """Of sources that are no members nothing is left; members stand there without readers."""
+def test_a_slot_is_released_once() -> None:
+    """Sources that are not members are removed; members remain without readers."""
     slots = ReaderSlots()
     slots.set_unplanned_readers("far", ())
     slots.add_reader(READING, CHUNKS, 1.0)
@@ -45,8 +45,8 @@ def test_a_slot_is_given_back_once() -> None:
     )  # fmt: skip
 
 
-def test_strangers_have_slots_while_they_are_named() -> None:
-    """One that gets a plan is a stranger no more, and is not counted twice."""
+def test_unplanned_readers_have_slots_while_reported() -> None:
+    """One that gets a plan is no longer unplanned, and is not counted twice."""
     slots = ReaderSlots()
     slots.set_unplanned_readers("far", ("f", "x"))
     before = dict(slots.readers["far"])
@@ -61,7 +61,7 @@ def test_strangers_have_slots_while_they_are_named() -> None:
 
 
 def test_planned_readers_outlive_the_member() -> None:
-    """It may come back to them; strangers are named anew by then."""
+    """It may come back to them; unplanned readers are reported again then."""
     slots = ReaderSlots()
     slots.set_unplanned_readers("far", ("x",))
     slots.add_reader(READING, CHUNKS, 1.0)
@@ -70,7 +70,7 @@ def test_planned_readers_outlive_the_member() -> None:
 
 
 def test_holders_are_counted_by_layout_and_content() -> None:
-    """Seeds, those that hold a part, and drafts apart; who drains or holds nothing does not count."""
+    """Seeds, partial holders and provisional content are separate; draining and empty members do not count."""
     counts = ContentCounts()
     part = {"verified": HALF}
     for each in (
@@ -87,8 +87,8 @@ def test_holders_are_counted_by_layout_and_content() -> None:
     ) == (initial, counts.counts_for(LAYOUT), counts.any_seed)
 
 
-def test_nothing_is_left_of_holders_that_are_gone() -> None:
-    """Nor of their layout."""
+def test_removed_holders_leave_nothing() -> None:
+    """Their layout is removed too."""
     counts = ContentCounts()
     counts.add(seed("s"))
     had = counts.any_seed

@@ -21,23 +21,23 @@ FORKED = ForkResult(outcome="forked", seconds=1, bytes_read=12 << 20, sources={"
 
 
 def sources(plan: Plan) -> list[str]:
-    """Who a plan reads from."""
+    """Return the sources of a plan."""
     return [route.source_id for route in plan.routes]
 
 
 def half(count: int = 6) -> ForkProgress:
-    """Progress of `count` chunks."""
+    """Return progress of `count` chunks."""
     return ForkProgress(verified=((0, count),), bytes_read=count << 20, bytes_per_s=1.0)
 
 
 def test_three_targets_chain_behind_a_seed_that_takes_one_reader(planner: PlannerClient) -> None:
-    """Asking registers the target as well, so the next one finds it."""
+    """A request also registers the target, so the next one finds it."""
     planner.report(seed_report("s"))
     assert [["s"], ["a"], ["b"]] == [sources(planner.request_plan(fork_request(name))) for name in "abc"]
 
 
-def test_a_route_tells_all_that_is_needed_to_read(planner: PlannerClient, time: FakeTime) -> None:
-    """Address, generation, chunks, transports, and a lease that the source's own key opens."""
+def test_a_route_has_everything_needed_to_read(planner: PlannerClient, time: FakeTime) -> None:
+    """It has address, generation, chunks, transports, and a lease that the source accepts."""
     key = planner.report(seed_report("s", generation=3)).lease_keys[0]
     plan = planner.request_plan(fork_request("a"))
     route = plan.routes[0]
@@ -54,7 +54,7 @@ def test_a_route_tells_all_that_is_needed_to_read(planner: PlannerClient, time: 
     )  # fmt: skip
 
 
-def test_an_instance_of_another_layout_is_there_to_compare_with(planner: PlannerClient) -> None:
+def test_an_instance_of_another_layout_is_returned_for_comparison(planner: PlannerClient) -> None:
     """A plan without routes names it, with a lease for its manifest and no chunks."""
     planner.report(seed_report("s").model_copy(update={"layout_id": "e" * 32}))
     other = planner.request_plan(fork_request("a")).mismatched_source
@@ -62,8 +62,8 @@ def test_an_instance_of_another_layout_is_there_to_compare_with(planner: Planner
     assert ("s", ()) == (other.source_id, other.chunks)
 
 
-def test_finishing_gives_the_place_back(planner: PlannerClient) -> None:
-    """The seed's one slot is free again; the second finish changes nothing."""
+def test_finishing_releases_the_slot(planner: PlannerClient) -> None:
+    """The seed's only slot is free again; the second finish changes nothing."""
     planner.report(seed_report("s"))
     planner.request_plan(fork_request("a", max_readers=0))
     refused = planner.request_plan(fork_request("b"))
@@ -77,8 +77,8 @@ def test_finishing_gives_the_place_back(planner: PlannerClient) -> None:
     )
 
 
-def test_a_fork_without_progress_is_given_up_and_may_ask_again(planner: PlannerClient, time: FakeTime) -> None:
-    """After the lease's time its slot is free; its own next progress is told to ask again."""
+def test_a_fork_without_progress_is_abandoned_and_may_replan(planner: PlannerClient, time: FakeTime) -> None:
+    """After the lease TTL its slot is free; its next progress gets `unknown-fork`."""
     planner.report(seed_report("s"))
     planner.request_plan(fork_request("a"))
     for _ in range(2):
@@ -98,8 +98,8 @@ def test_a_fork_without_progress_is_given_up_and_may_ask_again(planner: PlannerC
     )
 
 
-def test_progress_renews_the_leases_and_moves_the_relays_watermark(planner: PlannerClient, time: FakeTime) -> None:
-    """Both readers of the relay and the lists see how far it is."""
+def test_progress_renews_leases_and_updates_the_relays_chunks(planner: PlannerClient, time: FakeTime) -> None:
+    """Readers of the relay and the lists see its progress."""
     key = planner.report(seed_report("s")).lease_keys[0]
     planner.request_plan(fork_request("a"))
     time.now += 4
@@ -108,7 +108,7 @@ def test_progress_renews_the_leases_and_moves_the_relays_watermark(planner: Plan
     assert ((0, 6),) == planner.instance("a").report.verified
 
 
-def test_weights_that_changed_are_not_leased_any_longer(planner: PlannerClient) -> None:
+def test_leases_of_changed_weights_are_not_renewed(planner: PlannerClient) -> None:
     """A reader of the old generation gets no renewal."""
     planner.report(seed_report("s"))
     planner.request_plan(fork_request("a"))
@@ -117,15 +117,15 @@ def test_weights_that_changed_are_not_leased_any_longer(planner: PlannerClient) 
 
 
 def test_silent_instances_are_forgotten(planner: PlannerClient, time: FakeTime) -> None:
-    """After `forget_s` the seed is gone from the lists and from plans."""
+    """After `instance_ttl_s` the seed is missing from the lists and from plans."""
     planner.report(seed_report("s"))
     time.now += 20
     assert [] == planner.instances()
-    assert "no instance holds version v1 of model m" == planner.request_plan(fork_request("a")).reason
+    assert "no instance has version v1 of model m" == planner.request_plan(fork_request("a")).reason
 
 
 def test_a_drained_instance_stays_drained_whatever_it_reports(planner: PlannerClient) -> None:
-    """The heartbeat of an instance that does not know does not undo the operator's word; removing does."""
+    """Its heartbeats do not undo the drain; removing does."""
     planner.report(seed_report("s"))
     drained = planner.drain("s", force=True).report.state
     planner.report(seed_report("s"))
@@ -156,10 +156,10 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("error", "fault_type", "quarantine", "again"), FAULTS)
-def test_which_faults_accuse_a_source(
+def test_faults_that_accuse_a_source(
     planner: PlannerClient, error: str, fault_type: str, quarantine: str | None, again: list[str]
 ) -> None:
-    """Only a source's own wrongs count against it; those of the network keep this fork away."""
+    """Only a source's own faults count against it; network faults exclude it for this fork only."""
     planner.report(seed_report("s"))
     planner.request_plan(fork_request("a"))
     plan = planner.request_plan(fork_request("a", faults=(fault("s", error, fault_type),)))
@@ -168,8 +168,8 @@ def test_which_faults_accuse_a_source(
 
 
 @pytest.mark.parametrize("error", ["SourceCorrupt", "SourceUnavailable"])
-def test_one_reader_quarantines_nobody(planner: PlannerClient, error: str) -> None:
-    """A target on another host still gets the source."""
+def test_one_reader_does_not_quarantine_a_source(planner: PlannerClient, error: str) -> None:
+    """A target on another host still gets it."""
     planner.report(seed_report("s"))
     planner.request_plan(fork_request("a"))
     planner.request_plan(fork_request("a", faults=(fault("s", error),)))
@@ -177,8 +177,8 @@ def test_one_reader_quarantines_nobody(planner: PlannerClient, error: str) -> No
     assert ["s"] == sources(planner.request_plan(fork_request("b")))
 
 
-def test_no_caller_quarantines_all_seeds_of_a_model(planner: PlannerClient) -> None:
-    """Eighteen calls under new names from one host: six of six seeds are still given to others."""
+def test_one_caller_cannot_quarantine_all_seeds(planner: PlannerClient) -> None:
+    """After eighteen calls under new names from one host, six of six seeds are still assigned to others."""
     seeds = [f"s{number}" for number in range(6)]
     for name in seeds:
         planner.report(seed_report(name))
@@ -192,7 +192,7 @@ def test_no_caller_quarantines_all_seeds_of_a_model(planner: PlannerClient) -> N
 
 
 def test_later_forks_of_the_host_avoid_the_source_too(planner: PlannerClient) -> None:
-    """On a single host nobody else accuses it, and it must not be read from again."""
+    """On a single host no other host accuses it, and it must not be read from again."""
     planner.report(seed_report("s"))
     here = Placement(host="the-only-one")
     planner.request_plan(fork_request("a", placement=here))
@@ -201,7 +201,7 @@ def test_later_forks_of_the_host_avoid_the_source_too(planner: PlannerClient) ->
 
 
 def test_readers_on_two_hosts_quarantine_a_source(planner: PlannerClient) -> None:
-    """A third one is not sent to it."""
+    """A third reader is not assigned to it."""
     planner.report(seed_report("s", max_readers=9))
     for name in "ab":
         planner.request_plan(fork_request(name, max_readers=0))
@@ -222,8 +222,8 @@ def test_a_source_that_misses_its_heartbeat_is_quarantined_by_one_reader(
     assert error == planner.instance("s").quarantined
 
 
-def test_an_accuser_that_others_contradict_loses_weight(planner: PlannerClient) -> None:
-    """The source goes on to be given, though a second reader accuses it later."""
+def test_a_contradicted_accuser_loses_credibility(planner: PlannerClient) -> None:
+    """The source stays assignable, though a second reader accuses it later."""
     planner.report(seed_report("s", max_readers=9))
     for name in "abc":
         planner.request_plan(fork_request(name, max_readers=0))
@@ -236,7 +236,7 @@ def test_an_accuser_that_others_contradict_loses_weight(planner: PlannerClient) 
 
 
 def test_a_contradiction_ends_a_quarantine(planner: PlannerClient) -> None:
-    """The two accusers together weigh less than two readers then."""
+    """The remaining credibility of both accusers is below the quorum."""
     planner.report(seed_report("s", max_readers=9))
     for name in "abc":
         planner.request_plan(fork_request(name, max_readers=0))
@@ -251,12 +251,12 @@ def test_a_contradiction_ends_a_quarantine(planner: PlannerClient) -> None:
 
 
 def _verified(count: int) -> ForkProgress:
-    """So many chunks from `s`."""
+    """Return progress of this many chunks from `s`."""
     return ForkProgress(verified=((0, count),), bytes_read=count << 20, bytes_per_s=1, sources={"s": count << 20})
 
 
-def test_a_fault_is_remembered_for_this_fork_for_a_while(planner: PlannerClient, time: FakeTime) -> None:
-    """The next request, without faults, does not lead back to the liar until that is over."""
+def test_a_fork_avoids_a_faulty_source_for_some_time(planner: PlannerClient, time: FakeTime) -> None:
+    """The next request, without faults, does not use it until the quarantine has expired."""
     planner.report(seed_report("s"))
     planner.request_plan(fork_request("a"))
     planner.request_plan(fork_request("a", faults=(fault("s", "SourceCorrupt"),)))
@@ -267,8 +267,8 @@ def test_a_fault_is_remembered_for_this_fork_for_a_while(planner: PlannerClient,
     assert ([], ["s"]) == (sources(again), sources(planner.request_plan(fork_request("a"))))
 
 
-def test_a_busy_source_is_asked_again_at_the_next_plan(planner: PlannerClient) -> None:
-    """Being full passes."""
+def test_a_busy_source_is_tried_again_in_the_next_plan(planner: PlannerClient) -> None:
+    """Being full is temporary."""
     planner.report(seed_report("s"))
     planner.request_plan(fork_request("a"))
     planner.request_plan(fork_request("a", faults=(fault("s", "SourceBusy"),)))
@@ -276,21 +276,21 @@ def test_a_busy_source_is_asked_again_at_the_next_plan(planner: PlannerClient) -
 
 
 def test_a_source_whose_weights_changed_may_be_read_in_its_new_generation(planner: PlannerClient) -> None:
-    """The blame is on the old generation alone."""
+    """The fault applies to the old generation only."""
     planner.report(seed_report("s"))
     planner.request_plan(fork_request("a"))
     planner.report(seed_report("s", generation=1))
     assert ["s"] == sources(planner.request_plan(fork_request("a", faults=(fault("s", "SourceWeightsChanged"),))))
 
 
-def test_a_target_cannot_quarantine_a_source_it_never_had(planner: PlannerClient) -> None:
-    """An accusation without a plan behind it keeps only the accuser away."""
+def test_a_target_cannot_quarantine_a_source_it_was_not_assigned(planner: PlannerClient) -> None:
+    """An accusation without a plan excludes the source for the accuser only."""
     planner.report(seed_report("s"))
     plan = planner.request_plan(fork_request("a", faults=(fault("s", "SourceCorrupt"),)))
     assert ([], None) == (sources(plan), planner.instance("s").quarantined)
 
 
-def test_a_relay_that_stalls_is_left_by_its_child_but_not_quarantined(planner: PlannerClient) -> None:
+def test_a_stalled_relay_is_avoided_but_not_quarantined(planner: PlannerClient) -> None:
     """It may only be waiting for its own source."""
     planner.report(seed_report("s", max_readers=2))
     planner.request_plan(fork_request("a"))
@@ -299,8 +299,8 @@ def test_a_relay_that_stalls_is_left_by_its_child_but_not_quarantined(planner: P
     assert (["s"], None) == (sources(plan), planner.instance("a").quarantined)
 
 
-def test_a_dead_relays_place_goes_to_its_child(planner: PlannerClient) -> None:
-    """The seed takes one reader: the child gets the dead relay's slot at once, before its lease ends."""
+def test_a_missing_relays_slot_goes_to_its_child(planner: PlannerClient) -> None:
+    """The seed has one slot: the child gets it immediately, before the relay's lease expires."""
     planner.report(seed_report("s"))
     for name in "abc":
         planner.request_plan(fork_request(name))
@@ -311,8 +311,8 @@ def test_a_dead_relays_place_goes_to_its_child(planner: PlannerClient) -> None:
     )
 
 
-def test_a_planner_that_restarted_counts_readers_it_never_heard_of(planner: PlannerClient) -> None:
-    """The seed's report names its reader: its slot is taken, and the reader itself keeps it."""
+def test_a_restarted_planner_counts_unknown_readers(planner: PlannerClient) -> None:
+    """The seed's report names its reader: its slot is occupied, and the reader keeps it."""
     planner.report(seed_report("s", readers=("fork-old",)))
     full = planner.request_plan(fork_request("a"))
     kept = planner.request_plan(fork_request("old", (0, 3)))
@@ -320,7 +320,7 @@ def test_a_planner_that_restarted_counts_readers_it_never_heard_of(planner: Plan
 
 
 def test_a_new_fork_of_an_instance_ends_its_old_one(planner: PlannerClient) -> None:
-    """An instance that starts over holds one slot, not two."""
+    """An instance that starts over has one slot, not two."""
     planner.report(seed_report("s"))
     planner.request_plan(fork_request("a"))
     plan = planner.request_plan(fork_request("a").model_copy(update={"fork_id": "second"}))
@@ -328,35 +328,35 @@ def test_a_new_fork_of_an_instance_ends_its_old_one(planner: PlannerClient) -> N
 
 
 def test_removing_an_instance_ends_its_fork(planner: PlannerClient) -> None:
-    """Its lease is released, and the list says why."""
+    """Its lease is released, and the list shows the reason."""
     planner.report(seed_report("s"))
     planner.request_plan(fork_request("a"))
     planner.progress("fork-a", half())
     planner.remove("a")
     finish = planner.fork("fork-a").finish
     assert finish is not None
-    assert ("interrupted", 6 << 20, ("its instance was removed",)) == (
+    assert ("interrupted", 6 << 20, ("the instance was removed",)) == (
         finish.outcome, finish.bytes_read, finish.reasons,
     )  # fmt: skip
 
 
-def test_finishing_a_fork_that_is_not_known_is_no_error(planner: PlannerClient) -> None:
-    """It holds no lease; nothing is listed for it."""
+def test_finishing_an_unknown_fork_is_not_an_error(planner: PlannerClient) -> None:
+    """Nothing is listed for it."""
     planner.finish("never", FORKED)
     assert [] == planner.forks()
 
 
 def test_an_instance_may_change_its_model(planner: PlannerClient) -> None:
-    """Each report carries everything: the old model has lost its seed."""
+    """Each report is complete: the old model has lost its seed."""
     planner.report(seed_report("s"))
     planner.report(seed_report("s", model="other"))
-    assert ("no instance holds version v1 of model m", ["s"]) == (
+    assert ("no instance has version v1 of model m", ["s"]) == (
         planner.request_plan(fork_request("a")).reason, sources(planner.request_plan(fork_request("b", model="other"))),
     )  # fmt: skip
 
 
 def test_lists_filter_by_model_and_state(planner: PlannerClient) -> None:
-    """Both filters, on instances and forks."""
+    """Both filters apply to instances and forks."""
     planner.report(seed_report("s"))
     planner.report(seed_report("o", model="other"))
     planner.request_plan(fork_request("a"))
@@ -368,7 +368,7 @@ def test_lists_filter_by_model_and_state(planner: PlannerClient) -> None:
 
 
 def test_models_count_seeds_relays_and_forks(planner: PlannerClient) -> None:
-    """A target that has not learnt its weights counts under those of its plan."""
+    """A target without known weights counts for those of its plan."""
     planner.report(seed_report("s"))
     planner.report(seed_report("x", layout_id=OTHER_LAYOUT))
     planner.request_plan(fork_request("a"))
@@ -384,18 +384,18 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("request_", "status", "problem"), REFUSED)
-def test_requests_that_contradict_themselves_are_refused(
+def test_inconsistent_requests_are_rejected(
     planner: PlannerClient, request_: object, status: int, problem: str
 ) -> None:
-    """A complete target, chunks past the image's end, another instance's fork."""
+    """This covers a complete target, chunks beyond the image, and another instance's fork."""
     planner.request_plan(fork_request("a"))
     with pytest.raises(PlannerRejected) as refused:
         planner.request_plan(request_)  # type: ignore[arg-type]
     assert (status, problem) == (refused.value.status, refused.value.problem)
 
 
-def test_a_fork_that_has_ended_is_over(planner: PlannerClient) -> None:
-    """Neither a plan nor progress under its id."""
+def test_a_finished_fork_cannot_continue(planner: PlannerClient) -> None:
+    """Plans and progress under its id are rejected."""
     planner.report(seed_report("s"))
     planner.request_plan(fork_request("a"))
     planner.finish("fork-a", FORKED)
@@ -405,8 +405,8 @@ def test_a_fork_that_has_ended_is_over(planner: PlannerClient) -> None:
         assert (409, "fork-ended") == (refused.value.status, refused.value.problem)
 
 
-def test_who_has_forked_is_a_source_before_its_next_report(planner: PlannerClient) -> None:
-    """A newcomer that asks right after a fork has ended reads from it, and not from storage again."""
+def test_a_finished_fork_is_a_source_before_its_next_report(planner: PlannerClient) -> None:
+    """A target that requests a plan right after it reads from it, and not from storage again."""
     planner.report(seed_report("s", max_readers=1))
     planner.request_plan(fork_request("a"))
     planner.finish("fork-a", FORKED)
@@ -414,18 +414,18 @@ def test_who_has_forked_is_a_source_before_its_next_report(planner: PlannerClien
     assert ["a"] == sources(planner.request_plan(fork_request("b")))
 
 
-def test_a_seed_that_reads_no_answer_gets_no_readers(planner: PlannerClient, time: FakeTime) -> None:
-    """It would refuse every lease; the first two heartbeats are given to it to learn its keys."""
+def test_a_seed_without_lease_keys_gets_no_readers(planner: PlannerClient, time: FakeTime) -> None:
+    """It would reject every lease; it has two heartbeats to receive its keys."""
     planner.report(seed_report("s", has_lease_keys=False))
     assert ["s"] == sources(planner.request_plan(fork_request("early")))
     time.now += 10.0
     planner.report(seed_report("s", has_lease_keys=False))
-    assert "holds no lease keys" in str(planner.instance("s").quarantined)
+    assert "has no lease keys" in str(planner.instance("s").quarantined)
     assert "s" not in sources(planner.request_plan(fork_request("late")))
 
 
-def test_a_seed_that_reads_the_answers_again_gets_readers(planner: PlannerClient, time: FakeTime) -> None:
-    """With its next report, and not only once a quarantine is over."""
+def test_a_seed_that_receives_its_lease_keys_gets_readers(planner: PlannerClient, time: FakeTime) -> None:
+    """It gets them with its next report, not only after a quarantine."""
     planner.report(seed_report("s", has_lease_keys=False))
     time.now += 10.0
     planner.report(seed_report("s", has_lease_keys=False))

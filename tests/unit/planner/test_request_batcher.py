@@ -27,32 +27,32 @@ ALL = ((0, 12),)
 
 
 class FlakyStore(MemoryStore):
-    """Counts plans, and loses the first ones it is told to."""
+    """Counts plans, and fails for a number of them."""
 
     def __init__(self, time: FakeTime) -> None:
-        super().__init__(time.clock, keep_forks=100)
+        super().__init__(time.clock, max_finished_forks=100)
         self.plans: list[int] = []
         self.lost = 0
 
     async def commit(self, change: StoreChange) -> None:
-        """Count the change where it is a plan, and keep it."""
+        """Count the change if it is a plan, and apply it."""
         if change.group is not None:
             if self.lost:
                 self.lost -= 1
-                raise StoreUnavailable("redis is away")
+                raise StoreUnavailable("redis is unavailable")
             self.plans.append(len(change.forks))
         await super().commit(change)
 
 
 class SlowStore(MemoryStore):
-    """Takes plans only once it may."""
+    """Blocks plans until released."""
 
     def __init__(self, time: FakeTime) -> None:
-        super().__init__(time.clock, keep_forks=100)
+        super().__init__(time.clock, max_finished_forks=100)
         self.began, self.released = asyncio.Event(), asyncio.Event()
 
     async def commit(self, change: StoreChange) -> None:
-        """Wait where the change is a plan."""
+        """Wait if the change is a plan."""
         if change.group is not None:
             self.began.set()
             await self.released.wait()
@@ -67,18 +67,18 @@ def store(time: FakeTime) -> FlakyStore:
 
 @pytest.fixture
 def registry(time: FakeTime, store: FlakyStore) -> Registry:
-    """A registry in which the first that asks waits for others."""
+    """A registry in which the first request waits for others."""
     return make_registry(time, store, batch_window_s=0.02)
 
 
 def parts(plan: Plan) -> dict[str, tuple[tuple[int, int], ...]]:
-    """Chunks by source, storage by its kind."""
+    """Return the chunks by source; storage by its kind."""
     peers = {route.source_id: route.chunks for route in plan.routes}
     return peers | {str(read.kind): read.chunks for read in plan.storage}
 
 
 async def test_arrivals_in_one_window_share_one_plan(registry: Registry, store: FlakyStore) -> None:
-    """Ten ask at once: one plan, in which each has its slot."""
+    """Ten concurrent requests get one plan, in which each has its slot."""
     await registry.report(seed_report("s"))
     names = [f"t{index}" for index in range(10)]
     plans = await asyncio.gather(*(registry.request_plan(fork_request(name)) for name in names))
@@ -86,8 +86,8 @@ async def test_arrivals_in_one_window_share_one_plan(registry: Registry, store: 
     assert ([10], expected) == (store.plans, [parts(plan) for plan in plans])
 
 
-async def test_a_fork_that_ends_while_it_is_planned_has_ended(time: FakeTime) -> None:
-    """Its batch is closed, and the store has not taken the plan yet: the end waits for that."""
+async def test_finishing_waits_for_a_plan_in_progress(time: FakeTime) -> None:
+    """The batch is closed and the store has not accepted the plan yet."""
     store = SlowStore(time)
     registry = make_registry(time, store, batch_window_s=0.001)
     await registry.report(seed_report("s"))
@@ -107,8 +107,8 @@ async def test_groups_do_not_wait_for_one_another(registry: Registry, store: Fla
     assert [1, 1] == store.plans
 
 
-async def test_who_lost_a_source_or_has_begun_does_not_wait(registry: Registry, store: FlakyStore) -> None:
-    """They are planned before the window of the one that came first is over."""
+async def test_replans_and_started_forks_do_not_wait(registry: Registry, store: FlakyStore) -> None:
+    """They are planned before the window of the first request has closed."""
     await registry.report(seed_report("s", max_readers=4))
     first = asyncio.create_task(registry.request_plan(fork_request("a")))
     await registry.request_plan(fork_request("b", (0, 3)))
@@ -118,8 +118,8 @@ async def test_who_lost_a_source_or_has_begun_does_not_wait(registry: Registry, 
     assert (True, [1, 1, 1]) == (waiting, store.plans)
 
 
-async def test_a_caller_that_hangs_up_does_not_end_the_others_plan(registry: Registry) -> None:
-    """Not even the first, whose request opened the window."""
+async def test_a_disconnected_caller_does_not_cancel_the_others_plan(registry: Registry) -> None:
+    """This includes the first caller, which opened the window."""
     await registry.report(seed_report("s"))
     first = asyncio.create_task(registry.request_plan(fork_request("a")))
     second = asyncio.create_task(registry.request_plan(fork_request("b")))
@@ -130,8 +130,8 @@ async def test_a_caller_that_hangs_up_does_not_end_the_others_plan(registry: Reg
     assert {"a": ALL} == parts(await second)
 
 
-async def test_a_plan_that_fails_fails_for_all_that_share_it(registry: Registry, store: FlakyStore) -> None:
-    """Each is told, and the next window is a new one."""
+async def test_a_failed_plan_fails_for_its_complete_batch(registry: Registry, store: FlakyStore) -> None:
+    """Each caller gets the error, and the next window is a new one."""
     await registry.report(seed_report("s"))
     store.lost = 1
     results = await asyncio.gather(
@@ -142,7 +142,7 @@ async def test_a_plan_that_fails_fails_for_all_that_share_it(registry: Registry,
 
 
 async def test_the_same_request_twice_in_one_window_is_one_fork(registry: Registry, store: FlakyStore) -> None:
-    """A caller that sent it again gets the same plan."""
+    """A caller that repeats its request gets the same plan."""
     await registry.report(seed_report("s"))
     first, second = await asyncio.gather(
         registry.request_plan(fork_request("a")), registry.request_plan(fork_request("a"))
@@ -159,10 +159,10 @@ COLD = [
 
 @pytest.mark.parametrize(("storage", "expected"), COLD)
 @pytest.mark.parametrize("batch_s", [0.0, 0.02])
-async def test_one_of_a_cold_group_is_elected(
+async def test_one_target_of_a_cold_group_is_elected(
     time: FakeTime, storage: object, expected: list[object], batch_s: float
 ) -> None:
-    """Whether they come at once or one after another, storage is read once."""
+    """Storage is read once, whether targets arrive together or one after another."""
     registry = make_registry(time, batch_window_s=batch_s)
     requests = [fork_request(name, storage=storage_candidates(storage)) for name in "abc"]  # type: ignore[arg-type]
     if batch_s:
@@ -173,15 +173,15 @@ async def test_one_of_a_cold_group_is_elected(
 
 
 async def test_a_batch_shares_a_snapshot_in_a_ring(registry: Registry) -> None:
-    """With chunks enough for two, each reads half."""
+    """With enough chunks for two, each reads half."""
     requests = [fork_request(name, storage=storage_candidates(SNAPSHOT), chunk_count=20) for name in "ab"]
     plans = await asyncio.gather(*(registry.request_plan(request) for request in requests))
     low, high = ((0, 10),), ((10, 20),)
     assert [{"snapshot": low, "b": high}, {"snapshot": high, "a": low}] == [parts(plan) for plan in plans]
 
 
-async def test_a_leader_that_dies_is_replaced_by_a_follower(time: FakeTime) -> None:
-    """The follower reads from storage what nobody holds, and the next one stays behind it."""
+async def test_a_missing_leader_is_replaced_by_a_follower(time: FakeTime) -> None:
+    """The follower reads missing chunks from storage, and the next one reads from it."""
     registry = make_registry(time)
     for name in "abc":
         await registry.request_plan(fork_request(name, storage=storage_candidates(CHECKPOINT)))
@@ -199,8 +199,8 @@ async def test_a_leader_that_dies_is_replaced_by_a_follower(time: FakeTime) -> N
     assert [ORIGIN, ORIGIN] == [first.provisional_id, second.provisional_id]
 
 
-async def test_an_elected_one_whose_storage_fails_hands_over(time: FakeTime) -> None:
-    """The other is elected when it asks, and the first stands behind it then."""
+async def test_an_elected_reader_whose_storage_fails_is_replaced(time: FakeTime) -> None:
+    """The other is elected when it replans, and the first reads from it."""
     registry = make_registry(time)
     for name in "ab":
         await registry.request_plan(fork_request(name, storage=storage_candidates(CHECKPOINT)))
@@ -211,23 +211,23 @@ async def test_an_elected_one_whose_storage_fails_hands_over(time: FakeTime) -> 
     assert [{}, {"checkpoint": ALL}, {"b": ALL}] == [parts(each) for each in (unplanned, elected, follower)]
 
 
-async def test_without_offers_nobody_reads_storage_for_others(registry: Registry) -> None:
-    """Each is told that nobody holds the model, at once."""
+async def test_without_storage_no_target_is_elected(registry: Registry) -> None:
+    """Each gets the reason immediately."""
     plans = await asyncio.gather(*(registry.request_plan(fork_request(name)) for name in "ab"))
     assert [({}, None)] * 2 == [(parts(plan), plan.retry_after_s) for plan in plans]
 
 
-async def test_a_request_that_cannot_be_planned_does_not_take_the_others_with_it(
+async def test_a_request_that_cannot_be_planned_does_not_fail_the_others(
     time: FakeTime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The batch is planned one by one, and only the one at fault fails."""
+    """The requests are planned separately, and only the faulty one fails."""
     from planner.policy import group_plan
 
     original_plan = group_plan.plan
 
     def plan(group: Any, demands: Any, now: float) -> Any:
         if any(demand.fork_id == "fork-bad" for demand in demands):
-            raise OverflowError("as when a number is beyond all bounds")
+            raise OverflowError("number out of range")
         return original_plan(group, demands, now)
 
     monkeypatch.setattr(group_plan, "plan", plan)
@@ -252,7 +252,7 @@ WAITS = [
 
 
 @pytest.mark.parametrize(("together", "apart_s", "storage", "expected"), WAITS)
-async def test_the_window_grows_only_while_several_keep_coming(
+async def test_the_window_grows_only_while_several_requests_arrive(
     time: FakeTime,
     monkeypatch: pytest.MonkeyPatch,
     together: int,
@@ -260,7 +260,7 @@ async def test_the_window_grows_only_while_several_keep_coming(
     storage: Any,
     expected: list[float],
 ) -> None:
-    """Who comes alone waits for nobody long; hardly at all, with nobody just before and no storage."""
+    """A single request hardly waits, if none came just before and it has no storage."""
     waited: list[float] = []
     pause = asyncio.sleep
 

@@ -1,4 +1,4 @@
-"""Ids that are kept in order."""
+"""SortedIds against a sorted set."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ IDS = st.text("ab-", min_size=1, max_size=4)
 
 
 @given(st.lists(st.tuples(st.booleans(), IDS)), st.none() | IDS, st.just("") | IDS)
-def test_what_is_in_comes_in_order(changes: list[tuple[bool, str]], cursor: str | None, prefix: str) -> None:
-    """As sorting all of a set would have it, after any comings and goings."""
+def test_ids_are_sorted(changes: list[tuple[bool, str]], cursor: str | None, prefix: str) -> None:
+    """The result equals sorting a set after any additions and removals."""
     sorted_ids, model = SortedIds(), set[str]()
     for added, name in changes:
         (sorted_ids.add if added else sorted_ids.discard)(name)
@@ -21,8 +21,8 @@ def test_what_is_in_comes_in_order(changes: list[tuple[bool, str]], cursor: str 
     assert expected == list(sorted_ids.after(cursor, prefix))
 
 
-def test_nothing_is_left_once_all_are_let_go() -> None:
-    """And what comes then is in order again."""
+def test_clear_removes_all_ids() -> None:
+    """Ids added later are sorted again."""
     sorted_ids = SortedIds()
     sorted_ids.add("c")
     sorted_ids.clear()

@@ -13,17 +13,17 @@ from tests.unit.planner.records import GROUP, fork, instance
 OTHER = GROUP._replace(model="other")
 
 
-def state(keep_forks: int = 10) -> PlannerState:
-    """A replica that knows nothing yet."""
-    return PlannerState(keep_forks=keep_forks)
+def state(max_finished_forks: int = 10) -> PlannerState:
+    """Return an empty state."""
+    return PlannerState(max_finished_forks=max_finished_forks)
 
 
 def reading(name: str, source: str, *, ended: bool = False, **changes: object) -> ForkRecord:
-    """The fork `name` of instance `of-name`, which reads the whole image of one chunk."""
+    """Return the fork `name` of instance `of-name`, which reads an entire image of one chunk."""
     return fork(name, ended=ended, reads=(RouteRecord(source, ((0, 1),), ("http",), 0),), **changes)
 
 
-def test_instances_are_listed_in_the_order_they_came() -> None:
+def test_instances_are_listed_in_the_order_of_arrival() -> None:
     """A heartbeat does not change it."""
     known = state()
     known.apply([instance("b"), instance("a")])
@@ -31,8 +31,8 @@ def test_instances_are_listed_in_the_order_they_came() -> None:
     assert ["b", "a"] == [each.report.instance_id for each in known.instances()]
 
 
-def test_instances_are_told_in_the_order_of_their_ids() -> None:
-    """From behind a cursor on, whatever came, went, or was heard of again in between."""
+def test_instances_are_ordered_by_id() -> None:
+    """They follow the cursor, whatever was added, removed or updated in between."""
     known = state()
     known.apply([instance(name) for name in "dbac"])
     known.apply([instance("b", seen_at=5.0)], removed=["c", "nobody"])
@@ -44,35 +44,35 @@ def test_instances_are_told_in_the_order_of_their_ids() -> None:
 @pytest.mark.parametrize(
     ("replica", "cursor", "expected"),
     [
-        ("p", None, ["p-draft-a", "p-target-a", "p-target-b"]),
-        ("p", "p-draft-a", ["p-target-a", "p-target-b"]),
-        ("p", "p-target-a", ["p-target-b"]),
+        ("p", None, ["p-main-a", "p-main-b", "p-speculative-a"]),
+        ("p", "p-main-a", ["p-main-b", "p-speculative-a"]),
+        ("p", "p-main-b", ["p-speculative-a"]),
         ("p", "q", []),
-        ("p", "a", ["p-draft-a", "p-target-a", "p-target-b"]),
-        ("p-2", None, ["p-2-target-a"]),
+        ("p", "a", ["p-main-a", "p-main-b", "p-speculative-a"]),
+        ("p-2", None, ["p-2-main-a"]),
         ("q", None, []),
-        ("p-target-a", None, []),
+        ("p-main-a", None, []),
     ],
 )
-def test_the_ranks_of_a_replica_are_told_apart(replica: str, cursor: str | None, expected: list[str]) -> None:
-    """From those of one whose name begins alike, and from instances that are named otherwise."""
+def test_the_ranks_of_a_replica_are_listed(replica: str, cursor: str | None, expected: list[str]) -> None:
+    """Replicas with a similar name, and instances with other names, are excluded."""
     known = state()
-    names = ["p", "p-", "p-2-target-a", "p-draft-a", "p-other-a", "p-target-a", "p-target-b", "p2-target-a"]
+    names = ["p", "p-", "p-2-main-a", "p-main-a", "p-main-b", "p-other-a", "p-speculative-a", "p2-main-a"]
     known.apply([instance(name) for name in names])
     assert expected == [each.source.instance_id for each in known.instances_after(cursor, replica)]
 
 
-def test_forks_are_told_in_the_order_of_their_ids() -> None:
-    """Those that are not kept any more are not."""
-    known = state(keep_forks=1)
+def test_forks_are_ordered_by_id() -> None:
+    """Dropped ones are not listed."""
+    known = state(max_finished_forks=1)
     known.apply(forks=[fork("c"), fork("a", ended=True), fork("d"), fork("b", ended=True)])
     known.apply(forks=[fork("c", seen_at=2.0)])
     pages = [known.forks_after(cursor) for cursor in (None, "b", "d")]
     assert [["b", "c", "d"], ["c", "d"], []] == [[each.fork_id for each in one] for one in pages]
 
 
-def test_the_silent_are_those_not_heard_of_for_their_time() -> None:
-    """Ten seconds, counted from the last report."""
+def test_overdue_instances_are_past_their_ttl() -> None:
+    """The TTL of ten seconds counts from the last report."""
     known = state()
     known.apply([instance("a", seen_at=0.0), instance("b", seen_at=1.0)])
     known.apply([instance("a", seen_at=2.0)])
@@ -80,15 +80,15 @@ def test_the_silent_are_those_not_heard_of_for_their_time() -> None:
     assert [[], ["b"], ["b", "a"]] == silent
 
 
-def test_the_forks_that_are_silent_are_told_oldest_first() -> None:
-    """Those that have ended are not."""
+def test_overdue_forks_are_listed_oldest_first() -> None:
+    """Finished forks are not listed."""
     known = state()
     known.apply(forks=[fork("a", seen_at=1.0), fork("b", seen_at=2.0), fork("c", ended=True)])
     assert [["a"], ["a", "b"]] == [[each.fork_id for each in known.overdue_forks(at)] for at in (1.0, 2.0)]
 
 
 def test_an_instance_that_changes_its_model_changes_its_group() -> None:
-    """The old group is gone with its last member."""
+    """The old group is removed with its last member."""
     known = state()
     known.apply([instance("a")])
     known.apply([instance("a", model="other")])
@@ -96,15 +96,15 @@ def test_an_instance_that_changes_its_model_changes_its_group() -> None:
     assert {} == known.group(GROUP).sources
 
 
-def test_other_ranks_of_a_model_are_known() -> None:
-    """For the reason of a plan without routes."""
+def test_other_ranks_of_a_model_are_listed() -> None:
+    """They are for the reason of a plan without routes."""
     known = state()
     known.apply([instance("a"), instance("b", rank=Rank(tp=1, tp_size=2)), instance("c", model="other")])
     assert (Rank(tp=1, tp_size=2).key,) == known.other_ranks(GROUP)
 
 
-def test_a_model_is_mixed_while_two_versions_of_it_are_served() -> None:
-    """Targets, draining instances, updates in place and other models do not count."""
+def test_a_model_with_two_served_versions_is_reported() -> None:
+    """Targets, draining instances, in-place updates and other models do not count."""
     known = state()
 
     def put(name: str, version: str, **changes: object) -> None:
@@ -120,8 +120,8 @@ def test_a_model_is_mixed_while_two_versions_of_it_are_served() -> None:
     assert {"m"} == known.models_with_several_versions()
 
 
-def test_readers_from_before_a_restart_count_until_they_ask() -> None:
-    """A fork that is known counts by its plan."""
+def test_readers_from_before_a_restart_count_until_they_replan() -> None:
+    """A known fork counts by its plan."""
     known = state()
     known.apply([instance("s", readers=("x", "y"))])
     unplanned = set(known.group(GROUP).readers["s"])
@@ -131,7 +131,7 @@ def test_readers_from_before_a_restart_count_until_they_ask() -> None:
 
 
 def test_a_fork_counts_as_a_reader_until_it_ends() -> None:
-    """Of each source of its newest plan, and of no other."""
+    """It counts for each source of its newest plan only."""
     known = state()
     known.apply([instance("s"), instance("t"), instance("of-x")], [reading("x", "s")])
     known.apply(forks=[reading("x", "t")])
@@ -141,8 +141,8 @@ def test_a_fork_counts_as_a_reader_until_it_ends() -> None:
     assert ({"t": {"x"}}, {}) == (during, after)
 
 
-def test_the_fork_under_way_of_an_instance_is_found() -> None:
-    """Until it ends; a later one takes its place."""
+def test_the_running_fork_of_an_instance_is_found() -> None:
+    """It is found until it ends; a later one replaces it."""
     known = state()
     known.apply(forks=[fork("a")])
     found = [known.live_fork_of("of-a")]
@@ -152,7 +152,7 @@ def test_the_fork_under_way_of_an_instance_is_found() -> None:
 
 
 def test_progress_alone_moves_no_reader() -> None:
-    """The group's index is left as it is, and the listener hears of it all the same."""
+    """The group's index does not change, and the listener is notified anyway."""
     known = state()
     notified: list[ForkRecord] = []
     stop = known.subscribe(notified.append)
@@ -163,8 +163,8 @@ def test_progress_alone_moves_no_reader() -> None:
     assert ([0.0, 3.0], {"x": 1.0}) == ([each.seen_at for each in notified], known.group(GROUP).readers["s"])
 
 
-def test_what_forks_read_is_summed_by_group() -> None:
-    """When they end."""
+def test_bytes_of_forks_are_summed_by_group() -> None:
+    """They are added when a fork ends."""
     known = state()
     known.apply([instance("s"), instance("of-x")], [reading("x", "s")])
     finish = ForkResult(outcome="forked", seconds=1, bytes_read=9, sources={"s": 5, "loader:": 4})
@@ -173,8 +173,8 @@ def test_what_forks_read_is_summed_by_group() -> None:
     assert (5, 4) == (group.history.forked_bytes, group.history.storage_bytes)
 
 
-def test_clearing_forgets_everything() -> None:
-    """What a store holds is then loaded anew."""
+def test_clearing_removes_everything() -> None:
+    """The store's contents are loaded afterwards."""
     known = state()
     known.apply([instance("s"), instance("of-x")], [reading("x", "s")])
     known.clear()

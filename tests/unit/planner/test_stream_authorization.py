@@ -1,4 +1,4 @@
-"""Streams end when their caller's token is good no more."""
+"""Streams end when their caller's token is no longer valid."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.unit.planner.builders import FakeTime, make_registry
 TOKENS = "reader look\noperator rule\n"
 STREAMS = ("/v1/events", "/ui/feed")
 SOON_S = 0.001
-"""Between two comments of a stream that has nothing to tell."""
+"""Interval between comments of an idle stream."""
 
 
 class GuardedStreams:
-    """A planner's streams behind its door, called as a server calls them."""
+    """A planner's streams with authorization, called like an ASGI server calls them."""
 
     def __init__(self, path: Path) -> None:
         self.time = FakeTime()
@@ -44,7 +44,7 @@ class GuardedStreams:
         self.sent: asyncio.Queue[Message] = asyncio.Queue()
 
     async def serve(self, path: str, token: str) -> None:
-        """Serve one reader, which never leaves by itself."""
+        """Serve one reader, which never disconnects."""
         scope = {
             "type": "http", "method": "GET", "path": path, "query_string": b"",
             "headers": [(b"authorization", f"Bearer {token}".encode())],
@@ -53,12 +53,12 @@ class GuardedStreams:
         await self.app(scope, asyncio.Event().wait, self.sent.put)  # type: ignore[arg-type]
 
     def rewrite(self, text: str) -> None:
-        """Other tokens are good from now on."""
+        """Replace the tokens."""
         self.tokens.write_text(text)
         self.time.now += CHECK_S
 
     async def until(self, text: bytes) -> int:
-        """Take what is sent up to a part with this text; the status it came with, where it began."""
+        """Receive parts until one contains the text; return the status if it was sent."""
         status = 0
         while True:
             message = await self.sent.get()
@@ -69,8 +69,8 @@ class GuardedStreams:
 
 @pytest.mark.parametrize("path", STREAMS)
 @pytest.mark.parametrize("left", ["operator rule\n", "reader look-2\noperator rule\n"])
-async def test_a_stream_ends_with_its_token(tmp_path: Path, path: str, left: str) -> None:
-    """With the next thing it would be sent, in order: the last part of the body says that it is whole."""
+async def test_a_stream_ends_when_its_token_is_revoked(tmp_path: Path, path: str, left: str) -> None:
+    """It ends at the next send, and its last part marks the body as complete."""
     planner = GuardedStreams(tmp_path / "tokens")
     async with asyncio.timeout(10):
         serving = asyncio.create_task(planner.serve(path, "look"))
@@ -82,8 +82,8 @@ async def test_a_stream_ends_with_its_token(tmp_path: Path, path: str, left: str
 
 
 @pytest.mark.parametrize("path", STREAMS)
-async def test_a_stream_outlives_the_tokens_of_others(tmp_path: Path, path: str) -> None:
-    """And a larger role of its own."""
+async def test_a_stream_survives_changes_of_other_tokens(tmp_path: Path, path: str) -> None:
+    """It also survives a greater role of its own token."""
     planner = GuardedStreams(tmp_path / "tokens")
     async with asyncio.timeout(10):
         serving = asyncio.create_task(planner.serve(path, "look"))
@@ -97,6 +97,6 @@ async def test_a_stream_outlives_the_tokens_of_others(tmp_path: Path, path: str)
     assert not planner.broadcaster._subscribers
 
 
-def test_where_no_token_is_asked_for_every_stream_may_go_on() -> None:
-    """There is no door that could have left anything in the scope."""
+def test_without_tokens_every_stream_continues() -> None:
+    """No middleware has stored a check in the scope."""
     assert still_authorized({"type": "http"})

@@ -1,4 +1,4 @@
-"""The planner's part of a fork's trace."""
+"""The planner's spans in a fork's trace."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CALLERS = [TraceContext(f"{number}" * 32, f"{number}" * 16) for number in (1, 2,
 
 
 async def request_forks(recorder: SpanRecorder, *callers: TraceContext | None, batch_s: float) -> list[int]:
-    """The statuses of forks that ask at once, each in the trace of its caller."""
+    """Return the statuses of concurrent fork requests, each in its caller's trace."""
     settings = PlannerSettings(batch_window_s=batch_s)
     app = create_app(settings, FakeTime().clock, tracer=recorder.tracer)
     transport = httpx.ASGITransport(app=app)
@@ -40,8 +40,8 @@ async def request_forks(recorder: SpanRecorder, *callers: TraceContext | None, b
     return [response.status_code for response in responses]
 
 
-async def test_a_request_goes_on_with_the_trace_of_its_caller() -> None:
-    """What it waits for, and its plan, are within it; what people ask and heartbeats are no spans."""
+async def test_a_request_continues_the_trace_of_its_caller() -> None:
+    """Waiting and planning are child spans; queries and heartbeats have no spans."""
     recorder = SpanRecorder()
     assert [200] == await request_forks(recorder, CALLERS[0], batch_s=0.0)
     assert {
@@ -53,14 +53,14 @@ async def test_a_request_goes_on_with_the_trace_of_its_caller() -> None:
     plan, request = recorder.attributes("make plan"), recorder.attributes("POST /v1/forks")
     assert (CALLERS[0].trace_id, 200, "m", 1, 1, 1) == (
         f"{recorder.spans['make plan'].context.trace_id:032x}", request["http.response.status_code"],
-        plan["rfork.model"], plan["rfork.together"], plan["rfork.group_size"], plan["rfork.routes"],
+        plan["rfork.model"], plan["rfork.batch_size"], plan["rfork.group_size"], plan["rfork.routes"],
     )  # fmt: skip
     finish = recorder.attributes("POST /v1/forks/{fork_id}/finish")
     assert ("fork-t0", 204) == (finish["rfork.fork"], finish["http.response.status_code"])
 
 
-async def test_a_plan_of_several_links_to_the_others_traces() -> None:
-    """It is made once, in the trace of the first; each waited in its own."""
+async def test_a_plan_of_several_forks_links_to_the_other_traces() -> None:
+    """It belongs to the first trace; each fork waits in its own."""
     recorder = SpanRecorder()
     assert [200] * 3 == await request_forks(recorder, *CALLERS, batch_s=0.05)
     (plan,) = recorder.all_named("make plan")
@@ -70,12 +70,12 @@ async def test_a_plan_of_several_links_to_the_others_traces() -> None:
     assert (3, {caller.trace_id for caller in CALLERS}, 3) == (
         len(waits),
         {own, *linked},
-        (plan.attributes or {})["rfork.together"],
+        (plan.attributes or {})["rfork.batch_size"],
     )
 
 
-async def test_a_request_that_cannot_be_read_is_a_span_too() -> None:
-    """With its status; a trace that is none is not gone on with."""
+async def test_an_invalid_request_has_a_span_too() -> None:
+    """It has the status; an invalid trace parent is ignored."""
     recorder = SpanRecorder()
     app = create_app(PlannerSettings(), FakeTime().clock, tracer=recorder.tracer)
     transport = httpx.ASGITransport(app=app)

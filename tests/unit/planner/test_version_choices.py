@@ -1,4 +1,4 @@
-"""The planner's choice of a version: what plans say of it, and what is counted."""
+"""The planner's choice of a version: reasons and metrics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NOTHING = {"served": 0.0, "several": 0.0, "conflict": 0.0}
 
 @pytest.fixture
 def registry() -> Registry:
-    """Knows no instance."""
+    """An empty registry."""
     return make_registry(FakeTime())
 
 
@@ -27,8 +27,8 @@ def counted(registry: Registry) -> dict[str, float]:
     return {sample.labels["choice"]: sample.value for sample in family.samples if sample.name.endswith("_total")}
 
 
-async def test_a_version_that_is_taken_over_is_named_and_counted_once(registry: Registry) -> None:
-    """However often the fork asks."""
+async def test_an_adopted_version_is_named_and_counted_once(registry: Registry) -> None:
+    """Replans do not count again."""
     await registry.report(seed_report("s", version="v1"))
     plan = await registry.request_plan(fork_request("t", version=None))
     assert "takes over version v1; from seed s (0 other readers)" == plan.reason
@@ -44,29 +44,29 @@ async def test_several_versions_are_refused_by_name(registry: Registry) -> None:
     plan = await registry.request_plan(fork_request("t", version=None))
     assert (
         "2 versions of m are served (v1, v2) and this target states none: set RFORK_VERSION; "
-        "no version of model m can be taken over; 1 instance serves v1, 1 instance serves v2"
+        "no version of model m can be adopted; 1 instance serves v1, 1 instance serves v2"
     ) == plan.reason
     assert NOTHING | {"several": 1.0} == counted(registry)
 
 
 async def test_a_conflict_within_a_replica_is_counted(registry: Registry) -> None:
-    """Two ranks whose files differ."""
+    """Two ranks have different files."""
     ranks = [Rank(tp=tp, tp_size=2) for tp in range(2)]
     await registry.request_plan(fork_request("r0", version="v1", rank=ranks[0], replica="r"))
-    with pytest.raises(ProblemError, match="replica r began with version v1"):
+    with pytest.raises(ProblemError, match="replica r uses version v1"):
         await registry.request_plan(fork_request("r1", version="v2", rank=ranks[1], replica="r"))
     assert NOTHING | {"conflict": 1.0} == counted(registry)
 
 
-async def test_a_version_of_its_own_is_not_counted(registry: Registry) -> None:
-    """The usual case is no event."""
+async def test_a_version_of_the_targets_own_is_not_counted(registry: Registry) -> None:
+    """The usual case is not an event."""
     await registry.report(seed_report("s", version="v1"))
     await registry.request_plan(fork_request("t", version="v1"))
     assert NOTHING == counted(registry)
 
 
-async def test_who_reads_storage_for_a_new_version_is_the_first(registry: Registry) -> None:
-    """The plan says so also once storage is read; those that wait behind it are not the first."""
+async def test_a_storage_reader_of_a_new_version_is_the_first(registry: Registry) -> None:
+    """The plan shows this while storage is read; targets that wait for it are not the first."""
     await registry.report(seed_report("s", version="v1"))
     storage = storage_candidates(Storage("checkpoint", "file:///m", "0" * 32))
     plan = await registry.request_plan(fork_request("t", version="v2", storage=storage))
@@ -79,7 +79,7 @@ async def test_who_reads_storage_for_a_new_version_is_the_first(registry: Regist
 
 
 async def test_each_rank_of_a_new_version_is_the_first(registry: Registry) -> None:
-    """The rank that asks second does not hold against it that the other one is known already."""
+    """The second rank is still the first of its version, though the other one is already known."""
     ranks = [Rank(tp=tp, tp_size=2) for tp in range(2)]
     for rank in ranks:
         await registry.report(seed_report(f"s{rank.tp}", version="v1", rank=rank))

@@ -26,21 +26,21 @@ COMPLETE: Final = ((0, CHUNKS),)
 
 @dataclass
 class Member:
-    """One rank of a replica, and which weights it really holds."""
+    """One rank of a replica, with the weights it really has."""
 
     name: str
     rank: Rank
     loaded_version: str | None = None
-    """The version of its bytes, once it has all of them."""
+    """Version of its bytes, once it has all of them."""
     reported_version: str | None = None
-    """The version that it reports."""
+    """Version that it reports."""
     plan: Plan | None = None
     reported_at: float = 0.0
 
 
 @dataclass
 class Replica:
-    """A server: its own files are of one version, or it has none."""
+    """A server with files of one version, or without files."""
 
     name: str
     files: str | None
@@ -68,8 +68,8 @@ class RolloutSimulation:
         self.restart_planners()
 
     def restart_planners(self) -> None:
-        """All records are lost; each instance reports again within its heartbeat."""
-        store = MemoryStore(self.time.clock, keep_forks=100)
+        """Restart the planners: all records are lost until instances report again."""
+        store = MemoryStore(self.time.clock, max_finished_forks=100)
         self.planners = [
             make_registry(self.time, store, heartbeat_s=HEARTBEAT_S, instance_ttl_s=20.0) for _ in range(2)
         ]
@@ -79,7 +79,7 @@ class RolloutSimulation:
         return self.random.choice(self.planners)
 
     async def step(self) -> None:
-        """One random event."""
+        """Run one random event."""
         events = [
             self.start,
             self.request_plan,
@@ -96,7 +96,7 @@ class RolloutSimulation:
         await event()
 
     async def start(self) -> None:
-        """A replica of one or two ranks, with the files of a version or without files."""
+        """Start a replica of one or two ranks, with the files of a version or without files."""
         size = self.random.choice((1, 2))
         self.started += 1
         name = f"replica-{self.started}"
@@ -104,7 +104,7 @@ class RolloutSimulation:
         self.replicas.append(Replica(name, self.random.choice((*VERSIONS, None)), members))
 
     async def request_plan(self) -> None:
-        """A rank that has no weights asks for a plan."""
+        """Let a rank without weights request a plan."""
         waiting = [(each, one) for each in self.replicas for one in each.members if one.loaded_version is None]
         if not waiting:
             return
@@ -137,7 +137,7 @@ class RolloutSimulation:
             self.violations.append(f"{member.name} got no plan though {sources} serve it: {plan.reason}")
 
     async def complete(self) -> None:
-        """A rank ends: by its plan, else by its own files; without either its whole server ends."""
+        """Complete a rank by its plan, else from its own files; without either its server exits."""
         begun = [
             (each, one) for each in self.replicas for one in each.members if one.plan and one.loaded_version is None
         ]
@@ -150,7 +150,7 @@ class RolloutSimulation:
         if plan.routes:
             sources = [self.find(route.source_id) for route in plan.routes]
             if any(source is None or source.loaded_version != member.reported_version for source in sources):
-                member.plan = None  # the source is gone, or fences its readers: ask again
+                member.plan = None  # the source is removed or fenced: replan
                 return
             member.loaded_version, outcome = member.reported_version, "forked"
         elif replica.files is not None or (member.reported_version is not None and is_unnamed(member.reported_version)):
@@ -166,7 +166,7 @@ class RolloutSimulation:
             self.violations.append(f"{replica.name} holds {sorted(replica.loaded_versions)}")
 
     async def tick(self) -> None:
-        """Time passes; who has not reported for four seconds does."""
+        """Advance the time; ranks report every four seconds."""
         self.time.now += self.random.choice((0.1, 1.0, 4.0))
         for replica in self.replicas:
             for member in replica.members:
@@ -174,7 +174,7 @@ class RolloutSimulation:
                     await self.send(replica, member)
 
     async def update(self) -> None:
-        """A complete replica gets other weights in place."""
+        """Update a complete replica in place."""
         complete = [each for each in self.replicas if all(one.loaded_version for one in each.members)]
         if not complete or self.random.random() < 0.5:
             return
@@ -185,12 +185,12 @@ class RolloutSimulation:
             await self.send(replica, member)
 
     async def kill(self) -> None:
-        """A server ends, with or without a word to the planner."""
+        """Stop a server, with or without removing it at the planner."""
         if self.replicas:
             await self.end(self.random.choice(self.replicas))
 
     async def drain(self) -> None:
-        """An instance is not to be read from any more."""
+        """Drain an instance."""
         complete = [one for each in self.replicas for one in each.members if one.loaded_version]
         if complete:
             with contextlib.suppress(ProblemError):  # the planner may have forgotten it
@@ -225,7 +225,7 @@ class RolloutSimulation:
         return next((one for each in self.replicas for one in each.members if one.name == name), None)
 
     def claimed_by(self, name: str) -> str | None:
-        """The version of an instance; of one that is gone, the one that the planner believes."""
+        """Return the version of an instance, or the planner's record of a removed one."""
         member = self.find(name)
         if member is not None:
             return member.reported_version
@@ -233,7 +233,7 @@ class RolloutSimulation:
         return record.version if record is not None else None
 
     def served(self) -> set[str]:
-        """The versions that complete instances serve, as far as the planner knows."""
+        """Return the versions of complete instances known to the planner."""
         return {
             record.version
             for record in self.planners[0].state.members_of("m")
@@ -241,7 +241,7 @@ class RolloutSimulation:
         }
 
     def sources_for(self, replica: Replica, member: Member) -> list[str]:
-        """Instances that the planner knows to serve this rank of the version that the member's files have."""
+        """Return the known instances that serve this rank in the version of the member's files."""
         if replica.files is None:
             return []
         state = self.planners[0].state
@@ -263,7 +263,7 @@ def _digest(version: str) -> str:
 @given(st.integers(0, 2**32))
 @settings(max_examples=150)
 def test_rolling_updates_never_mix_versions(seed: int) -> None:
-    """No rank reads another version than its own, no replica holds two, and permitted sources are used."""
+    """No rank reads another version than its own, no replica has two, and permitted sources are used."""
 
     async def run() -> RolloutSimulation:
         simulation = RolloutSimulation(Random(seed))

@@ -1,4 +1,4 @@
-"""Which version of a model's weights a fork gets."""
+"""Version resolution for targets."""
 
 from __future__ import annotations
 
@@ -16,72 +16,72 @@ SPECULATIVE = Rank(role="speculative")
 
 
 def seed(name: str, version: str | None, **changes: object) -> InstanceRecord:
-    """The record of a complete instance of a version."""
+    """Return the record of a complete instance of a version."""
     return InstanceRecord(seed_report(name, version=version, **changes), seen_at=0.0, ttl_s=10.0)
 
 
 def target(version: str | None = None, **changes: object) -> InstanceReport:
-    """The report of a target; by default one without files of its own."""
+    """Return the report of a target; by default without files."""
     return report("t", version=version, any_version=version is None, **changes)
 
 
 def test_a_target_with_files_gets_their_version() -> None:
-    """Whatever is served."""
+    """Served versions do not matter."""
     stated = report("t", version="v2")
     assert "v2" == resolve(stated, [seed("a", "v1")], ()).version
 
 
-def test_a_target_without_files_takes_over_the_only_version() -> None:
-    """The one that complete instances serve."""
+def test_a_target_without_files_adopts_the_only_version() -> None:
+    """It is the one that complete instances serve."""
     assert "v1" == resolve(target(), [seed("a", "v1"), seed("b", "v1")], ()).version
 
 
 def test_a_target_without_files_is_refused_where_two_versions_are_served() -> None:
-    """It gets a version of its own, and the reason lists those that are served."""
+    """It gets an unnamed version, and the reason lists the served ones."""
     resolution = resolve(target(replica="r"), [seed("a", "v1"), seed("b", "v2")], ())
     assert unnamed("r") == resolution.version
     assert "2 versions of m are served (v1, v2) and this target states none: set RFORK_VERSION" == resolution.note
 
 
 def test_a_draining_instance_serves_no_version() -> None:
-    """New targets are not sent to it."""
+    """New targets are not assigned to it."""
     records = [seed("a", "v1", state="draining"), seed("b", "v2")]
     assert "v2" == resolve(target(), records, ()).version
 
 
-def test_a_version_that_is_being_loaded_is_taken_over_where_none_is_served() -> None:
-    """So a cold group without files shares one load."""
+def test_a_version_being_loaded_is_adopted_if_none_is_served() -> None:
+    """A cold group without files shares one load."""
     loading = InstanceRecord(report("a", version=None), seen_at=0.0, ttl_s=10.0, resolved_version=unnamed("a"))
     assert unnamed("a") == resolve(target(), [loading], ()).version
 
 
-def test_the_first_target_of_all_gets_a_version_of_its_own() -> None:
-    """Named after its replica."""
+def test_the_first_target_gets_an_unnamed_version() -> None:
+    """It is named after its replica."""
     assert unnamed("r") == resolve(target(replica="r"), [], ()).version
 
 
-def test_a_target_keeps_the_version_that_it_took_over() -> None:
-    """Also where another one is served by now."""
+def test_a_target_keeps_its_adopted_version() -> None:
+    """This holds even if another one is served by now."""
     begun = report("t", (0, 4), version="v1", any_version=True)
     records = [seed("a", "v1", state="draining"), seed("b", "v2")]
     assert "v1" == resolve(begun, records, ()).version
 
 
-def test_a_target_whose_version_is_gone_takes_over_the_next() -> None:
-    """If it is the only rank that has begun."""
+def test_a_target_whose_version_is_no_longer_served_adopts_the_next() -> None:
+    """This requires that no other rank of its replica has begun."""
     begun = report("t", (0, 4), version="v1", any_version=True)
     assert "v2" == resolve(begun, [seed("b", "v2")], ()).version
 
 
 def test_a_target_that_reads_its_own_storage_keeps_its_version() -> None:
-    """Others may wait for what it reads."""
+    """Other targets may wait for what it reads."""
     begun = report("t", version=unnamed("t"), any_version=True)
     kept = resolve(begun, [seed("b", "v2")], (), loading={"t"})
     assert unnamed("t") == kept.version
 
 
 def test_all_ranks_of_a_replica_get_the_version_of_the_first() -> None:
-    """Even if only another one is served by now."""
+    """This holds even if only another one is served by now."""
     first = InstanceRecord(
         report("t0", version="v1", any_version=True, rank=PAIR[0], replica="r"), seen_at=0.0, ttl_s=10.0
     )
@@ -90,28 +90,28 @@ def test_all_ranks_of_a_replica_get_the_version_of_the_first() -> None:
 
 
 def test_a_rank_whose_files_are_of_another_version_than_its_replica_is_refused() -> None:
-    """One server must not be made of two versions."""
+    """One server must not have two versions."""
     first = seed("t0", "v1", rank=PAIR[0], replica="r")
     second = report("t1", version="v2", rank=PAIR[1], replica="r")
-    with pytest.raises(ReplicaConflict, match="replica r began with version v1, but the files of rank"):
+    with pytest.raises(ReplicaConflict, match="replica r uses version v1, but the files of rank"):
         resolve(second, [first], [first])
 
 
-def test_a_rank_that_starts_again_is_not_held_to_its_former_process() -> None:
-    """Its record is still there for some seconds."""
+def test_a_restarted_rank_is_not_bound_to_its_former_process() -> None:
+    """Its old record exists for some seconds."""
     former = seed("t-before", "v1", replica="r")
     again = report("t", version="v2", replica="r")
     assert "v2" == resolve(again, [former], [former]).version
 
 
 def test_ranks_without_a_replica_are_refused_where_two_versions_are_served() -> None:
-    """Nothing says which of them belong together."""
+    """It is unknown which of them belong together."""
     records = [seed("a", "v1", rank=PAIR[0]), seed("b", "v2", rank=PAIR[0])]
     assert unnamed("t") == resolve(target(rank=PAIR[0]), records, ()).version
 
 
-def test_a_draft_follows_its_main_model() -> None:
-    """Of several versions of a draft it gets the one whose replicas serve the main model's version."""
+def test_a_speculative_model_follows_its_main_model() -> None:
+    """Of several versions, it gets the one whose replicas serve the main model's version."""
     mains = [seed("m1", "v1", replica="one"), seed("m2", "v2", replica="two")]
     speculative = [
         seed("d1", "d-v1", model="draft", rank=SPECULATIVE, replica="one"),
@@ -133,21 +133,21 @@ def test_a_draft_follows_its_main_model() -> None:
         (None, "(none)"),
     ],
 )
-def test_people_see_short_versions(version: str | None, expected: str) -> None:
-    """What a user stated is shown as it is."""
+def test_short_versions(version: str | None, expected: str) -> None:
+    """A version stated by a user is shown unchanged."""
     assert expected == short(version)
 
 
 async def test_a_fork_reads_only_from_its_own_version(time: FakeTime) -> None:
-    """The reason names the version, and who serves which other one."""
+    """The reason names the version, and the number of instances with others."""
     registry = make_registry(time)
     await registry.report(seed_report("old", version="v1"))
     plan = await registry.request_plan(fork_request("t", version="v2"))
     assert ((), "first of version v2 of model m; 1 instance serves v1") == (plan.routes, plan.reason)
 
 
-async def test_a_target_without_files_is_told_its_version(time: FakeTime) -> None:
-    """With its plan."""
+async def test_a_target_without_files_receives_its_version(time: FakeTime) -> None:
+    """It is in the plan."""
     registry = make_registry(time)
     await registry.report(seed_report("old", version="v1"))
     plan = await registry.request_plan(fork_request("t", version=None))
@@ -155,30 +155,30 @@ async def test_a_target_without_files_is_told_its_version(time: FakeTime) -> Non
 
 
 async def test_a_cold_start_is_within_a_version(time: FakeTime) -> None:
-    """Two targets with different files each read their own."""
+    """Two targets with different files read their own."""
     registry = make_registry(time)
     storage = (StorageCandidate(kind="loader"),)
     plans = [await registry.request_plan(fork_request(name, version=f"v-{name}", storage=storage)) for name in "ab"]
     assert [1, 1] == [len(plan.storage) for plan in plans]
 
 
-async def test_a_target_that_takes_over_a_version_reads_no_storage_of_its_own(time: FakeTime) -> None:
-    """Nothing says which version its loader gives."""
+async def test_a_target_that_adopts_a_version_reads_no_storage(time: FakeTime) -> None:
+    """The version of its loader's weights is unknown."""
     registry = make_registry(time)
     await registry.report(seed_report("full", version="v1", max_readers=0))
     plan = await registry.request_plan(fork_request("t", version=None, storage=(StorageCandidate(kind="loader"),)))
     assert ("v1", ()) == (plan.version, plan.storage)
 
 
-async def test_a_target_whose_version_is_gone_reads_its_storage_under_another_name(time: FakeTime) -> None:
-    """What its loader gives is not that version."""
+async def test_a_target_whose_version_is_no_longer_served_reads_storage_under_another_name(time: FakeTime) -> None:
+    """Its loader's weights are not of that version."""
     registry = make_registry(time)
     loader = (StorageCandidate(kind="loader"),)
     plan = await registry.request_plan(fork_request("t", version="v1", any_version=True, replica="r", storage=loader))
     assert (unnamed("r"), 1) == (plan.version, len(plan.storage))
 
 
-async def test_an_update_in_place_moves_a_seed_to_its_new_version(time: FakeTime) -> None:
+async def test_an_in_place_update_moves_a_seed_to_its_new_version(time: FakeTime) -> None:
     """Targets of the old version find no source any more."""
     registry = make_registry(time)
     await registry.report(seed_report("s", version="v1"))
@@ -190,8 +190,8 @@ async def test_an_update_in_place_moves_a_seed_to_its_new_version(time: FakeTime
     assert ((), ["s"]) == (old.routes, [route.source_id for route in new.routes])
 
 
-async def test_a_fork_whose_version_is_replaced_leaves_no_slot_behind(time: FakeTime) -> None:
-    """It is planned in the group of the new version alone."""
+async def test_a_fork_whose_version_changes_releases_its_slot(time: FakeTime) -> None:
+    """It is planned only in the group of the new version."""
     registry = make_registry(time)
     await registry.report(seed_report("one", version="v1"))
     await registry.request_plan(fork_request("t", version=None))
@@ -212,7 +212,7 @@ async def test_a_conflict_within_a_replica_is_a_problem(time: FakeTime) -> None:
 
 
 async def test_after_a_restart_ranks_without_files_wait_for_heartbeats(time: FakeTime) -> None:
-    """The other ranks of their replica may have a version that the planner has not heard of yet."""
+    """Other ranks of their replica may have a version that the planner does not know yet."""
     registry = make_registry(time, heartbeat_s=5.0)
     await registry.report(seed_report("b", version="v2", rank=PAIR[1]))
     early = await registry.request_plan(_rank(1, None))
@@ -231,14 +231,14 @@ def _rank(tp: int, version: str | None) -> ForkRequest:
 
 
 async def test_a_seed_without_a_version_is_named_after_its_bytes(time: FakeTime) -> None:
-    """So that two with different bytes are two versions."""
+    """Two seeds with different bytes have different versions."""
     registry = make_registry(time)
     await registry.report(seed_report("s", version=None))
     assert of_weights(WEIGHTS) == registry.instance("s").version
 
 
-async def test_the_last_seed_of_a_version_is_not_held_by_replicas_of_another(time: FakeTime) -> None:
-    """Those that are expected will not read from it."""
+async def test_replicas_of_another_version_do_not_keep_a_last_seed(time: FakeTime) -> None:
+    """Those expected replicas will not read from it."""
     registry = make_registry(time)
     await registry.report(seed_report("old", version="v1"))
     await registry.scaleups.announce(ScaleUp(scaleup_id="up", model="m", version="v2", replicas=2))

@@ -20,12 +20,12 @@ PROBLEM = {"type": "https://rfork.dev/problems/unknown-fork", "title": "x", "sta
 
 
 def client_of(handler: Callable[[httpx.Request], httpx.Response], token: str | None = None) -> PlannerClient:
-    """A client whose requests all go to `handler`."""
+    """Return a client whose requests all go to `handler`."""
     return PlannerClient("http://p:1/", transport=httpx.MockTransport(handler), token=token)
 
 
 def raising(error: Exception) -> Callable[[httpx.Request], httpx.Response]:
-    """A planner that is never reached."""
+    """Return a client of a planner whose requests all fail with this error."""
 
     def handler(request: httpx.Request) -> httpx.Response:
         raise error
@@ -43,24 +43,24 @@ UNEXPECTED_RESPONSES = [
 
 
 @pytest.mark.parametrize(("response", "problem"), UNEXPECTED_RESPONSES)
-def test_what_is_no_answer_is_a_refusal(response: httpx.Response, problem: str) -> None:
-    """Problem documents by their word; anything else is not a planner's."""
+def test_unexpected_responses_are_rejected(response: httpx.Response, problem: str) -> None:
+    """Problem documents are reported by their type, anything else as not a planner's."""
     with pytest.raises(PlannerRejected) as refused:
         client_of(lambda _: response).fork("f")
     assert (response.status_code, problem) == (refused.value.status, refused.value.problem)
 
 
 TRANSPORT_ERRORS = [
-    (httpx.ReadTimeout("no word"), True),
-    (httpx.ConnectTimeout("nobody there"), False),
+    (httpx.ReadTimeout("no data"), True),
+    (httpx.ConnectTimeout("no route"), False),
     (httpx.ConnectError("refused"), False),
     (httpx.ReadError("reset"), False),
 ]
 
 
 @pytest.mark.parametrize(("error", "silent"), TRANSPORT_ERRORS)
-def test_a_planner_that_took_the_request_may_be_at_it_still(error: httpx.RequestError, silent: bool) -> None:
-    """Who asks knows silence from absence."""
+def test_a_read_timeout_is_reported_as_silence(error: httpx.RequestError, silent: bool) -> None:
+    """`silent` distinguishes a planner that does not respond from one that is not reachable."""
     with pytest.raises(PlannerUnreachable) as unreachable:
         client_of(raising(error)).models()
     assert silent == unreachable.value.silent
@@ -70,19 +70,19 @@ def test_a_planner_that_took_the_request_may_be_at_it_still(error: httpx.Request
     ("error", "reason"),
     [
         (httpx.ConnectError("connection refused"), "connection refused"),
-        (httpx.ReadTimeout(""), "no answer within 5 s"),
+        (httpx.ReadTimeout(""), "no response within 5 s"),
         (httpx.ReadError(""), "ReadError"),
     ],
 )
-def test_a_planner_that_is_away_is_named_with_the_reason(error: Exception, reason: str) -> None:
-    """One line with URL and reason."""
+def test_an_unreachable_planner_is_named_with_the_reason(error: Exception, reason: str) -> None:
+    """The error is one line with URL and reason."""
     with pytest.raises(PlannerUnreachable) as unreachable:
         client_of(raising(error)).models()
-    assert f"planner http://p:1 cannot be reached: {reason}" == str(unreachable.value)
+    assert f"planner http://p:1 is unreachable: {reason}" == str(unreachable.value)
 
 
-def test_a_dead_pooled_connection_is_tried_once_more() -> None:
-    """A planner that restarted has closed it; the second attempt makes a fresh one."""
+def test_a_stale_pooled_connection_is_retried_once() -> None:
+    """A restarted planner has closed the connection; the second attempt opens a new one."""
     responses: Iterator[Exception | httpx.Response] = iter(
         [httpx.RemoteProtocolError("closed"), httpx.Response(200, json=[])]
     )
@@ -96,8 +96,8 @@ def test_a_dead_pooled_connection_is_tried_once_more() -> None:
     assert [] == client_of(handler).models()
 
 
-def test_the_token_is_shown_and_identifiers_are_quoted() -> None:
-    """The planner sees the bearer token and one path segment for each identifier."""
+def test_the_token_is_sent_and_identifiers_are_quoted() -> None:
+    """The planner receives the bearer token, and one path segment per identifier."""
     seen: list[tuple[str, str | None]] = []
 
     def handler(request: httpx.Request) -> httpx.Response:
@@ -110,32 +110,32 @@ def test_the_token_is_shown_and_identifiers_are_quoted() -> None:
 
 @pytest.mark.parametrize("url", ["planner:8700", "ftp://p", "http://", "http://p:port", ""])
 def test_a_bad_url_is_a_settings_error(url: str) -> None:
-    """Told when the client is made, not at its first call."""
+    """The error is raised by the constructor, not by the first call."""
     with pytest.raises(SettingsError, match="planner URL"):
         PlannerClient(url)
 
 
 def test_a_token_that_no_header_can_carry_is_a_settings_error() -> None:
-    """Headers are ASCII."""
+    """Headers allow only ASCII."""
     with pytest.raises(SettingsError, match="token"):
         PlannerClient("http://p", token="gehe\N{LATIN SMALL LETTER I WITH DIAERESIS}m")
 
 
 def test_tls_files_that_are_missing_are_a_settings_error(tmp_path: Path) -> None:
-    """The line names the variable and the file."""
+    """The error names the variable and the file."""
     tls = TlsSettings(ca=tmp_path / "missing.pem")
     with pytest.raises(SettingsError, match=r"RFORK_TLS_CA: cannot use .*missing\.pem"):
         PlannerClient("https://p", tls=tls)
 
 
-def test_plain_http_reads_no_tls_files(tmp_path: Path) -> None:
-    """They are no planner's business that speaks no TLS: who uses them says what is wrong with them."""
+def test_plain_http_does_not_read_tls_files(tmp_path: Path) -> None:
+    """Unusable TLS files are not an error of a client that does not use TLS."""
     with PlannerClient("http://p", tls=TlsSettings(ca=tmp_path / "missing.pem")) as client:
         assert "http://p" == client.url
 
 
-def test_a_closed_client_says_so() -> None:
-    """No stray error of the HTTP library."""
+def test_a_closed_client_raises_planner_unreachable() -> None:
+    """The error of the HTTP library is converted."""
     with client_of(lambda _: httpx.Response(200, json=[])) as client:
         pass
     with pytest.raises(PlannerUnreachable, match="closed"):
@@ -146,13 +146,13 @@ def test_a_closed_client_says_so() -> None:
 
 
 def view(instance_id: str) -> dict[str, object]:
-    """An instance as it is listed."""
+    """Return a listed instance."""
     report = REPORT.model_copy(update={"instance_id": instance_id})
     return InstanceInfo(report=report, age_s=1.0).model_dump(mode="json")
 
 
-def test_lists_are_fetched_page_after_page() -> None:
-    """The filter and the cursor go with each request."""
+def test_lists_are_fetched_page_by_page() -> None:
+    """The filter and the cursor are sent with each request."""
     pages = {
         None: {"items": [view("a"), view("b")], "next": "b"},
         "b": {"items": [view("c")], "next": "c"},
@@ -169,8 +169,8 @@ def test_lists_are_fetched_page_after_page() -> None:
     assert (["a", "b", "c"], [("m", None), ("m", "b"), ("m", "c")]) == (found, calls)
 
 
-def test_the_ranks_of_one_server_are_asked_for() -> None:
-    """Filters that were not given are not sent."""
+def test_the_ranks_of_a_replica_are_requested() -> None:
+    """Filters that are not set are not sent."""
     seen: list[str] = []
 
     def handler(request: httpx.Request) -> httpx.Response:
@@ -182,14 +182,14 @@ def test_the_ranks_of_one_server_are_asked_for() -> None:
     assert (["pod-main-tp0"], ["replica=pod&limit=1000"]) == (found, seen)
 
 
-def test_pages_that_go_in_circles_are_a_refusal() -> None:
-    """Not a loop without an end."""
-    with pytest.raises(PlannerRejected, match="in circles"):
+def test_repeating_pages_are_rejected() -> None:
+    """They do not cause an endless loop."""
+    with pytest.raises(PlannerRejected, match="pages repeat"):
         client_of(lambda _: httpx.Response(200, json={"items": [], "next": "a"})).forks()
 
 
-def test_an_instance_is_drained_by_force_only_when_told() -> None:
-    """The planner's own default holds otherwise."""
+def test_an_instance_is_drained_by_force_only_on_request() -> None:
+    """By default the planner's own rule applies."""
     seen: list[str] = []
 
     def handler(request: httpx.Request) -> httpx.Response:
@@ -206,21 +206,21 @@ def test_an_instance_is_drained_by_force_only_when_told() -> None:
 
 
 def busy(status: int, retry_after: str | None) -> httpx.Response:
-    """A problem that may be over in a while."""
+    """Return the problem of a busy planner."""
     headers = {} if retry_after is None else {"Retry-After": retry_after}
     return httpx.Response(status, headers=headers, json={**PROBLEM, "type": "https://x/busy", "status": status})
 
 
 @pytest.mark.parametrize("status", [429, 503])
-def test_a_busy_planner_is_asked_once_more(status: int) -> None:
-    """A report gets through, where the planner says that it will soon answer."""
+def test_a_busy_planner_is_retried_once(status: int) -> None:
+    """A report succeeds if the planner is ready again soon."""
     responses = iter([busy(status, "0"), httpx.Response(200, json={"heartbeat_s": 1.0, "lease_keys": ["a2V5"]})])
     assert 1.0 == client_of(lambda _: next(responses)).report(REPORT).heartbeat_s
 
 
 BUSY = [
-    (429, ("0", "0"), 2, "ask again in 0 s"),  # once more, not for ever
-    (503, ("60",), 1, "ask again in 60 s"),  # longer than the call may take
+    (429, ("0", "0"), 2, "retry in 0 s"),  # only one retry
+    (503, ("60",), 1, "retry in 60 s"),  # longer than the timeout
     (503, (None,), 1, ""),
     (503, ("Fri, 31 Dec 1999 23:59:59 GMT",), 1, ""),
     (404, ("0",), 1, ""),
@@ -228,10 +228,10 @@ BUSY = [
 
 
 @pytest.mark.parametrize(("status", "retry_after_values", "requests", "hint"), BUSY)
-def test_a_planner_that_stays_busy_is_a_refusal(
+def test_a_planner_that_stays_busy_is_an_error(
     status: int, retry_after_values: tuple[str | None, ...], requests: int, hint: str
 ) -> None:
-    """With when to ask again, if the planner says so."""
+    """The hint has the retry time, if the planner sent one."""
     responses = [busy(status, each) for each in retry_after_values]
     calls: list[str] = []
 
@@ -244,11 +244,11 @@ def test_a_planner_that_stays_busy_is_a_refusal(
     assert (status, requests, hint) == (refused.value.status, len(calls), refused.value.hint)
 
 
-def test_only_reports_and_requests_are_patient() -> None:
-    """Whoever lists may ask again by itself."""
+def test_only_reports_and_plan_requests_are_retried() -> None:
+    """Other calls fail immediately; the caller may retry."""
     with pytest.raises(PlannerRejected) as refused:
         client_of(lambda _: busy(503, "0")).models()
-    assert "ask again in 0 s" == refused.value.hint
+    assert "retry in 0 s" == refused.value.hint
 
 
 # -- events -----------------------------------------------------------------------------------------
@@ -261,12 +261,12 @@ PLANNED, ENDED = ForkEvent(kind="planned", fork=FORK), ForkEvent(kind="ended", f
 
 
 def block(event: ForkEvent) -> str:
-    """An event as the planner writes it."""
+    """Return an event in the planner's format."""
     return f"id: 1\nevent: {event.kind}\ndata: {event.model_dump_json()}\n\n"
 
 
 def streaming(*pieces: str, error: Exception | None = None) -> PlannerClient:
-    """A client whose planner sends a stream in these pieces, and then ends it, or breaks it."""
+    """Return a client whose planner streams these pieces, and then ends or breaks the stream."""
 
     def body() -> Iterator[bytes]:
         for piece in pieces:
@@ -278,48 +278,48 @@ def streaming(*pieces: str, error: Exception | None = None) -> PlannerClient:
 
 
 STREAMS = [
-    (("retry: 2000\n\n", ": still here\n\n"), []),
-    ((block(PLANNED), ": still here\n\n" + block(ENDED)), [PLANNED, ENDED]),
+    (("retry: 2000\n\n", ": keep-alive\n\n"), []),
+    ((block(PLANNED), ": keep-alive\n\n" + block(ENDED)), [PLANNED, ENDED]),
     ((block(PLANNED)[:50], block(PLANNED)[50:-1], "\n"), [PLANNED]),
     ((block(PLANNED).replace("\n", "\r\n"),), [PLANNED]),
-    ((block(PLANNED), block(ENDED)[:-2]), [PLANNED]),  # what is cut off is none
+    ((block(PLANNED), block(ENDED)[:-2]), [PLANNED]),  # an incomplete event is ignored
 ]
 
 
 @pytest.mark.parametrize(("pieces", "expected"), STREAMS)
-def test_events_are_read_as_they_come(pieces: tuple[str, ...], expected: list[ForkEvent]) -> None:
-    """Comments and other fields are passed over; the end of the stream ends the iteration."""
+def test_events_are_read_as_they_arrive(pieces: tuple[str, ...], expected: list[ForkEvent]) -> None:
+    """Comments and other fields are ignored; the end of the stream ends the iteration."""
     with streaming(*pieces).events() as events:
         assert expected == list(events)
 
 
-def test_a_stream_that_breaks_is_told_of() -> None:
-    """After the events that came before."""
+def test_a_broken_stream_is_an_error() -> None:
+    """It is raised after the events received before."""
     events = streaming(block(PLANNED), error=httpx.ReadTimeout("")).events(silence_s=7.0)
     assert PLANNED == next(events)
-    with pytest.raises(PlannerUnreachable, match="no answer within 7 s"):
+    with pytest.raises(PlannerUnreachable, match="no response within 7 s"):
         next(events)
 
 
-def test_an_event_that_is_none_is_a_refusal() -> None:
-    """Another program, or another release."""
-    with pytest.raises(PlannerRejected, match="no planner's answer to GET /v1/events"):
+def test_an_invalid_event_is_rejected() -> None:
+    """It comes from another program or another release."""
+    with pytest.raises(PlannerRejected, match="unexpected response from http://p:1 to GET /v1/events"):
         next(streaming("data: {}\n\n").events())
 
 
-def test_a_stream_that_is_closed_ends() -> None:
-    """For whoever iterates it as well."""
+def test_closing_a_stream_ends_the_iteration() -> None:
+    """It also ends for a thread that is waiting for the next event."""
     events = streaming(block(PLANNED), block(ENDED)).events()
     next(events)
     events.close()
     assert [] == list(events)
 
 
-def test_too_many_readers_are_refused() -> None:
-    """The problem is raised by `events` itself, not by its first event."""
+def test_too_many_event_streams_are_rejected() -> None:
+    """The problem is raised by `events` itself, not by the first event."""
     with pytest.raises(PlannerRejected) as refused:
         client_of(lambda _: busy(503, "10")).events()
-    assert (503, "busy", "ask again in 10 s") == (
+    assert (503, "busy", "retry in 10 s") == (
         refused.value.status, refused.value.problem, refused.value.hint,
     )  # fmt: skip
 
@@ -336,23 +336,23 @@ SKEWED = [
 
 @pytest.mark.parametrize("response", SKEWED)
 def test_another_release_of_the_planner_is_named(response: httpx.Response) -> None:
-    """Whichever side does not understand the other."""
+    """The hint names it, whichever side does not understand the other."""
     with pytest.raises(PlannerRejected) as refused:
         client_of(lambda _: response).report(REPORT)
-    assert "the planner is 99.0" in refused.value.hint
+    assert "the planner runs 99.0" in refused.value.hint
     assert __version__ in refused.value.hint
 
 
-def test_a_planner_of_the_same_release_is_not_said_to_be_of_another() -> None:
-    """What it refuses is then the caller's own mistake."""
+def test_the_same_release_is_not_blamed() -> None:
+    """A rejection by a planner of the same release is the caller's mistake."""
     handler = httpx.Response(422, json=PROBLEM | {"status": 422}, headers={"Rfork-Version": __version__})
     with pytest.raises(PlannerRejected) as refused:
         client_of(lambda _: handler).report(REPORT)
     assert "" == refused.value.hint
 
 
-def test_a_password_in_the_url_is_sent_and_never_shown() -> None:
-    """As a header; errors name the URL without it."""
+def test_a_password_in_the_url_is_sent_but_never_shown() -> None:
+    """It is sent as a header; errors show the URL without it."""
     seen: list[str] = []
 
     def handler(request: httpx.Request) -> httpx.Response:
@@ -369,8 +369,8 @@ def test_a_password_in_the_url_is_sent_and_never_shown() -> None:
 
 
 @pytest.mark.parametrize("url", ["http://me:hu/sh@p", "http://me:hu@sh@p:x", "ftp://me:hush@p", "http://me:hush@"])
-def test_a_url_that_cannot_be_used_is_shown_without_its_password(url: str) -> None:
-    """Nor does the parser's reason quote a part of it."""
+def test_an_invalid_url_is_shown_without_its_password(url: str) -> None:
+    """The parser's reason does not contain it either."""
     with pytest.raises(SettingsError) as error:
         PlannerClient(url)
     assert "hu" not in str(error.value)

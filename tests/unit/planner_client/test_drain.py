@@ -1,4 +1,4 @@
-"""Instances that are to end: drained where that is allowed, and waited for in any case."""
+"""Draining of instances, and the wait until they can exit."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ READ = "forks that read from it: 1"
 
 @pytest.fixture(autouse=True)
 def no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looks follow one another without a pause."""
+    """Poll without pauses."""
     monkeypatch.setattr(drain, "POLL_INTERVAL_S", 0.0)
 
 
 class DrainPlanner:
-    """Knows one instance, the last seed; tells at each look whether somebody reads from it."""
+    """A planner with one instance, the last seed, which has a reader or not at each poll."""
 
     def __init__(self, reader_states: list[bool], *, may_force: bool = False, another_seed_after: int = 99) -> None:
-        """`another_seed_after` so many looks it is not the last any more; the last look stays."""
+        """`another_seed_after`: number of polls after which it is not the last seed any more. The last state stays."""
         self.reader_states, self.may_force, self.another_seed_after = (
             reader_states,
             may_force,
@@ -44,17 +44,17 @@ class DrainPlanner:
         if action == "instances":
             return httpx.Response(200, content=PAGE.model_dump_json())
         if action == "exit":
-            self.calls.append("look")
+            self.calls.append("poll")
             has_readers = self.reader_states.pop(0) if len(self.reader_states) > 1 else self.reader_states[0]
             body = {
                 "can_exit": not has_readers,
                 "readers": int(has_readers),
-                "reason": READ if has_readers else "nobody reads",
+                "reason": READ if has_readers else "no readers",
             }
             return httpx.Response(200, json=body)
         forced = request.url.params.get("force") == "true"
         self.calls.append("force" if forced else "drain")
-        if (forced and self.may_force) or self.calls.count("look") >= self.another_seed_after:
+        if (forced and self.may_force) or self.calls.count("poll") >= self.another_seed_after:
             return httpx.Response(200, content=VIEW.model_dump_json())
         status, problem = (403, "forbidden") if forced else (409, "last-seed")
         problem_body = {
@@ -69,57 +69,57 @@ class DrainPlanner:
 @pytest.mark.parametrize(
     ("planner", "calls", "reason"),
     [
-        (DrainPlanner([True, False], may_force=True), "drain force drain force look look", "nobody reads"),
+        (DrainPlanner([True, False], may_force=True), "drain force drain force poll poll", "no readers"),
         (
             DrainPlanner([True, True, False]),
-            "drain force drain force look drain look drain look",
-            f"nobody reads from it; {NOT_DRAINED}",
+            "drain force drain force poll drain poll drain poll",
+            f"no readers; {NOT_DRAINED}",
         ),
         (
             DrainPlanner([True, True, False], another_seed_after=1),
-            "drain force drain force look drain look look",
-            "nobody reads",
+            "drain force drain force poll drain poll poll",
+            "no readers",
         ),
     ],
-    ids=["an operator", "an instance", "an instance, until another holds the weights"],
+    ids=["an operator", "an instance", "an instance, until another has the weights"],
 )
-def test_the_last_seed_of_a_server_that_ends(planner: DrainPlanner, calls: str, reason: str) -> None:
-    """Forced where the token may; else its readers are waited for, and it is drained once that can be."""
+def test_the_last_seed_of_an_exiting_replica(planner: DrainPlanner, calls: str, reason: str) -> None:
+    """It is drained by force if the token may; otherwise the caller waits for its readers."""
     waits: list[str] = []
     ended = drain_replica(planner.client, "pod", wait_s=60, force=True, on_wait=waits.append)
     assert ([DrainResult(RANK, True, reason)], calls, {READ}) == (ended, " ".join(planner.calls), set(waits))
 
 
-def test_readers_that_keep_coming_are_not_waited_for_longer_than_that() -> None:
-    """It may not end by then, and why is said, with what its token could not do."""
+def test_the_wait_for_readers_is_limited() -> None:
+    """The result has the reason, and the missing permission of the token."""
     (ended,) = drain_replica(DrainPlanner([True]).client, "pod", wait_s=0, force=True)
-    why = f"instance {RANK} is not drained ({NOT_DRAINED}), and may not end after 0 s: {READ}"
+    why = f"instance {RANK} is not drained ({NOT_DRAINED}) and cannot exit after 0 s: {READ}"
     assert DrainResult(RANK, False, why) == ended
 
 
 @pytest.mark.parametrize(("force", "problem"), [(False, "last-seed"), (True, "forbidden")])
-def test_who_asks_for_one_instance_is_told_what_is_refused(force: bool, problem: str) -> None:
-    """At once, with nobody waited for: it is for a person to decide."""
+def test_a_rejected_drain_of_one_instance_is_an_error(force: bool, problem: str) -> None:
+    """It is raised immediately, without waiting for readers."""
     planner = DrainPlanner([False])
     with pytest.raises(PlannerRejected) as caught:
         drain_instance(planner.client, RANK, force=force, wait_s=60)
-    assert (problem, 0) == (caught.value.problem, planner.calls.count("look"))
+    assert (problem, 0) == (caught.value.problem, planner.calls.count("poll"))
 
 
-def test_who_does_not_force_is_told_of_the_last_seed() -> None:
-    """Of a whole server too."""
+def test_draining_a_last_seed_without_force_is_an_error() -> None:
+    """The same applies to a replica."""
     with pytest.raises(PlannerRejected, match="no"):
         drain_replica(DrainPlanner([False]).client, "pod", wait_s=60, force=False)
 
 
-# -- who they are -----------------------------------------------------------------------------------
+# -- ranks of a replica -----------------------------------------------------------------------------
 
 
 class ListingPlanner:
-    """A planner that is away for so many lists, and knows the ranks of two servers; all of them may end."""
+    """A planner whose first list requests fail. Knows the ranks of two replicas, which can exit."""
 
     def __init__(self, failed_lists: int, *, filters: bool = True) -> None:
-        """`filters`: whether it knows that filter."""
+        """`filters`: whether it supports the replica filter."""
         self.failed_lists, self.filters = failed_lists, filters
         self.lists: list[str | None] = []
         self.drained: list[str] = []
@@ -137,31 +137,31 @@ class ListingPlanner:
             views = tuple(InstanceInfo(report=seed_report(name), age_s=0) for name in found)
             return httpx.Response(200, content=InstancePage(items=views, next=None).model_dump_json())
         if path.endswith("/exit"):
-            return httpx.Response(200, json={"can_exit": True, "readers": 0, "reason": "nobody reads"})
+            return httpx.Response(200, json={"can_exit": True, "readers": 0, "reason": "no readers"})
         self.drained.append(path.split("/")[1])
         return httpx.Response(200, content=VIEW.model_dump_json())
 
 
-@pytest.mark.parametrize("filters", [True, False], ids=["a planner that filters", "an older one"])
-def test_a_server_asks_for_its_own_ranks(filters: bool) -> None:
-    """And drains no other's, whatever is listed."""
+@pytest.mark.parametrize("filters", [True, False], ids=["a planner that filters", "an older planner"])
+def test_a_replica_drains_only_its_own_ranks(filters: bool) -> None:
+    """Other instances in the list are ignored."""
     planner = ListingPlanner(0, filters=filters)
     ended = drain_replica(planner.client, "pod", wait_s=60, force=True)
-    ranks = ["pod-speculative-tp0", "pod-main-tp0"]
-    assert ([DrainResult(name, True, "nobody reads") for name in ranks], ["pod"]) == (ended, planner.lists)
+    ranks = ["pod-main-tp0", "pod-speculative-tp0"]
+    assert ([DrainResult(name, True, "no readers") for name in ranks], ["pod"]) == (ended, planner.lists)
     assert set(ranks) == set(planner.drained)
 
 
-def test_a_planner_that_is_away_is_asked_again_who_they_are() -> None:
-    """Until it is back, and who waits is told why."""
+def test_the_ranks_are_requested_again_if_the_planner_is_unreachable() -> None:
+    """The wait continues until the planner is back, and the caller is notified of the reason."""
     planner, waits = ListingPlanner(2), list[str]()
     ended = drain_replica(planner.client, "pod", wait_s=60, force=True, on_wait=waits.append)
     assert (2, ["pod"] * 3) == (len(ended), planner.lists)
-    assert ["planner http://p cannot be reached: refused"] * 2 == waits
+    assert ["planner http://p is unreachable: refused"] * 2 == waits
 
 
-def test_a_planner_that_stays_away_is_not_waited_for_longer_than_that() -> None:
-    """Nor once the wait is to stop."""
+def test_the_wait_for_an_unreachable_planner_is_limited() -> None:
+    """It ends at the deadline, or when it is stopped."""
     stop = threading.Event()
     hurried, stopped = ListingPlanner(99), ListingPlanner(99)
     with pytest.raises(PlannerUnreachable, match="refused"):

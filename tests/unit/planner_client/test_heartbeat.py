@@ -25,9 +25,9 @@ WAIT_S = 20.0
 
 @pytest.fixture
 def events(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    """The heartbeat's log so far, without the fields."""
+    """Return a function that lists the log events so far, without fields."""
     caplog.set_level(logging.INFO, logger="rfork.heartbeat")
-    # By name: another logger's records reach `caplog` too where an earlier test has set its level.
+    # By name: records of other loggers reach `caplog` too if an earlier test has set their level.
     return lambda: [
         record.rfork_fields["event"]
         for record in caplog.records
@@ -36,7 +36,7 @@ def events(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
 
 
 class FakePlanner:
-    """Answers each request as told; the requests can be waited for."""
+    """Responds to each request as configured; requests can be waited for."""
 
     def __init__(self, *, heartbeat_s: float = 3600.0) -> None:
         self.seen: queue.Queue[str] = queue.Queue()
@@ -53,17 +53,17 @@ class FakePlanner:
         return httpx.Response(200, json={"heartbeat_s": self.heartbeat_s, "lease_keys": ["a2V5"]})
 
     def next(self) -> str:
-        """The next request's method."""
+        """Return the method of the next request."""
         return self.seen.get(timeout=WAIT_S)
 
 
 def running_heartbeat(planner: FakePlanner, acks: queue.Queue[InstanceAck]) -> Heartbeat:
-    """A heartbeat that does not wait long between attempts."""
+    """Return a heartbeat with short pauses."""
     return Heartbeat(planner.client, lambda: REPORT, acks.put, retry_s=0.001, min_interval_s=0.0)
 
 
-def test_it_reports_at_once_and_at_each_poke_and_removes_at_the_end() -> None:
-    """With an interval of an hour, only start, poke and stop send anything."""
+def test_it_reports_at_start_and_on_request_and_removes_at_the_end() -> None:
+    """With an interval of an hour, only start, send_now and stop send requests."""
     planner, acks = FakePlanner(), queue.Queue[InstanceAck]()
     heartbeat = running_heartbeat(planner, acks)
     heartbeat.start()
@@ -76,8 +76,8 @@ def test_it_reports_at_once_and_at_each_poke_and_removes_at_the_end() -> None:
     assert ["PUT", "PUT", "DELETE"] == list(planner.seen.queue)
 
 
-def test_it_reports_within_the_interval_that_the_planner_asks_for() -> None:
-    """A short interval leads to report after report, without a poke."""
+def test_it_reports_within_the_planners_interval() -> None:
+    """A short interval causes report after report, without send_now."""
     planner, acks = FakePlanner(heartbeat_s=0.001), queue.Queue[InstanceAck]()
     heartbeat = running_heartbeat(planner, acks)
     heartbeat.start()
@@ -85,8 +85,8 @@ def test_it_reports_within_the_interval_that_the_planner_asks_for() -> None:
     heartbeat.stop(remove=False)
 
 
-def test_it_outlives_an_outage_and_logs_it_once(events: Callable[[], list[str]]) -> None:
-    """Lost once, back once, however many reports failed between."""
+def test_an_outage_is_logged_once(events: Callable[[], list[str]]) -> None:
+    """It is logged at its begin and end, however many reports failed."""
     planner, acks = FakePlanner(), queue.Queue[InstanceAck]()
     planner.away.set()
     heartbeat = running_heartbeat(planner, acks)
@@ -97,11 +97,11 @@ def test_it_outlives_an_outage_and_logs_it_once(events: Callable[[], list[str]])
     planner.away.clear()
     assert heartbeat.wait_connected(WAIT_S)
     heartbeat.stop(remove=False)
-    assert ["planner lost", "planner is back"] == events()
+    assert ["planner unreachable, retrying", "planner reachable again"] == events()
 
 
-def test_stopping_while_the_planner_is_away_ends_with_a_warning(events: Callable[[], list[str]]) -> None:
-    """The planner forgets a silent instance by itself."""
+def test_stopping_without_a_planner_logs_a_warning(events: Callable[[], list[str]]) -> None:
+    """The planner removes a silent instance after a timeout."""
     planner, acks = FakePlanner(), queue.Queue[InstanceAck]()
     heartbeat = running_heartbeat(planner, acks)
     heartbeat.start()
@@ -111,8 +111,8 @@ def test_stopping_while_the_planner_is_away_ends_with_a_warning(events: Callable
     assert ["instance not removed"] == events()
 
 
-def test_a_report_that_cannot_be_made_does_not_end_the_heartbeat(events: Callable[[], list[str]]) -> None:
-    """The error is logged, and the next report goes out."""
+def test_a_report_that_raises_does_not_stop_the_heartbeat(events: Callable[[], list[str]]) -> None:
+    """The error is logged, and the next report is sent."""
     planner, acks = FakePlanner(), queue.Queue[InstanceAck]()
     failures = iter([ValueError("broken"), None])
 
@@ -126,20 +126,20 @@ def test_a_report_that_cannot_be_made_does_not_end_the_heartbeat(events: Callabl
     heartbeat.start()
     assert heartbeat.wait_connected(WAIT_S)
     heartbeat.stop(remove=False)
-    assert ["heartbeat failed", "planner is back"] == events()
+    assert ["heartbeat failed", "planner reachable again"] == events()
 
 
 @pytest.mark.parametrize("remove", [True, False])
-def test_a_heartbeat_that_never_started_stops(remove: bool) -> None:
-    """Nothing to join, nothing to remove."""
+def test_a_heartbeat_that_was_never_started_stops(remove: bool) -> None:
+    """There is nothing to join and nothing to remove."""
     planner = FakePlanner()
     running_heartbeat(planner, queue.Queue()).stop(remove=remove)
     Heartbeat(planner.client, lambda: REPORT, lambda ack: None, instance_id="i").stop(remove=remove)
     assert [] == list(planner.seen.queue)
 
 
-def test_one_that_ends_before_its_first_report_is_removed_all_the_same() -> None:
-    """The planner knows it by what else it asked: a fork's request registers it too."""
+def test_a_heartbeat_that_stops_before_its_first_report_still_removes_the_instance() -> None:
+    """The planner may know the instance from a fork request."""
 
     class DelayedHeartbeat(Heartbeat):
         def _run(self) -> None:
@@ -153,20 +153,20 @@ def test_one_that_ends_before_its_first_report_is_removed_all_the_same() -> None
     assert ["DELETE"] == list(planner.seen.queue)
 
 
-def test_whoever_waits_for_a_report_is_not_held_up_by_the_gap() -> None:
-    """The next report, made after the call, goes out at once and was answered when the call returns."""
+def test_waiting_for_a_report_skips_the_minimum_interval() -> None:
+    """The next report is sent immediately, and is acknowledged when the call returns."""
     planner, acks = FakePlanner(), queue.Queue[InstanceAck]()
     heartbeat = Heartbeat(planner.client, lambda: REPORT, acks.put, min_interval_s=3600.0)
     heartbeat.start()
     acks.get(timeout=WAIT_S)
-    heartbeat.send_now()  # from here on it waits out the gap
+    heartbeat.send_now()  # from here on it waits for the minimum interval
     assert heartbeat.wait_acked(WAIT_S)
     assert 1 == acks.qsize()
     heartbeat.stop(remove=False)
 
 
-def test_nobody_waits_for_a_planner_that_is_away() -> None:
-    """Once a report has failed, whoever would wait for one is told at once."""
+def test_waiting_for_a_report_fails_immediately_without_a_planner() -> None:
+    """After a failed report, the call returns False without waiting."""
     planner, acks = FakePlanner(), queue.Queue[InstanceAck]()
     planner.away.set()
     heartbeat = Heartbeat(planner.client, lambda: REPORT, acks.put, retry_s=3600.0)
@@ -177,7 +177,7 @@ def test_nobody_waits_for_a_planner_that_is_away() -> None:
 
 
 class TokenCheckingPlanner(httpx.BaseTransport):
-    """A planner that knows some tokens."""
+    """A planner that accepts some tokens."""
 
     def __init__(self, *tokens: str) -> None:
         self.tokens = set(tokens)
@@ -202,7 +202,7 @@ def replace_file(file: Path, token: str) -> None:
     following.rename(file)
 
 
-def test_a_token_that_is_replaced_in_its_file_is_shown_at_once(tmp_path: Path) -> None:
+def test_a_replaced_token_is_used_immediately(tmp_path: Path) -> None:
     """The file is read again when it changes."""
     file = tmp_path / "token"
     file.write_text("old\n")
@@ -215,8 +215,8 @@ def test_a_token_that_is_replaced_in_its_file_is_shown_at_once(tmp_path: Path) -
     assert not token_planner.refused.acquire(blocking=False)
 
 
-def test_a_file_that_cannot_be_used_keeps_the_token(tmp_path: Path) -> None:
-    """A rotation that is half done takes no instance out of the fleet."""
+def test_an_unusable_token_file_keeps_the_previous_token(tmp_path: Path) -> None:
+    """An incomplete rotation does not remove an instance from the fleet."""
     file = tmp_path / "token"
     file.write_text("old")
     client = PlannerClient("http://p", token=TokenFile(file), transport=TokenCheckingPlanner("old"))
@@ -227,8 +227,8 @@ def test_a_file_that_cannot_be_used_keeps_the_token(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, b"", b"two words", b"\xff"])
-def test_a_token_file_of_no_use_is_a_settings_error(tmp_path: Path, content: bytes | None) -> None:
-    """When the client is made; the line names the setting and the file."""
+def test_an_unusable_token_file_is_a_settings_error(tmp_path: Path, content: bytes | None) -> None:
+    """The error is raised by the constructor and names the setting and the file."""
     file = tmp_path / "token"
     if content is not None:
         file.write_bytes(content)
@@ -236,10 +236,10 @@ def test_a_token_file_of_no_use_is_a_settings_error(tmp_path: Path, content: byt
         TokenFile(file)
 
 
-def test_a_refused_instance_registers_again_by_itself_once_its_token_is_accepted(
+def test_a_rejected_instance_registers_again_when_its_token_is_accepted(
     tmp_path: Path, events: Callable[[], list[str]]
 ) -> None:
-    """A file that is replaced after the planner's is enough: nobody restarts the instance."""
+    """It is enough to replace the token file after the planner's; no restart is needed."""
     file = tmp_path / "token"
     file.write_text("old")
     token_planner = TokenCheckingPlanner("new")
@@ -252,11 +252,11 @@ def test_a_refused_instance_registers_again_by_itself_once_its_token_is_accepted
     replace_file(file, "new")
     assert heartbeat.wait_connected(WAIT_S)
     heartbeat.stop(remove=False)
-    assert ["planner refuses this instance: no fork can find it", "planner is back"] == events()
+    assert ["planner rejects this instance: forks cannot find it", "planner reachable again"] == events()
 
 
-def test_a_refusal_that_lasts_is_logged_again_and_again(events: Callable[[], list[str]]) -> None:
-    """Each time that `remind_s` has passed, which is a minute."""
+def test_a_persistent_rejection_is_logged_repeatedly(events: Callable[[], list[str]]) -> None:
+    """It is logged every `remind_s` seconds, by default a minute."""
     token_planner = TokenCheckingPlanner()
     client = PlannerClient("http://p", token="wrong", transport=token_planner)
     heartbeat = Heartbeat(client, lambda: REPORT, lambda _: None, retry_s=0.001, min_interval_s=0.0, remind_s=0.0)
@@ -264,11 +264,11 @@ def test_a_refusal_that_lasts_is_logged_again_and_again(events: Callable[[], lis
     for _ in range(3):
         assert token_planner.refused.acquire(timeout=WAIT_S)
     heartbeat.stop(remove=False)
-    assert events().count("planner refuses this instance: no fork can find it") >= 2
+    assert events().count("planner rejects this instance: forks cannot find it") >= 2
 
 
-def test_a_clock_that_differs_from_the_planners_is_logged_once(events: Callable[[], list[str]]) -> None:
-    """However many reports are acknowledged meanwhile."""
+def test_a_clock_difference_is_logged_once(events: Callable[[], list[str]]) -> None:
+    """It is logged once, however many reports are acknowledged."""
     ack = {"heartbeat_s": 3600.0, "lease_keys": [], "unix_s": 1.0}
     client = PlannerClient("http://p", transport=httpx.MockTransport(lambda _: httpx.Response(200, json=ack)))
     clock = PlannerClock()

@@ -16,19 +16,19 @@ CLAIMS = LeaseClaims("f", "s", "a" * 32, None, 4, expires_at=1000.5)
 PAYLOAD = {"sub": "f", "aud": "s", "exp": 1000.5, "layout": "a", "weights": None, "generation": 4}
 
 
-def test_a_token_carries_its_claims() -> None:
-    """What was signed is what is read."""
+def test_a_token_contains_its_claims() -> None:
+    """The verified claims equal the signed ones."""
     claims = [CLAIMS, replace(CLAIMS, weights_id="b" * 32)]
     assert claims == [verify(sign(each, KEY), KEY, source_id="s", now=1000.0) for each in claims]
 
 
-def test_any_of_several_keys_will_do() -> None:
-    """A planner that restarted hands out a new key while old leases still run."""
+def test_any_of_several_keys_is_accepted() -> None:
+    """A restarted planner distributes a new key while old leases are still in use."""
     assert CLAIMS == verify(sign(CLAIMS, KEY), (OTHER_KEY, KEY), source_id="s", now=0)
 
 
-def test_leeway_allows_for_clocks_that_differ() -> None:
-    """A token is good until its end plus the leeway."""
+def test_leeway_allows_for_clock_differences() -> None:
+    """A token is valid until its expiry plus the leeway."""
     assert CLAIMS == verify(sign(CLAIMS, KEY), KEY, source_id="s", leeway_s=2, now=1002.4)
 
 
@@ -57,20 +57,20 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("token", "now", "reason"), REFUSALS)
-def test_a_bad_token_is_refused_with_the_reason(token: str, now: float, reason: str) -> None:
-    """Expired, forged, for another source, malformed: each in its own words."""
+def test_an_invalid_token_is_rejected_with_the_reason(token: str, now: float, reason: str) -> None:
+    """Expired, forged, misdirected and malformed tokens have different messages."""
     with pytest.raises(LeaseRejected, match=reason):
         verify(token, KEY, source_id="s", now=now)
 
 
-def test_no_key_opens_nothing() -> None:
-    """An instance that has not reached its planner refuses all."""
+def test_without_keys_all_tokens_are_rejected() -> None:
+    """An instance that has not reached its planner rejects all leases."""
     with pytest.raises(LeaseRejected, match="forged"):
         verify(sign(CLAIMS, KEY), (), source_id="s", now=0)
 
 
 def test_each_instance_has_its_own_key_of_256_bits() -> None:
-    """Same secret and instance, same key; another of either, another key."""
+    """The key depends only on the secret and the instance."""
     keys = [derive_key(SECRET, "s"), derive_key(SECRET, "t"), derive_key(b"other", "s")]
     assert (3, {32}, keys[0]) == (
         len(set(keys)),
@@ -79,7 +79,7 @@ def test_each_instance_has_its_own_key_of_256_bits() -> None:
     )
 
 
-def test_a_key_that_is_not_base64url_is_refused() -> None:
-    """One clear error instead of a key made of garbage."""
+def test_an_invalid_key_is_rejected() -> None:
+    """A key that is not base64url is an error."""
     with pytest.raises(LeaseRejected, match="not base64url"):
         decode_key("!!!")

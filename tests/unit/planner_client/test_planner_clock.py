@@ -1,4 +1,4 @@
-"""The planner's time as a source knows it."""
+"""The estimate of the planner's time on a source."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ NOON = 1_000_000.0
 
 
 class Machine:
-    """The two clocks of a machine, which a test sets."""
+    """The two clocks of a machine, set by the test."""
 
     def __init__(self, wall: float) -> None:
         self.monotonic = 0.0
@@ -17,16 +17,16 @@ class Machine:
         self.clock = PlannerClock(lambda: self.monotonic, lambda: self.wall)
 
 
-def test_a_wall_clock_that_is_an_hour_fast_changes_nothing() -> None:
-    """The planner's answer counts, and the skew is known."""
+def test_a_wrong_wall_clock_does_not_matter() -> None:
+    """The planner's response determines the time, and the skew is known."""
     machine = Machine(NOON + HOUR_S)
     machine.clock.record(NOON, 0.0, 0.0)
     assert NOON == machine.clock.now()
     assert machine.clock.skew_s == HOUR_S
 
 
-def test_a_step_of_the_wall_clock_changes_nothing() -> None:
-    """Time goes on by the monotonic clock."""
+def test_setting_the_wall_clock_does_not_matter() -> None:
+    """The time advances with the monotonic clock."""
     machine = Machine(NOON)
     machine.clock.record(NOON, 0.0, 0.0)
     machine.monotonic += 10.0
@@ -35,15 +35,15 @@ def test_a_step_of_the_wall_clock_changes_nothing() -> None:
     assert machine.clock.skew_s == -HOUR_S
 
 
-def test_before_the_first_answer_the_wall_clock_is_all_there_is() -> None:
-    """And there is nothing to compare it with."""
+def test_before_the_first_response_the_wall_clock_is_used() -> None:
+    """The skew is unknown until then."""
     clock = Machine(NOON).clock
     assert NOON == clock.now()
     assert clock.skew_s is None
 
 
-def test_the_quickest_answer_counts() -> None:
-    """A slow one says less of when the planner read its clock."""
+def test_the_fastest_response_counts() -> None:
+    """A slow response is less precise."""
     machine = Machine(NOON)
     machine.clock.record(NOON, 0.0, 0.002)
     before = machine.clock.now()
@@ -52,7 +52,7 @@ def test_the_quickest_answer_counts() -> None:
 
 
 def test_a_planner_whose_clock_was_set_is_followed() -> None:
-    """Also by a slow answer, where it contradicts what is known."""
+    """Even a slow response counts if it contradicts the estimate."""
     machine = Machine(NOON)
     machine.clock.record(NOON, 0.0, 0.0)
     machine.clock.record(NOON + HOUR_S, 0.0, 2.0)

@@ -56,14 +56,14 @@ class RelayTarget:
         chosen: InstanceSettings | None = None,
     ) -> None:
         self.image = image()
-        board = ChunkState(self.image.layout.chunks)
-        self.relay = fleet.source(name, self.image, faults, board=board, knows_manifest=False)
+        chunk_state = ChunkState(self.image.layout.chunks)
+        self.relay = fleet.source(name, self.image, faults, chunk_state=chunk_state, knows_manifest=False)
         self.target = Target(
             fleet,
             script,
             chosen or settings(max_inflight_chunks=1),
             target_image=self.image,
-            board=board,
+            chunk_state=chunk_state,
             serving_state=self.relay,
             files=files,
         )
@@ -73,11 +73,11 @@ class RelayTarget:
         return self.relay.report().weights_id
 
 
-def wait_for_chunks(board: ChunkState, count: int) -> bool:
+def wait_for_chunks(chunk_state: ChunkState, count: int) -> bool:
     """Until the board holds so many chunks."""
     reached = threading.Event()
-    unsubscribe = board.subscribe(lambda: reached.set() if len(board) >= count else None)
-    if len(board) >= count:
+    unsubscribe = chunk_state.subscribe(lambda: reached.set() if len(chunk_state) >= count else None)
+    if len(chunk_state) >= count:
         reached.set()
     try:
         return reached.wait(NEVER_S)
@@ -113,8 +113,8 @@ def failing_leader(fleet: Fleet, source_image: Image) -> RelayTarget:
 def provisional_relay(fleet: Fleet, name: str, source_image: Image, provisional_id: str, chunks: Sequence[int]) -> Seed:
     """A relay of a draft that holds these chunks, and gets no more."""
     digests = source_image.manifest().digests
-    board = ChunkState(source_image.layout.chunks)
-    board.set_provisional_id(provisional_id)
+    chunk_state = ChunkState(source_image.layout.chunks)
+    chunk_state.set_provisional_id(provisional_id)
     for chunk in chunks:
-        board.mark_verified(chunk, digests[chunk])
-    return fleet.source(name, source_image, board=board, knows_manifest=False)
+        chunk_state.mark_verified(chunk, digests[chunk])
+    return fleet.source(name, source_image, chunk_state=chunk_state, knows_manifest=False)

@@ -46,12 +46,12 @@ def settings(**changed: float | int) -> InstanceSettings:
     """A target's settings under which nothing stalls, unless a test wants it to."""
     return InstanceSettings.model_validate(
         {
-            "host": "node",
-            "window": 2,
-            "stall_s": NEVER_S,
-            "min_rate": 1 << 40,
-            "patience_s": NEVER_S,
-            "storage_stall_s": NEVER_S,
+            "node_name": "node",
+            "max_inflight_chunks": 2,
+            "source_idle_timeout_s": NEVER_S,
+            "min_source_bytes_per_s": 1 << 40,
+            "no_source_timeout_s": NEVER_S,
+            "storage_idle_timeout_s": NEVER_S,
             **changed,
         }
     )
@@ -90,7 +90,7 @@ class Fleet:
         source_image: Image,
         faults: FaultInjection | None = None,
         *,
-        board: ChunkState | None = None,
+        chunk_state: ChunkState | None = None,
         manifest: Manifest | None = None,
         knows_manifest: bool = True,
         max_readers: int = 4,
@@ -102,7 +102,7 @@ class Fleet:
             InstanceIdentity("model", instance_id=name),
             settings(max_readers=max_readers),
             [InMemoryTransport(self.network, faults)],
-            board=board,
+            chunk_state=chunk_state,
             manifest=manifest or (source_image.manifest() if knows_manifest else None),
             serve_peer=self.peers.service,
             tracer=tracer,
@@ -239,21 +239,21 @@ class Script:
 class RecordingServingState:
     """A giving side that only notes what it is told; see `rfork.receiver.chunk_verifier.ServingState`."""
 
-    def __init__(self, board: ChunkState) -> None:
+    def __init__(self, chunk_state: ChunkState) -> None:
         self.manifests: list[Manifest] = []
         self.dropped: list[tuple[int, ...]] = []
         self.storage_activity: list[bool] = []
-        self._board = board
+        self._chunk_state = chunk_state
 
     def set_manifest(self, manifest: Manifest) -> None:
         self.manifests.append(manifest)
 
     def invalidate(self, chunks: Sequence[int]) -> None:
         self.dropped.append(tuple(chunks))
-        self._board.invalidate(chunks)
+        self._chunk_state.invalidate(chunks)
 
     def fence(self) -> None:
-        self._board.clear()
+        self._chunk_state.clear()
 
     def report_storage_activity(self, read_at: Callable[[], float] | None, *, relayed: bool = False) -> None:
         if (read_at is not None) != (self.storage_activity or [False])[-1]:
@@ -306,22 +306,22 @@ class Target:
         *,
         deadline_s: float = NEVER_S,
         target_image: Image | None = None,
-        board: ChunkState | None = None,
+        chunk_state: ChunkState | None = None,
         serving_state: ServingState | None = None,
         files: Sequence[Files] = (),
         run_loader: RunLoader = no_loader,
     ) -> None:
         self.image = target_image or image()
-        self.board = ChunkState(self.image.layout.chunks) if board is None else board
-        self.relay = RecordingServingState(self.board)
+        self.chunk_state = ChunkState(self.image.layout.chunks) if chunk_state is None else chunk_state
+        self.relay = RecordingServingState(self.chunk_state)
         chosen = chosen or settings()
         deadline = Deadline(time.monotonic() + deadline_s)
         self.transfer = Transfer(
             self.image,
-            self.board,
+            self.chunk_state,
             chosen,
             identity=("target", "node"),
-            opening=FleetSourceFactory(fleet, self.image, chosen, deadline, {each.name: each for each in files}),
+            source_factory=FleetSourceFactory(fleet, self.image, chosen, deadline, {each.name: each for each in files}),
             replan=replan,
             run_loader=run_loader,
             serving_state=serving_state or self.relay,

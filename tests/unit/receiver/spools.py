@@ -44,7 +44,7 @@ class Model(torch.nn.Module):
 
 
 def settings_with_resume_dir(folder: Path, **changed: float | int) -> InstanceSettings:
-    return settings(**changed).model_copy(update={"resume": folder})
+    return settings(**changed).model_copy(update={"resume_dir": folder})
 
 
 def write_spool(folder: Path, source_image: Image, chunks: Sequence[int]) -> Path:
@@ -89,11 +89,11 @@ def attach_spool(target: Target, spool: Spool) -> SpoolSource:
     spool_source = SpoolSource(
         spool,
         target.image,
-        target.board,
+        target.chunk_state,
         settings(),
-        transfer._schedule,
-        transfer._digests,
+        transfer._scheduler,
+        transfer._verifier,
         transfer._changed,
     )
-    transfer._resume = transfer._intake._resume = spool_source
+    transfer._spool_source = transfer._event_handler._spool_source = spool_source
     return spool_source

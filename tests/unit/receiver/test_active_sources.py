@@ -53,9 +53,9 @@ class IdleSourceFactory:
 def sources_reading_from(*names: str) -> ActiveSources:
     """The sources of a fork that reads a chunk from each of these."""
     target_image = image()
-    board, schedule = ChunkState(target_image.layout.chunks), ChunkScheduler(len(target_image.layout.chunks))
-    digests = ChunkVerifier(target_image, board, schedule, cast(ServingState, None))
-    sources = ActiveSources(schedule, digests, IdleSourceFactory(), cast(SourceListener, None))
+    chunk_state, scheduler = ChunkState(target_image.layout.chunks), ChunkScheduler(len(target_image.layout.chunks))
+    verifier = ChunkVerifier(target_image, chunk_state, scheduler, cast(ServingState, None))
+    sources = ActiveSources(scheduler, verifier, IdleSourceFactory(), cast(SourceListener, None))
     routes = [
         Route(
             source_id=name,

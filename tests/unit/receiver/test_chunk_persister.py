@@ -76,7 +76,7 @@ def test_a_fork_that_failed_leaves_what_it_had(fleet: Fleet, tmp_path: Path, mon
             fleet,
             Model(),
             scripted_planner(lambda: plan(route(seed, ALL)), no_source_plan),
-            settings_with_resume_dir(tmp_path, window=1),
+            settings_with_resume_dir(tmp_path, max_inflight_chunks=1),
         )
     second_source = fleet.source("b", capture(source))
     report = run_fork(
@@ -158,10 +158,10 @@ def test_a_disk_that_takes_no_more(
         write(spool, at, views)
 
     monkeypatch.setattr(Spool, "write", failing)
-    board = ChunkState(target_image.layout.chunks)
-    persister = ChunkPersister(tmp_path, IDENTITY, target_image, board).start()
+    chunk_state = ChunkState(target_image.layout.chunks)
+    persister = ChunkPersister(tmp_path, IDENTITY, target_image, chunk_state).start()
     for chunk in range(3):
-        board.mark_verified(chunk, target_image.digest(chunk))
+        chunk_state.mark_verified(chunk, target_image.digest(chunk))
     tried.wait(NEVER_S)
     persister.close(remove=False)
     assert ([0] if keeps_spool else [], 1) == (
@@ -217,10 +217,10 @@ def test_nothing_is_kept_of_an_image_that_changes(tmp_path: Path, monkeypatch: p
         write(spool, at, views)
 
     monkeypatch.setattr(Spool, "write", blocked_write)
-    board = ChunkState(target_image.layout.chunks)
-    persister = ChunkPersister(tmp_path, IDENTITY, target_image, board).start()
+    chunk_state = ChunkState(target_image.layout.chunks)
+    persister = ChunkPersister(tmp_path, IDENTITY, target_image, chunk_state).start()
     for chunk in range(2):
-        board.mark_verified(chunk, target_image.digest(chunk))
+        chunk_state.mark_verified(chunk, target_image.digest(chunk))
     write_started.wait(NEVER_S)
     pause_waiting, wait_for = threading.Event(), persister._changed.wait_for
 
@@ -236,7 +236,7 @@ def test_nothing_is_kept_of_an_image_that_changes(tmp_path: Path, monkeypatch: p
     is_waiting = persister._halted and pausing.is_alive()
     proceed.set()
     pausing.join()
-    board.mark_verified(2, target_image.digest(2))
+    chunk_state.mark_verified(2, target_image.digest(2))
     persister.close(remove=False)
     assert (True, []) == (is_waiting, spooled_chunks(tmp_path, target_image))
 
@@ -244,21 +244,21 @@ def test_nothing_is_kept_of_an_image_that_changes(tmp_path: Path, monkeypatch: p
 def test_a_chunk_that_was_dropped_meanwhile_has_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bytes that were written may be any; what comes in its place is kept."""
     target_image = capture(Model(1))
-    board = ChunkState(target_image.layout.chunks)
+    chunk_state = ChunkState(target_image.layout.chunks)
     write, invalidated = Spool.write, threading.Event()
 
     def write_and_invalidate(spool: Spool, at: int, views: Sequence[memoryview]) -> None:
         write(spool, at, views)
         if not invalidated.is_set():
             invalidated.set()
-            board.invalidate([0])
+            chunk_state.invalidate([0])
 
     count = count_records(monkeypatch)
     monkeypatch.setattr(Spool, "write", write_and_invalidate)
-    persister = ChunkPersister(tmp_path, IDENTITY, target_image, board).start()
-    board.mark_verified(0, target_image.digest(0))
+    persister = ChunkPersister(tmp_path, IDENTITY, target_image, chunk_state).start()
+    chunk_state.mark_verified(0, target_image.digest(0))
     invalidated.wait(NEVER_S)
-    board.mark_verified(1, target_image.digest(1))
+    chunk_state.mark_verified(1, target_image.digest(1))
     count.acquire(timeout=NEVER_S)
     persister.close(remove=False)
     assert [1] == spooled_chunks(tmp_path, target_image)
@@ -269,9 +269,9 @@ def test_a_chunk_that_changed_is_kept_anew(tmp_path: Path, monkeypatch: pytest.M
     write_spool(tmp_path, capture(Model(1)), [0])
     target_image = capture(Model(2))
     count = count_records(monkeypatch)
-    board = ChunkState(target_image.layout.chunks, [])
-    persister = ChunkPersister(tmp_path, IDENTITY, target_image, board).start()
-    board.mark_verified(0, target_image.digest(0))
+    chunk_state = ChunkState(target_image.layout.chunks, [])
+    persister = ChunkPersister(tmp_path, IDENTITY, target_image, chunk_state).start()
+    chunk_state.mark_verified(0, target_image.digest(0))
     count.acquire(timeout=NEVER_S)
     persister.close(remove=False)
     assert [0] == spooled_chunks(tmp_path, target_image)

@@ -14,69 +14,69 @@ COUNT = 6
 
 def build_scheduler(count: int = COUNT, **routes: tuple[int, int]) -> ChunkScheduler:
     """A schedule in which each named source gives all chunks of its range."""
-    schedule = ChunkScheduler(count)
-    schedule.assign({source: [part] for source, part in routes.items()})
+    scheduler = ChunkScheduler(count)
+    scheduler.assign({source: [part] for source, part in routes.items()})
     for source, part in routes.items():
-        schedule.mark_available(source, [part])
-    return schedule
+        scheduler.mark_available(source, [part])
+    return scheduler
 
 
 def test_an_image_of_no_chunks_is_complete() -> None:
     """There is nothing to read and nothing to plan."""
-    schedule = ChunkScheduler(0)
-    assert (True, False, None) == (schedule.complete, schedule.unassigned, schedule.next_read())
+    scheduler = ChunkScheduler(0)
+    assert (True, False, None) == (scheduler.complete, scheduler.unassigned, scheduler.next_read())
 
 
 def test_a_new_schedule_wants_a_plan() -> None:
     """Nothing is assigned at first, so nothing can be taken."""
-    schedule = ChunkScheduler(COUNT)
+    scheduler = ChunkScheduler(COUNT)
     assert (False, True, None, 0) == (
-        schedule.complete,
-        schedule.unassigned,
-        schedule.next_read(),
-        schedule.in_flight,
+        scheduler.complete,
+        scheduler.unassigned,
+        scheduler.next_read(),
+        scheduler.in_flight,
     )
 
 
 def test_what_is_verified_before_is_not_read() -> None:
     """A fork that goes on from a board reads only what is missing."""
-    schedule = ChunkScheduler(COUNT, [(0, 2), (3, 6)])
-    schedule.assign({"a": [(0, 6)]})
-    schedule.mark_available("a", [(0, 6)])
-    assert (ChunkRead("a", 2), None) == (schedule.next_read(), schedule.next_read())
+    scheduler = ChunkScheduler(COUNT, [(0, 2), (3, 6)])
+    scheduler.assign({"a": [(0, 6)]})
+    scheduler.mark_available("a", [(0, 6)])
+    assert (ChunkRead("a", 2), None) == (scheduler.next_read(), scheduler.next_read())
 
 
 def test_an_assigned_chunk_waits_until_it_is_offered() -> None:
     """A relay's chunks are read as it offers them, the lowest first."""
-    schedule = ChunkScheduler(COUNT)
-    schedule.assign({"a": [(0, 6)]})
-    before = schedule.next_read()
-    schedule.mark_available("a", [(4, 6)])
-    schedule.mark_available("a", [(1, 2)])
-    next_reads = [schedule.next_read() for _ in range(4)]
+    scheduler = ChunkScheduler(COUNT)
+    scheduler.assign({"a": [(0, 6)]})
+    before = scheduler.next_read()
+    scheduler.mark_available("a", [(4, 6)])
+    scheduler.mark_available("a", [(1, 2)])
+    next_reads = [scheduler.next_read() for _ in range(4)]
     assert (None, [ChunkRead("a", 1), ChunkRead("a", 4), ChunkRead("a", 5), None]) == (before, next_reads)
 
 
 def test_an_offer_before_the_plan_counts() -> None:
     """A source may say what it has before the plan that names it is adopted."""
-    schedule = ChunkScheduler(COUNT)
-    schedule.mark_available("a", [(0, 1)])
-    schedule.assign({"a": [(0, 6)]})
-    assert ChunkRead("a", 0) == schedule.next_read()
+    scheduler = ChunkScheduler(COUNT)
+    scheduler.mark_available("a", [(0, 1)])
+    scheduler.assign({"a": [(0, 6)]})
+    assert ChunkRead("a", 0) == scheduler.next_read()
 
 
 def test_an_offer_beyond_the_image_is_cut() -> None:
     """A source that offers more chunks than there are costs no memory for them."""
-    schedule = ChunkScheduler(COUNT)
-    schedule.assign({"a": [(0, 6)]})
-    schedule.mark_available("a", [(5, 1 << 62)])
-    assert (ChunkRead("a", 5), None) == (schedule.next_read(), schedule.next_read())
+    scheduler = ChunkScheduler(COUNT)
+    scheduler.assign({"a": [(0, 6)]})
+    scheduler.mark_available("a", [(5, 1 << 62)])
+    assert (ChunkRead("a", 5), None) == (scheduler.next_read(), scheduler.next_read())
 
 
 def test_several_sources_are_drawn_on_at_once() -> None:
     """The next read goes to the source with the fewest reads under way."""
-    schedule = build_scheduler(a=(0, 3), b=(3, 6))
-    next_reads = [schedule.next_read() for _ in range(6)]
+    scheduler = build_scheduler(a=(0, 3), b=(3, 6))
+    next_reads = [scheduler.next_read() for _ in range(6)]
     assert [
         ChunkRead("a", 0),
         ChunkRead("b", 3),
@@ -89,87 +89,87 @@ def test_several_sources_are_drawn_on_at_once() -> None:
 
 def test_verified_chunks_complete_the_image() -> None:
     """An image is complete with its last verified chunk, and not before."""
-    schedule = build_scheduler(2, a=(0, 2))
+    scheduler = build_scheduler(2, a=(0, 2))
     states = []
     for read in (ChunkRead("a", 0), ChunkRead("a", 1)):
-        assert read == schedule.next_read()
-        schedule.verified(read)
-        states.append(schedule.complete)
+        assert read == scheduler.next_read()
+        scheduler.verified(read)
+        states.append(scheduler.complete)
     assert [False, True] == states
 
 
 def test_a_dropped_chunk_is_read_again() -> None:
     """A read that failed leaves its chunk with whoever it is assigned to, and is counted."""
-    schedule = build_scheduler(1, a=(0, 1))
-    schedule.next_read()
-    schedule.dropped(ChunkRead("a", 0))
-    assert (ChunkRead("a", 0), {0: 1}) == (schedule.next_read(), schedule.rereads)
+    scheduler = build_scheduler(1, a=(0, 1))
+    scheduler.next_read()
+    scheduler.dropped(ChunkRead("a", 0))
+    assert (ChunkRead("a", 0), {0: 1}) == (scheduler.next_read(), scheduler.rereads)
 
 
 def test_a_failed_source_gives_its_chunks_back() -> None:
     """After a failure the chunks of that source, and only those, want a new plan."""
-    schedule = build_scheduler(a=(0, 3), b=(3, 6))
-    schedule.fail("a")
-    next_reads = [schedule.next_read() for _ in range(4)]
+    scheduler = build_scheduler(a=(0, 3), b=(3, 6))
+    scheduler.fail("a")
+    next_reads = [scheduler.next_read() for _ in range(4)]
     assert (True, [ChunkRead("b", 3), ChunkRead("b", 4), ChunkRead("b", 5), None]) == (
-        schedule.unassigned,
+        scheduler.unassigned,
         next_reads,
     )
 
 
 def test_a_failed_source_must_offer_anew() -> None:
     """What a source offered before it failed is forgotten."""
-    schedule = build_scheduler(a=(0, 6))
-    schedule.fail("a")
-    schedule.assign({"a": [(0, 6)]})
-    assert None is schedule.next_read()
+    scheduler = build_scheduler(a=(0, 6))
+    scheduler.fail("a")
+    scheduler.assign({"a": [(0, 6)]})
+    assert None is scheduler.next_read()
 
 
 def test_a_chunk_in_flight_stays_with_its_reader() -> None:
     """A new plan that moves a chunk to another source waits for the read that is under way."""
-    schedule = build_scheduler(1, a=(0, 1))
-    read = schedule.next_read()
-    schedule.assign({"b": [(0, 1)]})
-    schedule.mark_available("b", [(0, 1)])
-    concurrent_read = schedule.next_read()
-    schedule.dropped(ChunkRead("a", 0))
-    assert (ChunkRead("a", 0), None, ChunkRead("b", 0)) == (read, concurrent_read, schedule.next_read())
+    scheduler = build_scheduler(1, a=(0, 1))
+    read = scheduler.next_read()
+    scheduler.assign({"b": [(0, 1)]})
+    scheduler.mark_available("b", [(0, 1)])
+    concurrent_read = scheduler.next_read()
+    scheduler.dropped(ChunkRead("a", 0))
+    assert (ChunkRead("a", 0), None, ChunkRead("b", 0)) == (read, concurrent_read, scheduler.next_read())
 
 
 def test_a_chunk_in_flight_from_a_failed_source_is_not_planned_yet() -> None:
     """Only once its reader has dropped it does a chunk in flight want a new plan."""
-    schedule = build_scheduler(1, a=(0, 1))
-    schedule.next_read()
-    schedule.fail("a")
-    before = schedule.unassigned
-    schedule.dropped(ChunkRead("a", 0))
-    assert (False, True) == (before, schedule.unassigned)
+    scheduler = build_scheduler(1, a=(0, 1))
+    scheduler.next_read()
+    scheduler.fail("a")
+    before = scheduler.unassigned
+    scheduler.dropped(ChunkRead("a", 0))
+    assert (False, True) == (before, scheduler.unassigned)
 
 
 def test_wanted_from() -> None:
     """A source is wanted while chunks are assigned to it or being read from it."""
-    schedule = build_scheduler(2, a=(0, 1), b=(1, 2))
-    schedule.next_read()
-    schedule.assign({"b": [(1, 2)]})
-    schedule.verified(ChunkRead("b", 1))
-    assert (True, False, False) == tuple(schedule.has_assigned(source) for source in ("a", "b", "c"))
+    scheduler = build_scheduler(2, a=(0, 1), b=(1, 2))
+    scheduler.next_read()
+    scheduler.assign({"b": [(1, 2)]})
+    scheduler.verified(ChunkRead("b", 1))
+    assert (True, False, False) == tuple(scheduler.has_assigned(source) for source in ("a", "b", "c"))
 
 
 def test_starved() -> None:
     """A source starves us when it has assigned chunks, and none that can be or is being read."""
-    schedule = ChunkScheduler(2)
-    schedule.assign({"a": [(0, 2)]})
-    states = [schedule.is_starved("a")]
-    schedule.mark_available("a", [(0, 1)])
-    states.append(schedule.is_starved("a"))
-    schedule.next_read()
-    states.append(schedule.is_starved("a"))
-    schedule.verified(ChunkRead("a", 0))
-    states.append(schedule.is_starved("a"))
-    schedule.mark_available("a", [(1, 2)])
-    schedule.next_read()
-    schedule.verified(ChunkRead("a", 1))
-    states.append(schedule.is_starved("a"))
+    scheduler = ChunkScheduler(2)
+    scheduler.assign({"a": [(0, 2)]})
+    states = [scheduler.is_starved("a")]
+    scheduler.mark_available("a", [(0, 1)])
+    states.append(scheduler.is_starved("a"))
+    scheduler.next_read()
+    states.append(scheduler.is_starved("a"))
+    scheduler.verified(ChunkRead("a", 0))
+    states.append(scheduler.is_starved("a"))
+    scheduler.mark_available("a", [(1, 2)])
+    scheduler.next_read()
+    scheduler.verified(ChunkRead("a", 1))
+    states.append(scheduler.is_starved("a"))
     assert [True, False, False, True, False] == states
 
 
@@ -191,20 +191,20 @@ STEPS = st.lists(
 @given(STEPS)
 def test_whatever_the_order_no_chunk_has_two_readers(steps: list[tuple[str, object]]) -> None:
     """In any order of events a chunk has one reader, none once verified, and the counts are right."""
-    schedule = ChunkScheduler(COUNT)
+    scheduler = ChunkScheduler(COUNT)
     in_flight: dict[int, ChunkRead] = {}
     verified: set[int] = set()
     read_counts: Counter[int] = Counter()
     for step, detail in steps:
         match step, detail:
             case "adopt", dict() as routes:
-                schedule.assign(routes)
+                scheduler.assign(routes)
             case "offer", (str() as source, list() as parts):
-                schedule.mark_available(source, parts)
+                scheduler.mark_available(source, parts)
             case "fail", str() as source:
-                schedule.fail(source)
+                scheduler.fail(source)
             case "take", None:
-                read = schedule.next_read()
+                read = scheduler.next_read()
                 if read is not None:
                     assert read.chunk not in in_flight.keys() | verified
                     in_flight[read.chunk] = read
@@ -213,83 +213,83 @@ def test_whatever_the_order_no_chunk_has_two_readers(steps: list[tuple[str, obje
                 if in_flight:
                     read = in_flight.pop(sorted(in_flight)[number % len(in_flight)])
                     if step == "verified":
-                        schedule.verified(read)
+                        scheduler.verified(read)
                         verified.add(read.chunk)
                     else:
-                        schedule.dropped(read)
-        assert (len(in_flight), verified == set(range(COUNT))) == (schedule.in_flight, schedule.complete)
-    assert {chunk: times - 1 for chunk, times in read_counts.items() if times > 1} == schedule.rereads
+                        scheduler.dropped(read)
+        assert (len(in_flight), verified == set(range(COUNT))) == (scheduler.in_flight, scheduler.complete)
+    assert {chunk: times - 1 for chunk, times in read_counts.items() if times > 1} == scheduler.rereads
 
 
 @given(STEPS)
 def test_whatever_came_before_the_rest_can_be_read(steps: list[tuple[str, object]]) -> None:
     """After any events, one good source that has all chunks completes the image."""
-    schedule = ChunkScheduler(COUNT)
+    scheduler = ChunkScheduler(COUNT)
     for step, detail in steps:
         match step, detail:
             case "adopt", dict() as routes:
-                schedule.assign(routes)
+                scheduler.assign(routes)
             case "offer", (str() as source, list() as parts):
-                schedule.mark_available(source, parts)
+                scheduler.mark_available(source, parts)
             case "take", None:
-                if (read := schedule.next_read()) is not None:
-                    schedule.dropped(read)
+                if (read := scheduler.next_read()) is not None:
+                    scheduler.dropped(read)
             case "fail", str() as source:
-                schedule.fail(source)
-    schedule.assign({"good": [(0, COUNT)]})
-    schedule.mark_available("good", [(0, COUNT)])
-    assert not schedule.unassigned
-    while (read := schedule.next_read()) is not None:
-        schedule.verified(read)
-    assert schedule.complete
+                scheduler.fail(source)
+    scheduler.assign({"good": [(0, COUNT)]})
+    scheduler.mark_available("good", [(0, COUNT)])
+    assert not scheduler.unassigned
+    while (read := scheduler.next_read()) is not None:
+        scheduler.verified(read)
+    assert scheduler.complete
 
 
 def test_what_a_source_offered_before_it_was_given_up_is_void() -> None:
     """Named by a later plan, it is read from only once its new channel has offered again."""
-    schedule = build_scheduler(a=(0, COUNT))
-    schedule.fail("a")
-    schedule.assign({"a": ((0, COUNT),)})
-    before = schedule.next_read()
-    schedule.mark_available("a", ((0, 1),))
-    assert [None, ChunkRead("a", 0)] == [before, schedule.next_read()]
+    scheduler = build_scheduler(a=(0, COUNT))
+    scheduler.fail("a")
+    scheduler.assign({"a": ((0, COUNT),)})
+    before = scheduler.next_read()
+    scheduler.mark_available("a", ((0, 1),))
+    assert [None, ChunkRead("a", 0)] == [before, scheduler.next_read()]
 
 
 def test_a_dropped_chunk_is_wanted_again() -> None:
     """A verified chunk that turned out wrong has no source until the next plan."""
-    schedule = ChunkScheduler(2, [(0, 2)])
-    before = schedule.unassigned, schedule.complete
-    schedule.invalidate([1])
-    assert ((False, True), (True, False)) == (before, (schedule.unassigned, schedule.complete))
+    scheduler = ChunkScheduler(2, [(0, 2)])
+    before = scheduler.unassigned, scheduler.complete
+    scheduler.invalidate([1])
+    assert ((False, True), (True, False)) == (before, (scheduler.unassigned, scheduler.complete))
 
 
 def test_what_is_read_from_whom() -> None:
     """What is in flight and what is planned, by source, without what is verified."""
-    schedule = ChunkScheduler(5, [(0, 1)])
-    schedule.assign({"a": [(0, 3)], "b": [(3, 5)]})
-    schedule.mark_available("a", [(0, 3)])
-    schedule.next_read()
-    assert {"a": ((1, 3),), "b": ((3, 5),)} == schedule.shares
+    scheduler = ChunkScheduler(5, [(0, 1)])
+    scheduler.assign({"a": [(0, 3)], "b": [(3, 5)]})
+    scheduler.mark_available("a", [(0, 3)])
+    scheduler.next_read()
+    assert {"a": ((1, 3),), "b": ((3, 5),)} == scheduler.shares
 
 
 def test_a_filled_schedule_is_complete() -> None:
     """After a loader wrote every chunk nothing is left to read."""
-    schedule = ChunkScheduler(3)
-    schedule.assign({"a": [(0, 3)]})
-    schedule.mark_all_verified()
-    assert (True, {}, None) == (schedule.complete, schedule.shares, schedule.next_read())
+    scheduler = ChunkScheduler(3)
+    scheduler.assign({"a": [(0, 3)]})
+    scheduler.mark_all_verified()
+    assert (True, {}, None) == (scheduler.complete, scheduler.shares, scheduler.next_read())
 
 
 def test_what_comes_next_from_a_source() -> None:
     """Those in flight, and the lowest that wait: not what is verified, not offered, or given by another."""
-    schedule = ChunkScheduler(COUNT)
-    schedule.assign({"a": [(0, 5)], "b": [(5, 6)]})
-    schedule.mark_available("a", [(0, 4), (5, 6)])
-    schedule.mark_available("b", [(0, COUNT)])
-    reads = [read for read in (schedule.next_read(), schedule.next_read(), schedule.next_read()) if read is not None]
-    schedule.verified(next(read for read in reads if read.chunk == 0))
+    scheduler = ChunkScheduler(COUNT)
+    scheduler.assign({"a": [(0, 5)], "b": [(5, 6)]})
+    scheduler.mark_available("a", [(0, 4), (5, 6)])
+    scheduler.mark_available("b", [(0, COUNT)])
+    reads = [read for read in (scheduler.next_read(), scheduler.next_read(), scheduler.next_read()) if read is not None]
+    scheduler.verified(next(read for read in reads if read.chunk == 0))
     assert (([1], [2, 3]), ([1], [2]), ([5], []), ([], [])) == (
-        schedule.upcoming("a", 9),
-        schedule.upcoming("a", 1),
-        schedule.upcoming("b", 9),
-        schedule.upcoming("c", 9),
+        scheduler.upcoming("a", 9),
+        scheduler.upcoming("a", 1),
+        scheduler.upcoming("b", 9),
+        scheduler.upcoming("c", 9),
     )

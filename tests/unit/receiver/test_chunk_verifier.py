@@ -22,13 +22,13 @@ class VerifierHarness:
     """Digests with all that they work on."""
 
     def __init__(self, *verified_chunks: int, provisional_id: str | None = None) -> None:
-        self.board = ChunkState(IMAGE.layout.chunks)
-        self.board.set_provisional_id(provisional_id)
+        self.chunk_state = ChunkState(IMAGE.layout.chunks)
+        self.chunk_state.set_provisional_id(provisional_id)
         for index in verified_chunks:
-            self.board.mark_verified(index, RIGHT[index])
-        self.schedule = ChunkScheduler(CHUNKS, self.board.verified)
-        self.relay = RecordingServingState(self.board)
-        self.digests = ChunkVerifier(IMAGE, self.board, self.schedule, self.relay)
+            self.chunk_state.mark_verified(index, RIGHT[index])
+        self.scheduler = ChunkScheduler(CHUNKS, self.chunk_state.verified)
+        self.relay = RecordingServingState(self.chunk_state)
+        self.digests = ChunkVerifier(IMAGE, self.chunk_state, self.scheduler, self.relay)
 
 
 def test_a_source_s_own_word_counts_until_the_manifest_is_known() -> None:
@@ -94,7 +94,7 @@ def test_chunks_of_two_drafts_are_not_mixed(
         harness.digests.add_provisional_digests("a", provisional_id, {0: reported_digest}, alone=alone)
     assert (dropped or [], X if dropped is None else provisional_id) == (
         harness.relay.dropped,
-        harness.board.provisional_id,
+        harness.chunk_state.provisional_id,
     )
 
 
@@ -109,7 +109,7 @@ def test_going_on_from_own_files(
     """What is held stays only where the files are known, and seen, to be the same."""
     harness = VerifierHarness(0, 1, provisional_id=X)
     harness.digests.verify_local_files("own", origin, {0: RIGHT[0], 1: RIGHT[1]}, agrees=agrees)
-    board_provisional_id = harness.board.provisional_id or ""
+    board_provisional_id = harness.chunk_state.provisional_id or ""
     assert (dropped, provisional_id, None) == (
         harness.relay.dropped,
         board_provisional_id[: len(provisional_id)],
@@ -162,13 +162,13 @@ def test_what_came_while_files_were_compared_is_compared_too() -> None:
 def test_own_files_make_the_manifest() -> None:
     """Whoever found or read every chunk in its own files knows the manifest, and its draft stays known."""
     harness = VerifierHarness(*range(CHUNKS), provisional_id=X)
-    board_digests = harness.board.digests
+    board_digests = harness.chunk_state.digests
     del board_digests[3]
     harness.digests.verify_local_files("own", X, board_digests | {3: RIGHT[3]}, agrees=True)
     assert (True, [MANIFEST], X) == (
         harness.digests.finalize_manifest(),
         harness.relay.manifests,
-        harness.board.provisional_id,
+        harness.chunk_state.provisional_id,
     )
 
 
@@ -178,9 +178,9 @@ def test_chunks_of_others_are_not_sealed() -> None:
         VerifierHarness(*range(CHUNKS), provisional_id=X),
         VerifierHarness(0, 1, provisional_id=X),
     )
-    reader.digests.verify_local_files("own", X, reader.board.digests, agrees=True)
+    reader.digests.verify_local_files("own", X, reader.chunk_state.digests, agrees=True)
     for chunk in range(2, CHUNKS):
-        reader.board.mark_verified(chunk, RIGHT[chunk])
+        reader.chunk_state.mark_verified(chunk, RIGHT[chunk])
     sealed = (follower.digests.finalize_manifest(), reader.digests.finalize_manifest())
     follower.digests.invalidate_unconfirmed()
     reader.digests.invalidate_unconfirmed()
@@ -194,7 +194,7 @@ def test_a_manifest_that_differs_ends_the_draft() -> None:
     harness.digests.set_manifest(other)
     assert ([(0,)], ((1, 2),), None, True) == (
         harness.relay.dropped,
-        harness.board.verified,
-        harness.board.provisional_id,
-        harness.schedule.unassigned,
+        harness.chunk_state.verified,
+        harness.chunk_state.provisional_id,
+        harness.scheduler.unassigned,
     )

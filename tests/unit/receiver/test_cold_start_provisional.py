@@ -52,7 +52,7 @@ def test_other_files_of_one_origin_are_not_mixed(fleet: Fleet, differs: int) -> 
         content_hash(follower.image),
         verified_by_source(follower.target),
     )
-    provisional_id = follower.target.board.provisional_id or ""
+    provisional_id = follower.target.chunk_state.provisional_id or ""
     assert (1, True) == (follower.relay.generation, provisional_id.startswith(f"{ORIGIN}-"))
 
 
@@ -65,7 +65,7 @@ def test_files_of_another_origin_are_not_mixed(fleet: Fleet) -> None:
     run_concurrently(leader, follower)
     assert (content_hash(other), "b" * 32) == (
         content_hash(follower.image),
-        follower.target.board.provisional_id,
+        follower.target.chunk_state.provisional_id,
     )
 
 
@@ -83,7 +83,7 @@ def test_a_manifest_that_differs_drops_what_differs(fleet: Fleet) -> None:
         target.relay.dropped,
         verified_by_source(target),
     )
-    assert ([seed.manifest], None) == (target.relay.manifests, target.board.provisional_id)
+    assert ([seed.manifest], None) == (target.relay.manifests, target.chunk_state.provisional_id)
 
 
 def test_a_source_of_another_draft_is_refused_while_one_gives(fleet: Fleet) -> None:
@@ -95,11 +95,11 @@ def test_a_source_of_another_draft_is_refused_while_one_gives(fleet: Fleet) -> N
     def remaining_plan() -> Plan:
         first.set_manifest(source_image.manifest())
         for chunk in range(3, CHUNKS):
-            first.board.mark_verified(chunk, source_image.manifest().digests[chunk])
+            first.chunk_state.mark_verified(chunk, source_image.manifest().digests[chunk])
         return plan(route(first, ALL))
 
     def mixed_plan() -> Plan:
-        wait_for_chunks(target.board, 3)  # so that the first is the first
+        wait_for_chunks(target.chunk_state, 3)  # so that the first is the first
         return plan(route(first, (0, 4)), route(second, (4, 6)))
 
     script = planner_script(plan(route(first, (0, 3)), retry_after_s=0.01), mixed_plan, remaining_plan)
@@ -122,7 +122,7 @@ def test_a_new_draft_replaces_one_that_nobody_gives(fleet: Fleet) -> None:
         return plan(route(second, ALL))
 
     def remaining_plan() -> Plan:
-        wait_for_chunks(target.board, 3)  # so that nothing is wanted of the first any more
+        wait_for_chunks(target.chunk_state, 3)  # so that nothing is wanted of the first any more
         return plan(route(second, (3, 6)))
 
     script = planner_script(plan(route(first, (0, 3))), remaining_plan, complete_plan)

@@ -144,7 +144,9 @@ def test_what_came_before_a_fallback_is_told_too(fleet: Fleet, checkpoint: Path)
     """Chunks of a source that died stay in the report beside what was loaded instead."""
     seed = fleet.source("seed", capture(Model(7.0)), FaultInjection(dies_after=2 * MIB))
     planner = scripted_planner(plan(route(seed, ALL)), NO_SOURCE_PLAN)
-    report = run_fork(fleet, Model(1.0), planner, [checkpoint_fallback(checkpoint)], no_source_timeout_s=0.0, window=1)
+    report = run_fork(
+        fleet, Model(1.0), planner, [checkpoint_fallback(checkpoint)], no_source_timeout_s=0.0, max_inflight_chunks=1
+    )
     assert [("checkpoint", report.image_bytes), ("seed", 2 * MIB)] == [
         (share.source_id.partition(":")[0], share.verified_bytes) for share in report.sources
     ]
@@ -155,7 +157,7 @@ def test_what_a_failed_fork_read_is_told(fleet: Fleet) -> None:
     seed = fleet.source("seed", capture(Model(7.0)), FaultInjection(dies_after=2 * MIB))
     planner = scripted_planner(plan(route(seed, ALL)), NO_SOURCE_PLAN)
     with pytest.raises(AllSourcesFailed):
-        run_fork(fleet, Model(1.0), planner, [], no_source_timeout_s=0.0, window=1)
+        run_fork(fleet, Model(1.0), planner, [], no_source_timeout_s=0.0, max_inflight_chunks=1)
     assert [("failed", {"seed": 2 * MIB}, 2 * MIB)] == [
         (finish.outcome, finish.sources, finish.bytes_read) for _, finish in planner.finishes
     ]

@@ -50,7 +50,9 @@ def test_how_long_a_leader_without_chunks_is_waited_for(
 ) -> None:
     """As long as its storage gives something; one that is stuck is given up, and another asked for."""
     source_image = image(1)
-    leader = fleet.source("leader", source_image, board=ChunkState(source_image.layout.chunks), knows_manifest=False)
+    leader = fleet.source(
+        "leader", source_image, chunk_state=ChunkState(source_image.layout.chunks), knows_manifest=False
+    )
     leader.report_storage_activity(read_at)
     script = planner_script(plan(route(leader, ALL)), plan(reason="nobody else"))
     chosen = settings(source_idle_timeout_s=stall_s, storage_idle_timeout_s=3 * stall_s)
@@ -143,7 +145,7 @@ def test_a_disk_that_never_gave_anything_does_not_outlive_the_deadline(fleet: Fl
     with pytest.raises(DeadlineExceeded):
         target.run()
     proceed.set()
-    assert ([], 0) == (live_transfer_threads(), len(target.board))
+    assert ([], 0) == (live_transfer_threads(), len(target.chunk_state))
 
 
 def test_the_deadline_waits_for_own_storage_that_advances(fleet: Fleet) -> None:

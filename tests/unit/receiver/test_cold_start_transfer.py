@@ -45,19 +45,19 @@ def test_the_elected_reads_its_files(fleet: Fleet) -> None:
     source_image = image(1)
     files = Files(source_image)
     target = Target(fleet, planner_script(plan(storage=[reads(files, ALL)])), files=[files])
-    pulled = target.run()
+    stats = target.run()
     assert (content_hash(source_image), [source_image.manifest()]) == (
         content_hash(target.image),
         target.relay.manifests,
     )
     assert [("checkpoint:file:///files", "node", "checkpoint", CHUNKS, CHUNKS * MIB)] == [
         (share.source_id, share.host, share.transport, share.verified_chunks, share.verified_bytes)
-        for share in pulled.sources
+        for share in stats.sources
     ]
     assert (list(range(CHUNKS)), CHUNKS * MIB, ORIGIN) == (
         sorted(files.chunks_read),
-        pulled.bytes_read,
-        target.board.provisional_id,
+        stats.bytes_read,
+        target.chunk_state.provisional_id,
     )
 
 
@@ -92,7 +92,7 @@ def test_a_follower_reads_while_the_leader_reads(fleet: Fleet) -> None:
     leader = RelayTarget(fleet, "leader", planner_script(plan(storage=[reads(files, ALL)])), [files])
     follower = RelayTarget(fleet, "follower", planner_script(plan(route(leader.relay, ALL))))
     steps: list[bool] = []
-    files.before_read = lambda chunk: steps.append(wait_for_chunks(follower.target.board, chunk))
+    files.before_read = lambda chunk: steps.append(wait_for_chunks(follower.target.chunk_state, chunk))
     run_concurrently(leader, follower)
     assert ([True] * CHUNKS, [content_hash(source_image)] * 2) == (
         steps,
@@ -111,7 +111,7 @@ def test_digests_pass_from_relay_to_relay(fleet: Fleet) -> None:
     first = RelayTarget(fleet, "first", planner_script(plan(storage=[reads(files, ALL)])), [files])
     second = RelayTarget(fleet, "second", planner_script(plan(route(first.relay, ALL))))
     third = RelayTarget(fleet, "third", planner_script(plan(route(second.relay, ALL))))
-    files.before_read = lambda chunk: wait_for_chunks(third.target.board, chunk)
+    files.before_read = lambda chunk: wait_for_chunks(third.target.chunk_state, chunk)
     run_concurrently(first, second, third)
     assert ([content_hash(source_image)] * 3, {"second": CHUNKS}, CHUNKS) == (
         [content_hash(member.image) for member in (first, second, third)],
@@ -133,9 +133,9 @@ def test_a_relay_of_a_draft_that_gives_wrong_bytes(fleet: Fleet) -> None:
     )
     script = planner_script(plan(route(leader.relay, ALL)), plan(reason="nobody else"))
     follower = RelayTarget(fleet, "follower", script)
-    files.before_read = lambda chunk: wait_for_chunks(follower.target.board, chunk) if chunk < 3 else True
+    files.before_read = lambda chunk: wait_for_chunks(follower.target.chunk_state, chunk) if chunk < 3 else True
     ended = run_concurrently(leader, follower)[1]
-    assert ([("leader", "source", "SourceCorrupt")], 2) == (script.faults, len(follower.target.board))
+    assert ([("leader", "source", "SourceCorrupt")], 2) == (script.faults, len(follower.target.chunk_state))
     assert NoSource is type(ended)
 
 
@@ -182,7 +182,7 @@ def test_a_snapshot_s_chunks_are_verified(fleet: Fleet) -> None:
     )
     assert ({"snapshot:file:///files": 3, "seed": 3}, None) == (
         verified_by_source(target),
-        target.board.provisional_id,
+        target.chunk_state.provisional_id,
     )
 
 
@@ -239,7 +239,7 @@ def test_the_planner_is_told_what_is_read_now(fleet: Fleet) -> None:
     source_image = image(1)
     files, seed = (
         Files(source_image),
-        fleet.source("seed", source_image, board=ChunkState(source_image.layout.chunks), knows_manifest=False),
+        fleet.source("seed", source_image, chunk_state=ChunkState(source_image.layout.chunks), knows_manifest=False),
     )
     proceed = threading.Event()
     files.before_read = lambda chunk: proceed.wait(NEVER_S)
@@ -280,13 +280,13 @@ def test_nobody_seals_what_it_did_not_read(fleet: Fleet) -> None:
     )
 
     def remaining_plan() -> Plan:
-        return plan(storage=[reads(follower_files, *ranges.subtract([ALL], follower.target.board.verified))])
+        return plan(storage=[reads(follower_files, *ranges.subtract([ALL], follower.target.chunk_state.verified))])
 
     script = planner_script(lambda: plan(route(leader, ALL)), remaining_plan)
     follower = RelayTarget(fleet, "follower", script, [follower_files])
     running = threading.Thread(target=follower.target.run)
     running.start()
-    complete = wait_for_chunks(follower.target.board, CHUNKS)
+    complete = wait_for_chunks(follower.target.chunk_state, CHUNKS)
     before = follower.weights_id
     for channel in list(leader._leases._channels):
         leader.close_channel(channel)

@@ -29,7 +29,9 @@ def reports_relayed_activity(seed: Seed) -> bool:
 def test_a_relay_passes_on_that_its_source_loads(fleet: Fleet) -> None:
     """Whoever waits behind one that waits behind the leader is told so too."""
     source_image = image(1)
-    leader = fleet.source("leader", source_image, board=ChunkState(source_image.layout.chunks), knows_manifest=False)
+    leader = fleet.source(
+        "leader", source_image, chunk_state=ChunkState(source_image.layout.chunks), knows_manifest=False
+    )
     leader.report_storage_activity(time.monotonic)
     relay = RelayTarget(fleet, "relay", planner_script(plan(route(leader, ALL))))
     activity_seen = threading.Event()
@@ -40,7 +42,7 @@ def test_a_relay_passes_on_that_its_source_loads(fleet: Fleet) -> None:
         manifest = source_image.manifest()
         leader.set_manifest(manifest)
         for chunk, digest in enumerate(manifest.digests):
-            leader.board.mark_verified(chunk, digest)
+            leader.chunk_state.mark_verified(chunk, digest)
         running.join()
     assert (True, False, content_hash(source_image)) == (
         was_seen,
@@ -64,14 +66,14 @@ def test_the_elected_runs_its_loader(fleet: Fleet) -> None:
             target_region.copy_(source_region)
         return target.image.manifest()
 
-    pulled = target.run()
+    stats = target.run()
     assert ([threading.current_thread().name], [True, False]) == (threads, target.relay.storage_activity)
     assert ([source_image.manifest()], {"loader:": CHUNKS}, CHUNKS * MIB, 0, ALL) == (
         target.relay.manifests,
         verified_by_source(target),
-        pulled.bytes_read,
+        stats.bytes_read,
         target.transfer.measurable_bytes,  # no rate is told of what came all at once
-        target.board.verified[0],
+        target.chunk_state.verified[0],
     )
 
 
@@ -97,7 +99,7 @@ def test_a_loader_starts_from_nothing(fleet: Fleet) -> None:
     target = Target(fleet, script, run_loader=lambda read: load(read))
 
     def load(read: StorageAssignment) -> Manifest:
-        verified.append(len(target.board))
+        verified.append(len(target.chunk_state))
         for target_region, source_region in zip(target.image.regions, source_image.regions, strict=True):
             target_region.copy_(source_region)
         return target.image.manifest()

@@ -53,7 +53,7 @@ def with_weights_id(plan: Plan, weights_id: str | None) -> Plan:
 
 def can_serve(seed: Seed, target: Target) -> bool:
     """Whether a source may give what the target misses: it has weights, and no others were begun."""
-    begun = target.relay.manifests[-1] if len(target.board) else None
+    begun = target.relay.manifests[-1] if len(target.chunk_state) else None
     return seed.manifest is not None and begun in (None, seed.manifest)
 
 
@@ -70,7 +70,7 @@ def test_a_silent_write_to_a_seed(fleet: Fleet) -> None:
     right = fleet.source("right", image(1))
     script = Script([lambda: plan(route(wrong, ALL)), lambda: plan(route(right, ALL))])
     target = Target(fleet, script)
-    target.board.subscribe(lambda: corrupt_chunk(source_image, LAST) if len(target.board) == 1 else None)
+    target.chunk_state.subscribe(lambda: corrupt_chunk(source_image, LAST) if len(target.chunk_state) == 1 else None)
     target.run()
     assert (content_hash(image(1)), [("wrong", "source", "SourceCorrupt")]) == (
         content_hash(target.image),
@@ -83,8 +83,8 @@ def test_a_silent_write_to_a_relay(fleet: Fleet) -> None:
     source_image = image(1)
     manifest = source_image.manifest()
     seed = fleet.source("seed", image(1), manifest=manifest)
-    board = ChunkState(source_image.layout.chunks, range(CHUNKS))
-    relay = fleet.source("relay", source_image, board=board, manifest=manifest)
+    chunk_state = ChunkState(source_image.layout.chunks, range(CHUNKS))
+    relay = fleet.source("relay", source_image, chunk_state=chunk_state, manifest=manifest)
     corrupt_chunk(source_image, 2)
     script = Script([lambda: plan(route(relay, ALL)), lambda: plan(route(seed, ALL))])
     target = Target(fleet, script)
@@ -107,13 +107,13 @@ def test_an_update_of_the_only_seed(fleet: Fleet, updates: Sequence[int]) -> Non
 
     reported: list[str] = []
     target = Target(fleet, replan, settings(max_inflight_chunks=1))
-    target.board.subscribe(lambda: update(seed, left.pop(0)) if left and len(target.board) == 2 else None)
-    pulled = target.run()
+    target.chunk_state.subscribe(lambda: update(seed, left.pop(0)) if left and len(target.chunk_state) == 2 else None)
+    stats = target.run()
     reason = "the weights changed at the source: started over, 2 chunks are compared anew"
     assert content_hash(image(updates[-1])) == content_hash(target.image)
     assert [reason] * len(updates) == [str(error) for error in target.transfer.reasons if reason in str(error)]
     assert {"SourceWeightsChanged"} == set(reported) == set(target.reasons)
-    assert 2 * len(updates) <= pulled.bytes_repeated // MIB <= 3 * len(updates)
+    assert 2 * len(updates) <= stats.bytes_repeated // MIB <= 3 * len(updates)
 
 
 @pytest.mark.parametrize("named", [True, False], ids=["named", "by version"])
@@ -131,7 +131,9 @@ def test_a_plan_of_another_version_starts_the_fork_over(fleet: Fleet, named: boo
 
     reported: list[str] = []
     target = Target(fleet, replan, settings(max_inflight_chunks=1))
-    target.board.subscribe(lambda: update(seed, 2) if not seed.generation and len(target.board) == 2 else None)
+    target.chunk_state.subscribe(
+        lambda: update(seed, 2) if not seed.generation and len(target.chunk_state) == 2 else None
+    )
     target.run()
     assert content_hash(image(2)) == content_hash(target.image)
     assert reported == ["SourceWeightsChanged"]
@@ -147,29 +149,31 @@ def test_weights_that_come_back_as_they_were(fleet: Fleet) -> None:
         return plan(route(seed, ALL)) if can_serve(seed, target) else plan(reason="it holds other weights")
 
     target = Target(fleet, replan, settings(max_inflight_chunks=1))
-    target.board.subscribe(lambda: update(seed, updates.pop()) if updates and len(target.board) == 3 else None)
-    pulled = target.run()
+    target.chunk_state.subscribe(
+        lambda: update(seed, updates.pop()) if updates and len(target.chunk_state) == 3 else None
+    )
+    stats = target.run()
     assert (content_hash(image(1)), {"SourceWeightsChanged"}) == (content_hash(target.image), set(target.reasons))
-    assert pulled.bytes_repeated <= MIB  # the one that was on its way
+    assert stats.bytes_repeated <= MIB  # the one that was on its way
 
 
 def test_what_is_left_is_digested_anew() -> None:
     """A chunk that was written to meanwhile, or is in flight, is read again."""
     source_image = image(1)
-    manifest, board = source_image.manifest(), ChunkState(source_image.layout.chunks)
-    schedule = ChunkScheduler(CHUNKS)
-    digests = ChunkVerifier(source_image, board, schedule, RecordingServingState(board))
+    manifest, chunk_state = source_image.manifest(), ChunkState(source_image.layout.chunks)
+    scheduler = ChunkScheduler(CHUNKS)
+    digests = ChunkVerifier(source_image, chunk_state, scheduler, RecordingServingState(chunk_state))
     digests.set_manifest(manifest)
     for chunk in range(3):
-        schedule.mark_found([chunk])
-        board.mark_verified(chunk, manifest.digests[chunk])
+        scheduler.mark_found([chunk])
+        chunk_state.mark_verified(chunk, manifest.digests[chunk])
     digests.restart()
     corrupt_chunk(source_image, 0)
-    schedule.assign({"seed": [(1, 2)]})
-    schedule.mark_available("seed", [(1, 2)])
-    schedule.next_read()
+    scheduler.assign({"seed": [(1, 2)]})
+    scheduler.mark_available("seed", [(1, 2)])
+    scheduler.next_read()
     digests.set_manifest(manifest)
-    assert ((2, 3),) == board.verified
+    assert ((2, 3),) == chunk_state.verified
 
 
 def test_a_seed_that_never_serves_again(fleet: Fleet) -> None:
@@ -177,10 +181,10 @@ def test_a_seed_that_never_serves_again(fleet: Fleet) -> None:
     seed = fleet.source("seed", image(1))
     script = Script([lambda: plan(route(seed, ALL)), plan])
     target = Target(fleet, script, settings(no_source_timeout_s=0.5))
-    target.board.subscribe(lambda: seed.fence() if len(target.board) == 2 else None)
+    target.chunk_state.subscribe(lambda: seed.fence() if len(target.chunk_state) == 2 else None)
     with pytest.raises(NoSource):
         target.run()
-    assert ((), True) == (target.board.verified, len(script.faults_by_request) > 3)
+    assert ((), True) == (target.chunk_state.verified, len(script.faults_by_request) > 3)
 
 
 def test_a_seed_that_fails_otherwise_is_not_waited_for(fleet: Fleet) -> None:
@@ -190,19 +194,19 @@ def test_a_seed_that_fails_otherwise_is_not_waited_for(fleet: Fleet) -> None:
     target = Target(fleet, script, settings(max_inflight_chunks=1))  # another read under way would be waited for
     with pytest.raises(NoSource):
         target.run()
-    assert (2, 2) == (len(script.faults_by_request), len(target.board))
+    assert (2, 2) == (len(script.faults_by_request), len(target.chunk_state))
 
 
 def test_an_update_under_a_relay(fleet: Fleet) -> None:
     """The relay starts over, whoever reads from it follows, and both end with the new bytes."""
     seed = fleet.source("seed", image(1))
     relay_image = image()
-    board = ChunkState(relay_image.layout.chunks)
-    relay = fleet.source("relay", relay_image, board=board, knows_manifest=False)
+    chunk_state = ChunkState(relay_image.layout.chunks)
+    relay = fleet.source("relay", relay_image, chunk_state=chunk_state, knows_manifest=False)
     lower_started = threading.Event()
 
     def seed_plan(faults: tuple[SourceFault, ...], current: tuple[ChunkAssignment, ...]) -> Plan:
-        begun = relay.manifest if len(board) else None
+        begun = relay.manifest if len(chunk_state) else None
         is_consistent = seed.manifest is not None and begun in (None, seed.manifest)
         return plan(route(seed, ALL)) if is_consistent else plan()
 
@@ -210,7 +214,7 @@ def test_an_update_under_a_relay(fleet: Fleet) -> None:
         return plan(route(relay, ALL)) if not relay.generation or can_serve(relay, lower) else plan()
 
     def change() -> None:
-        if len(board) == 3 and not seed.generation:
+        if len(chunk_state) == 3 and not seed.generation:
             lower_started.wait(NEVER_S)
             update(seed, 2)
 
@@ -219,12 +223,12 @@ def test_an_update_under_a_relay(fleet: Fleet) -> None:
         seed_plan,
         settings(max_inflight_chunks=1),
         target_image=relay_image,
-        board=board,
+        chunk_state=chunk_state,
         serving_state=relay,
     )
     lower = Target(fleet, relay_plan)
-    board.subscribe(change)
-    lower.board.subscribe(lower_started.set)
+    chunk_state.subscribe(change)
+    lower.chunk_state.subscribe(lower_started.set)
     reading = threading.Thread(target=lower.run)
     reading.start()
     upper.run()
@@ -240,7 +244,7 @@ def test_leftovers_of_the_old_weights_are_not_begun_again(fleet: Fleet) -> None:
     old = seed.manifest
     assert old is not None
     partial_board = ChunkState(old.layout.chunks, range(4))
-    stale_source = fleet.source("leftover", image(1), board=partial_board, manifest=old)
+    stale_source = fleet.source("leftover", image(1), chunk_state=partial_board, manifest=old)
 
     def updated_plan() -> Plan:
         update(seed, 2)
@@ -253,10 +257,10 @@ def test_leftovers_of_the_old_weights_are_not_begun_again(fleet: Fleet) -> None:
         if seed.manifest is not None:
             return with_weights_id(plan(route(seed, ALL)), seed.manifest.weights_id)
         # What was begun is dropped once nothing of it is under way any more.
-        return plan_factories.pop(0)() if not len(target.board) else plan()
+        return plan_factories.pop(0)() if not len(target.chunk_state) else plan()
 
     target = Target(fleet, replan)
-    target.board.subscribe(lambda: seed.fence() if not seed.generation and len(target.board) == 2 else None)
+    target.chunk_state.subscribe(lambda: seed.fence() if not seed.generation and len(target.chunk_state) == 2 else None)
     target.run()
     assert (content_hash(image(2)), {"seed"}, []) == (
         content_hash(target.image),
@@ -276,8 +280,8 @@ def test_weights_that_are_changed_back_are_read_again(fleet: Fleet) -> None:
 
     script = Script([lambda: with_weights_id(plan(route(seed, ALL)), weights_id), plan, updated_plan])
     target = Target(fleet, script)
-    target.board.subscribe(
-        lambda: seed.fence() if script.faults_by_request == [()] and len(target.board) == 2 else None
+    target.chunk_state.subscribe(
+        lambda: seed.fence() if script.faults_by_request == [()] and len(target.chunk_state) == 2 else None
     )
     target.run()
     assert content_hash(image(1)) == content_hash(target.image)
@@ -286,28 +290,28 @@ def test_weights_that_are_changed_back_are_read_again(fleet: Fleet) -> None:
 def test_what_a_spool_holds_of_the_old_weights_is_not_taken() -> None:
     """Who starts over knows of no chunk, and has none claimed."""
     source_image = image(1)
-    board = ChunkState(source_image.layout.chunks)
-    board.mark_verified(0, source_image.digest(0))
-    schedule = ChunkScheduler(CHUNKS, board.verified)
-    digests = ChunkVerifier(source_image, board, schedule, RecordingServingState(board))
+    chunk_state = ChunkState(source_image.layout.chunks)
+    chunk_state.mark_verified(0, source_image.digest(0))
+    scheduler = ChunkScheduler(CHUNKS, chunk_state.verified)
+    digests = ChunkVerifier(source_image, chunk_state, scheduler, RecordingServingState(chunk_state))
     digests.set_manifest(source_image.manifest())
-    schedule.reserve("resume", [1, 2])
+    scheduler.reserve("resume", [1, 2])
     dropped = digests.restart()
     assert (1, [], True, None, ()) == (
         dropped,
-        schedule.claimed,
-        schedule.unassigned,
+        scheduler.reserved,
+        scheduler.unassigned,
         digests.manifest,
-        board.verified,
+        chunk_state.verified,
     )
 
 
 def test_who_waits_behind_a_fork_hears_of_other_weights() -> None:
     """They were told of the first, though nothing could be read yet: the next are a new generation."""
     source_image = image(1)
-    board = ChunkState(source_image.layout.chunks)
-    relay = RecordingServingState(board)
-    digests = ChunkVerifier(source_image, board, ChunkScheduler(CHUNKS), relay)
+    chunk_state = ChunkState(source_image.layout.chunks)
+    relay = RecordingServingState(chunk_state)
+    digests = ChunkVerifier(source_image, chunk_state, ChunkScheduler(CHUNKS), relay)
     digests.set_manifest(source_image.manifest())
     before = list(relay.dropped)
     digests.set_manifest(image(2).manifest())

@@ -37,39 +37,39 @@ Window = Callable[[str], int]
 
 def shared_scheduler(late: str | None = None) -> ChunkScheduler:
     """Half of four chunks from each of two sources; both hold all, but only `a` says so."""
-    schedule = ChunkScheduler(4)
-    schedule.assign({"a": [(0, 2)], "b": [(2, 4)]})
-    schedule.mark_available("a", [(0, 4)])
-    schedule.late = frozenset() if late is None else frozenset({late})
-    return schedule
+    scheduler = ChunkScheduler(4)
+    scheduler.assign({"a": [(0, 2)], "b": [(2, 4)]})
+    scheduler.mark_available("a", [(0, 4)])
+    scheduler.late = frozenset() if late is None else frozenset({late})
+    return scheduler
 
 
 def test_chunks_of_a_late_source_are_taken_by_one_that_is_done() -> None:
     """First its own, then those that nobody else gives."""
-    schedule = shared_scheduler(late="b")
-    assert [0, 1, 2, 3] == [read.chunk for read in (schedule.next_read() for _ in range(4)) if read is not None]
+    scheduler = shared_scheduler(late="b")
+    assert [0, 1, 2, 3] == [read.chunk for read in (scheduler.next_read() for _ in range(4)) if read is not None]
 
 
 def test_a_source_that_is_not_late_keeps_its_chunks() -> None:
     """A relay that has not got them yet is waited for: that is its plan."""
-    schedule = shared_scheduler()
-    assert [ChunkRead("a", 0), ChunkRead("a", 1), None] == [schedule.next_read() for _ in range(3)]
+    scheduler = shared_scheduler()
+    assert [ChunkRead("a", 0), ChunkRead("a", 1), None] == [scheduler.next_read() for _ in range(3)]
 
 
 def test_a_source_takes_no_more_than_its_window() -> None:
     """The window bounds what is read from one source, whoever it was planned for."""
-    schedule = shared_scheduler(late="b")
-    next_reads = [schedule.next_read(lambda _: 2) for _ in range(3)]
+    scheduler = shared_scheduler(late="b")
+    next_reads = [scheduler.next_read(lambda _: 2) for _ in range(3)]
     assert [ChunkRead("a", 0), ChunkRead("a", 1), None] == next_reads
 
 
 def test_a_late_source_takes_nothing_from_another_late_one() -> None:
     """Neither has given a byte."""
-    schedule = ChunkScheduler(2)
-    schedule.assign({"a": [(0, 1)], "b": [(1, 2)]})
-    schedule.mark_available("a", [(0, 2)])
-    schedule.late = frozenset({"a", "b"})
-    assert [ChunkRead("a", 0), None] == [schedule.next_read() for _ in range(2)]
+    scheduler = ChunkScheduler(2)
+    scheduler.assign({"a": [(0, 1)], "b": [(1, 2)]})
+    scheduler.mark_available("a", [(0, 2)])
+    scheduler.late = frozenset({"a", "b"})
+    assert [ChunkRead("a", 0), None] == [scheduler.next_read() for _ in range(2)]
 
 
 class SilentPeer(InMemoryPeer):
@@ -99,9 +99,9 @@ def test_the_share_of_a_silent_source_is_read_from_others(fleet: Fleet) -> None:
         )
     )
     target = Target(fleet, lambda *_: plan(route(good, (0, 3)), route(silent, (3, CHUNKS))))
-    pulled = target.run()
+    stats = target.run()
     assert content_hash(source_image) == content_hash(target.image)
-    assert ["good"] == [share.source_id for share in pulled.sources]
+    assert ["good"] == [share.source_id for share in stats.sources]
 
 
 class UnconnectedSource(PeerSource):
@@ -141,15 +141,15 @@ def test_a_source_that_is_read_from_and_gives_no_byte_is_given_up_after_the_time
 ) -> None:
     """What is lost on the way is large packets, for instance: connections are made, and nothing comes."""
     source_image = image()
-    schedule = ChunkScheduler(2)
-    digests = ChunkVerifier(source_image, ChunkState(source_image.layout.chunks), schedule, cast(ServingState, None))
-    sources = ActiveSources(schedule, digests, UnconnectedSourceFactory(), cast(SourceListener, None))
+    scheduler = ChunkScheduler(2)
+    digests = ChunkVerifier(source_image, ChunkState(source_image.layout.chunks), scheduler, cast(ServingState, None))
+    sources = ActiveSources(scheduler, digests, UnconnectedSourceFactory(), cast(SourceListener, None))
     good, silent = fleet.source("good", source_image), fleet.source("silent", source_image)
     sources.apply_plan([route(good, (0, 1)), route(silent, (1, 2))], ())
     for name, chunk in (("good", 0), ("silent", 1)):
-        schedule.mark_available(name, [(chunk, chunk + 1)])
-        assert ChunkRead(name, chunk) == schedule.next_read()
-    schedule.verified(ChunkRead("good", 0))
+        scheduler.mark_available(name, [(chunk, chunk + 1)])
+        assert ChunkRead(name, chunk) == scheduler.next_read()
+    scheduler.verified(ChunkRead("good", 0))
     good_source = sources.find("good")
     assert isinstance(good_source, UnconnectedSource)
     good_source.answered = True

@@ -35,14 +35,14 @@ class ReplacementHarness:
         self.table = torch.arange(4.0)
         self.model = Model(0.0, self.table)
         self.image = capture(self.model)
-        board, settings, identity = (
+        chunk_state, settings, identity = (
             ChunkState(self.image.layout.chunks),
             InstanceSettings(),
             InstanceIdentity("model"),
         )
-        self.seed = Seed(self.image, identity, settings, [HttpTransport(settings)], board=board).start()
+        self.seed = Seed(self.image, identity, settings, [HttpTransport(settings)], chunk_state=chunk_state).start()
         derived = DerivedTensors(self.model, self.image)
-        persister = ChunkPersister(None, identity, self.image, board)
+        persister = ChunkPersister(None, identity, self.image, chunk_state)
         self.replacement = ModuleReplacement(self.image, self.seed, persister, derived, (), lambda: None)
 
     def load(self, build_replacement: Callable[[], nn.Module]) -> None:

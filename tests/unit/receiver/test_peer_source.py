@@ -111,7 +111,7 @@ def test_a_source_that_closes_the_channel_is_gone(fleet: Fleet) -> None:
     """The end of the progress stream is the end of the source."""
     source_image = image(1)
     seed, listener = (
-        fleet.source("a", source_image, board=ChunkState(source_image.layout.chunks, [0])),
+        fleet.source("a", source_image, chunk_state=ChunkState(source_image.layout.chunks, [0])),
         RecordingListener(),
     )
     peer_source = build_peer_source(fleet, seed, listener)
@@ -127,7 +127,7 @@ def test_a_waiting_reader_shows_its_newer_lease(fleet: Fleet) -> None:
     """A reader that waits for a slow relay, and reads nothing, shows the newer lease to keep its place."""
     source_image, listener = image(1), RecordingListener()
     relay = fleet.source(
-        "a", source_image, board=ChunkState(source_image.layout.chunks), manifest=source_image.manifest()
+        "a", source_image, chunk_state=ChunkState(source_image.layout.chunks), manifest=source_image.manifest()
     )
     # It is told to show the next one soon, and keeps its place however late it does.
     first = lease(relay).model_copy(update={"expires_in_s": 0.3})
@@ -182,7 +182,7 @@ def test_a_reader_keeps_to_the_rate_that_its_source_tells(fleet: Fleet, monkeypa
     seed = Seed(
         fast.image,
         InstanceIdentity("model", instance_id="slow"),
-        settings(egress_rate=1),
+        settings(max_egress_bytes_per_s=1),
         [InMemoryTransport(fleet.network, one_sided=True)],
         manifest=fast.manifest,
         serve_peer=fleet.peers.service,

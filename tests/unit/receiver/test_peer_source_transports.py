@@ -94,7 +94,7 @@ def running_peer_source(
     seed = Seed(
         source_image,
         InstanceIdentity("model", instance_id="a"),
-        settings(max_readers=max_readers, drain_s=0),
+        settings(max_readers=max_readers, drain_timeout_s=0),
         list(transports),
         manifest=source_image.manifest(),
         serve_peer=fleet.peers.service,

@@ -103,8 +103,8 @@ def test_a_planner_that_is_away_for_a_moment_is_asked_again(fleet: Fleet, failur
 
 PERMANENT_FAILURES = {
     "silent": ([READ_TIMEOUT] * 9, {}, 2),
-    "silent, and no patience": ([READ_TIMEOUT] * 9, {"patience_s": 0}, 1),
-    "away, and no patience": ([CONNECTION_REFUSED] * 9, {"patience_s": 0}, 1),
+    "silent, and no patience": ([READ_TIMEOUT] * 9, {"no_source_timeout_s": 0}, 1),
+    "away, and no patience": ([CONNECTION_REFUSED] * 9, {"no_source_timeout_s": 0}, 1),
     "a wrong token": ([problem_response(401, "unauthorized")] * 9, {}, 1),
     "broken": ([problem_response(500, "internal-error")] * 9, {}, 1),
 }

@@ -44,16 +44,16 @@ def one_per_source(_source_id: str) -> int:
 
 def test_no_source_is_asked_for_more_than_its_window() -> None:
     """A second source is read from while the first is busy; the third read waits."""
-    schedule = ChunkScheduler(4)
-    schedule.assign({"a": ((0, 2),), "b": ((2, 4),)})
+    scheduler = ChunkScheduler(4)
+    scheduler.assign({"a": ((0, 2),), "b": ((2, 4),)})
     for name in "ab":
-        schedule.mark_available(name, ((0, 4),))
-    first = schedule.next_read(one_per_source)
+        scheduler.mark_available(name, ((0, 4),))
+    first = scheduler.next_read(one_per_source)
     assert (ChunkRead("a", 0), ChunkRead("b", 2), None) == (
         first,
-        schedule.next_read(one_per_source),
-        schedule.next_read(one_per_source),
+        scheduler.next_read(one_per_source),
+        scheduler.next_read(one_per_source),
     )
     assert first is not None
-    schedule.verified(first)
-    assert ChunkRead("a", 1) == schedule.next_read(one_per_source)
+    scheduler.verified(first)
+    assert ChunkRead("a", 1) == scheduler.next_read(one_per_source)

@@ -138,11 +138,11 @@ def test_a_fork_that_failed_tells_its_phases_too() -> None:
     with timer.phase("capture"):
         pass
     share = SourceShare("peer-1", "node-1", "http", 1, 5)
-    pulled = TransferStats(9, 4, 2, (share,), resume_s=0.5)
+    stats = TransferStats(9, 4, 2, (share,), resume_s=0.5)
     meter = ThroughputMeter(window_s=1.0)
     for at, total in ((0.0, 0), (1.0, 7)):
         meter.add(at, total, {"peer-1": min(5, total)})
-    finish = build_fork_result("failed", timer, pulled, meter, [ValueError("no")], None)
+    finish = build_fork_result("failed", timer, stats, meter, [ValueError("no")], None)
     assert (["resume", "capture"], {"peer-1": 5.0}, {"peer-1": "http"}, 4, 2, 7.0, ("ValueError: no",)) == (
         list(finish.phases),
         finish.source_bytes_per_s,

@@ -12,7 +12,7 @@ import pytest
 from rfork.image.capture import capture
 from rfork.image.chunk_state import ChunkState
 from rfork.image.chunks import MIB
-from rfork.receiver import spool_source as resume_module
+from rfork.receiver import spool_source as spool_source_module
 from rfork.receiver.chunk_persister import spool_name
 from rfork.storage.spool import PAGE, RECORD, Spool
 from rfork.storage.spool_lock import acquire_spool
@@ -33,7 +33,7 @@ from tests.unit.receiver.spools import (
 @pytest.fixture(autouse=True)
 def _fast_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """How fast disk and sources are is not compared: on a busy machine that is a matter of chance."""
-    monkeypatch.setattr(resume_module, "WARMUP_S", NEVER_S)
+    monkeypatch.setattr(spool_source_module, "WARMUP_S", NEVER_S)
 
 
 @pytest.mark.parametrize("spooled_chunks", [[0, 1, 2], [1, 4], list(range(CHUNKS)), []], ids=str)
@@ -125,16 +125,16 @@ def test_a_wrong_chunk_has_no_record_any_more(fleet: Fleet, tmp_path: Path) -> N
     flip_byte(write_spool(tmp_path, source, [0, 1]))
     spool = acquire_spool(tmp_path, spool_name(IDENTITY), source.layout)
     target = Target(fleet, Script([plan]))
-    spool_source, schedule = attach_spool(target, spool), target.transfer._schedule
+    spool_source, scheduler = attach_spool(target, spool), target.transfer._scheduler
     with target.transfer._changed:
-        target.transfer._digests.set_manifest(source.manifest())
+        target.transfer._verifier.set_manifest(source.manifest())
         spool_source.set_manifest(source.manifest())
         spool_source.start()
-        target.transfer._changed.wait_for(lambda: not schedule.claimed and not schedule.in_flight, NEVER_S)
+        target.transfer._changed.wait_for(lambda: not scheduler.reserved and not scheduler.in_flight, NEVER_S)
     spool_source.stop()
     records = spool.records
     spool.close()
-    assert ([0], ((0, 1),)) == (sorted(records), target.board.verified)
+    assert ([0], ((0, 1),)) == (sorted(records), target.chunk_state.verified)
 
 
 def test_without_verification_a_kept_chunk_is_checked(fleet: Fleet, tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_without_verification_a_kept_chunk_is_checked(fleet: Fleet, tmp_path: Pa
     source, module = Model(1), Model()
     flip_byte(write_spool(tmp_path, capture(source), [0, 1]))
     _, planner = seed_and_planner(fleet, source)
-    run_fork(fleet, module, planner, settings_with_resume_dir(tmp_path, verify=0))
+    run_fork(fleet, module, planner, settings_with_resume_dir(tmp_path, verify_chunks=0))
     assert source.bytes == module.bytes
 
 
@@ -154,9 +154,9 @@ def test_a_claimed_chunk_is_asked_of_nobody(fleet: Fleet, tmp_path: Path, monkey
     others_verified = threading.Event()
     mark, read = ChunkState.mark_verified, Spool.read
 
-    def mark_and_signal(board: ChunkState, index: int, digest: bytes | None = None) -> None:
-        mark(board, index, digest)
-        if {1, 3, 5} <= board.digests.keys():
+    def mark_and_signal(chunk_state: ChunkState, index: int, digest: bytes | None = None) -> None:
+        mark(chunk_state, index, digest)
+        if {1, 3, 5} <= chunk_state.digests.keys():
             others_verified.set()
 
     def blocked_read(spool: Spool, at: int, into: memoryview) -> bool:
@@ -174,21 +174,21 @@ def test_a_relay_gives_what_was_here(fleet: Fleet, tmp_path: Path) -> None:
     source = capture(Model(1))
     write_spool(tmp_path, source, [0, 1, 2])
     seed_board = ChunkState(source.layout.chunks)
-    seed = fleet.source("a", source, board=seed_board, manifest=source.manifest())
+    seed = fleet.source("a", source, chunk_state=seed_board, manifest=source.manifest())
     module = Model()
     seen: list[int] = []
 
-    def on_chunk(board: ChunkState) -> None:
-        seen.append(len(board))
-        if len(board) == 3:
+    def on_chunk(chunk_state: ChunkState) -> None:
+        seen.append(len(chunk_state))
+        if len(chunk_state) == 3:
             for chunk in range(CHUNKS):
                 seed_board.mark_verified(chunk)
 
     target_image = capture(module)
-    board = ChunkState(target_image.layout.chunks)
-    board.subscribe(lambda: on_chunk(board))
+    chunk_state = ChunkState(target_image.layout.chunks)
+    chunk_state.subscribe(lambda: on_chunk(chunk_state))
     spool = acquire_spool(tmp_path, spool_name(IDENTITY), target_image.layout)
-    target = Target(fleet, Script([lambda: plan(route(seed, ALL))]), target_image=target_image, board=board)
+    target = Target(fleet, Script([lambda: plan(route(seed, ALL))]), target_image=target_image, chunk_state=chunk_state)
     attach_spool(target, spool)
     target.run()
     spool.close()

@@ -14,7 +14,7 @@ from rfork.image.capture import capture
 from rfork.image.chunk_state import ChunkState
 from rfork.image.chunks import MIB
 from rfork.image.manifest import Manifest
-from rfork.receiver import chunk_persister as keeper_module
+from rfork.receiver import chunk_persister as persister_module
 from rfork.receiver.chunk_persister import ChunkPersister, spool_name
 from rfork.receiver.fallback import Fallback
 from rfork.receiver.spool_source import SpoolSource
@@ -92,17 +92,17 @@ def test_a_second_source_of_the_same_weights_is_no_news(fleet: Fleet, tmp_path: 
     target = Target(fleet, Script([plan]))
     spool, spool_source = open_spool_source(tmp_path, target)
     transfer = target.transfer
-    source_factory, peer_sources = transfer._sources._opening, transfer._sources._active
+    source_factory, peer_sources = transfer._sources._source_factory, transfer._sources._active
     for name in ("a", "b"):
-        peer_sources[name] = source_factory.open_peer(route(fleet.source(name, image(1)), ALL), transfer._intake)
-    transfer._intake.on_manifest(peer_sources["a"], source.manifest())
+        peer_sources[name] = source_factory.open_peer(route(fleet.source(name, image(1)), ALL), transfer._event_handler)
+    transfer._event_handler.on_manifest(peer_sources["a"], source.manifest())
     with transfer._changed:
         spool_source._loaded = MIB
         spool_source.poll(spool_source._known_at + 4, 2 * MIB)
-    before = transfer._schedule.claimed
-    transfer._intake.on_manifest(peer_sources["b"], source.manifest())
+    before = transfer._scheduler.reserved
+    transfer._event_handler.on_manifest(peer_sources["b"], source.manifest())
     spool.close()
-    assert ([1, 2], [1, 2], 1) == (before, transfer._schedule.claimed, spool_source._loaded // MIB)
+    assert ([1, 2], [1, 2], 1) == (before, transfer._scheduler.reserved, spool_source._loaded // MIB)
 
 
 def test_a_manifest_that_changes_while_a_chunk_is_filled(
@@ -119,7 +119,7 @@ def test_a_manifest_that_changes_while_a_chunk_is_filled(
 
     def set_manifest(manifest: Manifest) -> None:
         with transfer._changed:
-            transfer._digests.set_manifest(manifest)
+            transfer._verifier.set_manifest(manifest)
             spool_source.set_manifest(manifest)
 
     def read_with_update(spool: Spool, at: int, into: memoryview) -> bool:
@@ -129,16 +129,16 @@ def test_a_manifest_that_changes_while_a_chunk_is_filled(
 
     monkeypatch.setattr(Spool, "read", read_with_update)
     marked = threading.Event()
-    target.board.subscribe(lambda: marked.set() if len(target.board) else None)
+    target.chunk_state.subscribe(lambda: marked.set() if len(target.chunk_state) else None)
     set_manifest(before.manifest())
     spool_source.start()
     marked.wait(NEVER_S)
     with transfer._changed:
-        remaining = (transfer._schedule.claimed, transfer._schedule.in_flight)
+        remaining = (transfer._scheduler.reserved, transfer._scheduler.in_flight)
     spool_source.stop()
     records = spool.records
     spool.close()
-    assert (([], 0), ((1, 2),), [1]) == (remaining, target.board.verified, sorted(records))
+    assert (([], 0), ((1, 2),), [1]) == (remaining, target.chunk_state.verified, sorted(records))
 
 
 def test_a_thread_that_fails_gives_its_chunk_up(fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,10 +148,10 @@ def test_a_thread_that_fails_gives_its_chunk_up(fleet: Fleet, tmp_path: Path, mo
     _, planner = seed_and_planner(fleet, source)
     mark = ChunkState.mark_verified
 
-    def failing_mark(board: ChunkState, index: int, digest: bytes | None = None) -> None:
+    def failing_mark(chunk_state: ChunkState, index: int, digest: bytes | None = None) -> None:
         if threading.current_thread().name == "rfork-resume":
             raise KeyError(index)
-        mark(board, index, digest)
+        mark(chunk_state, index, digest)
 
     monkeypatch.setattr(ChunkState, "mark_verified", failing_mark)
     report = run_fork(fleet, module, planner, settings_with_resume_dir(tmp_path))
@@ -175,7 +175,7 @@ def test_a_spool_that_closed_when_all_was_over_is_no_news(
 
     monkeypatch.setattr(Spool, "read", delayed_read)
     with target.transfer._changed:
-        target.transfer._digests.set_manifest(source.manifest())
+        target.transfer._verifier.set_manifest(source.manifest())
         spool_source.set_manifest(source.manifest())
     spool_source.start()
     read_started.wait(NEVER_S)
@@ -203,7 +203,7 @@ def test_a_keeper_that_cannot_start_leaves_no_seed(
 
     monkeypatch.setattr(Seed, "close", recording_close)
     monkeypatch.setattr(ChunkPersister, "start", fail_to_start)
-    monkeypatch.setattr(keeper_module, "FLUSH_TIMEOUT_S", 0.0)  # there is no thread to wait for
+    monkeypatch.setattr(persister_module, "FLUSH_TIMEOUT_S", 0.0)  # there is no thread to wait for
     planner = scripted_planner(plan)
     with pytest.raises(RuntimeError, match="new thread"):
         run_fork(fleet, Model(), planner, settings_with_resume_dir(tmp_path))
@@ -218,11 +218,11 @@ def test_without_a_manifest_nothing_is_taken(fleet: Fleet, tmp_path: Path) -> No
     target = Target(fleet, Script([lambda: plan(storage=[reads(files, ALL)])]), files=[files])
     spool = acquire_spool(tmp_path, spool_name(IDENTITY), target.image.layout)
     attach_spool(target, spool)
-    pulled = target.run()
+    stats = target.run()
     spool.close()
     assert (CHUNKS * MIB, [files.name]) == (
-        pulled.bytes_read,
-        [share.source_id for share in pulled.sources],
+        stats.bytes_read,
+        [share.source_id for share in stats.sources],
     )
 
 
@@ -280,10 +280,10 @@ def test_a_slow_disk_shares_with_the_sources(
     target = Target(fleet, Script([plan]))
     spool_source = attach_spool(target, spool)
     with target.transfer._changed:
-        target.transfer._digests.set_manifest(source.manifest())
+        target.transfer._verifier.set_manifest(source.manifest())
         spool_source.set_manifest(source.manifest())
         spool_source._loaded = loaded * MIB
         spool_source.poll(spool_source._known_at + seconds, fetched * MIB)
-        claimed = target.transfer._schedule.claimed
+        reserved = target.transfer._scheduler.reserved
     spool.close()
-    assert expected == claimed
+    assert expected == reserved

@@ -69,7 +69,7 @@ def test_a_fork(fleet: Fleet) -> None:
     assert (["target"], [report.fork_id]) == (planner.removed, [fork_id for fork_id, _ in planner.finishes])
 
 
-@pytest.mark.parametrize("load_path", ["pulled", "in place", "another model"])
+@pytest.mark.parametrize("load_path", ["forked", "in place", "another model"])
 def test_what_is_held_is_told_before_the_end(fleet: Fleet, load_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever asks the planner once a fork has ended finds a source, however it got its weights."""
     # A busy machine may take longer than the end of a fork waits.
@@ -85,7 +85,7 @@ def test_what_is_held_is_told_before_the_end(fleet: Fleet, load_path: str, monke
             return super().handle_request(request)
 
     cases = {
-        "pulled": (lambda: plan(route(seed, ALL)), TWOS),
+        "forked": (lambda: plan(route(seed, ALL)), TWOS),
         "in place": (lambda: raising(PlannerUnreachable("down")), TWOS),
         "another model": (
             lambda: raising(PlannerUnreachable("down")),
@@ -250,8 +250,8 @@ def test_progress_is_shown_while_the_planner_says_nothing(fleet: Fleet) -> None:
     """Whoever watches the fork does not wait for the answer to a report of it."""
     source, module = Model(0.0), Model(1.0)
     image = capture(source)
-    board = ChunkState(image.layout.chunks, [0, 1])
-    seed = fleet.source("a", image, board=board, manifest=image.manifest())
+    chunk_state = ChunkState(image.layout.chunks, [0, 1])
+    seed = fleet.source("a", image, chunk_state=chunk_state, manifest=image.manifest())
     planner_blocked, progress_shown = threading.Event(), threading.Event()
     waited: list[bool] = []
 
@@ -259,7 +259,7 @@ def test_progress_is_shown_while_the_planner_says_nothing(fleet: Fleet) -> None:
         planner_blocked.set()
         waited.append(progress_shown.wait(30))
         for index in range(CHUNKS):
-            board.mark_verified(index)
+            chunk_state.mark_verified(index)
         return httpx.Response(200, content=ACK)
 
     def show(progress: ForkProgress, image_bytes: int) -> None:
@@ -287,7 +287,7 @@ def test_a_fallback_that_puts_new_tensors_in_place_makes_no_seed(fleet: Fleet) -
         report.outcome,
         report.fallback,
         report.seed.report().state,
-        len(report.seed.board),
+        len(report.seed.chunk_state),
     )
     report.seed.close()
 
@@ -304,12 +304,12 @@ def test_a_planner_that_forgot_the_fork_is_asked_again(fleet: Fleet) -> None:
     """A planner that restarted does not know the fork: it is planned anew, with what is verified."""
     source, module = Model(0.0), Model(1.0)
     image = capture(source)
-    board = ChunkState(image.layout.chunks, [0, 1])
-    seed = fleet.source("a", image, board=board, manifest=image.manifest())
+    chunk_state = ChunkState(image.layout.chunks, [0, 1])
+    seed = fleet.source("a", image, chunk_state=chunk_state, manifest=image.manifest())
 
     def complete_plan() -> Plan:
         for index in range(CHUNKS):
-            board.mark_verified(index)
+            chunk_state.mark_verified(index)
         return plan(route(seed, ALL))
 
     planner = scripted_planner(lambda: plan(route(seed, ALL)), complete_plan)
@@ -331,7 +331,9 @@ def test_a_better_plan_is_asked_for_when_the_planner_says_so(fleet: Fleet) -> No
     source, module = Model(0.0), Model(1.0)
     source_image = capture(source)
     manifest = source_image.manifest()
-    slow = fleet.source("slow", source_image, board=ChunkState(source_image.layout.chunks, [0, 1]), manifest=manifest)
+    slow = fleet.source(
+        "slow", source_image, chunk_state=ChunkState(source_image.layout.chunks, [0, 1]), manifest=manifest
+    )
     fast = fleet.source("fast", source_image, manifest=manifest)
     planner = scripted_planner(lambda: plan(route(slow, ALL)), lambda: plan(route(fast, (2, 5))))
     better = ProgressAck(replan_suggested="a faster source has come up").model_dump_json()

@@ -91,9 +91,9 @@ def test_a_way_that_cannot_be_offered_is_told_in_the_report(fleet: Fleet, checkp
 
 
 def test_whoever_reads_its_own_offers_nothing(fleet: Fleet, checkpoint: Path) -> None:
-    """With `cold_start` own, the checkpoint is only the fallback that it always was."""
+    """With `cold_start` independent, the checkpoint is only the fallback that it always was."""
     planner, module = scripted_planner(plan(reason="nobody")), Model(1.0)
-    report = run_fork(fleet, module, planner, [checkpoint_fallback(checkpoint)], cold_start="own")
+    report = run_fork(fleet, module, planner, [checkpoint_fallback(checkpoint)], cold_start="independent")
     assert ([], "fallback", 1, True) == (
         storage_candidates(planner),
         report.outcome,

@@ -34,13 +34,13 @@ def test_one_source_gives_all(fleet: Fleet) -> None:
     source_image = image(1)
     seed = fleet.source("a", source_image)
     target = Target(fleet, Script([lambda: plan(route(seed, ALL))]))
-    pulled = target.run()
+    stats = target.run()
     assert content_hash(source_image) == content_hash(target.image)
-    assert (IMAGE_BYTES, 0, 0) == (pulled.bytes_read, pulled.bytes_repeated, pulled.replans)
+    assert (IMAGE_BYTES, 0, 0) == (stats.bytes_read, stats.bytes_repeated, stats.replans)
     assert [seed.manifest] == target.relay.manifests
     assert [("a", "node", "memory", CHUNKS, IMAGE_BYTES)] == [
         (share.source_id, share.host, share.transport, share.verified_chunks, share.verified_bytes)
-        for share in pulled.sources
+        for share in stats.sources
     ]
 
 
@@ -61,10 +61,10 @@ def test_what_the_board_holds_is_not_read_again(fleet: Fleet) -> None:
     seed = fleet.source("a", source_image)
     started = image()
     started.regions[0].copy_(source_image.regions[0])
-    board = ChunkState(started.layout.chunks, range(CHUNKS // 2))
-    target = Target(fleet, Script([lambda: plan(route(seed, ALL))]), target_image=started, board=board)
-    pulled = target.run()
-    assert (content_hash(source_image), IMAGE_BYTES // 2) == (content_hash(target.image), pulled.bytes_read)
+    chunk_state = ChunkState(started.layout.chunks, range(CHUNKS // 2))
+    target = Target(fleet, Script([lambda: plan(route(seed, ALL))]), target_image=started, chunk_state=chunk_state)
+    stats = target.run()
+    assert (content_hash(source_image), IMAGE_BYTES // 2) == (content_hash(target.image), stats.bytes_read)
 
 
 def test_an_empty_image_needs_no_plan(fleet: Fleet) -> None:
@@ -82,12 +82,12 @@ def test_a_source_that_dies_is_replaced(fleet: Fleet) -> None:
     b = fleet.source("b", source_image, manifest=manifest)
     script = Script([lambda: plan(route(a, ALL)), lambda: plan(route(b, ALL))])
     target = Target(fleet, script)
-    pulled = target.run()
+    stats = target.run()
     assert content_hash(source_image) == content_hash(target.image)
     assert {"a": 3, "b": 3} == verified_by_source(target)
     assert [("a", "source", "SourceUnavailable")] == script.faults
-    assert (1, ["SourceUnavailable"]) == (pulled.replans, target.reasons)
-    assert pulled.bytes_repeated <= 2 * MIB
+    assert (1, ["SourceUnavailable"]) == (stats.replans, target.reasons)
+    assert stats.bytes_repeated <= 2 * MIB
 
 
 def test_a_corrupt_chunk_is_thrown_away(fleet: Fleet) -> None:
@@ -98,18 +98,18 @@ def test_a_corrupt_chunk_is_thrown_away(fleet: Fleet) -> None:
     b = fleet.source("b", source_image, manifest=manifest)
     script = Script([lambda: plan(route(a, ALL)), lambda: plan(route(b, ALL))])
     target = Target(fleet, script)
-    pulled = target.run()
+    stats = target.run()
     assert content_hash(source_image) == content_hash(target.image)
     assert [("a", "source", "SourceCorrupt")] == script.faults
     assert "chunk 3 does not match its digest" in str(target.transfer.reasons[0])
-    assert (CHUNKS, MIB) == (sum(verified_by_source(target).values()), min(pulled.bytes_repeated, MIB))
+    assert (CHUNKS, MIB) == (sum(verified_by_source(target).values()), min(stats.bytes_repeated, MIB))
 
 
 def test_without_verification_a_corrupt_chunk_gets_through(fleet: Fleet) -> None:
     """Turning verification off does so: it is for measurements only."""
     source_image = image(1)
     seed = fleet.source("a", source_image, FaultInjection(corrupt_chunks={3}))
-    target = Target(fleet, Script([lambda: plan(route(seed, ALL))]), settings(verify=False))
+    target = Target(fleet, Script([lambda: plan(route(seed, ALL))]), settings(verify_chunks=False))
     target.run()
     assert content_hash(source_image) != content_hash(target.image)
 
@@ -131,7 +131,9 @@ def test_a_relay_that_offers_nothing_new_is_replaced(fleet: Fleet) -> None:
     """A relay that lives, but whose own source does not, is given up after three times the stall time."""
     source_image = image(1)
     manifest = source_image.manifest()
-    relay = fleet.source("a", source_image, board=ChunkState(source_image.layout.chunks, [0, 1]), manifest=manifest)
+    relay = fleet.source(
+        "a", source_image, chunk_state=ChunkState(source_image.layout.chunks, [0, 1]), manifest=manifest
+    )
     seed = fleet.source("b", source_image, manifest=manifest)
     script = Script([lambda: plan(route(relay, ALL)), lambda: plan(route(seed, ALL))])
     target = Target(fleet, script, settings(source_idle_timeout_s=0.5))
@@ -145,16 +147,16 @@ def test_a_relay_gives_chunk_by_chunk(fleet: Fleet) -> None:
     """Each chunk is read as soon as the relay has verified it, while it waits for the next."""
     source_image = image(1)
     relay_board = ChunkState(source_image.layout.chunks)
-    relay = fleet.source("a", source_image, board=relay_board, manifest=source_image.manifest())
+    relay = fleet.source("a", source_image, chunk_state=relay_board, manifest=source_image.manifest())
     target = Target(fleet, Script([lambda: plan(route(relay, ALL))]))
     steps: list[int] = []
 
     def advance() -> None:
-        steps.append(len(target.board))
-        if not target.board.complete:
-            relay_board.mark_verified(len(target.board))
+        steps.append(len(target.chunk_state))
+        if not target.chunk_state.complete:
+            relay_board.mark_verified(len(target.chunk_state))
 
-    target.board.subscribe(advance)
+    target.chunk_state.subscribe(advance)
     relay_board.mark_verified(0)
     target.run()
     assert (content_hash(source_image), list(range(1, CHUNKS + 1))) == (content_hash(target.image), steps)
@@ -165,13 +167,13 @@ def test_a_chain_of_three_ends_equal(fleet: Fleet) -> None:
     source_image = image(1)
     seed = fleet.source("seed", source_image)
     relay_image = image()
-    board = ChunkState(relay_image.layout.chunks)
-    relay = fleet.source("relay", relay_image, board=board, knows_manifest=False)
+    chunk_state = ChunkState(relay_image.layout.chunks)
+    relay = fleet.source("relay", relay_image, chunk_state=chunk_state, knows_manifest=False)
     upper = Target(
         fleet,
         Script([lambda: plan(route(seed, ALL))]),
         target_image=relay_image,
-        board=board,
+        chunk_state=chunk_state,
         serving_state=relay,
     )
     lower = Target(fleet, Script([lambda: plan(route(relay, ALL))]))
@@ -187,12 +189,12 @@ def test_a_relay_that_breaks_does_not_end_the_fork_below(fleet: Fleet) -> None:
     """When a relay's weights are fenced its reader keeps what it has and reads on from another."""
     source_image = image(1)
     manifest = source_image.manifest()
-    board = ChunkState(source_image.layout.chunks, [0, 1, 2])
-    relay = fleet.source("a", source_image, board=board, manifest=manifest)
+    chunk_state = ChunkState(source_image.layout.chunks, [0, 1, 2])
+    relay = fleet.source("a", source_image, chunk_state=chunk_state, manifest=manifest)
     seed = fleet.source("b", source_image, manifest=manifest)
     script = Script([lambda: plan(route(relay, ALL)), lambda: plan(route(seed, ALL))])
     target = Target(fleet, script)
-    target.board.subscribe(lambda: relay.fence() if len(target.board) == 3 else None)
+    target.chunk_state.subscribe(lambda: relay.fence() if len(target.chunk_state) == 3 else None)
     target.run()
     assert (content_hash(source_image), {"a": 3, "b": 3}) == (
         content_hash(target.image),

@@ -60,8 +60,8 @@ def test_a_bad_lease_is_replaced_by_the_next_plan(fleet: Fleet, lost: str) -> No
 def test_renewed_leases_are_shown_from_then_on(fleet: Fleet) -> None:
     """A lease that is renewed in mid-fork outlives the first one."""
     source_image = image(1)
-    board = ChunkState(source_image.layout.chunks, [0])
-    relay = fleet.source("a", source_image, board=board, manifest=source_image.manifest())
+    chunk_state = ChunkState(source_image.layout.chunks, [0])
+    relay = fleet.source("a", source_image, chunk_state=chunk_state, manifest=source_image.manifest())
     target = Target(fleet, Script([lambda: plan(route(relay, ALL))]))
     rotated = threading.Event()
 
@@ -72,9 +72,9 @@ def test_renewed_leases_are_shown_from_then_on(fleet: Fleet) -> None:
             relay.set_lease_keys([derive_key(b"3" * 32, "a")])
             target.transfer.update_leases({"a": newest, "unknown": newest})
             for index in range(1, CHUNKS):
-                board.mark_verified(index)
+                chunk_state.mark_verified(index)
 
-    target.board.subscribe(rotate)
+    target.chunk_state.subscribe(rotate)
     target.run()
     assert (content_hash(source_image), []) == (content_hash(target.image), target.reasons)
 
@@ -120,37 +120,41 @@ def test_faults_reach_a_planner_that_was_away(fleet: Fleet) -> None:
 def test_a_planner_that_forgot_is_asked_anew(fleet: Fleet) -> None:
     """After `request_replan` the rest is planned anew, what is verified is kept, and the source stays open."""
     source_image = image(1)
-    board = ChunkState(source_image.layout.chunks, [0, 1])
-    seed = fleet.source("a", source_image, board=board, manifest=source_image.manifest())
+    chunk_state = ChunkState(source_image.layout.chunks, [0, 1])
+    seed = fleet.source("a", source_image, chunk_state=chunk_state, manifest=source_image.manifest())
 
     def complete_plan() -> Plan:
         for index in range(CHUNKS):
-            board.mark_verified(index)
+            chunk_state.mark_verified(index)
         return plan(route(seed, ALL))
 
     script = Script([lambda: plan(route(seed, ALL)), complete_plan])
     target = Target(fleet, script)
-    target.board.subscribe(lambda: target.transfer.request_replan("forgotten") if len(target.board) == 2 else None)
-    pulled = target.run()
+    target.chunk_state.subscribe(
+        lambda: target.transfer.request_replan("forgotten") if len(target.chunk_state) == 2 else None
+    )
+    stats = target.run()
     assert (content_hash(source_image), IMAGE_BYTES, 1) == (
         content_hash(target.image),
-        pulled.bytes_read,
-        pulled.replans,
+        stats.bytes_read,
+        stats.replans,
     )
 
 
 def test_while_a_planner_that_forgot_knows_no_source_the_old_plan_holds(fleet: Fleet) -> None:
     """A restarted planner that has not heard of the seeds yet does not end a fork whose source gives."""
     source_image = image(1)
-    board = ChunkState(source_image.layout.chunks, [0, 1])
-    seed = fleet.source("a", source_image, board=board, manifest=source_image.manifest())
+    chunk_state = ChunkState(source_image.layout.chunks, [0, 1])
+    seed = fleet.source("a", source_image, chunk_state=chunk_state, manifest=source_image.manifest())
 
     def no_source_plan() -> Plan:
         for index in range(CHUNKS):
-            board.mark_verified(index)
-        return plan(reason="no instance holds model")
+            chunk_state.mark_verified(index)
+        return plan(reason="no instance has model")
 
     target = Target(fleet, Script([lambda: plan(route(seed, ALL)), no_source_plan]))
-    target.board.subscribe(lambda: target.transfer.request_replan("forgotten") if len(target.board) == 2 else None)
+    target.chunk_state.subscribe(
+        lambda: target.transfer.request_replan("forgotten") if len(target.chunk_state) == 2 else None
+    )
     target.run()
     assert (content_hash(source_image), []) == (content_hash(target.image), target.reasons)

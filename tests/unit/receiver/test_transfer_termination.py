@@ -70,7 +70,7 @@ def test_the_last_source_gone_ends_in_no_source(fleet: Fleet) -> None:
     target = Target(fleet, script)
     with pytest.raises(NoSource, match="nobody is left"):
         target.run()
-    assert (["SourceUnavailable"], 2) == (target.reasons, len(target.board))
+    assert (["SourceUnavailable"], 2) == (target.reasons, len(target.chunk_state))
 
 
 def test_the_deadline_ends_a_fork(fleet: Fleet) -> None:
@@ -80,10 +80,10 @@ def test_the_deadline_ends_a_fork(fleet: Fleet) -> None:
     deadline = target.transfer._deadline
 
     def expire_deadline() -> None:
-        if len(target.board) == 2:
+        if len(target.chunk_state) == 2:
             deadline.monotonic_time = time.monotonic()
 
-    target.board.subscribe(expire_deadline)
+    target.chunk_state.subscribe(expire_deadline)
     with pytest.raises(DeadlineExceeded, match="2 of 6 chunks"):
         target.run()
     assert [] == live_transfer_threads()
@@ -108,9 +108,9 @@ def test_who_stood_still_itself_blames_no_source(fleet: Fleet, made_progress: bo
     """What a source said meanwhile is heard first; one that said nothing has stalled a moment later."""
     target = Target(fleet, Script([plan]), settings(source_idle_timeout_s=1.0))
     transfer, seed = target.transfer, fleet.source("a", image(1))
-    peer_source = transfer._sources._opening.open_peer(route(seed, ALL), transfer._intake)  # not started
+    peer_source = transfer._sources._source_factory.open_peer(route(seed, ALL), transfer._event_handler)  # not started
     transfer._sources._active["a"] = peer_source
-    transfer._schedule.assign({"a": [ALL]})
+    transfer._scheduler.assign({"a": [ALL]})
     started_at = peer_source.last_message_at
     stalled: list[list[str]] = []
     with transfer._changed:

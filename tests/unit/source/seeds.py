@@ -23,7 +23,7 @@ LAYOUT_ID = IMAGE.layout.layout_id
 
 
 def build_seed(
-    board: ChunkState | None = None,
+    chunk_state: ChunkState | None = None,
     *,
     network: InMemoryNetwork | None = None,
     seed_image: Image = IMAGE,
@@ -34,8 +34,8 @@ def build_seed(
         InstanceIdentity("model", instance_id="seed-1"),
         InstanceSettings(node_name="node", drain_timeout_s=0),
         [InMemoryTransport(network or InMemoryNetwork())],
-        board=board,
-        manifest=compute_manifest(seed_image) if board is None else None,
+        chunk_state=chunk_state,
+        manifest=compute_manifest(seed_image) if chunk_state is None else None,
         serve_peer=(peers or InMemoryPeers()).service,
     )
     seed.set_lease_keys([KEY])

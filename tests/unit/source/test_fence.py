@@ -58,10 +58,10 @@ def test_a_fence_while_a_read_is_admitted(monkeypatch: pytest.MonkeyPatch) -> No
     """What was there a moment ago is not missing: the weights changed."""
     contains_range = ChunkState.contains_range
 
-    def fence_then_check(board: ChunkState, begin: int, end: int) -> bool:
+    def fence_then_check(chunk_state: ChunkState, begin: int, end: int) -> bool:
         if not seed.generation:
             seed.fence()
-        return contains_range(board, begin, end)
+        return contains_range(chunk_state, begin, end)
 
     with build_seed() as seed:
         leased = token()
@@ -97,7 +97,7 @@ def test_a_fence_waits_for_the_slice_under_way() -> None:
     assert ["cut", "read", "fenced"] == events
 
 
-@pytest.mark.parametrize("change", [Seed.fence, lambda seed: seed.drop([0])], ids=["fence", "drop"])
+@pytest.mark.parametrize("change", [Seed.fence, lambda seed: seed.invalidate([0])], ids=["fence", "invalidate"])
 def test_new_bytes_end_all_channels(change: Callable[[Seed], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever reads without asking is out when the bytes may change, and is told why before that."""
     events: list[str] = []

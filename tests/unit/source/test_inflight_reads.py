@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rfork.source import inflight_reads as readings_module
+from rfork.source import inflight_reads as inflight_reads_module
 from rfork.source.inflight_reads import InflightReads
 
 NEVER_S = 60.0
@@ -68,8 +68,8 @@ def test_a_read_that_goes_on_after_it_was_cut(monkeypatch: pytest.MonkeyPatch) -
     events: list[str] = []
     begun, ended = threading.Event(), threading.Event()
     ending_log = EndingLog(ended, events)
-    monkeypatch.setattr(readings_module, "log", ending_log)
-    monkeypatch.setattr(readings_module, "WARN_S", 0.0)
+    monkeypatch.setattr(inflight_reads_module, "log", ending_log)
+    monkeypatch.setattr(inflight_reads_module, "WARN_S", 0.0)
     inflight = InflightReads()
 
     def read() -> None:

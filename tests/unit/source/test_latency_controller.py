@@ -34,9 +34,9 @@ STEP_S = 0.01
 IN_TIME, LATE = STEP_S, STEP_S * 1.2
 
 
-def build_controller(clock: FakeClock, setpoint: float = 1.05, *, steps: int = 20) -> LatencyController:
+def build_controller(clock: FakeClock, max_ratio: float = 1.05, *, steps: int = 20) -> LatencyController:
     """A guard that has seen so many units of 10 ms while nobody read."""
-    controller = LatencyController(setpoint, floor=lambda: FLOOR, clock=clock)
+    controller = LatencyController(max_ratio, floor=lambda: FLOOR, clock=clock)
     record_steps(controller, clock, [STEP_S] * steps)
     return controller
 
@@ -66,7 +66,7 @@ def test_while_nothing_is_served_there_is_no_limit() -> None:
 def test_setpoint_zero_turns_it_off() -> None:
     """Then nothing that the engine says makes a limit."""
     clock = FakeClock()
-    controller = build_controller(clock, setpoint=0)
+    controller = build_controller(clock, max_ratio=0)
     assert [None] * 3 == record_steps(controller, clock, [LATE] * 3, has_readers=True)
 
 

@@ -229,10 +229,10 @@ def test_a_lease_for_other_weights_is_refused(weights_id: str | None) -> None:
         build_verifier().check(sign(replace(CLAIMS, weights_id=HERE), KEYS["a"]), 0, weights_id)
 
 
-@pytest.mark.parametrize("claimed", [HERE, None])
-def test_a_lease_for_these_weights_is_good(claimed: str | None) -> None:
+@pytest.mark.parametrize("weights_id", [HERE, None])
+def test_a_lease_for_these_weights_is_good(weights_id: str | None) -> None:
     """One that was given before the weights were known names none."""
-    claims = replace(CLAIMS, weights_id=claimed)
+    claims = replace(CLAIMS, weights_id=weights_id)
     assert claims == build_verifier().check(sign(claims, KEYS["a"]), 0, HERE)
 
 

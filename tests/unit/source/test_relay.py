@@ -48,19 +48,19 @@ def test_changes_are_told() -> None:
     with build_seed(ChunkState(IMAGE.layout.chunks)) as relay:
         with relay.on_change(lambda: states.append(relay.report().state)):
             relay.set_manifest(compute_manifest(IMAGE))
-            relay.board.mark_verified(0)
+            relay.chunk_state.mark_verified(0)
             relay.serve()
             relay.close_channel("none")
-        relay.board.mark_verified(1)
+        relay.chunk_state.mark_verified(1)
     assert ["loading", "loading", "serving", "serving"] == states
 
 
 def test_a_relay_without_a_manifest_tells_digests() -> None:
     """Chunks of a draft are told with their digests, and only where these are known."""
     with build_seed(ChunkState(IMAGE.layout.chunks, [2])) as seed:
-        seed.board.set_provisional_id("files")
-        seed.board.mark_verified(0, b"0" * 16)
-        seed.board.mark_verified(1, b"1" * 16)
+        seed.chunk_state.set_provisional_id("files")
+        seed.chunk_state.mark_verified(0, b"0" * 16)
+        seed.chunk_state.mark_verified(1, b"1" * 16)
         assert Progress(((1, 2),), False, (b"1" * 16,), "files") == seed.progress_since(((0, 1),))
 
 
@@ -94,8 +94,8 @@ def test_a_sealed_relay_tells_its_weights() -> None:
     """Once the manifest is known its weights_id stands for all digests."""
     manifest = compute_manifest(IMAGE)
     with build_seed(ChunkState(IMAGE.layout.chunks)) as seed:
-        seed.board.set_provisional_id("files")
-        seed.board.mark_verified(0, manifest.digests[0])
+        seed.chunk_state.set_provisional_id("files")
+        seed.chunk_state.mark_verified(0, manifest.digests[0])
         seed.set_manifest(manifest)
         assert Progress(((0, 1),), False, weights_id=manifest.weights_id) == seed.progress_since(())
 
@@ -105,7 +105,7 @@ def test_a_report_says_what_it_could_read() -> None:
     offer = StorageCandidate(kind="checkpoint", uri="file:///files", origin="a" * 32)
     with build_seed(ChunkState(IMAGE.layout.chunks)) as seed:
         seed.storage = (offer,)
-        seed.board.set_provisional_id(f"{'a' * 32}-01")
+        seed.chunk_state.set_provisional_id(f"{'a' * 32}-01")
         report = seed.report()
     assert ((offer,), "a" * 32, 1.0, None) == (
         report.storage,

@@ -35,7 +35,7 @@ def seed_with_reader(
     made = Seed(
         IMAGE,
         InstanceIdentity("model", instance_id="seed-1"),
-        InstanceSettings.model_validate({"host": "node", "drain_s": 0, **options}),
+        InstanceSettings.model_validate({"node_name": "node", "drain_timeout_s": 0, **options}),
         list(transports) or [InMemoryTransport(InMemoryNetwork(), one_sided=one_sided)],
         manifest=compute_manifest(IMAGE),
         serve_peer=InMemoryPeers().service,
@@ -62,13 +62,13 @@ def record_steps(seed: Seed) -> None:
 @pytest.mark.parametrize(("one_sided", "expected"), [(True, 5_000_000), (False, None)])
 def test_a_rate_is_told_where_it_cannot_be_held(one_sided: bool, expected: int | None) -> None:
     """Readers of a transport that asks for each byte are told nothing."""
-    with seed_with_reader(one_sided=one_sided, egress_rate=5_000_000) as seed:
+    with seed_with_reader(one_sided=one_sided, max_egress_bytes_per_s=5_000_000) as seed:
         assert expected == seed.progress_since(()).rate
 
 
 def test_readers_hear_of_one_more() -> None:
     """Its place makes the share of each smaller, and they are told at once."""
-    with seed_with_reader(one_sided=True, egress_rate=5_000_000) as seed:
+    with seed_with_reader(one_sided=True, max_egress_bytes_per_s=5_000_000) as seed:
         before = seed.progress_since(()).rate
         reader_counts: list[int | None] = []
         admit(seed, "fork-2")
@@ -86,7 +86,7 @@ def test_the_rate_holds_for_both_kinds_of_readers(one_sided: bool, expected: int
         InMemoryTransport(InMemoryNetwork()),
         SecondTransport(InMemoryNetwork(), one_sided=one_sided),
     ]
-    with seed_with_reader(transports=transports, egress_rate=100_000_000) as seed:
+    with seed_with_reader(transports=transports, max_egress_bytes_per_s=100_000_000) as seed:
         admit(seed, "fork-2")
         seed.open_channel("fork-2", LAYOUT_ID, ["aside"], "127.0.0.1")
         assert expected // 50 == seed.acquire_bytes(1 << 40, "fork-1")
@@ -122,7 +122,7 @@ def test_a_seed_that_serves_grants_little_at_once() -> None:
 def test_the_planner_hears_what_readers_are_held_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fixed cap, and less while it serves and gives."""
     monkeypatch.setattr(latency_controller, "SETTLE_S", 60.0)  # what was granted a moment ago is still given
-    with seed_with_reader(egress_rate=1 << 40) as seed:
+    with seed_with_reader(max_egress_bytes_per_s=1 << 40) as seed:
         egress_rates = [seed.report().egress_rate]
         record_steps(seed)
         with seed.measure_step():

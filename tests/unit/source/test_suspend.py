@@ -204,7 +204,7 @@ def test_a_closed_seed_opens_nothing() -> None:
     [
         lambda image: image.digest(0),
         lambda image: image.segments(0, 1),
-        lambda image: image.parts(0, 1),
+        lambda image: image.tensor_slices(0, 1),
         lambda image: image.manifest(),
         lambda image: image.readable(0, 1).__enter__(),
         lambda image: image.writable(0, 1).__enter__(),

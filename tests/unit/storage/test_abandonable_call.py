@@ -45,7 +45,7 @@ def test_what_comes_too_late_is_undone() -> None:
         return 7
 
     attempt = AbandonableCall("late", late, lambda result: undone.set())
-    with pytest.raises(StorageError, match="late: gave nothing"):
+    with pytest.raises(StorageError, match="late: no response"):
         attempt.result(time.monotonic())
     resumed.set()
     assert undone.wait(NEVER_S)

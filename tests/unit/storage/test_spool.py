@@ -189,7 +189,7 @@ def test_two_names_never_meet(spool: Spool) -> None:
 def test_so_many_spools_and_no_more(tmp_path: Path) -> None:
     """A folder that more processes use than it may have spools for says so."""
     spools = [acquire_spool(tmp_path, NAME, layout()) for _ in range(MAX_SPOOLS)]
-    with pytest.raises(StorageError, match="keep rank here already"):
+    with pytest.raises(StorageError, match="have a spool for rank here"):
         acquire_spool(tmp_path, NAME, layout())
     for each in spools:
         each.close()
@@ -264,7 +264,7 @@ def test_another_user_s_file_is_not_opened(spool: Spool, monkeypatch: pytest.Mon
     """Not even by somebody who may."""
     spool.close()
     monkeypatch.setattr(os, "geteuid", lambda: spool.path.stat().st_uid + 1)
-    with pytest.raises(StorageError, match="not a file of this user alone"):
+    with pytest.raises(StorageError, match="not a regular file that only this user"):
         acquire_spool(spool.path.parent, NAME, layout())
 
 

@@ -1,4 +1,4 @@
-"""The memory transport keeps the contract, and fails as it is told."""
+"""The in-memory transport fulfils the contract and injects faults."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.transport_contract import CONTRACT, TransportPair, content, soon
 
 
 @pytest.mark.parametrize("check", CONTRACT, ids=[check.__name__ for check in CONTRACT])
-def test_memory_keeps_the_contract(check: Callable[[TransportPair], None]) -> None:
-    """Every check of the contract holds over memory."""
+def test_the_memory_transport_fulfils_the_contract(check: Callable[[TransportPair], None]) -> None:
+    """Every check of the transport contract passes."""
     pair = TransportPair.create(InMemoryTransport(InMemoryNetwork()))
     check(pair)
     pair.close()
@@ -30,7 +30,7 @@ def faulty(faults: FaultInjection) -> TransportPair:
 
 
 def test_a_corrupt_chunk_differs_in_one_byte() -> None:
-    """The first byte of a corrupt chunk is flipped; all others are right."""
+    """Only the first byte of a corrupt chunk is inverted."""
     pair = faulty(FaultInjection(corrupt_chunks={1}))
     pair.connect().read(0, pair.source.layout.image_bytes, soon())
     source_bytes, target_bytes = content(pair.source), content(pair.target)
@@ -39,8 +39,8 @@ def test_a_corrupt_chunk_differs_in_one_byte() -> None:
     ]
 
 
-def test_a_dying_source_gives_so_many_bytes_and_no_more() -> None:
-    """A source that dies after 2 MiB has given exactly those, and is gone for good."""
+def test_a_dying_source_serves_the_given_number_of_bytes() -> None:
+    """A source that dies after 2 MiB has served exactly 2 MiB and stays unavailable."""
     pair = faulty(FaultInjection(dies_after=2 * MIB))
     reader = pair.connect()
     with pytest.raises(SourceUnavailable):
@@ -50,11 +50,11 @@ def test_a_dying_source_gives_so_many_bytes_and_no_more() -> None:
     assert content(pair.source, 0, 2 * MIB) + bytes(MIB) == content(pair.target, 0, 3 * MIB)
 
 
-def test_a_stalled_source_holds_the_reader_to_its_deadline() -> None:
-    """A source that stalls gives SourceTimeout, not before the deadline."""
+def test_a_stalled_source_times_out_at_the_deadline() -> None:
+    """A stalled source raises SourceTimeout, not before the deadline."""
     pair = faulty(FaultInjection(stalls_after=MIB))
     reader = pair.connect()
-    reader.read(0, MIB, soon())  # whatever the time: it comes
+    reader.read(0, MIB, soon())  # arrives before the stall
     deadline = time.monotonic() + 0.1
     with pytest.raises(SourceTimeout):
         reader.read(MIB, 3 * MIB, deadline)
@@ -62,23 +62,23 @@ def test_a_stalled_source_holds_the_reader_to_its_deadline() -> None:
     assert content(pair.source, 0, MIB) + bytes(2 * MIB) == content(pair.target, 0, 3 * MIB)
 
 
-def test_two_that_read_at_once_get_no_more_than_one() -> None:
-    """What the first may have is taken before the second is asked."""
+def test_concurrent_readers_share_the_stall_limit() -> None:
+    """The bytes of the first reader are counted before the second is checked."""
     pair = faulty(FaultInjection(stalls_after=MIB))
     assert isinstance(pair.exporter, InMemoryExporter)
     assert [False, True] == [pair.exporter.is_stalled(MIB) for _ in range(2)]
 
 
-def test_a_refusing_source_gives_nothing() -> None:
-    """A source that refuses gives LeaseRejected though its gate would not."""
+def test_a_rejecting_source_serves_nothing() -> None:
+    """With the fault, every read raises LeaseRejected, even if the gate authorizes it."""
     pair = faulty(FaultInjection(refuses=True))
     with pytest.raises(LeaseRejected):
         pair.connect().read(0, 100, soon())
     assert bytes(100) == content(pair.target, 0, 100)
 
 
-def test_faults_can_be_mended() -> None:
-    """A fault that is taken away no longer holds for the next slice."""
+def test_faults_can_be_removed() -> None:
+    """A removed fault no longer applies to the next slice."""
     faults = FaultInjection(refuses=True)
     pair = faulty(faults)
     faults.refuses = False
@@ -86,20 +86,20 @@ def test_faults_can_be_mended() -> None:
     assert content(pair.source, 0, 100) == content(pair.target, 0, 100)
 
 
-def test_a_reader_that_is_held_back_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the first slice nothing more comes until the rate allows it: here not before the deadline."""
+def test_a_throttled_reader_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the first slice, no bytes arrive until the rate allows it: here not before the deadline."""
     pair = faulty(FaultInjection())
     reader = pair.connect()
     reader.set_rate_limit(1)
-    clock_reads = count()  # a second passes with each look at the clock
+    clock_reads = count()  # each read of the clock advances it by a second
     monkeypatch.setattr(transport, "time", SimpleNamespace(monotonic=lambda: next(clock_reads)))
-    with pytest.raises(SourceTimeout, match="held back"):
+    with pytest.raises(SourceTimeout, match="throttled"):
         reader.read(0, 3 * MIB, 3.0)
     assert content(pair.source, 0, MIB) + bytes(2 * MIB) == content(pair.target, 0, 3 * MIB)
 
 
-def test_a_reader_hears_at_once_of_a_higher_rate() -> None:
-    """A read that would take a month at the old rate ends when the limit is lifted."""
+def test_a_higher_rate_applies_to_a_running_read() -> None:
+    """A read that would take a month at the old rate ends when the limit is removed."""
     pair = faulty(FaultInjection())
     reader = pair.connect()
     reader.set_rate_limit(1)
@@ -110,8 +110,8 @@ def test_a_reader_hears_at_once_of_a_higher_rate() -> None:
     assert content(pair.source, 0, 3 * MIB) == content(pair.target, 0, 3 * MIB)
 
 
-def test_a_one_sided_export_asks_for_no_budget() -> None:
-    """As those of a transport whose reads run no code of the source."""
+def test_a_one_sided_export_acquires_no_budget() -> None:
+    """Like a transport whose reads run no code of the source."""
     pair = TransportPair.create(InMemoryTransport(InMemoryNetwork(), one_sided=True))
     acquired: list[int] = []
     pair.gate.before_slice = acquired.append
@@ -119,8 +119,8 @@ def test_a_one_sided_export_asks_for_no_budget() -> None:
     assert [] == acquired
 
 
-def test_networks_are_apart() -> None:
-    """An export of one network cannot be reached from another."""
+def test_networks_are_separate() -> None:
+    """An export of one network is not reachable from another."""
     pair = faulty(FaultInjection())
     with pytest.raises(SourceUnavailable):
         InMemoryTransport(InMemoryNetwork()).connect(pair.exporter.endpoint(), pair.target, lambda: "", soon())

@@ -1,4 +1,4 @@
-"""A tracer whose spans are kept in memory."""
+"""A tracer that keeps its spans in memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rfork.tracing.sdk import SdkTracer
 
 
 class SpanRecorder:
-    """What `tracer` made and ended."""
+    """Records the finished spans of `tracer`."""
 
     def __init__(self, sample_ratio: float = 1.0) -> None:
         self._exporter = InMemorySpanExporter()
@@ -18,24 +18,24 @@ class SpanRecorder:
 
     @property
     def spans(self) -> dict[str, ReadableSpan]:
-        """By name; of several the last that ended."""
+        """Spans by name; of several, the last one."""
         return {span.name: span for span in self._exporter.get_finished_spans()}
 
     @property
     def names(self) -> list[str]:
-        """In the order in which they ended."""
+        """Names of the spans, in the order in which they ended."""
         return [span.name for span in self._exporter.get_finished_spans()]
 
     def all_named(self, name: str) -> list[ReadableSpan]:
-        """In the order in which they ended."""
+        """Return the spans with this name, in the order in which they ended."""
         return [span for span in self._exporter.get_finished_spans() if span.name == name]
 
     def parent(self, name: str) -> str | None:
-        """The name of the span that this one belongs to; None at the beginning of a trace."""
+        """Return the name of the parent span; None for the first span of a trace."""
         parent_context = self.spans[name].parent
         names_by_id = {span.context.span_id: span.name for span in self._exporter.get_finished_spans()}
         return None if parent_context is None else names_by_id.get(parent_context.span_id, "another process's")
 
     def attributes(self, name: str) -> dict[str, object]:
-        """Of one span."""
+        """Return the attributes of a span."""
         return dict(self.spans[name].attributes or {})

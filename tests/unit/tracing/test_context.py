@@ -1,4 +1,4 @@
-"""How one process tells another which span it works for."""
+"""Propagation of trace contexts between processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
         (f"00-{TRACE}-{SPAN}-01", TraceContext(TRACE, SPAN, sampled=True)),
         (f"00-{TRACE}-{SPAN}-00", TraceContext(TRACE, SPAN, sampled=False)),
         (f"00-{TRACE}-{SPAN}-03".encode(), TraceContext(TRACE, SPAN, sampled=True)),
-        (f"cc-{TRACE}-{SPAN}-01-what comes later", TraceContext(TRACE, SPAN, sampled=True)),
+        (f"cc-{TRACE}-{SPAN}-01-later fields", TraceContext(TRACE, SPAN, sampled=True)),
         (f"00-{TRACE}-{SPAN}-01-more", None),
         (f"ff-{TRACE}-{SPAN}-01", None),
         (f"00-{'0' * 32}-{SPAN}-01", None),
@@ -29,22 +29,20 @@ TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
         (None, None),
     ],
 )
-def test_a_traceparent_is_read_as_the_specification_says(
-    text: str | bytes | None, expected: TraceContext | None
-) -> None:
-    """Later versions may say more; ids of zeros, and whatever else does not fit, are none."""
+def test_a_traceparent_is_parsed_by_the_specification(text: str | bytes | None, expected: TraceContext | None) -> None:
+    """Later versions may have more fields; zero ids and other invalid texts are ignored."""
     assert expected == TraceContext.parse(text)
 
 
 @pytest.mark.parametrize("sampled", [True, False])
-def test_a_context_is_itself_again_from_its_text(sampled: bool) -> None:
-    """Whether it is sent goes with it."""
+def test_a_context_survives_encoding(sampled: bool) -> None:
+    """The decoded context equals the original, including the sampled flag."""
     context = TraceContext(TRACE, SPAN, sampled=sampled)
     assert context == TraceContext.parse(context.traceparent)
 
 
-def test_a_thread_works_for_a_span_while_the_block_lasts() -> None:
-    """Its calls carry it, and its log lines the trace; another thread's do not."""
+def test_a_context_is_current_inside_the_block() -> None:
+    """Calls and log lines of this thread carry the context; those of another thread do not."""
     context, others = TraceContext(TRACE, SPAN), list[TraceContext | None]()
     with use_context(context):
         with use_context(None):

@@ -1,4 +1,4 @@
-"""Spans as OpenTelemetry's SDK makes them, and none where nothing is traced."""
+"""Spans of OpenTelemetry's SDK, and no spans without tracing."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.unit.tracing.span_recorder import SpanRecorder
 PARENT = TraceContext("4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7")
 
 
-def test_a_span_within_another_belongs_to_it() -> None:
-    """And to its trace; what has no name of OpenTelemetry's is rfork's own; None is left out."""
+def test_a_nested_span_belongs_to_the_outer_one() -> None:
+    """Both spans share a trace. Attributes without a standard name get the prefix rfork; None is omitted."""
     recorder = SpanRecorder()
     with recorder.tracer.span("fork", model="m", reasons=(), fallback=None):
         with recorder.tracer.span("transfer", kind="client", status=200) as span:
@@ -45,8 +45,8 @@ def test_a_span_within_another_belongs_to_it() -> None:
     assert (None, 1) == (current_context(), len({span.context.trace_id for span in recorder.spans.values()}))
 
 
-def test_a_span_goes_on_with_the_trace_of_another_process() -> None:
-    """With the links it is given, to whichever traces."""
+def test_a_span_continues_the_trace_of_another_process() -> None:
+    """Its links may refer to other traces."""
     recorder, other = SpanRecorder(), TraceContext("1" * 32, "2" * 16)
     with recorder.tracer.span("answer", parent=PARENT, links=[other, None], kind="server") as span:
         span_context = span.context
@@ -59,8 +59,8 @@ def test_a_span_goes_on_with_the_trace_of_another_process() -> None:
     )
 
 
-def test_what_raises_fails_its_span() -> None:
-    """With the error's kind; one that ended is not changed any more."""
+def test_an_exception_fails_the_span() -> None:
+    """The span records the type of the error, and does not change after its end."""
     recorder = SpanRecorder()
     with pytest.raises(ValueError, match="no"), recorder.tracer.span("fork") as span:
         raise ValueError("no")
@@ -78,10 +78,10 @@ def test_what_raises_fails_its_span() -> None:
 @pytest.mark.parametrize(
     ("sample_ratio", "parent", "sent"),
     [(0.0, None, False), (0.0, PARENT, True), (1.0, TraceContext("1" * 32, "2" * 16, sampled=False), False)],
-    ids=["none of ours", "its caller sends it", "its caller does not"],
+    ids=["no parent", "sampled parent", "unsampled parent"],
 )
-def test_a_share_is_of_the_traces_that_begin_here(sample_ratio: float, parent: TraceContext | None, sent: bool) -> None:
-    """What came with a call is sent if its caller sends it."""
+def test_the_ratio_applies_to_new_traces(sample_ratio: float, parent: TraceContext | None, sent: bool) -> None:
+    """A trace continued from a caller is sent if the caller sends it."""
     recorder = SpanRecorder(sample_ratio)
     with recorder.tracer.span("fork", parent=parent) as span:
         context = span.context
@@ -91,8 +91,8 @@ def test_a_share_is_of_the_traces_that_begin_here(sample_ratio: float, parent: T
     assert (sent, sent) == (bool(recorder.names), context is not None and context.sampled)
 
 
-def test_a_trace_that_begins_in_an_engine_links_to_the_engines_own() -> None:
-    """Its tracer, and the span it works for, stay its own."""
+def test_a_trace_that_begins_in_an_engine_links_to_the_engines_span() -> None:
+    """The engine's tracer and current span stay unchanged."""
     recorder, engine = SpanRecorder(), TracerProvider().get_tracer("engine")
     with engine.start_as_current_span("start up") as theirs, recorder.tracer.span("fork"):
         recorder.tracer.start_span("transfer").end()
@@ -101,37 +101,39 @@ def test_a_trace_that_begins_in_an_engine_links_to_the_engines_own() -> None:
     assert (expected, None) == (links, recorder.parent("fork"))
 
 
-def test_nothing_is_made_where_nothing_is_traced() -> None:
-    """Not even a context manager."""
+def test_the_noop_tracer_creates_nothing() -> None:
+    """It does not even create context managers."""
     with NOOP_TRACER.span("fork", model="m") as span:
         span.set(bytes=1)
         span.event("something", chunk=1)
         span.fail("anything")
         span.end()
-    assert (False, True, True, None, None) == (
-        NOOP_TRACER.enabled, NOOP_TRACER.start_span("read") is NO_SPAN, span is NO_SPAN, span.context, current_context(),
-    )  # fmt: skip
+    assert not NOOP_TRACER.enabled
+    assert NOOP_TRACER.start_span("read") is NO_SPAN
+    assert span is NO_SPAN
+    assert span.context is None
+    assert current_context() is None
 
 
-def test_a_process_that_does_not_trace_imports_no_opentelemetry() -> None:
-    """Its own, that is: FastAPI imports the interface for itself."""
+def test_a_process_without_tracing_does_not_import_opentelemetry() -> None:
+    """rfork itself does not import it, although FastAPI may."""
     code = (
-        "import sys; from rfork.tracing import OFF, tracer; "
-        "print(tracer() is OFF, [name for name in sys.modules if name.startswith('opentelemetry')])"
+        "import sys; from rfork.tracing import NOOP_TRACER, get_tracer; "
+        "print(get_tracer() is NOOP_TRACER, [name for name in sys.modules if name.startswith('opentelemetry')])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={})
     assert "True []\n" == done.stdout
 
 
 @pytest.mark.parametrize("endpoint", ["collector:4318", "ftp://collector", "http://"])
-def test_an_endpoint_that_is_none_is_refused(endpoint: str) -> None:
-    """Before anything is traced."""
+def test_an_invalid_endpoint_is_rejected(endpoint: str) -> None:
+    """The error is raised before any span is created."""
     with pytest.raises(SettingsError, match="RFORK_TRACING_ENDPOINT"):
         sending_tracer(endpoint, TracingSettings(), "rfork-test")
 
 
-def test_headers_that_are_none_are_refused_and_not_told() -> None:
-    """They hold secrets."""
+def test_invalid_headers_are_rejected_without_their_values() -> None:
+    """The error does not contain the headers, which are secrets."""
     chosen = TracingSettings.model_validate({"headers": "hunter2"})
     with pytest.raises(SettingsError) as refused:
         sending_tracer("http://127.0.0.1:1", chosen, "rfork-test")
@@ -139,7 +141,7 @@ def test_headers_that_are_none_are_refused_and_not_told() -> None:
 
 
 class CapturingAdapter(HTTPAdapter):
-    """Takes every request, and keeps what it was sent with."""
+    """Accepts every request and keeps its headers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,15 +155,15 @@ class CapturingAdapter(HTTPAdapter):
 
 
 @pytest.mark.parametrize(("configured_headers", "expected"), [(None, None), ("authorization=ours", "ours")])
-def test_what_the_engine_tells_its_collector_is_not_told_to_ours(
+def test_the_engines_exporter_settings_do_not_apply(
     configured_headers: str | None, expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """OTEL_* is about the engine's: its credentials, its headers, how it compresses."""
+    """OTEL_* credentials, headers and compression are for the engine's collector."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "authorization=engine-secret,x-engine=1")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "gzip")
     collector = CapturingAdapter()
     monkeypatch.setattr(sdk._Session, "get_adapter", lambda session, url: collector)
-    monkeypatch.setattr(span_processor, "CLOSE_S", 60.0)  # on a busy machine
+    monkeypatch.setattr(span_processor, "CLOSE_S", 60.0)  # for a busy machine
     chosen = TracingSettings.model_validate({"headers": configured_headers})
     tracer = sending_tracer("http://127.0.0.1:1", chosen, "rfork-test")
     tracer.start_span("fork").end()
@@ -170,8 +172,8 @@ def test_what_the_engine_tells_its_collector_is_not_told_to_ours(
     assert (expected, None, None) == tuple(sent.get(name) for name in ("authorization", "x-engine", "content-encoding"))
 
 
-def test_where_the_sdk_is_switched_off_nothing_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """OTEL_SDK_DISABLED: there is no span that others could refer to."""
+def test_a_disabled_sdk_disables_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With OTEL_SDK_DISABLED spans have no context."""
     monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
     recorder = SpanRecorder()
     with recorder.tracer.span("fork") as span:
@@ -179,8 +181,8 @@ def test_where_the_sdk_is_switched_off_nothing_is_traced(monkeypatch: pytest.Mon
     assert ((None, None), []) == (contexts, recorder.names)
 
 
-def test_without_its_packages_tracing_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it is asked for; where it is not, nobody misses them."""
+def test_tracing_without_its_packages_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The packages are required only if tracing is enabled."""
     monkeypatch.setitem(sys.modules, "rfork.tracing.sdk", None)
     monkeypatch.setenv("RFORK_TRACING_ENDPOINT", "http://127.0.0.1:4318")
     with pytest.raises(MissingExtra) as missing:

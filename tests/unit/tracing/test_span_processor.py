@@ -1,4 +1,4 @@
-"""Spans on their way: kept in bounds, dropped and counted where nobody takes them."""
+"""The span queue: bounded, and dropped spans are counted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rfork.tracing.span_processor import BoundedSpanProcessor
 
 
 class FakeSpanExporter(SpanExporter):
-    """Keeps names; fails, raises, or waits until it may go on."""
+    """Keeps the names of spans; can fail, raise, or block."""
 
     def __init__(self, result: SpanExportResult | Exception = SpanExportResult.SUCCESS) -> None:
         self.names: list[str] = []
@@ -38,54 +38,52 @@ class FakeSpanExporter(SpanExporter):
 
 @pytest.fixture(autouse=True)
 def long_close_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What can be sent is sent by the end, however busy the machine."""
+    """Allow a slow machine enough time to send all spans at the end."""
     monkeypatch.setattr(span_processor, "CLOSE_S", 60.0)
 
 
 def build_tracer(exporter: FakeSpanExporter) -> tuple[BoundedSpanProcessor, SdkTracer]:
-    """A tracer whose spans go to the exporter by the queue."""
+    """Return a processor with this exporter, and a tracer that uses it."""
     processor = BoundedSpanProcessor(exporter, "collector:4318")
     return processor, SdkTracer(processor, "rfork-test")
 
 
 def processor_logs(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What was logged of spans."""
+    """Return the log messages of the span processor."""
     return [record.getMessage() for record in caplog.records if record.name == span_processor.__name__]
 
 
 def test_all_spans_are_sent_by_the_end(caplog: pytest.LogCaptureFixture) -> None:
-    """In order; nothing is said of it, and none is dropped."""
+    """Spans are sent in order; nothing is logged or dropped."""
     exporter = FakeSpanExporter()
     processor, tracer = build_tracer(exporter)
-    for number in range(span_processor.BATCH + 3):
+    for number in range(span_processor.MAX_BATCH + 3):
         tracer.start_span(str(number)).end()
     tracer.close()
     tracer.close()
-    assert ([str(number) for number in range(span_processor.BATCH + 3)], 0, []) == (
+    assert ([str(number) for number in range(span_processor.MAX_BATCH + 3)], 0, []) == (
         exporter.names, processor.dropped, processor_logs(caplog),
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("result", [SpanExportResult.FAILURE, RuntimeError("broken")])
-def test_a_collector_that_is_away_is_told_of_once(
+def test_an_unreachable_collector_is_logged_once(
     result: SpanExportResult | Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And at the end how many spans it cost."""
+    """Another line at the end has the number of dropped spans."""
     processor, tracer = build_tracer(FakeSpanExporter(result))
     for number in range(3):
         tracer.start_span(str(number)).end()
         assert processor.force_flush()
     tracer.close()
     lines = processor_logs(caplog)
-    assert (3, 2, True, "spans were dropped spans=3 collector=collector:4318") == (
-        processor.dropped, len(lines), lines[0].startswith("spans are dropped"), lines[-1],
+    assert (3, 2, True, "spans dropped in total spans=3 collector=collector:4318") == (
+        processor.dropped, len(lines), lines[0].startswith("dropping spans"), lines[-1],
     )  # fmt: skip
 
 
-def test_a_collector_that_hangs_holds_up_nobody(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What does not fit in the queue is dropped at once; at the end the rest, too."""
+def test_a_hanging_collector_blocks_nothing(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spans beyond the queue are dropped immediately, and the remaining ones at the end."""
     monkeypatch.setattr(span_processor, "CLOSE_S", 0.01)
     exporter = FakeSpanExporter()
     exporter.may_proceed.clear()
@@ -102,8 +100,8 @@ def test_a_collector_that_hangs_holds_up_nobody(
     assert (5, span_processor.MAX_QUEUE + 6, 2) == (before, after, len(processor_logs(caplog)))
 
 
-def test_a_process_that_gets_no_thread_only_loses_spans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever ends a span does not notice."""
+def test_a_process_without_threads_loses_only_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ending a span does not raise if no thread can be started."""
 
     def none_left(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -115,39 +113,39 @@ def test_a_process_that_gets_no_thread_only_loses_spans(monkeypatch: pytest.Monk
     assert 1 == processor.dropped
 
 
-FORKS = """
+FORK_SCRIPT = """
 import os, signal, threading, time
-from tests.unit.tracing.test_span_processor import Exporter, traced
-exporter = Exporter()
-waiting, tracer = traced(exporter)
-tracer.begin("parent").end()
-assert waiting.force_flush()
-held, done = threading.Event(), threading.Event()
-def hold():
-    with waiting._changed:
-        held.set()
+from tests.unit.tracing.test_span_processor import FakeSpanExporter, build_tracer
+exporter = FakeSpanExporter()
+processor, tracer = build_tracer(exporter)
+tracer.start_span("parent").end()
+assert processor.force_flush()
+locked, done = threading.Event(), threading.Event()
+def hold_lock():
+    with processor._changed:
+        locked.set()
         done.wait()
-threading.Thread(target=hold).start()
-held.wait()
+threading.Thread(target=hold_lock).start()
+locked.wait()
 child = os.fork()
 if not child:
-    signal.alarm(30)  # ends it where it would wait for ever
-    tracer.begin("child").end()
-    sent = waiting.force_flush()
+    signal.alarm(30)  # kills the child if it hangs
+    tracer.start_span("child").end()
+    sent = processor.force_flush()
     os._exit(0 if sent and exporter.names == ["parent", "child"] else 1)
 done.set()
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
-def test_the_child_of_a_process_sends_its_own_spans() -> None:
-    """Though it has no thread that sends, and its parent held the lock when it was made."""
-    command = [sys.executable, "-W", "ignore", "-c", FORKS]
+def test_the_child_of_an_os_fork_sends_its_own_spans() -> None:
+    """The child sends its spans although it has no thread and the parent was holding the lock."""
+    command = [sys.executable, "-W", "ignore", "-c", FORK_SCRIPT]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "0\n" == done.stdout
 
 
-def test_only_what_is_said_of_our_own_sending_is_kept_quiet() -> None:
-    """An engine that sends spans itself goes on to say how that goes."""
+def test_only_logs_of_our_own_exporter_are_suppressed() -> None:
+    """The exporter of an engine keeps logging."""
     words = logging.makeLogRecord({"threadName": "rfork-spans"}), logging.makeLogRecord({"threadName": "x"})
     assert [False, True] == [span_processor._filter_exporter_logs(record) for record in words]

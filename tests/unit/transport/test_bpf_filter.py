@@ -1,4 +1,4 @@
-"""The filter before an engine's ports: which packets the program passes."""
+"""The packet filter of an engine's ports: the packets that the program passes."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from rfork.transport.bpf_filter import (
 
 IP_HEADER = 0xFFF00000
 MAX_PROGRAM_LENGTH = 4096
-"""BPF_MAXINSNS: what the kernel takes."""
+"""BPF_MAXINSNS: the kernel's limit."""
 
 
 def packet(source: str) -> bytes:
-    """The IP header of a packet from this address."""
+    """Return the IP header of a packet from this address."""
     address = ip_address(source)
     if address.version == 4:
         return bytes([0x45]) + bytes(11) + address.packed + bytes(4)
@@ -32,7 +32,7 @@ def packet(source: str) -> bytes:
 
 
 def passes(steps: tuple[Instruction, ...], header: bytes) -> bool:
-    """Run a program on a packet as the kernel does."""
+    """Interpret a program on a packet like the kernel."""
     register, at = 0, 0
     while True:
         code, if_true, if_false, operand = steps[at]
@@ -51,7 +51,7 @@ def passes(steps: tuple[Instruction, ...], header: bytes) -> bool:
             case 0x06:
                 return operand != 0
             case _:
-                raise ValueError(f"no instruction {code:#x}")
+                raise ValueError(f"unknown instruction {code:#x}")
 
 
 HOSTS = ["10.0.0.1", "10.0.0.2", "192.168.7.255", "fd00::1", "fd00::2", "2001:db8:1:2:3:4:5:6"]
@@ -67,16 +67,16 @@ UNLISTED_HOSTS = [
 
 
 @pytest.mark.parametrize("allowed", [[], HOSTS[:1], HOSTS[:3], HOSTS[3:4], HOSTS[3:], HOSTS, HOSTS[::-1]])
-def test_only_those_inside_pass(allowed: list[str]) -> None:
-    """Packets of the addresses that were let in pass, of either family; all others are dropped."""
+def test_only_allowed_addresses_pass(allowed: list[str]) -> None:
+    """Packets from allowed IPv4 and IPv6 addresses pass; all others are dropped."""
     steps = build_bpf([ip_address(host) for host in allowed])
     accepted = [host for host in HOSTS + UNLISTED_HOSTS if passes(steps, packet(host))]
     assert sorted(allowed) == sorted(accepted)
 
 
 @pytest.mark.parametrize("family", ["10.0.{}.{}", "fd00::{:x}:{:x}"])
-def test_the_longest_program_is_one_that_the_kernel_takes(family: str) -> None:
-    """With as many addresses as it lets in, each passes, and the jumps still reach."""
+def test_the_largest_program_is_within_the_kernel_limit(family: str) -> None:
+    """With the maximum number of addresses, each of them passes and all jumps are in range."""
     hosts = [family.format(number // 256, number % 256) for number in range(MAX_ADDRESSES)]
     steps = build_bpf([ip_address(host) for host in hosts])
     assert (True, True, False) == (
@@ -86,34 +86,34 @@ def test_the_longest_program_is_one_that_the_kernel_takes(family: str) -> None:
     )
 
 
-def test_no_more_hosts_than_there_is_room_for() -> None:
-    """One too many is told to go elsewhere; a host that is in already may have more channels."""
-    ports = PacketFilter()
+def test_the_number_of_hosts_is_limited() -> None:
+    """A host beyond the limit is rejected; a host that is already allowed may open more channels."""
+    packet_filter = PacketFilter()
     for number in range(MAX_ADDRESSES):
-        ports.allow(f"channel-{number}", f"10.0.0.{number}")
-    ports.allow("another", "10.0.0.5")
-    with pytest.raises(SourceBusy, match="at once"):
-        ports.allow("one too many", "10.0.1.0")
-    ports.deny("channel-7")
-    ports.allow("the next", "10.0.1.0")
+        packet_filter.allow(f"channel-{number}", f"10.0.0.{number}")
+    packet_filter.allow("another", "10.0.0.5")
+    with pytest.raises(SourceBusy, match="at most 128 hosts"):
+        packet_filter.allow("one too many", "10.0.1.0")
+    packet_filter.deny("channel-7")
+    packet_filter.allow("the next", "10.0.1.0")
 
 
 @pytest.mark.parametrize("address", ["", "unix", "10.0.0", "example.org"])
-def test_what_is_no_address_is_not_let_in(address: str) -> None:
-    """A reader whose address cannot be told gets no channel."""
-    with pytest.raises(SourceBusy, match="is none"):
+def test_an_invalid_address_is_rejected(address: str) -> None:
+    """A reader without a valid address gets no channel."""
+    with pytest.raises(SourceBusy, match="needs an IP address"):
         PacketFilter().allow("channel", address)
 
 
-def test_what_is_no_socket_leaves_no_descriptor(tmp_path: Path) -> None:
-    """A descriptor that another thread closed and had anew for a file: its duplicate is closed again."""
+def test_duplicating_a_file_leaks_no_descriptor(tmp_path: Path) -> None:
+    """If another thread reused the descriptor for a file, the duplicate is closed."""
 
-    def opened() -> int:
-        """Not all descriptors are counted: others may close at any time, as what is garbage does."""
+    def count_descriptors() -> int:
+        """Count only descriptors of this file: others may be closed at any time by the garbage collector."""
         return sum(os.path.realpath(link) == str(path) for link in Path("/proc/self/fd").iterdir())
 
     path = (tmp_path / "file").resolve()
     with path.open("w") as file:
         with pytest.raises(OSError, match="non-socket"):
             duplicate_of(file.fileno())
-        assert 1 == opened()
+        assert 1 == count_descriptors()

@@ -1,4 +1,4 @@
-"""cuda_ipc without sockets and GPUs: which copies fill a range, and what the driver's refusals mean."""
+"""cuda_ipc without sockets and GPUs: copy planning and the driver's errors."""
 
 from __future__ import annotations
 
@@ -33,37 +33,37 @@ TARGET = AllocationTable([Allocation(5000, 1000, 2, "legacy"), Allocation(6000, 
 TABLE: Sequence[tuple[str, list[ContiguousPiece], list[PlannedCopy], list[tuple[int, int]]]] = [
     ("one piece", [ContiguousPiece(1010, 5000, 20)], [PlannedCopy(0, 10, 5000, 20, 2)], []),
     (
-        "pieces that go on on both sides are one copy",
+        "pieces contiguous on both sides are one copy",
         [ContiguousPiece(1000, 5000, 20), ContiguousPiece(1020, 5020, 30)],
         [PlannedCopy(0, 0, 5000, 50, 2)],
         [],
     ),
     (
-        "a gap on one side parts two copies",
+        "a gap on one side separates copies",
         [ContiguousPiece(1000, 5000, 20), ContiguousPiece(1021, 5020, 30)],
         [PlannedCopy(0, 0, 5000, 20, 2), PlannedCopy(0, 21, 5020, 30, 2)],
         [],
     ),
     (
-        "a piece over two allocations of the source is two copies",
+        "a piece across two allocations of the source is two copies",
         [ContiguousPiece(1090, 5000, 20)],
         [PlannedCopy(0, 90, 5000, 10, 2), PlannedCopy(1, 0, 5010, 10, 2)],
         [],
     ),
     (
-        "no copy crosses from one allocation of the target to the next",
+        "no copy spans two allocations of the target",
         [ContiguousPiece(1000, 5980, 20), ContiguousPiece(1020, 6000, 20)],
         [PlannedCopy(0, 0, 5980, 20, 2), PlannedCopy(0, 20, 6000, 20, 3)],
         [],
     ),
     (
-        "what lands in host memory is copied by the first device",
+        "host memory of the target is filled by the first device",
         [ContiguousPiece(1000, 90, 20), ContiguousPiece(1020, 110, 20)],
         [PlannedCopy(0, 0, 90, 20, 2), PlannedCopy(0, 20, 110, 20, 2)],
         [],
     ),
     (
-        "host memory of the source is no copy",
+        "host memory of the source is not copied by a device",
         [
             ContiguousPiece(7, 5000, 10),
             ContiguousPiece(77, 5100, 5),
@@ -80,19 +80,19 @@ TABLE: Sequence[tuple[str, list[ContiguousPiece], list[PlannedCopy], list[tuple[
 def test_copies_of_a_range(
     pieces: list[ContiguousPiece], copies: list[PlannedCopy], on_host: list[tuple[int, int]]
 ) -> None:
-    """Pieces of an image range become as few copies as two allocators allow."""
+    """Pieces of an image range become as few copies as the allocations on both sides allow."""
     found = plan_copies(pieces, 300, SOURCE, TARGET)
     assert (copies, on_host) == (list(found.copies), list(found.on_host))
 
 
-def test_a_piece_beyond_the_last_allocation() -> None:
-    """An address map that goes on where the table of allocations ends is the source's fault."""
-    with pytest.raises(SourceCorrupt, match="beyond"):
+def test_a_piece_beyond_the_last_allocation_is_source_corrupt() -> None:
+    """An address map that exceeds the table of allocations is the source's fault."""
+    with pytest.raises(SourceCorrupt, match="exceeds its allocations"):
         plan_copies([ContiguousPiece(1190, 5000, 20)], 0, SOURCE, TARGET)
 
 
-def test_each_allocation_is_found_once() -> None:
-    """Tensors that share an allocation, and one that lies in several, are the allocations they lie in."""
+def test_each_allocation_is_listed_once() -> None:
+    """Tensors may share an allocation, and one tensor may span several."""
     memory = FakeMemory()
     sizes = [100, 200, 3 << 16, 50]
     image = fake_device_image(memory, sizes, block=1 << 16)
@@ -100,21 +100,21 @@ def test_each_allocation_is_found_once() -> None:
     assert [block.allocation for block in memory.blocks] == list(found.table)
 
 
-def test_image_ranges_in_host_memory() -> None:
-    """Neighbours in the image are one range, wherever they lie."""
+def test_image_ranges_in_host_memory_are_merged() -> None:
+    """Adjacent image ranges are one range, even if their addresses are not adjacent."""
     segments = [Segment(0, 7, 10), Segment(10, 900, 5), Segment(15, 1000, 100), Segment(115, 50, 1)]
     assert [(0, 15), (115, 116)] == host_ranges(SOURCE, segments)
 
 
 @pytest.mark.parametrize("table", [[(0, 5)], [(10, 0)], [(10, -1)], [(10, 10), (19, 5)], [(20, 5), (10, 5)]], ids=str)
-def test_tables_that_are_none(table: list[tuple[int, int]]) -> None:
-    """Allocations at no address, of no bytes, over one another or out of order are refused."""
+def test_an_invalid_table_is_source_corrupt(table: list[tuple[int, int]]) -> None:
+    """Allocations without an address or bytes, overlapping or out of order, are rejected."""
     with pytest.raises(SourceCorrupt):
         AllocationTable([Allocation(base, size, 0, "legacy") for base, size in table])
 
 
 SAME_NAMESPACE, OTHER_NAMESPACE = namespaces()["processes"], "pid:[1]"
-REFUSALS: Sequence[tuple[int, HandleType, str, str, type[RforkError]]] = [
+OPEN_ERRORS: Sequence[tuple[int, HandleType, str, str, type[RforkError]]] = [
     (libcuda.PEER_ACCESS_UNSUPPORTED, "legacy", "gpu-0", SAME_NAMESPACE, PeerAccessUnavailable),
     (libcuda.TOO_MANY_PEERS, "descriptor", "gpu-0", OTHER_NAMESPACE, PeerAccessUnavailable),
     (libcuda.SYSTEM_DRIVER_MISMATCH, "legacy", "gpu-0", OTHER_NAMESPACE, VersionMismatch),
@@ -126,20 +126,20 @@ REFUSALS: Sequence[tuple[int, HandleType, str, str, type[RforkError]]] = [
 ]
 
 
-@pytest.mark.parametrize(("code", "handle_type", "uuid", "namespace", "expected"), REFUSALS)
-def test_what_a_refusal_means(
+@pytest.mark.parametrize(("code", "handle_type", "uuid", "namespace", "expected"), OPEN_ERRORS)
+def test_an_open_error_is_explained(
     code: int, handle_type: HandleType, uuid: str, namespace: str, expected: type[RforkError]
 ) -> None:
-    """The driver's number, the kind of memory and what the two share say what has to be changed."""
-    error = DriverError("cuIpcOpenMemHandle_v2", code, "said the driver")
+    """The driver's error code, the handle type and the shared namespaces determine the error and the hint."""
+    error = DriverError("cuIpcOpenMemHandle_v2", code, "the driver's text")
     found = explain_open_error(
         error, handle_type, uuid, FakeDriver(FakeMemory()), {**namespaces(), "processes": namespace}
     )
-    assert (expected, True, True) == (type(found), "said the driver" in str(found), bool(found.hint))
+    assert (expected, True, True) == (type(found), "the driver's text" in str(found), bool(found.hint))
 
 
-def test_structures_are_as_large_as_in_cuda_h() -> None:
-    """Handles are 64 bytes, UUIDs 16, and an access is three numbers."""
+def test_structures_have_the_sizes_of_cuda_h() -> None:
+    """Handles have 64 bytes, UUIDs 16, and an access descriptor three integers."""
     sizes = [
         ctypes.sizeof(structure)
         for structure in (
@@ -153,26 +153,26 @@ def test_structures_are_as_large_as_in_cuda_h() -> None:
     assert [64, 64, 16, 8, 12] == sizes
 
 
-def test_a_machine_without_a_driver() -> None:
-    """Where the library is not there, the transport cannot be used, and says so."""
-    with pytest.raises(TransportUnavailable, match="cannot be loaded"):
+def test_without_a_driver_the_transport_is_unavailable() -> None:
+    """A missing library raises TransportUnavailable."""
+    with pytest.raises(TransportUnavailable, match="cannot load"):
         libcuda.CudaDriverLibrary("libcuda-that-is-not-there.so.1")
 
 
-def test_a_driver_that_lacks_a_function() -> None:
-    """A library without one of the functions is a driver that is too old."""
+def test_a_driver_without_a_required_function_is_too_old() -> None:
+    """A library without one of the functions raises VersionMismatch."""
     with pytest.raises(VersionMismatch, match="no cuInit"):
         libcuda.CudaDriverLibrary("libc.so.6")
 
 
-def test_without_a_gpu_it_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch without a CUDA device makes it unusable, without a word of the driver."""
+def test_without_a_gpu_the_transport_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a CUDA device in torch, the driver is not loaded."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     available = CudaIpcTransport(InstanceSettings()).availability()
     assert (False, "torch finds no CUDA device") == (available.usable, available.reason)
 
 
-def test_on_another_system_it_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_another_system_the_transport_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     """It needs Linux."""
     monkeypatch.setattr(sys, "platform", "darwin")
     assert (False, "needs Linux") == (

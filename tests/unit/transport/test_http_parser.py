@@ -1,4 +1,4 @@
-"""What the http transport reads off the wire: heads, Range, Content-Range, entity tags; and its answers."""
+"""Parsing of the http transport (heads, Range, Content-Range, entity tags) and its responses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rfork.transport.http.parser import (
     parse_request,
     parse_response,
 )
-from rfork.transport.http.range_request import HttpTarget
+from rfork.transport.http.range_request import HttpLocation
 from rfork.transport.http.responses import ImageResource, respond
 from rfork.transport.http.stream import ScatterCursor
 from tests.transport_contract import TOKEN, FakeGate, image_of
@@ -46,8 +46,10 @@ MAX_BYTES = 1000
         ("lines=0-1", None),
     ],
 )
-def test_a_range_is_read_as_rfc_9110_says(value: str, expected: tuple[int, int] | None) -> None:
-    """Each form of a Range field names its bytes of a file of 100; others send the file whole."""
+def test_a_range_is_parsed_according_to_rfc_9110(value: str, expected: tuple[int, int] | None) -> None:
+    """Each form of a Range field selects bytes of a file of 100 bytes; unsupported forms select the complete
+    file.
+    """
     assert expected == parse_range(value, 100)
 
 
@@ -64,14 +66,14 @@ def test_a_range_is_read_as_rfc_9110_says(value: str, expected: tuple[int, int] 
         f"bytes={'9' * 5000}-",
     ],
 )
-def test_a_range_without_a_byte_is_refused(value: str) -> None:
-    """A range past the end, backwards, or malformed cannot be satisfied."""
+def test_a_range_without_a_byte_is_rejected(value: str) -> None:
+    """A range beyond the end, reversed or malformed is not satisfiable."""
     with pytest.raises(RangeNotSatisfiable):
         parse_range(value, 100)
 
 
 def test_an_empty_file_has_no_range() -> None:
-    """No range of a file of no bytes can be satisfied."""
+    """No range of an empty file is satisfiable."""
     with pytest.raises(RangeNotSatisfiable):
         parse_range("bytes=0-", 0)
 
@@ -81,7 +83,7 @@ def test_an_empty_file_has_no_range() -> None:
     [("bytes 0-0/1", (0, 1, 1)), ("bytes 5-9/*", (5, 10, None)), ("BYTES 5-9/10", (5, 10, 10))],
 )
 def test_content_range_is_half_open(value: str, expected: tuple[int, int, int | None]) -> None:
-    """A Content-Range field is read as a half-open range and the file's size."""
+    """A Content-Range field is parsed as a half-open range and the file's size."""
     assert expected == parse_content_range(value)
 
 
@@ -106,7 +108,7 @@ def test_a_bad_content_range_is_an_error(value: str) -> None:
     ],
 )
 def test_tags_are_compared_strongly(value: str, expected: bool) -> None:
-    """Only an equal strong tag, or the star, names a file."""
+    """Only an equal strong tag, or the star, matches."""
     assert expected is etag_matches(value, '"a"')
 
 
@@ -121,23 +123,23 @@ def test_tags_are_compared_strongly(value: str, expected: bool) -> None:
     ],
 )
 def test_a_bearer_token_is_found(fields: dict[str, str], expected: str | None) -> None:
-    """The token of an Authorization field, whatever the case of its scheme."""
+    """The scheme of an Authorization field is case-insensitive."""
     assert expected == bearer_token(fields)
 
 
-def test_a_request_is_parsed_with_what_follows() -> None:
+def test_a_request_is_parsed_with_the_bytes_after_it() -> None:
     """Method, target, version, fields in lower case, and the bytes of the next request."""
     parsed = parse_request(b"GET /v1/image?x HTTP/1.1\r\nHost: a\r\nX:  b\t \r\nx: c\r\n\r\nGET", MAX_BYTES)
     assert parsed is not None
     head, rest = parsed
     assert ("GET", "/v1/image?x", "1.1", {"host": "a", "x": "b, c"}, b"GET") == (
-        head.method, head.target, head.version, head.fields, rest,
+        head.method, head.request_target, head.version, head.fields, rest,
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("prefix_length", range(0, 42, 3))
-def test_a_part_of_a_head_waits_for_more(prefix_length: int) -> None:
-    """No prefix of a good head is an error, and none is a head."""
+def test_an_incomplete_head_is_not_an_error(prefix_length: int) -> None:
+    """No prefix of a valid head is an error, and none is a complete head."""
     assert parse_request(b"GET /v1/image HTTP/1.1\r\nHost: seed:8000\r\n\r\n"[:prefix_length], MAX_BYTES) is None
 
 
@@ -159,30 +161,30 @@ def test_a_part_of_a_head_waits_for_more(prefix_length: int) -> None:
         (b"GET / HTTP/1.1\r\nHost: " + b"a" * MAX_BYTES, 431),
     ],
 )
-def test_a_bad_request_head_is_refused(received: bytes, status: int) -> None:
-    """What is not a strict HTTP/1.1 head has its status, and is not waited upon."""
+def test_a_malformed_request_head_is_rejected(received: bytes, status: int) -> None:
+    """A head that is not strict HTTP/1.1 is rejected early, with the right status."""
     with pytest.raises(MalformedHead) as raised:
         parse_request(received, MAX_BYTES)
     assert status == raised.value.status
 
 
 @given(st.binary(max_size=200))
-def test_any_bytes_are_a_head_or_not(received: bytes) -> None:
-    """Whatever is received, parsing gives a head, waits, or raises MalformedHead."""
+def test_arbitrary_bytes_raise_only_malformed_head(received: bytes) -> None:
+    """Parsing arbitrary bytes returns a head, returns None, or raises MalformedHead."""
     for parse in (parse_request, parse_response):
         with suppress(MalformedHead):
             parse(received, MAX_BYTES)
 
 
-def test_interim_answers_are_passed_over() -> None:
-    """A 100 or 103 answer in front of the final one is skipped."""
+def test_interim_responses_are_skipped() -> None:
+    """A 100 or 103 response before the final one is skipped."""
     parsed = parse_response(b"HTTP/1.1 103 Early\r\nA: b\r\n\r\nHTTP/1.1 206 Partial\r\nC: d\r\n\r\nbody", MAX_BYTES)
     assert (ResponseHead(206, "1.1", {"c": "d"}), b"body") == parsed
 
 
 @pytest.mark.parametrize("received", [b"SSH-2.0\r\n", b"HTTP/1.1 abc\r\n\r\n", b"HTTP/2 200\r\n\r\n", b"x" * MAX_BYTES])
-def test_a_bad_answer_head_is_refused(received: bytes) -> None:
-    """What no HTTP/1.1 server says is a MalformedHead."""
+def test_a_malformed_response_head_is_rejected(received: bytes) -> None:
+    """A response that is not HTTP/1.1 raises MalformedHead."""
     with pytest.raises(MalformedHead):
         parse_response(received, MAX_BYTES)
 
@@ -191,8 +193,8 @@ def test_a_bad_answer_head_is_refused(received: bytes) -> None:
     ("version", "connection", "expected"),
     [("1.1", "", True), ("1.1", "Close", False), ("1.1", "x, close", False), ("1.0", "", False)],
 )
-def test_connections_stay_as_http_says(version: str, connection: str, expected: bool) -> None:
-    """HTTP/1.1 stays unless told to close, HTTP/1.0 does not."""
+def test_keep_alive_follows_version_and_connection_field(version: str, connection: str, expected: bool) -> None:
+    """HTTP/1.1 keeps the connection unless it is closed explicitly; HTTP/1.0 does not."""
     assert expected is is_keep_alive(ResponseHead(206, version, {"connection": connection}))
 
 
@@ -204,28 +206,28 @@ def test_connections_stay_as_http_says(version: str, connection: str, expected: 
         ("http://[::1]:81/x", ("::1", 81, False, "[::1]:81", "/x")),
     ],
 )
-def test_a_url_names_a_place(url: str, expected: tuple[str, int, bool, str, str]) -> None:
-    """Host, port, whether TLS, what Host says, and the request's target."""
-    http_target = HttpTarget.of(url)
+def test_a_url_is_parsed(url: str, expected: tuple[str, int, bool, str, str]) -> None:
+    """Host, port, TLS, Host field and request target."""
+    location = HttpLocation.parse(url)
     assert expected == (
-        http_target.host,
-        http_target.port,
-        http_target.secure,
-        http_target.authority,
-        http_target.target,
+        location.host,
+        location.port,
+        location.secure,
+        location.authority,
+        location.request_target,
     )
 
 
 @pytest.mark.parametrize("url", ["", "ftp://a/b", "http:///x", "http://a:b/", "http://a/b c", "http://a/\u00e9"])
-def test_a_bad_url_is_the_sources_fault(url: str) -> None:
-    """A URL that cannot be asked for is SourceCorrupt: the source gave it."""
+def test_an_invalid_url_is_source_corrupt(url: str) -> None:
+    """The source provided the URL, so an invalid one is its fault."""
     with pytest.raises(SourceCorrupt):
-        HttpTarget.of(url)
+        HttpLocation.parse(url)
 
 
 @given(st.lists(st.integers(0, 9), max_size=12), st.data())
-def test_a_cursor_walks_each_byte_once(sizes: list[int], data: st.DataObject) -> None:
-    """Whatever the steps, windows follow one another without gap or overlap."""
+def test_a_cursor_visits_each_byte_once(sizes: list[int], data: st.DataObject) -> None:
+    """Windows follow one another without gaps or overlaps, for any step sizes."""
     views = [memoryview(bytearray(size)) for size in sizes]
     cursor, step = ScatterCursor(views), 0
     while cursor.left:
@@ -268,29 +270,29 @@ def image_file(gate: FakeGate) -> ImageResource:
         ("GET", "/v1/image", {"authorization": "Bearer forged"}, 403, []),
     ],
 )
-def test_each_request_has_its_answer(
+def test_each_request_gets_the_right_response(
     method: str, target: str, fields: dict[str, str], status: int, admitted: list[tuple[int, int]]
 ) -> None:
-    """The status of each kind of request, and which image bytes the gate was asked for."""
+    """The status of each request, and the image bytes authorized by the gate."""
     gate = FakeGate()
-    decided = respond(method, target, fields, image_file(gate))
-    assert (status, admitted) == (decided.status, gate.admitted)
+    response = respond(method, target, fields, image_file(gate))
+    assert (status, admitted) == (response.status, gate.admitted)
 
 
 @pytest.mark.parametrize(("verified", "changed", "status"), [(50, False, 409), (100, True, 410)])
-def test_the_gate_decides_the_status(verified: int, changed: bool, status: int) -> None:
-    """What is not verified here yet is 409, and what has changed is 410."""
-    decided = respond("GET", "/v1/image", FULL, image_file(FakeGate(verified, changed)))
-    assert status == decided.status
+def test_the_gate_determines_the_status(verified: int, changed: bool, status: int) -> None:
+    """Unverified bytes are 409, and changed weights are 410."""
+    response = respond("GET", "/v1/image", FULL, image_file(FakeGate(verified, changed)))
+    assert status == response.status
 
 
-def test_no_two_exports_have_one_tag() -> None:
-    """A process that takes over a port cannot be mistaken for the one before."""
+def test_no_two_exports_share_an_etag() -> None:
+    """A process that reuses a port cannot be mistaken for its predecessor."""
     assert image_file(FakeGate()).etag != image_file(FakeGate()).etag
 
 
-def test_the_tag_follows_the_gate() -> None:
-    """When the gate says that the bytes are others, so does the tag."""
+def test_the_etag_changes_with_the_weights() -> None:
+    """A new generation in the gate changes the entity tag."""
     gate = FakeGate()
     file = image_file(gate)
     before = file.etag
@@ -298,7 +300,7 @@ def test_the_tag_follows_the_gate() -> None:
     assert before != file.etag
 
 
-def test_a_refusal_is_one_line() -> None:
-    """A refusal says why in one line of plain text."""
-    decided = respond("GET", "/v1/image", {"authorization": "Bearer forged"}, image_file(FakeGate()))
-    assert (HTTPStatus.FORBIDDEN, b"no such lease\n") == (decided.status, decided.text)
+def test_an_error_response_is_one_line() -> None:
+    """The reason is one line of plain text."""
+    response = respond("GET", "/v1/image", {"authorization": "Bearer forged"}, image_file(FakeGate()))
+    assert (HTTPStatus.FORBIDDEN, b"no such lease\n") == (response.status, response.text)

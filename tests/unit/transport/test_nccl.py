@@ -1,4 +1,4 @@
-"""NCCL groups that break, with what torch would do played by fakes."""
+"""NCCL groups that fail, with fakes for torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 class Stream:
-    """A CUDA stream that counts how often it was waited for."""
+    """A CUDA stream that counts its synchronizations."""
 
     def __init__(self) -> None:
         self.synchronized = 0
@@ -26,7 +26,7 @@ class Stream:
 
 
 class FailingProcessGroup:
-    """A process group whose work never ends, or breaks; as its own work. Each look at it takes a second."""
+    """A process group, and its own work handle, that never completes or fails. Each poll takes a second."""
 
     def __init__(self, clock: FakeClock, *, fails: bool) -> None:
         self._clock = clock
@@ -38,7 +38,7 @@ class FailingProcessGroup:
     def is_completed(self) -> bool:
         self._clock.now += 1.0
         if self._fails:
-            raise RuntimeError("a rank is gone")
+            raise RuntimeError("a rank died")
         return False
 
     def abort(self) -> None:
@@ -46,10 +46,10 @@ class FailingProcessGroup:
 
 
 @pytest.mark.parametrize(("fails", "error"), [(True, SourceUnavailable), (False, SourceTimeout)])
-def test_no_kernel_touches_a_block_after_its_move_has_failed(
+def test_a_failed_transfer_waits_for_its_kernels(
     fails: bool, error: type[RforkError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An abort returns before its kernels have ended, at least to whoever is second: they are waited for."""
+    """An abort may return before its kernels have finished, so the stream is synchronized."""
     stream, clock = Stream(), FakeClock()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(nccl, "time", SimpleNamespace(monotonic=clock))

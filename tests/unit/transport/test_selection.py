@@ -1,4 +1,4 @@
-"""The transport table: what is chosen, in which order, and how refusals read."""
+"""The transport table: selection, order and error messages."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from rfork.transport.selection import TransportRegistry, TransportStatus, explai
 
 @dataclass(frozen=True)
 class FakeTransport:
-    """A transport that only says whether it can run."""
+    """A transport with only an availability."""
 
     name: str
     usable: bool
     one_sided: bool = False
 
     def availability(self) -> Availability:
-        return Availability(self.usable, "has it" if self.usable else "lacks it", "" if self.usable else "buy it")
+        return Availability(self.usable, "present" if self.usable else "missing", "" if self.usable else "install it")
 
     def export(self, image: Image, gate: AccessGate) -> Exporter:
         raise NotImplementedError
@@ -32,7 +32,7 @@ class FakeTransport:
 
 
 def build_registry(**usable: bool) -> TransportRegistry:
-    """A table of transports by whether each can run."""
+    """Return a table of transports with the given availability."""
     return {
         name: lambda settings, name=name, is_usable=is_usable: FakeTransport(name, is_usable)  # type: ignore[misc]
         for name, is_usable in usable.items()
@@ -48,8 +48,10 @@ def build_registry(**usable: bool) -> TransportRegistry:
         ({"transfer_engine": True, "http": True}, ("http",), ["http"]),
     ],
 )
-def test_best_first(usable: dict[str, bool], requested: tuple[TransportName, ...] | None, expected: list[str]) -> None:
-    """All that can run, fastest first; or exactly what was asked for, in that order."""
+def test_transports_are_ordered_best_first(
+    usable: dict[str, bool], requested: tuple[TransportName, ...] | None, expected: list[str]
+) -> None:
+    """All available transports, best first; or exactly the requested ones, in that order."""
     selected = select_transports(InstanceSettings(transports=requested), build_registry(**usable))
     assert expected == [transport.name for transport in selected]
 
@@ -57,44 +59,44 @@ def test_best_first(usable: dict[str, bool], requested: tuple[TransportName, ...
 @pytest.mark.parametrize(
     ("requested", "message"),
     [
-        (("transfer_engine",), "transfer_engine cannot be used here: lacks it"),
-        (("http", "http"), "names one twice"),
+        (("transfer_engine",), "transfer_engine is not available on this machine: missing"),
+        (("http", "http"), "duplicate transport"),
         ((), "names no transport"),
     ],
 )
-def test_what_cannot_be_is_refused(requested: tuple[TransportName, ...], message: str) -> None:
-    """A transport asked for is used or refused, never replaced in silence."""
+def test_invalid_requests_are_rejected(requested: tuple[TransportName, ...], message: str) -> None:
+    """A requested transport is used or rejected, never silently replaced."""
     with pytest.raises(SettingsError, match=message):
         select_transports(InstanceSettings(transports=requested), build_registry(transfer_engine=False, http=True))
 
 
-def test_a_transport_outside_the_table_is_refused() -> None:
-    """A name that the table does not have is an error that lists those it has."""
-    with pytest.raises(SettingsError, match="no transport 'http'"):
+def test_an_unknown_transport_is_rejected() -> None:
+    """The error lists the known transports."""
+    with pytest.raises(SettingsError, match="unknown transport 'http'"):
         select_transports(InstanceSettings(transports=("http",)), build_registry(transfer_engine=True))
 
 
-def test_no_transport_at_all_is_an_error() -> None:
-    """Where nothing can run, that is said."""
-    with pytest.raises(SettingsError, match="no transport can run here"):
+def test_no_available_transport_is_an_error() -> None:
+    """If no transport is available, selection raises SettingsError."""
+    with pytest.raises(SettingsError, match="no transport is available"):
         select_transports(InstanceSettings(), build_registry(transfer_engine=False, http=False))
 
 
-def test_plain_tcp_is_off_unless_asked_for() -> None:
-    """On any machine, the default choice without RDMA or unguarded_tcp leaves http as the last resort."""
+def test_plain_tcp_is_opt_in() -> None:
+    """Without RDMA and RFORK_ALLOW_UNAUTHENTICATED_TCP, the last default transport is http."""
     assert "http" == select_transports(InstanceSettings())[-1].name
 
 
-def test_explain_says_what_choose_does() -> None:
-    """Rows in use come first with their place, then the others with the reason."""
+def test_explain_matches_select() -> None:
+    """Used transports come first with their rank, then the others with the reason."""
     rows = explain_selection(InstanceSettings(), build_registry(transfer_engine=False, http=True))
     assert [
-        TransportStatus("http", True, 1, "has it"),
-        TransportStatus("transfer_engine", False, None, "lacks it", "buy it"),
+        TransportStatus("http", True, 1, "present"),
+        TransportStatus("transfer_engine", False, None, "missing", "install it"),
     ] == rows
 
 
-def test_explain_names_what_was_not_asked_for() -> None:
-    """A transport that settings leave out is listed as such."""
+def test_explain_lists_transports_that_were_not_requested() -> None:
+    """A transport that the settings omit is listed as unused."""
     rows = explain_selection(InstanceSettings(transports=("http",)), build_registry(transfer_engine=True, http=True))
     assert [("http", True), ("transfer_engine", False)] == [(row.name, row.used) for row in rows]

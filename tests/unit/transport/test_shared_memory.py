@@ -1,4 +1,4 @@
-"""What is planned about shared memory: chunks in files, pages that are mapped, room."""
+"""Planning of shared memory: chunk files, mapped pages and the memory budget."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rfork.transport.shared_memory.file_layout import (
     FileLayout,
     FileRun,
     MappedRun,
-    layout_request,
+    alignment_request,
     split_mappable,
 )
 from rfork.transport.shared_memory.memory_budget import RESERVE, MemoryBudget, fits_in_memory
@@ -31,7 +31,7 @@ GIB = 1 << 30
 
 
 @pytest.mark.parametrize(
-    ("requested_layout", "expected"),
+    ("requested", "expected"),
     [
         ([], ((1000,), (0,))),
         ([0, 64], ((1000,), (64,))),
@@ -40,55 +40,55 @@ GIB = 1 << 30
         ([0, 64, 4096, 64], ((1000, 5096), (64, PAGE + 64))),
     ],
 )
-def test_a_file_is_laid_out_as_wished(
-    requested_layout: list[int], expected: tuple[tuple[int, ...], tuple[int, ...]]
+def test_a_file_layout_matches_the_requested_alignment(
+    requested: list[int], expected: tuple[tuple[int, ...], tuple[int, ...]]
 ) -> None:
-    """Each place is the next one that begins at the byte of a page that was asked for."""
-    layout = FileLayout.requested(1000, 11000, requested_layout)
+    """Each run starts at the next file offset with the requested offset within a page."""
+    layout = FileLayout.requested(1000, 11000, requested)
     assert expected == (layout.starts, layout.file_offsets)
 
 
 @pytest.mark.parametrize(
-    "requested_layout",
+    "requested",
     [[0], [5, 0, 4, 0], [0, 0, 0, 0], [10000, 0], [-1, 0], [0, PAGE], [0, -1], [0, 0] * 600],
 )
-def test_wishes_that_make_no_sense_are_refused(requested_layout: list[int]) -> None:
-    """They come from another process."""
-    with pytest.raises(ValueError, match=r"wishes|place"):
-        FileLayout.requested(1000, 11000, requested_layout)
+def test_an_invalid_alignment_request_is_rejected(requested: list[int]) -> None:
+    """Alignment requests come from another process."""
+    with pytest.raises(ValueError, match=r"alignment|place"):
+        FileLayout.requested(1000, 11000, requested)
 
 
-def test_what_is_told_is_the_layout_again() -> None:
-    """A layout goes through a message."""
+def test_a_layout_survives_encoding() -> None:
+    """Decoding an encoded layout returns an equal one."""
     layout = FileLayout.requested(1000, 11000, [0, 64, 5000, 7])
     assert layout == FileLayout.from_message(1000, 11000, layout.to_message())
 
 
 @pytest.mark.parametrize("message", [[], [0], [1, 0], [0, 0, 0, 5], [0, -1], [0, 0, 10000, 5], [5, 0, 3, 0]])
-def test_a_layout_that_is_none_is_refused(message: list[int]) -> None:
-    """It comes from another process."""
-    with pytest.raises(ValueError, match="lay out"):
+def test_an_invalid_layout_is_rejected(message: list[int]) -> None:
+    """Layouts come from another process."""
+    with pytest.raises(ValueError, match="not a layout"):
         FileLayout.from_message(1000, 11000, message)
 
 
-def test_runs_of_a_file() -> None:
-    """A range of the image is found in as many runs as it was placed in."""
+def test_a_range_may_span_several_runs_of_a_file() -> None:
+    """A range of the image is split where the layout is."""
     layout = FileLayout(100, 400, (100, 200), (0, 1000))
     assert [FileRun(150, 50, 50), FileRun(200, 1000, 30)] == list(layout.runs(150, 230))
     assert 1200 == layout.size
 
 
-def test_the_largest_runs_are_wished_for() -> None:
-    """Where there are too many, those that are worth most, in their order."""
+def test_the_longest_runs_are_requested() -> None:
+    """If there are too many runs, only the longest are aligned, in image order."""
     runs = [FileRun(1000 + index * MIB, 64, 1000 + index) for index in range(MAX_PIECES + 1)]
-    requested_layout = layout_request(1000, runs)
-    assert (2 * MAX_PIECES, MIB, 64) == (len(requested_layout), requested_layout[0], requested_layout[1])
+    requested = alignment_request(1000, runs)
+    assert (2 * MAX_PIECES, MIB, 64) == (len(requested), requested[0], requested[1])
 
 
 @pytest.mark.parametrize(
-    ("mappable", "filed", "expected"),
+    ("mappable", "file_runs", "expected"),
     [
-        # Whole pages are mapped, the edges are copied.
+        # Full pages are mapped, the edges are copied.
         (
             [FileRun(0, 10 * PAGE + 64, 40 * PAGE)],
             [FileRun(0, 64, 40 * PAGE)],
@@ -97,13 +97,13 @@ def test_the_largest_runs_are_wished_for() -> None:
                 [FileRun(0, 64, PAGE - 64), FileRun(40 * PAGE - 64, 40 * PAGE, 64)],
             ),
         ),
-        # Bytes that lie elsewhere in their page are copied.
+        # Bytes with another offset within their page are copied.
         ([FileRun(0, 10 * PAGE, 40 * PAGE)], [FileRun(0, 64, 40 * PAGE)], ([], [FileRun(0, 64, 40 * PAGE)])),
-        # So is what is too little to be worth a mapping.
+        # Runs that are too short for a mapping are copied.
         ([FileRun(0, 0, 8 * PAGE)], [FileRun(0, 0, 8 * PAGE)], ([], [FileRun(0, 0, 8 * PAGE)])),
-        # And what nothing can be mapped over.
+        # Bytes without replaceable memory are copied.
         ([], [FileRun(5, 0, 40 * PAGE)], ([], [FileRun(5, 0, 40 * PAGE)])),
-        # One run of memory may lie in two of the file, and the other way round.
+        # A run of memory may span two runs of the file, and vice versa.
         (
             [FileRun(0, 0, 64 * PAGE)],
             [FileRun(0, 0, 32 * PAGE), FileRun(32 * PAGE, 100 * PAGE, 32 * PAGE)],
@@ -119,19 +119,19 @@ def test_the_largest_runs_are_wished_for() -> None:
         ),
     ],
 )
-def test_pages_are_mapped_where_they_fit(
-    mappable: list[FileRun], filed: list[FileRun], expected: tuple[list[MappedRun], list[FileRun]]
+def test_aligned_pages_are_mapped(
+    mappable: list[FileRun], file_runs: list[FileRun], expected: tuple[list[MappedRun], list[FileRun]]
 ) -> None:
-    """What is mapped and what is copied is together what is read, and nothing twice."""
-    assert expected == split_mappable(mappable, filed)
+    """Mapped and copied parts together cover the range exactly once."""
+    assert expected == split_mappable(mappable, file_runs)
     lengths = [part.length for parts in expected for part in parts]
-    assert sum(run.length for run in filed) == sum(lengths)
+    assert sum(run.length for run in file_runs) == sum(lengths)
     assert MIN_MAPPED_BYTES == 16 * PAGE or PAGE > 4096
 
 
 @pytest.mark.parametrize("length", [3000, 65536, 3 * 65536])
-def test_pages_of_64_kib(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On such a kernel nothing is mapped that has no whole page, and each byte is read once."""
+def test_only_full_pages_of_64_kib_are_mapped(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With larger pages, only full pages are mapped, and each byte is read once."""
     page = 65536
     monkeypatch.setattr(file_layout, "PAGE", page)
     pages, copied = split_mappable([FileRun(0, 7 * page + 100, length)], [FileRun(0, 100, length)])
@@ -140,20 +140,20 @@ def test_pages_of_64_kib(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [0, *(begin + count for begin, count in read)] == [*(begin for begin, _ in read), length]
 
 
-def test_mappings_are_counted_until_the_kernel_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reads that come between two looks do not each take all that there was."""
-    known = ProcessMaps((MappedArea(0, 1 << 62),), 0, by_device=False)
-    monkeypatch.setattr(memory_maps, "_read_maps", lambda: (known, 3))
+def test_cached_maps_limit_the_number_of_mappings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads between two reads of the maps share the remaining mappings."""
+    maps = ProcessMaps((MappedArea(0, 1 << 62),), 0, by_device=False)
+    monkeypatch.setattr(memory_maps, "_read_maps", lambda: (maps, 3))
     monkeypatch.setattr(memory_maps, "CACHE_TTL_S", 1e9)
-    monkeypatch.setattr(ReplaceableMemory, "_is_free", lambda self, run, known: True)
+    monkeypatch.setattr(ReplaceableMemory, "_is_replaceable", lambda self, run, maps: True)
     image = image_of((MIB, MIB, MIB, MIB))
     memory = ReplaceableMemory(image)
     mappable_counts = [len(memory.remappable_ranges(at, at + 2 * MIB)) for at in (0, 2 * MIB, 0)]
     assert [2, 1, 0] == mappable_counts
 
 
-def test_room_that_is_promised_is_nobody_elses() -> None:
-    """Until the file that it was promised for is made, or was not."""
+def test_reserved_memory_is_not_granted_twice() -> None:
+    """The reservation ends when its file has been created or has failed."""
     budget, reserved = MemoryBudget(), list[int]()
 
     def fits(nbytes: int) -> bool:
@@ -182,37 +182,37 @@ something else
 """
 
 
-def test_memory_that_may_be_mapped_over() -> None:
-    """Private and anonymous, or a chunk that was mapped before; not heap, stack, files or shared memory."""
-    known = ProcessMaps.of(MAPS)
+def test_replaceable_memory_is_private_and_anonymous() -> None:
+    """Also a previously mapped chunk; not heap, stack, files or shared memory."""
+    maps = ProcessMaps.parse(MAPS)
     areas = (MappedArea(0x7F0000000000, 0x7F0000020000), MappedArea(0x7F0000060000, 0x7F0000070000))
-    assert (areas, False) == (known.areas, known.by_device)
+    assert (areas, False) == (maps.areas, maps.by_device)
     assert [True, False, False] == [
-        known.is_contiguous(0x7F0000001000, 0x7F0000011000),
-        known.is_contiguous(0x7F0000011000, 0x7F0000021000),
-        known.is_contiguous(0x7EFFFFFFF000, 0x7F0000001000),
+        maps.is_contiguous(0x7F0000001000, 0x7F0000011000),
+        maps.is_contiguous(0x7F0000011000, 0x7F0000021000),
+        maps.is_contiguous(0x7EFFFFFFF000, 0x7F0000001000),
     ]
 
 
-def test_a_driver_that_knows_memory_by_its_pages() -> None:
-    """A process that has opened a GPU or a network card keeps its pages."""
+def test_memory_of_a_process_with_a_device_is_not_replaceable() -> None:
+    """A GPU driver or a network card may access physical pages."""
     line = "7f0000070000-7f0000080000 rw-s 00000000 00:05 600 /dev/nvidiactl\n"
-    assert ProcessMaps.of(MAPS + line).by_device
+    assert ProcessMaps.parse(MAPS + line).by_device
 
 
 @pytest.mark.parametrize(
     ("before", "size", "expected"),
     [
-        (0x30, 0x100000 - 0x30 | 2, True),  # aligned to 64 bytes, by glibc
-        (0, 0x100000 | 2, False),  # its mapping would not begin on a page
-        (0x30, 0x100000 - 0x30 | 3, False),  # of a heap
+        (0x30, 0x100000 - 0x30 | 2, True),  # aligned to 64 bytes by glibc
+        (0, 0x100000 | 2, False),  # its mapping would not start on a page
+        (0x30, 0x100000 - 0x30 | 3, False),  # heap memory
         (0x30, 0x100000 - 0x30, False),
-        (0x30, 0x80000 - 0x30 | 2, False),  # it would end before the tensor does
+        (0x30, 0x80000 - 0x30 | 2, False),  # its mapping would end before the tensor
         (0, 0, False),
     ],
 )
-def test_an_allocation_with_a_mapping_of_its_own(before: int, size: int, expected: bool) -> None:
-    """Two words in front of the tensor tell."""
+def test_a_separate_mapping_is_recognized_by_its_header(before: int, size: int, expected: bool) -> None:
+    """The two words before the tensor identify an allocation with a separate mapping."""
     assert expected is has_private_mapping(0x7F0000000040, 0xFF000, before, size)
 
 
@@ -249,13 +249,15 @@ def test_an_allocation_with_a_mapping_of_its_own(before: int, size: int, expecte
         ),
     ],
 )
-def test_room(tmp_path: Path, files: dict[str, str], nbytes: int, expected: bool) -> None:
-    """What the machine has, and each control group of the process up to the top."""
-    known = {
+def test_free_memory_is_limited_by_machine_and_control_groups(
+    tmp_path: Path, files: dict[str, str], nbytes: int, expected: bool
+) -> None:
+    """All control groups of the process up to the root are checked."""
+    defaults = {
         "proc/meminfo": f"MemTotal: {16 * MIB} kB\nMemAvailable: {11 * MIB} kB\n",
         "proc/self/cgroup": "0::/pod/one\n",
     }
-    for name, text in (known | files).items():
+    for name, text in (defaults | files).items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert expected is fits_in_memory(nbytes, tmp_path)

@@ -1,4 +1,4 @@
-"""A byte budget on a clock of the test's own, whose rate changes as the test likes."""
+"""Token bucket on a fake clock, with changing rates."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from rfork.transport.token_bucket import BURST_S, TokenBucket
 from tests.unit.fake_clock import FakeClock
 
 
-def test_without_a_rate_everything_passes() -> None:
-    """No rate, no wait."""
+def test_without_a_rate_nothing_waits() -> None:
+    """Without a rate, consume never waits."""
     bucket = TokenBucket()
     assert [0.0] * 3 == [bucket.consume(1 << 40) for _ in range(3)]
 
 
-def test_the_next_waits_until_the_last_is_paid() -> None:
-    """Who finds something owed spends nothing and is told how long to wait."""
+def test_consuming_waits_until_the_debt_is_paid() -> None:
+    """While there is debt, nothing is consumed and the wait is returned."""
     bucket = TokenBucket(1000, clock=FakeClock())
     assert [0.0, 0.5, 0.5] == [bucket.consume(nbytes) for nbytes in (500, 1000, 1)]
 
 
 @pytest.mark.parametrize(("after_s", "expected"), [(0.0, 0.5), (0.2, 0.3), (0.5, 0.0), (60.0, 0.0)])
-def test_what_is_owed_goes_away_with_time(after_s: float, expected: float) -> None:
-    """The debt of 500 bytes at 1000 bytes a second is gone after half a second."""
+def test_debt_decreases_with_time(after_s: float, expected: float) -> None:
+    """A debt of 500 bytes at 1000 bytes per second is paid after half a second."""
     clock = FakeClock()
     bucket = TokenBucket(1000, clock=clock)
     bucket.consume(500)
@@ -30,8 +30,8 @@ def test_what_is_owed_goes_away_with_time(after_s: float, expected: float) -> No
     assert pytest.approx(expected) == bucket.consume(1)
 
 
-def test_an_idle_hour_saves_no_more_than_a_burst() -> None:
-    """After any idle time only `BURST_S` of budget has been saved."""
+def test_idle_time_accumulates_at_most_one_burst() -> None:
+    """After any idle time, only `BURST_S` of budget has accumulated."""
     clock = FakeClock()
     bucket = TokenBucket(1000, clock=clock)
     clock.now += 3600
@@ -39,8 +39,8 @@ def test_an_idle_hour_saves_no_more_than_a_burst() -> None:
     assert pytest.approx(1 - BURST_S) == bucket.consume(1)
 
 
-def test_the_rate_holds_over_time() -> None:
-    """Who keeps to the waits it is told never exceeds the rate, its burst and its last piece."""
+def test_the_rate_is_not_exceeded_over_time() -> None:
+    """The total stays below the rate plus one burst and one piece."""
     clock = FakeClock()
     bucket = TokenBucket(1000, clock=clock)
     consumed = 0
@@ -59,10 +59,10 @@ def test_the_rate_holds_over_time() -> None:
         (1.0, 0.0),
         (None, 0.0),
     ],
-    ids=["faster", "slower", "as good as stopped", "no rate"],
+    ids=["faster", "slower", "almost zero", "no rate"],
 )
-def test_a_new_rate_holds_at_once(rate: float | None, expected: float) -> None:
-    """What is owed is paid at the new rate, but never later than it would have been."""
+def test_a_new_rate_applies_immediately(rate: float | None, expected: float) -> None:
+    """Debt is paid at the new rate, but never later than at the old one."""
     bucket = TokenBucket(1_000_000, clock=FakeClock())
     bucket.consume(500_000)
     bucket.set_rate(rate)

@@ -22,27 +22,27 @@ app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end }}
 
-{{- /* The labels that find the Pods of (list $ COMPONENT); a hook of the planner's process is found there. */}}
+{{- /* Selector labels of the Pods of (list $ COMPONENT). Integrations in the planner have its labels. */}}
 {{- define "rfork.selector" -}}
 {{- $root := index . 0 -}}
 app.kubernetes.io/name: {{ include "rfork.name" $root }}
 app.kubernetes.io/instance: {{ $root.Release.Name }}
-app.kubernetes.io/component: {{ include "rfork.home" . }}
+app.kubernetes.io/component: {{ include "rfork.deployment" . }}
 {{- end }}
 
-{{- /* Where (list $ COMPONENT) runs: in a Deployment of its own, or the planner's. */}}
-{{- define "rfork.home" -}}
+{{- /* Name of the Deployment that runs (list $ COMPONENT): its own, or the planner's. */}}
+{{- define "rfork.deployment" -}}
 {{- $root := index . 0 }}{{- $component := index . 1 -}}
-{{- if has $component $root.Values.planner.hooks }}planner{{ else }}{{ $component }}{{ end }}
+{{- if has $component $root.Values.planner.integrations }}planner{{ else }}{{ $component }}{{ end }}
 {{- end }}
 
-{{- /* Whether a hook runs inside of the planner's process: "yes" or nothing. */}}
-{{- define "rfork.hosted" -}}
-{{- if ne (include "rfork.home" .) (index . 1) }}yes{{ end }}
+{{- /* "yes" if an integration runs in the planner's process, else empty. */}}
+{{- define "rfork.inPlanner" -}}
+{{- if ne (include "rfork.deployment" .) (index . 1) }}yes{{ end }}
 {{- end }}
 
 {{- define "rfork.account" -}}
-{{- include "rfork.fullname" (index . 0) }}-{{ include "rfork.home" . }}
+{{- include "rfork.fullname" (index . 0) }}-{{ include "rfork.deployment" . }}
 {{- end }}
 
 {{- define "rfork.image" -}}
@@ -51,13 +51,13 @@ app.kubernetes.io/component: {{ include "rfork.home" . }}
 {{- else }}{{ $image.repository }}:{{ default .Chart.AppVersion $image.tag }}{{ end }}
 {{- end }}
 
-{{- /* The image that holds rfork's files for instances: the chart's own does, too. */}}
-{{- define "rfork.filesImage" -}}
-{{- default (include "rfork.image" .) .Values.instances.image }}
+{{- /* Image with rfork's files for instances; by default the chart's own. */}}
+{{- define "rfork.injectionImage" -}}
+{{- default (include "rfork.image" .) .Values.instances.injectionImage }}
 {{- end }}
 
-{{- /* Whether the cluster mounts images as volumes by itself: true or false. */}}
-{{- define "rfork.mountsImages" -}}
+{{- /* true if the cluster supports image volumes by default, else false. */}}
+{{- define "rfork.imageVolumes" -}}
 {{- semverCompare ">=1.35-0" .Capabilities.KubeVersion.Version }}
 {{- end }}
 
@@ -66,7 +66,7 @@ app.kubernetes.io/component: {{ include "rfork.home" . }}
 {{- default (list .Release.Namespace) (uniq .Values.instances.namespaces) | toJson }}
 {{- end }}
 
-{{- /* Where things are: URLs, Secrets. */}}
+{{- /* URLs and Secrets. */}}
 
 {{- define "rfork.plannerUrl" -}}
 {{- if .Values.planner.enabled -}}
@@ -96,17 +96,17 @@ app.kubernetes.io/component: {{ include "rfork.home" . }}
 {{- else }}{{ ternary 2 1 (eq "yes" (include "rfork.redis" .)) }}{{ end }}
 {{- end }}
 
-{{- /* What a release asks for together that cannot be; each in words. */}}
+{{- /* Fail for inconsistent values. */}}
 {{- define "rfork.check" -}}
 {{- $planner := .Values.planner }}
 {{- if and $planner.enabled (gt (int (include "rfork.plannerReplicas" .)) 1) (not (include "rfork.redis" .)) }}
-{{- fail (printf "planner.replicas is %v, but the store is in memory, of which each replica would have its own: set planner.store.redis.url (or existingSecret), or planner.replicas=1" $planner.replicas) }}
+{{- fail (printf "planner.replicas is %v, but the store is in memory and cannot be shared: set planner.store.redis.url (or existingSecret), or planner.replicas=1" $planner.replicas) }}
 {{- end }}
 {{- if and (not $planner.enabled) (not $planner.url) }}
-{{- fail "planner.enabled is false: set planner.url to the planner that the hooks and instances use" }}
+{{- fail "planner.enabled is false: set planner.url to the planner that the integrations and instances use" }}
 {{- end }}
 {{- if and (not $planner.enabled) $planner.auth.enabled (not $planner.auth.existingSecret) }}
-{{- fail "planner.enabled is false: name the Secret with that planner's operator-token in planner.auth.existingSecret, or set planner.auth.enabled=false" }}
+{{- fail "planner.enabled is false: set planner.auth.existingSecret to the Secret with that planner's operator-token, or set planner.auth.enabled=false" }}
 {{- end }}
 {{- if and (not $planner.enabled) $planner.integrations }}
 {{- fail "planner.integrations run in the planner's process, but planner.enabled is false" }}
@@ -118,40 +118,40 @@ app.kubernetes.io/component: {{ include "rfork.home" . }}
 {{- end }}
 {{- end }}
 {{- if and $planner.tls.enabled (not $planner.tls.existingSecret) (not $planner.tls.certManager.enabled) }}
-{{- fail "planner.tls.enabled: say where its certificate comes from, by planner.tls.existingSecret or planner.tls.certManager.enabled" }}
+{{- fail "planner.tls.enabled: set planner.tls.existingSecret or planner.tls.certManager.enabled" }}
 {{- end }}
 {{- if and $planner.tls.enabled (not $planner.tls.clientCertificates) (or (has "controller" $planner.integrations) (has "scaler" $planner.integrations)) }}
-{{- fail "planner.integrations with planner.tls.enabled: they ask the planner with the TLS files that it has itself, so set planner.tls.clientCertificates too, or let them run in Deployments of their own" }}
+{{- fail "planner.integrations with planner.tls.enabled: they use the planner's own TLS files as clients, so set planner.tls.clientCertificates too, or run them in their own Deployments" }}
 {{- end }}
 {{- with .Values.webhook }}
 {{- if and .url (has "webhook" $planner.integrations) }}
-{{- fail "webhook.url is of a webhook outside of the cluster, but planner.integrations has one in the planner: choose one of the two" }}
+{{- fail "webhook.url is a webhook outside the cluster, but planner.integrations runs one in the planner: choose one of the two" }}
 {{- end }}
 {{- if and .enabled (not .url) (eq .certificates.mode "secret") (not .certificates.existingSecret) }}
-{{- fail "webhook.certificates.mode is secret: name it in webhook.certificates.existingSecret" }}
+{{- fail "webhook.certificates.mode is secret: set webhook.certificates.existingSecret" }}
 {{- end }}
 {{- if and .hostNetwork (has "webhook" $planner.integrations) }}
-{{- fail "webhook.hostNetwork is of the webhook's own Pods: take webhook out of planner.integrations" }}
+{{- fail "webhook.hostNetwork requires the webhook's own Deployment: remove webhook from planner.integrations" }}
 {{- end }}
 {{- end }}
 {{- with .Values.instances }}
-{{- if and (eq .files "image") (ne "true" (include "rfork.mountsImages" $)) }}
-{{- fail (printf "instances.files is image, but volumes of images need Kubernetes 1.35, and this is %s: set instances.files=init" $.Capabilities.KubeVersion.Version) }}
+{{- if and (eq .injectionMode "image") (ne "true" (include "rfork.imageVolumes" $)) }}
+{{- fail (printf "instances.injectionMode is image, but image volumes need Kubernetes 1.35, and this is %s: set instances.injectionMode=init" $.Capabilities.KubeVersion.Version) }}
 {{- end }}
-{{- if and (lt (int .peerPort) (add .httpPort .ports | int)) (lt (int .httpPort) (add .peerPort .ports | int)) }}
-{{- fail "instances.peerPort and instances.httpPort are closer than instances.ports: their ranges overlap" }}
+{{- if and (lt (int .peerPort) (add .httpPort .portRangeSize | int)) (lt (int .httpPort) (add .peerPort .portRangeSize | int)) }}
+{{- fail "instances.peerPort and instances.httpPort are closer than instances.portRangeSize: their ranges overlap" }}
 {{- end }}
 {{- end }}
 {{- end }}
 
-{{- /* Whether the Pods of (list $ COMPONENT) ask the API server: true or false. */}}
-{{- define "rfork.asks" -}}
-{{- $root := index . 0 }}{{- $component := index . 1 }}{{- $hooks := $root.Values.planner.hooks -}}
-{{- if eq $component "planner" }}{{ or (has "webhook" $hooks) (has "controller" $hooks) }}
+{{- /* true if the Pods of (list $ COMPONENT) use the API server, else false. */}}
+{{- define "rfork.usesApiServer" -}}
+{{- $root := index . 0 }}{{- $component := index . 1 }}{{- $integrations := $root.Values.planner.integrations -}}
+{{- if eq $component "planner" }}{{ or (has "webhook" $integrations) (has "controller" $integrations) }}
 {{- else }}{{ ne $component "scaler" }}{{ end }}
 {{- end }}
 
-{{- /* A number in digits: Go writes those from a file as 4.194304e+06. */}}
+{{- /* A number in decimal notation: Go prints large numbers from files as 4.194304e+06. */}}
 {{- define "rfork.number" -}}
 {{- if and (kindIs "float64" .) (eq (floor .) .) }}{{ int64 . }}{{ else }}{{ . }}{{ end }}
 {{- end }}

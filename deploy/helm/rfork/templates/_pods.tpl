@@ -1,4 +1,4 @@
-{{- /* What Pods of this chart are made of. Each takes (list $ COMPONENT SECTION) unless it says otherwise. */}}
+{{- /* Parts of Pods. The argument is (list $ COMPONENT SECTION) unless noted otherwise. */}}
 
 {{- define "rfork.podMetadata" -}}
 {{- $root := index . 0 }}{{- $component := index . 1 }}{{- $section := index . 2 -}}
@@ -15,7 +15,7 @@ annotations:
 {{- define "rfork.podSpec" -}}
 {{- $root := index . 0 }}{{- $pods := $root.Values.pods -}}
 serviceAccountName: {{ include "rfork.account" (list $root (index . 1)) }}
-# Or the Service rfork-planner would set RFORK_PLANNER_PORT=tcp://…, which is an option of rfork's.
+# Otherwise the Service rfork-planner would set RFORK_PLANNER_PORT=tcp://…, which is also a setting of rfork.
 enableServiceLinks: false
 securityContext:
   {{- toYaml $pods.securityContext | nindent 2 }}
@@ -50,7 +50,7 @@ topologySpreadConstraints:
 ]
 {{- end }}
 
-{{- /* The container's parts that are the same everywhere. */}}
+{{- /* Common parts of all containers. */}}
 {{- define "rfork.container" -}}
 {{- $root := index . 0 }}{{- $section := index . 2 -}}
 image: {{ include "rfork.image" $root | quote }}
@@ -62,17 +62,17 @@ resources:
 {{- end }}
 
 {{- /*
-Seconds in which a Pod that ends is still asked, until everyone knows that it ends; takes SECONDS. Never left out of a
-container that may have it: taken out by a server-side apply it leaves an empty preStop behind, which is refused.
+preStop hook that waits until all clients know that the Pod is terminating. Argument: SECONDS. Containers that may have it
+must always have it: removing it with a server-side apply leaves an empty preStop, which is rejected.
 */}}
-{{- define "rfork.linger" -}}
+{{- define "rfork.preStop" -}}
 preStop:
   exec:
     command: [sleep, "{{ . }}"]
 {{- end }}
 
-{{- /* The probes of a hook in a process of its own; takes nothing. */}}
-{{- define "rfork.hookProbes" -}}
+{{- /* Probes of an integration in its own process. No argument. */}}
+{{- define "rfork.integrationProbes" -}}
 startupProbe:
   httpGet: {path: /healthz, port: health}
   periodSeconds: 2
@@ -87,19 +87,17 @@ readinessProbe:
   timeoutSeconds: 3
 {{- end }}
 
-{{- /* Variables of every process of rfork's; takes $. */}}
+{{- /* Variables of all processes. Argument: $. */}}
 {{- define "rfork.logEnv" -}}
 - {name: RFORK_LOG_JSON, value: {{ .Values.logs.json | quote }}}
 - {name: RFORK_LOG_LEVEL, value: {{ .Values.logs.level }}}
-- {name: RFORK_PLANNER_LOG_JSON, value: {{ .Values.logs.json | quote }}}
-- {name: RFORK_PLANNER_LOG_LEVEL, value: {{ .Values.logs.level }}}
 {{- end }}
 
-{{- /* How a hook asks the planner, and what it shows it: the webhook does neither, the scaler only looks. */}}
+{{- /* URL and credentials of the planner for an integration. The scaler only reads; the webhook needs none. */}}
 {{- define "rfork.clientEnv" -}}
 {{- $root := index . 0 }}{{- $component := index . 1 }}{{- $planner := $root.Values.planner -}}
-{{- if include "rfork.hosted" . -}}
-- {name: RFORK_PLANNER, value: "{{ ternary "https" "http" $planner.tls.enabled }}://127.0.0.1:{{ $planner.server.port }}"}
+{{- if include "rfork.inPlanner" . -}}
+- {name: RFORK_PLANNER, value: "{{ ternary "https" "http" $planner.tls.enabled }}://127.0.0.1:{{ $planner.service.port }}"}
 {{- else -}}
 - {name: RFORK_PLANNER, value: {{ include "rfork.plannerUrl" $root | quote }}}
 {{- end }}
@@ -110,7 +108,7 @@ readinessProbe:
       name: {{ include "rfork.plannerSecret" $root }}
       key: {{ ternary "reader-token" "operator-token" (eq $component "scaler") }}
 {{- end }}
-{{- if and $planner.tls.enabled (not (include "rfork.hosted" .)) }}
+{{- if and $planner.tls.enabled (not (include "rfork.inPlanner" .)) }}
 - {name: RFORK_TLS_CA, value: /etc/rfork/planner-tls/ca.crt}
 {{- if $planner.tls.clientCertificates }}
 - {name: RFORK_TLS_CERTIFICATE, value: /etc/rfork/planner-tls/tls.crt}
@@ -141,38 +139,37 @@ readinessProbe:
 {{- end }}
 {{- end }}
 
-{{- /* What every hook is told; takes $. */}}
-{{- define "rfork.hookEnv" -}}
-- {name: RFORK_K8S_NAMESPACE, value: {{ .Release.Namespace | quote }}}
-- name: RFORK_K8S_IDENTITY
+{{- /* Variables of all integrations. Argument: $. */}}
+{{- define "rfork.integrationEnv" -}}
+- {name: POD_NAMESPACE, value: {{ .Release.Namespace | quote }}}
+- name: POD_NAME
   valueFrom:
     fieldRef: {fieldPath: metadata.name}
 - {name: RFORK_K8S_BIND, value: {{ .Values.bind | quote }}}
 {{- end }}
 
-{{- /* What the webhook is told beside that; takes $. */}}
+{{- /* Additional variables of the webhook. Argument: $. */}}
 {{- define "rfork.webhookEnv" -}}
 {{- $instances := .Values.instances }}{{- $webhook := .Values.webhook -}}
 - {name: RFORK_K8S_WEBHOOK_PORT, value: {{ $webhook.port | quote }}}
 - {name: RFORK_K8S_POD_PLANNER_URL, value: {{ default (include "rfork.plannerUrl" .) $instances.plannerUrl | quote }}}
-- {name: RFORK_K8S_INJECTION_MODE, value: {{ $instances.files }}}
-- {name: RFORK_K8S_INJECTION_IMAGE, value: {{ include "rfork.filesImage" . | quote }}}
-- {name: RFORK_K8S_IMAGE_VOLUMES, value: {{ include "rfork.mountsImages" . | quote }}}
+- {name: RFORK_K8S_INJECTION_MODE, value: {{ $instances.injectionMode }}}
+- {name: RFORK_K8S_INJECTION_IMAGE, value: {{ include "rfork.injectionImage" . | quote }}}
+- {name: RFORK_K8S_IMAGE_VOLUMES, value: {{ include "rfork.imageVolumes" . | quote }}}
 - {name: RFORK_K8S_TOKEN_SECRET, value: {{ $instances.tokenSecret | quote }}}
 - {name: RFORK_K8S_TLS_SECRET, value: {{ $instances.tlsSecret | quote }}}
-- {name: RFORK_K8S_READINESS_GATE, value: {{ include "rfork.gates" . | quote }}}
+- {name: RFORK_K8S_READINESS_GATE, value: {{ include "rfork.readinessGate" . | quote }}}
 - {name: RFORK_K8S_SAME_HOST, value: {{ $instances.sameHost | quote }}}
-- {name: RFORK_K8S_DRAIN_TIMEOUT_S, value: {{ $instances.drainSeconds | quote }}}
+- {name: RFORK_K8S_DRAIN_TIMEOUT_S, value: {{ $instances.drainTimeoutSeconds | quote }}}
 - {name: RFORK_K8S_PEER_PORT, value: {{ $instances.peerPort | quote }}}
 - {name: RFORK_K8S_HTTP_PORT, value: {{ $instances.httpPort | quote }}}
-- {name: RFORK_K8S_PORTS, value: {{ $instances.ports | quote }}}
+- {name: RFORK_K8S_PORT_RANGE_SIZE, value: {{ $instances.portRangeSize | quote }}}
 - {name: RFORK_K8S_INJECT_TOPOLOGY, value: {{ $webhook.topology.enabled | quote }}}
 - {name: RFORK_K8S_ZONE_LABEL, value: {{ $webhook.topology.zoneLabel | quote }}}
 - {name: RFORK_K8S_RACK_LABEL, value: {{ $webhook.topology.rackLabel | quote }}}
 - {name: RFORK_K8S_NVLINK_LABEL, value: {{ $webhook.topology.nvlinkLabel | quote }}}
 {{- if eq $webhook.certificates.mode "self" }}
 - {name: RFORK_K8S_CERTIFICATE_SECRET, value: {{ include "rfork.webhookTlsSecret" . | quote }}}
-- {name: RFORK_K8S_CERTIFICATE_DAYS, value: {{ $webhook.certificates.days | quote }}}
 - {name: RFORK_K8S_WEBHOOK_CONFIGURATION, value: {{ include "rfork.fullname" . | quote }}}
 - {name: RFORK_K8S_WEBHOOK_HOSTS, value: "{{ include "rfork.fullname" . }}-webhook.{{ .Release.Namespace }}.svc,{{ include "rfork.fullname" . }}-webhook.{{ .Release.Namespace }}.svc.cluster.local"}
 {{- else }}
@@ -195,31 +192,29 @@ readinessProbe:
 {{- end }}
 {{- end }}
 
-{{- /* By which replicas of the controller choose who acts, and the webhook sees whether anyone does; once in a process. */}}
+{{- /* The Lease of the controller, which the webhook reads. Once per process. */}}
 {{- define "rfork.leaseEnv" -}}
 - {name: RFORK_K8S_LEASE, value: {{ include "rfork.fullname" . }}-controller}
-- {name: RFORK_K8S_LEASE_DURATION_S, value: {{ .Values.controller.leaseSeconds | quote }}}
+- {name: RFORK_K8S_LEASE_DURATION_S, value: {{ .Values.controller.leaseDurationSeconds | quote }}}
 {{- end }}
 
-{{- /* Whether Pods get the readiness gate, for which the webhook looks at the controller's Lease: true or false. */}}
-{{- define "rfork.gates" -}}
+{{- /* true if Pods get the readiness gate; then the webhook reads the controller's Lease. Else false. */}}
+{{- define "rfork.readinessGate" -}}
 {{- and .Values.instances.readinessGate .Values.controller.enabled }}
 {{- end }}
 
 {{- define "rfork.controllerEnv" -}}
 {{- $controller := .Values.controller -}}
-- {name: RFORK_K8S_POLL_INTERVAL_S, value: {{ $controller.lookSeconds | quote }}}
-- {name: RFORK_K8S_SCALEUP_TTL_S, value: {{ $controller.scaleupSeconds | quote }}}
-- {name: RFORK_K8S_READINESS_GRACE_S, value: {{ $controller.graceSeconds | quote }}}
-- {name: RFORK_K8S_VERSIONS_S, value: {{ $controller.versionsSeconds | quote }}}
+- {name: RFORK_K8S_POLL_INTERVAL_S, value: {{ $controller.pollIntervalSeconds | quote }}}
+- {name: RFORK_K8S_SCALEUP_TTL_S, value: {{ $controller.scaleupTtlSeconds | quote }}}
+- {name: RFORK_K8S_READINESS_GRACE_S, value: {{ $controller.readinessGraceSeconds | quote }}}
 {{- end }}
 
 {{- define "rfork.scalerEnv" -}}
 - {name: RFORK_K8S_SCALER_PORT, value: {{ .Values.keda.port | quote }}}
-- {name: RFORK_K8S_ENGINE_TIMEOUT_S, value: {{ .Values.keda.engineTimeoutSeconds | quote }}}
 {{- end }}
 
-{{- /* policy/v1 since 1.21; takes (list $ COMPONENT). */}}
+{{- /* policy/v1 since Kubernetes 1.21. Argument: (list $ COMPONENT). */}}
 {{- define "rfork.disruptionBudget" -}}
 {{- $root := index . 0 -}}
 apiVersion: {{ ternary "policy/v1" "policy/v1beta1" (semverCompare ">=1.21-0" $root.Capabilities.KubeVersion.Version) }}
@@ -231,14 +226,14 @@ metadata:
     {{- include "rfork.labels" $root | nindent 4 }}
     app.kubernetes.io/component: {{ index . 1 }}
 spec:
-  # Not minAvailable: that of a single replica would keep its Node from being drained for ever.
+  # Not minAvailable: with a single replica it would block every drain of its Node.
   maxUnavailable: 1
   selector:
     matchLabels:
       {{- include "rfork.selector" . | nindent 6 }}
 {{ end }}
 
-{{- /* metadata of an object of (list $ COMPONENT), named FULLNAME-COMPONENT, in the release's namespace. */}}
+{{- /* Metadata of an object FULLNAME-COMPONENT in the release's namespace. Argument: (list $ COMPONENT). */}}
 {{- define "rfork.metadata" -}}
 {{- $root := index . 0 -}}
 name: {{ include "rfork.fullname" $root }}-{{ index . 1 }}

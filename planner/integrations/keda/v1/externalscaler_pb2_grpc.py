@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ExternalScalerStub:
-    """Served by `rfork hook scaler`; called by KEDA's operator, which asks GetMetrics and then IsActive at each look.
+    """Served by `rfork k8s scaler`; called by KEDA's operator, which asks GetMetrics and then IsActive at each look.
     """
 
     def __init__(self, channel):
@@ -58,7 +58,7 @@ class ExternalScalerStub:
 
 
 class ExternalScalerServicer:
-    """Served by `rfork hook scaler`; called by KEDA's operator, which asks GetMetrics and then IsActive at each look.
+    """Served by `rfork k8s scaler`; called by KEDA's operator, which asks GetMetrics and then IsActive at each look.
     """
 
     def IsActive(self, request, context):
@@ -121,7 +121,7 @@ def add_ExternalScalerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ExternalScaler:
-    """Served by `rfork hook scaler`; called by KEDA's operator, which asks GetMetrics and then IsActive at each look.
+    """Served by `rfork k8s scaler`; called by KEDA's operator, which asks GetMetrics and then IsActive at each look.
     """
 
     @staticmethod

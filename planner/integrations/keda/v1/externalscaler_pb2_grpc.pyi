@@ -33,7 +33,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class ExternalScalerStub:
-    """Served by `rfork hook scaler`; called by KEDA's operator, which asks GetMetrics and then IsActive at each look."""
+    """Served by `rfork k8s scaler`; called by KEDA's operator, which asks GetMetrics and then IsActive at each look."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -50,7 +50,7 @@ class ExternalScalerStub:
 
 @_typing.type_check_only
 class ExternalScalerAsyncStub(ExternalScalerStub):
-    """Served by `rfork hook scaler`; called by KEDA's operator, which asks GetMetrics and then IsActive at each look."""
+    """Served by `rfork k8s scaler`; called by KEDA's operator, which asks GetMetrics and then IsActive at each look."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     IsActive: _aio.UnaryUnaryMultiCallable[_externalscaler_pb2.ScaledObjectRef, _externalscaler_pb2.IsActiveResponse]  # type: ignore[assignment]
@@ -63,7 +63,7 @@ class ExternalScalerAsyncStub(ExternalScalerStub):
     """How much of it there is."""
 
 class ExternalScalerServicer(metaclass=_abc_1.ABCMeta):
-    """Served by `rfork hook scaler`; called by KEDA's operator, which asks GetMetrics and then IsActive at each look."""
+    """Served by `rfork k8s scaler`; called by KEDA's operator, which asks GetMetrics and then IsActive at each look."""
 
     @_abc_1.abstractmethod
     def IsActive(

@@ -1,1 +1,1 @@
-"""The controller: announces scale-ups, keeps seeds, opens readiness gates, and tells people by Events."""
+"""Controller: announces scale-ups, protects the last seeds, opens readiness gates, and writes Events."""

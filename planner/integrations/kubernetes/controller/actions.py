@@ -1,4 +1,4 @@
-"""Doing what was decided: many calls at once, none of which can stop another."""
+"""Executes the controller's actions: concurrent calls that cannot block each other."""
 
 from __future__ import annotations
 
@@ -10,22 +10,25 @@ from typing import Final
 
 from planner.integrations.kubernetes.cluster import ClusterUnavailable, NotFound, ResourceConflict
 from planner.integrations.kubernetes.controller.metrics import ControllerMetrics
-from planner.integrations.kubernetes.controller.tracing import NAMES, SpanAttributes
+from planner.integrations.kubernetes.controller.tracing import SPAN_NAMES, SpanAttributes
 from planner.integrations.planner_api import PlannerUnavailable
 from rfork.logs import logger
 from rfork.tracing import NOOP_TRACER, Span, Tracer
 
 MAX_CONCURRENT: Final = 8
 CALL_TIMEOUT_S: Final = 5.0
-"""Most seconds of one call."""
+"""Timeout of one call."""
 TOTAL_TIMEOUT_S: Final = 1.0
-"""No call is begun later than that: what is new may matter more, and what is left is found again."""
-FIRST_PAUSE_S: Final = 2.0
+"""No call starts later than this: newer decisions may matter more, and the next reconcile repeats what is
+left.
+"""
+MIN_BACKOFF_S: Final = 2.0
 MAX_BACKOFF_S: Final = 120.0
 MAX_FAILURES: Final = 10_000
 MAX_LOGGED: Final = 20
-"""Reasons that are logged of one kind of action until one of the kind succeeds: most name what it is about,
-and a permission that is missing fails for every Pod of a cluster."""
+"""Maximum number of reasons logged per action type until one action of the type succeeds. Most reasons
+contain the subject, and a missing permission fails for every Pod of a cluster.
+"""
 
 
 @dataclass(frozen=True)
@@ -33,12 +36,12 @@ class Action:
     """One call."""
 
     action_type: str
-    """As the metrics name it."""
+    """Label in the metrics."""
     subject: str
-    """What it is about; what fails for it is not tried again at once."""
+    """Object of the action. Failures back off per object."""
     call: Callable[[], Awaitable[None]]
     span_attributes: SpanAttributes = field(default_factory=dict)
-    """What its span says."""
+    """Attributes of its span."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +52,10 @@ class _Failure:
 
 
 class ActionExecutor:
-    """Does actions, and remembers which failed: those wait longer and longer.
+    """Runs actions with exponential backoff per object, and one span per action.
 
-    Each is a span of its own. A reason is logged once, and of one kind no more than `MAX_LOGGED` until an
-    action of the kind succeeds.
+    Each reason is logged once, and at most `MAX_LOGGED` reasons of one type until an action of that type
+    succeeds.
     """
 
     def __init__(self, clock: Callable[[], float], metrics: ControllerMetrics, tracer: Tracer = NOOP_TRACER) -> None:
@@ -61,18 +64,18 @@ class ActionExecutor:
         self._tracer = tracer
         self._failures: dict[tuple[str, str], _Failure] = {}
         self._logged: dict[str, set[str]] = {}
-        """Reasons that were logged since a call of the kind succeeded."""
+        """Reasons logged since the last success, by action type."""
         self._log = logger(__name__)
 
-    def is_due(self, actions: Iterable[Action]) -> tuple[Action, ...]:
-        """Those that do not have to wait because they failed."""
+    def due(self, actions: Iterable[Action]) -> tuple[Action, ...]:
+        """Return the actions that are not backing off."""
         now = self._clock()
         return tuple(action for action in actions if not self._is_backing_off(action, now))
 
     async def run(self, actions: Iterable[Action], allowed: Callable[[], bool]) -> None:
-        """Do them, the first first, but those that failed and have to wait. Returns when none is under way.
+        """Run the due actions in order, several at a time. Returns when all have finished.
 
-        `allowed` is asked before each: another replica may lead by then.
+        `allowed` is called before each action, because another replica may have become the leader.
         """
         call_slots = asyncio.Semaphore(MAX_CONCURRENT)
         until = time.monotonic() + TOTAL_TIMEOUT_S
@@ -81,34 +84,34 @@ class ActionExecutor:
         async def one(action: Action) -> None:
             nonlocal failed_in_a_row
             async with call_slots:
-                # Nobody is at the other end: what is left is found again by the next reconcile.
+                # The other side is down. The next reconcile repeats what is left.
                 too_many_failures = failed_in_a_row >= 2 * MAX_CONCURRENT
                 if not too_many_failures and time.monotonic() < until and allowed():
                     failed_in_a_row = 0 if await self._run_one(action) else failed_in_a_row + 1
 
-        await asyncio.gather(*map(one, self.is_due(actions)))
+        await asyncio.gather(*map(one, self.due(actions)))
 
     def _is_backing_off(self, action: Action, now: float) -> bool:
         failure = self._failures.get((action.action_type, action.subject))
         return failure is not None and now < failure.until
 
     async def _run_one(self, action: Action) -> bool:
-        """Whether the other end answered."""
-        with self._tracer.span(NAMES.get(action.action_type, action.action_type), kind="client") as span:
+        """Return True if the other side responded."""
+        with self._tracer.span(SPAN_NAMES.get(action.action_type, action.action_type), kind="client") as span:
             span.set(**action.span_attributes)
             return await self._try(action, span)
 
     async def _try(self, action: Action, span: Span) -> bool:
-        """Whether the other end answered; what went wrong is told to the span."""
+        """Return True if the other side responded. Records failures in the span."""
         key = action.action_type, action.subject
         try:
             async with asyncio.timeout(CALL_TIMEOUT_S):
                 await action.call()
         except (NotFound, ResourceConflict) as error:
-            # It is not as it was seen: there will be news of it.
-            span.event("gone", detail=str(error))
+            # The object changed since it was observed: a watch event will follow.
+            span.event("object changed or deleted", detail=str(error))
         except TimeoutError:
-            reason = f"no answer within {CALL_TIMEOUT_S:g} s"
+            reason = f"no response within {CALL_TIMEOUT_S:g} s"
             span.fail(reason)
             self._failed(action, reason)
             return False
@@ -116,7 +119,7 @@ class ActionExecutor:
             span.fail(error)
             self._failed(action, str(error))
             return False
-        except Exception as error:  # one Pod's trouble must not become everybody's
+        except Exception as error:  # an error about one Pod must not affect the others
             span.fail(error)
             self._failed(action, f"{type(error).__name__}: {error}", unexpected=True)
             return False
@@ -130,7 +133,7 @@ class ActionExecutor:
         self._metrics.failures.labels(action.action_type).inc()
         key = action.action_type, action.subject
         before = self._failures.pop(key, None)
-        pause_s = min(MAX_BACKOFF_S, 2 * before.pause_s) if before else FIRST_PAUSE_S
+        pause_s = min(MAX_BACKOFF_S, 2 * before.pause_s) if before else MIN_BACKOFF_S
         while len(self._failures) >= MAX_FAILURES:
             del self._failures[next(iter(self._failures))]
         self._failures[key] = _Failure(reason, pause_s, self._clock() + pause_s)
@@ -139,9 +142,9 @@ class ActionExecutor:
         if new and len(logged) < MAX_LOGGED:
             logged.add(reason)
             self._log.warning(
-                "not done",
+                "action failed",
                 action=action.action_type,
                 subject=action.subject,
-                because=reason,
+                reason=reason,
                 exc_info=unexpected,
             )

@@ -1,4 +1,4 @@
-"""What a replica of the controller knows of the cluster: kept up to date by its watches, leader or not."""
+"""Caches of the cluster's objects, kept up to date by watches in every replica of the controller."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from planner.integrations.kubernetes.cluster import (
 )
 
 DELETED_TTL_S: Final = 900.0
-"""How long Pods are remembered that are gone: for their instances, and for their names in Events."""
+"""Time for which deleted objects are remembered: their instances are removed, and Events name them."""
 MAX_DELETED: Final = 10_000
 
 ObservedT = TypeVar("ObservedT", ObservedPod, ObservedWorkload)
 
 
 class ResourceCache(Generic[ObservedT]):
-    """Objects of one kind by UID, as they were last seen."""
+    """Objects of one kind by UID, in their last observed state."""
 
     def __init__(self) -> None:
         self.items: dict[str, ObservedT] = {}
         self.deleted: dict[str, tuple[ObservedT, float]] = {}
-        """Those that were seen and are not there any more, and since when; the first to go first."""
+        """Deleted objects and the time of their deletion, oldest first."""
         self.listed = False
-        """Whether all that there are have been seen once: before that, what is missing here is not gone."""
+        """True once all objects were listed. Before that, a missing object does not mean that it was deleted."""
 
     def apply(self, event: WatchEvent[ObservedT], now: float) -> None:
-        """Take in what a watch says."""
+        """Update the cache from a watch event."""
         if isinstance(event, Upserted):
             self.items[event.item.uid] = event.item
-            self.deleted.pop(event.item.uid, None)  # its label came back: it was never gone
+            self.deleted.pop(event.item.uid, None)  # it was not deleted: its label had been removed and is back
             return
         if isinstance(event, Synced):
             there = {item.uid: item for item in event.items}
@@ -47,7 +47,7 @@ class ResourceCache(Generic[ObservedT]):
         for item in removed:
             self.deleted.pop(item.uid, None)
             self.deleted[item.uid] = (item, now)
-        while self.deleted:  # the first went first: what is behind it need not be looked at
+        while self.deleted:  # sorted by time: all later ones are newer
             uid, (_, since) = next(iter(self.deleted.items()))
             if since >= now - DELETED_TTL_S and len(self.deleted) <= MAX_DELETED:
                 break
@@ -55,17 +55,19 @@ class ResourceCache(Generic[ObservedT]):
 
 
 class PodCache(ResourceCache[ObservedPod]):
-    """Pods, and since when their containers are ready by this controller's own clock."""
+    """Pods, and the time since when their containers are ready by this controller's clock."""
 
     def __init__(self) -> None:
         super().__init__()
         self.ready: dict[str, float] = {}
-        """By UID: when they were first seen so, since they were last seen otherwise."""
+        """By UID: when the Pod was first observed ready, since it was last observed not ready."""
         self._kubelet_ready_at: dict[str, float] = {}
-        """By UID: since when they are so by their node's clock. Another time: they were not, meanwhile."""
+        """By UID: since when the Pod is ready by its node's clock. A changed value means that it was not
+        ready in between.
+        """
 
     def apply(self, event: WatchEvent[ObservedPod], now: float) -> None:
-        """Take in what a watch says."""
+        """Update the cache from a watch event."""
         super().apply(event, now)
         for pod in event.items if isinstance(event, Synced) else (event.item,):
             ready_at = pod.containers_ready_at
@@ -91,5 +93,5 @@ class ResourceCaches:
 
     @property
     def listed(self) -> bool:
-        """Whether there is anything to decide by."""
+        """True once both caches are complete."""
         return self.pods.listed and self.workloads.listed

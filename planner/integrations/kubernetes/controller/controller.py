@@ -1,7 +1,7 @@
-"""The leader's work: look at the planner, decide over all that is known, do it.
+"""The leader's work: poll the planner, decide, act.
 
-What is remembered between two reconciles is what was done, so that it is not done twice; a replica that comes
-to lead begins without any of it, and finds the rest in the cluster and in the planner's lists.
+Only completed actions are remembered between reconciles, so that they are not repeated. A new leader starts
+without this memory and reads everything else from the cluster and the planner's lists.
 """
 
 from __future__ import annotations
@@ -40,16 +40,18 @@ from rfork.schema import ScaleUpInfo
 from rfork.settings import KubernetesSettings
 from rfork.tracing import NOOP_TRACER, Tracer
 
+MIXED_VERSIONS_AFTER_S: Final = 3600.0
+"""Time after which several versions of a model in one workload are reported; less is a rollout."""
 DOWN_EVENT_DELAY_S: Final = 10.0
-"""Silence of the planner that workloads are told of."""
+"""Time without a response from the planner after which workloads get an Event."""
 
 DecisionT = TypeVar("DecisionT")
 Clock = Callable[[], float]
-"""Seconds since the epoch: what the cluster's times are told in."""
+"""Seconds since the epoch, like the cluster's timestamps."""
 
 
 class Controller:
-    """See the module. `caches` is kept up to date by others, on the same event loop."""
+    """Decides and acts as the leader. `caches` is updated by watches on the same event loop."""
 
     def __init__(
         self,
@@ -71,11 +73,11 @@ class Controller:
         self._leader_state = LeaderState()
         self._snapshot: PlannerSnapshot | None = None
         self._planner_down_since: float | None = None
-        self._failed_parts: dict[str, str] = {}
+        self._failed_steps: dict[str, str] = {}
         self._log = logger("planner.integrations.kubernetes.controller")
 
     def begin(self) -> None:
-        """This replica leads from now on."""
+        """Start as the new leader."""
         self._executor = ActionExecutor(self._clock, self._metrics, self._tracer)
         pods = self.caches.pods
         self._leader_state = LeaderState()
@@ -85,7 +87,7 @@ class Controller:
         self._snapshot, self._planner_down_since = None, None
 
     async def refresh(self) -> None:
-        """Fetch the planner's lists; where it does not answer, the last ones are kept."""
+        """Fetch the planner's lists. If it does not respond, the last ones are kept."""
         try:
             instances, forks, scaleups = await asyncio.gather(
                 self._planner_api.instances(), self._planner_api.forks(), self._planner_api.scaleups()
@@ -94,7 +96,7 @@ class Controller:
             if self._planner_down_since is None:
                 self._planner_down_since = self._clock()
                 self._metrics.planner_down.set(1)
-                self._log.warning("the planner does not answer", because=str(error))
+                self._log.warning("planner unreachable, retrying", reason=str(error))
             return
         by_id = {view.scaleup.scaleup_id: view for view in scaleups}
         first = self._snapshot is None
@@ -102,40 +104,40 @@ class Controller:
         if first:
             self._leader_state.emitted_events |= dict.fromkeys(events.keys_of_finished_forks(self._snapshot))
         if self._planner_down_since is not None:
-            self._log.info("the planner answers again", away_s=round(self._clock() - self._planner_down_since, 1))
+            self._log.info("planner reachable again", unreachable_s=round(self._clock() - self._planner_down_since, 1))
         self._planner_down_since = None
         self._metrics.planner_down.set(0)
 
     async def reconcile(self, allowed: Callable[[], bool] = lambda: True) -> None:
-        """Do what there is to be done, as of the last look; `allowed`: whether this replica still leads."""
+        """Decide and act once, based on the last snapshot. `allowed`: this replica is still the leader."""
         if not self.caches.listed or not allowed():
             return
         with self._metrics.reconcile_seconds.time():
             with self._metrics.decide_seconds.time():
                 observed = self._observe()
-                pending = self._run_part("scaling", lambda: self._update_pending(observed))
+                pending = self._run_step("pending replicas", lambda: self._update_pending(observed))
                 to_planner = [*self._announce_actions(observed, pending), *self._remove_actions(observed)]
-                conditions = self._conditions(observed)
+                conditions = self._condition_updates(observed)
                 to_cluster = [
-                    *(self._emit_conditions(one) for one in conditions if one.decision.status),
-                    *self._emit_events(self._events(observed, pending)),
-                    *self._update_costs(observed),
-                    *(self._emit_conditions(one) for one in conditions if not one.decision.status),
+                    *(self._condition_action(one) for one in conditions if one.decision.status),
+                    *self._event_actions(self._pod_and_workload_events(observed, pending)),
+                    *self._cost_actions(observed),
+                    *(self._condition_action(one) for one in conditions if not one.decision.status),
                 ]
-            await self._do(to_planner, to_cluster, allowed)
+            await self._execute(to_planner, to_cluster, allowed)
 
-    async def _do(
+    async def _execute(
         self, to_planner: Iterable[Action], to_cluster: Iterable[Action], allowed: Callable[[], bool]
     ) -> None:
-        """Do what was decided, in one span if there is anything: most reconciles find nothing to be done."""
-        to_planner, to_cluster = self._executor.is_due(to_planner), self._executor.is_due(to_cluster)
-        if not (to_planner or to_cluster or self._executor.is_due(self._announced())):
+        """Run the actions in one span, if there are any: most reconciles have none."""
+        to_planner, to_cluster = self._executor.due(to_planner), self._executor.due(to_cluster)
+        if not (to_planner or to_cluster or self._executor.due(self._scaleup_event_actions())):
             return
         with self._tracer.span("reconcile", actions=len(to_planner) + len(to_cluster)):
             await asyncio.gather(self._executor.run(to_planner, allowed), self._executor.run(to_cluster, allowed))
-            await self._executor.run(self._announced(), allowed)
+            await self._executor.run(self._scaleup_event_actions(), allowed)
 
-    # -- what is known -----------------------------------------------------------------------------
+    # -- observed state ----------------------------------------------------------------------------
 
     def _observe(self) -> ObservedState:
         caches, leader_state = self.caches, self._leader_state
@@ -148,32 +150,32 @@ class Controller:
             self._snapshot,
             deleted={uid: pod for uid, (pod, _) in caches.pods.deleted.items()},
             planner_down_since=self._planner_down_since,
-            known_before=leader_state.first_seen,
+            known_before=leader_state.known_pods,
             ready=caches.pods.ready,
         )
-        leader_state.first_seen = (
-            leader_state.first_seen | observed.instances.keys() | observed.forks.keys()
+        leader_state.known_pods = (
+            leader_state.known_pods | observed.instances.keys() | observed.forks.keys()
         ) & pods.keys()
-        leader_state.changed = {uid: at for uid, at in leader_state.changed.items() if uid in pods}
+        leader_state.cost_changed_at = {uid: at for uid, at in leader_state.cost_changed_at.items() if uid in pods}
         leader_state.written_conditions = {
             uid: condition for uid, condition in leader_state.written_conditions.items() if uid in pods
         }
-        if leader_state.announced or leader_state.notified_down:
-            # Where all of a workload is gone, its namespace may be too, in which nobody can be told any more.
+        if leader_state.scaleup_events or leader_state.notified_workloads:
+            # Drop Events of deleted workloads: their namespace may be deleted too and accepts no Events.
             known = scaleup_sync.known_ids(observed)
-            leader_state.announced = {
-                uid: one for uid, one in leader_state.announced.items() if one.subject.uid in known
+            leader_state.scaleup_events = {
+                uid: one for uid, one in leader_state.scaleup_events.items() if one.subject.uid in known
             }
-            leader_state.notified_down = {
-                uid: about for uid, about in leader_state.notified_down.items() if uid in known
+            leader_state.notified_workloads = {
+                uid: subject for uid, subject in leader_state.notified_workloads.items() if uid in known
             }
         return observed
 
-    # -- what is to be done ------------------------------------------------------------------------
+    # -- decisions ---------------------------------------------------------------------------------
 
     def _update_pending(self, observed: ObservedState) -> pending_replicas.PendingState | None:
         if self._snapshot is None:
-            return None  # nobody knows who has come
+            return None  # unknown which replicas have arrived
         leader_state, reported, snapshot_at = (
             self._leader_state,
             observed.snapshot.scaleups,
@@ -182,8 +184,8 @@ class Controller:
         pending = pending_replicas.pending_replicas(
             observed, leader_state.missing_replicas, self._settings.scaleup_ttl_s
         )
-        announced = map(pending_replicas.workload_uid, leader_state.announced_at)
-        own_ids = {*announced, *self.caches.workloads.deleted, *scaleup_sync.known_ids(observed)}
+        announced_uids = map(pending_replicas.workload_uid, leader_state.announced_at)
+        own_ids = {*announced_uids, *self.caches.workloads.deleted, *scaleup_sync.known_ids(observed)}
         leader_state.missing_replicas = pending.missing_replicas
         leader_state.announced_sizes = scaleup_sync.announced_sizes(leader_state.announced_sizes, pending, reported)
         leader_state.mismatches = scaleup_sync.find_mismatches(
@@ -226,13 +228,13 @@ class Controller:
             yield Action("withdraw", uid, partial(self._withdraw, uid), {"scaleup": uid})
 
     async def _announce(self, one: pending_replicas.PendingScaleUp, announced_size: int | None) -> None:
-        """`announced_size`: the size that people are told of; None: they know."""
+        """Announce a scale-up. `announced_size`: size to report in an Event; None: it was reported before."""
         uid, leader_state = one.scaleup.scaleup_id, self._leader_state
         view = await self._planner_api.announce(one.scaleup)
         leader_state.announced_at[uid] = self._clock()
         self._with_scaleups({**(self._snapshot or PlannerSnapshot()).scaleups, uid: view})
         if announced_size is not None:
-            leader_state.announced[uid] = events.scaleup_event(one, view)
+            leader_state.scaleup_events[uid] = events.scaleup_event(one, view)
             leader_state.announced_sizes = {
                 **(leader_state.announced_sizes or {}),
                 one.workload_ref.uid: announced_size,
@@ -253,7 +255,8 @@ class Controller:
             self._leader_state.finished_before_lead,
         )
         for instance_id in (
-            self._run_part("leaving", lambda: instance_gc.decide(observed, removed, finished_before_lead)) or ()
+            self._run_step("instance removal", lambda: instance_gc.decide(observed, removed, finished_before_lead))
+            or ()
         ):
             attributes = {"instance": instance_id}
             yield Action("remove", instance_id, partial(self._remove, instance_id), attributes)
@@ -262,15 +265,15 @@ class Controller:
         await self._planner_api.remove(instance_id)
         trim(self._leader_state.removed, (instance_id,))
 
-    def _conditions(self, observed: ObservedState) -> tuple[readiness_gate.ConditionUpdate, ...]:
+    def _condition_updates(self, observed: ObservedState) -> tuple[readiness_gate.ConditionUpdate, ...]:
         if self._snapshot is None and self._planner_down_since is None:
             return ()
         grace_s, max_wait_s = self._settings.readiness_grace_s, self._settings.scaleup_ttl_s
         written = self._leader_state.written_conditions
-        found = self._run_part("readiness", lambda: readiness_gate.decide(observed, written, grace_s, max_wait_s))
+        found = self._run_step("readiness gates", lambda: readiness_gate.decide(observed, written, grace_s, max_wait_s))
         return found or ()
 
-    def _emit_conditions(self, one: readiness_gate.ConditionUpdate) -> Action:
+    def _condition_action(self, one: readiness_gate.ConditionUpdate) -> Action:
         attributes = {
             **tracing.pod_attributes(one.pod),
             "ready": one.decision.status,
@@ -279,80 +282,84 @@ class Controller:
         return Action("condition", one.pod.uid, partial(self._write_condition, one), attributes)
 
     async def _write_condition(self, one: readiness_gate.ConditionUpdate) -> None:
-        verdict = one.decision
-        status, reason, message = verdict.status, verdict.reason, verdict.message
+        decision = one.decision
+        status, reason, message = decision.status, decision.reason, decision.message
         await self._cluster.set_condition(one.pod, names.WEIGHTS_READY, status=status, reason=reason, message=message)
-        self._leader_state.written_conditions[one.pod.uid] = readiness_gate.WrittenCondition(verdict, self._clock())
+        self._leader_state.written_conditions[one.pod.uid] = readiness_gate.WrittenCondition(decision, self._clock())
 
-    def _update_costs(self, observed: ObservedState) -> Iterator[Action]:
+    def _cost_actions(self, observed: ObservedState) -> Iterator[Action]:
         if self._snapshot is None:
             return
-        changed = self._leader_state.changed
-        for cost in self._run_part("keeping", lambda: pod_deletion_cost.decide(observed, changed)) or ():
+        cost_changed_at = self._leader_state.cost_changed_at
+        for cost in self._run_step("deletion costs", lambda: pod_deletion_cost.decide(observed, cost_changed_at)) or ():
             attributes = {**tracing.pod_attributes(cost.pod), "cost": cost.value or ""}
             yield Action("annotate", cost.pod.uid, partial(self._set_cost, cost), attributes)
 
     async def _set_cost(self, cost: pod_deletion_cost.DeletionCost) -> None:
-        self._leader_state.changed[cost.pod.uid] = self._clock()
+        self._leader_state.cost_changed_at[cost.pod.uid] = self._clock()
         await self._cluster.annotate(cost.pod, {names.DELETION_COST: cost.value})
 
-    def _events(
+    def _pod_and_workload_events(
         self, observed: ObservedState, pending: pending_replicas.PendingState | None
     ) -> list[events.EventToEmit]:
         leader_state = self._leader_state
         found = list(
-            self._run_part("telling", lambda: events.decide(observed, leader_state.emitted_events.keys())) or ()
+            self._run_step("events", lambda: events.decide(observed, leader_state.emitted_events.keys())) or ()
         )
-        found += self._run_part("mixing", lambda: self._update_mixes(observed)) or ()
+        found += self._run_step("version mixes", lambda: self._update_mixes(observed)) or ()
         if observed.planner_down_since is None:
-            leader_state.affected = {}
-            return found + [events.planner_up_event(about) for about in leader_state.notified_down.values()]
-        leader_state.affected |= events.affected_workloads(observed, pending.pending_replicas if pending else ())
+            leader_state.affected_workloads = {}
+            return found + [events.planner_up_event(subject) for subject in leader_state.notified_workloads.values()]
+        leader_state.affected_workloads |= events.affected_workloads(
+            observed, pending.pending_replicas if pending else ()
+        )
         if observed.planner_down_for(DOWN_EVENT_DELAY_S):
-            new = leader_state.affected.keys() - leader_state.notified_down.keys()
-            found += [events.planner_down_event(leader_state.affected[uid]) for uid in sorted(new)]
+            new = leader_state.affected_workloads.keys() - leader_state.notified_workloads.keys()
+            found += [events.planner_down_event(leader_state.affected_workloads[uid]) for uid in sorted(new)]
         return found
 
     def _update_mixes(self, observed: ObservedState) -> list[events.EventToEmit]:
-        """Find the workloads that have several versions, and report those that have had them for long."""
+        """Update the version mixes, and return Events for those that lasted too long."""
         if self._snapshot is None or observed.planner_down_since is not None:
-            return []  # those known last are kept: it is not known that they changed
-        leader_state, limit_s = self._leader_state, self._settings.versions_s
+            return []  # keep the last mixes: nothing shows that they changed
+        leader_state, limit_s = self._leader_state, MIXED_VERSIONS_AFTER_S
         mixes = version_mix.find_mixes(observed)
-        leader_state.mixed = version_mix.mix_start_times(mixes.keys(), leader_state.mixed, observed.now)
-        long = {uid: since for uid, since in leader_state.mixed.items() if observed.now - since >= limit_s}
+        leader_state.mixed_since = version_mix.mix_start_times(mixes.keys(), leader_state.mixed_since, observed.now)
+        long = {uid: since for uid, since in leader_state.mixed_since.items() if observed.now - since >= limit_s}
         self._metrics.mixed_versions.set(len(long))
-        found = (events.mixed_versions(mixes[uid], since, limit_s) for uid, since in sorted(long.items()))
+        found = (events.mixed_versions_event(mixes[uid], since, limit_s) for uid, since in sorted(long.items()))
         return [one for one in found if not one.keys <= leader_state.emitted_events.keys()]
 
-    def _emit_events(self, tellings: Iterable[events.EventToEmit]) -> Iterator[Action]:
-        for one in tellings:
+    def _event_actions(self, events_to_emit: Iterable[events.EventToEmit]) -> Iterator[Action]:
+        for one in events_to_emit:
             attributes = {**tracing.object_attributes(one.subject), "reason": one.reason}
             yield Action("event", f"{one.subject.uid}/{one.reason}", partial(self._emit_event, one), attributes)
 
-    def _announced(self) -> Iterator[Action]:
-        """The Events of scale-ups that were announced, and are not told of yet."""
-        return self._emit_events(tuple(self._leader_state.announced.values()))
+    def _scaleup_event_actions(self) -> Iterator[Action]:
+        """Actions for Events of announced scale-ups that are not written yet."""
+        return self._event_actions(tuple(self._leader_state.scaleup_events.values()))
 
     async def _emit_event(self, one: events.EventToEmit) -> None:
         await self._cluster.emit_event(one.subject, one.event_type, one.reason, one.message)
         leader_state = self._leader_state
         trim(leader_state.emitted_events, one.keys)
-        leader_state.announced = {uid: kept for uid, kept in leader_state.announced.items() if kept is not one}
+        leader_state.scaleup_events = {
+            uid: kept for uid, kept in leader_state.scaleup_events.items() if kept is not one
+        }
         if one.reason == events.PLANNER_DOWN:
-            leader_state.notified_down[one.subject.uid] = one.subject
+            leader_state.notified_workloads[one.subject.uid] = one.subject
         elif one.reason == events.PLANNER_UP:
-            leader_state.notified_down.pop(one.subject.uid, None)
+            leader_state.notified_workloads.pop(one.subject.uid, None)
 
-    def _run_part(self, name: str, decide: Callable[[], DecisionT]) -> DecisionT | None:
-        """One part's decisions; where that fails none, and the others' are made and done all the same."""
+    def _run_step(self, name: str, decide: Callable[[], DecisionT]) -> DecisionT | None:
+        """Return one step's decisions, or None if it raised, so that the other steps still run."""
         try:
             decided = decide()
-        except Exception as error:  # a defect: it must not hold back every Pod of the cluster
+        except Exception as error:  # a bug in one step must not block all Pods of the cluster
             error_text = f"{type(error).__name__}: {error}"
-            if self._failed_parts.get(name) != error_text:
-                self._log.exception("this part of the controller does not work", part=name)
-            self._failed_parts[name] = error_text
+            if self._failed_steps.get(name) != error_text:
+                self._log.exception("controller step failed", step=name)
+            self._failed_steps[name] = error_text
             return None
-        self._failed_parts.pop(name, None)
+        self._failed_steps.pop(name, None)
         return decided

@@ -1,9 +1,9 @@
-"""What people are told by Events: how each Pod's fork ended, what the webhook could not do, what is expected.
+"""Kubernetes Events: results of forks, problems of the webhook, expected replicas.
 
-A Pod that loads by itself as the first of its version is normal: each rollout to new weights has one.
+A Pod that loads from storage as the first of its version is normal: each rollout of new weights has one.
 
-Each thing is told once: a replica that comes to lead tells what happens from then on. What happened before,
-the one that led before has told; what happened while none led stands in the planner's lists and log alone.
+Each fact is reported once. A new leader reports only what happens after it took over. The previous leader
+reported what happened before; what happened without a leader is only in the planner's lists and log.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from rfork.schema import ForkInfo, ForkResult, ScaleUpInfo, source_kind
 from rfork.weights_version import is_first, is_unnamed, short
 
 MAX_POD_AGE_S: Final = 300.0
-"""Only Pods younger than that are told that the webhook did not see them."""
+"""Maximum age at which a Pod is reported as missed by the webhook."""
 RANK_WAIT_S: Final = 60.0
-"""How long the end of a rank's fork waits for those of ranks that the planner has not heard of."""
-MAX_EVENTS: Final = 1000
-"""Bytes of a message that the API server takes for sure."""
-PLANNER_DOWN: Final = "PlannerAway"
-PLANNER_UP: Final = "PlannerBack"
+"""Time for which the result of one rank waits for ranks that the planner does not know yet."""
+MAX_MESSAGE_BYTES: Final = 1000
+"""Maximum bytes of an Event message that every API server accepts."""
+PLANNER_DOWN: Final = "PlannerUnavailable"
+PLANNER_UP: Final = "PlannerRecovered"
 _ERROR: Final = re.compile(r"^[A-Z]\w*: ")
 
 
@@ -57,11 +57,11 @@ class EventToEmit:
     reason: str
     message: str
     keys: frozenset[str]
-    """What has been told then."""
+    """Keys of the reported facts."""
 
 
 def decide(observed: ObservedState, emitted: AbstractSet[str]) -> tuple[EventToEmit, ...]:
-    """Events about Pods: how their forks ended and what the webhook did, of which nothing is in `emitted`."""
+    """Return the Events for Pods (fork results and webhook problems) whose keys are not in `emitted`."""
     found: list[EventToEmit] = []
     for pod in observed.pods.values():
         found += _webhook_events(observed, pod, emitted)
@@ -72,17 +72,17 @@ def decide(observed: ObservedState, emitted: AbstractSet[str]) -> tuple[EventToE
 
 
 def keys_of_finished_forks(snapshot: PlannerSnapshot) -> frozenset[str]:
-    """What a replica that comes to lead need not tell: the forks that had ended at its first look."""
+    """Return the keys of forks that had finished when this replica became the leader."""
     return frozenset(_key(fork) for fork in snapshot.forks if fork.finish is not None)
 
 
 def keys_of_existing_pods(pods: Iterable[ObservedPod]) -> frozenset[str]:
-    """The same of what the webhook did to the Pods that are there when it begins to lead."""
+    """Return the webhook keys of Pods that existed when this replica became the leader."""
     return frozenset(_webhook_key(pod.uid) for pod in pods)
 
 
 def scaleup_event(one: PendingScaleUp, view: ScaleUpInfo) -> EventToEmit:
-    """A scale-up was announced; `view` is the planner's answer."""
+    """Event of an announced scale-up. `view` is the planner's response."""
     number = one.scaleup.replicas
     of_version = f" of version {short(one.scaleup.version)}" if one.scaleup.version is not None else ""
     replicas = f"1 replica{of_version} is" if number == 1 else f"{number} replicas{of_version} are"
@@ -92,7 +92,7 @@ def scaleup_event(one: PendingScaleUp, view: ScaleUpInfo) -> EventToEmit:
 
 
 def affected_workloads(observed: ObservedState, pending: Iterable[str]) -> dict[str, ObjectRef]:
-    """Workloads whose Pods start now, by UID: those `pending`, and those with a gate to be opened."""
+    """Return the workloads with starting Pods by UID: those in `pending`, and those with closed gates."""
     found = {uid: observed.workloads[uid].ref for uid in pending if uid in observed.workloads}
     owners = OwnerIndex(observed.workloads.values())
     for pod in filter(is_gate_closed, observed.pods.values()):
@@ -103,25 +103,25 @@ def affected_workloads(observed: ObservedState, pending: Iterable[str]) -> dict[
 
 
 def planner_down_event(subject: ObjectRef) -> EventToEmit:
-    """The planner does not answer while this workload's replicas come."""
-    message = "the planner does not answer: replicas that start now load by themselves"
+    """Event: the planner does not respond while replicas of this workload start."""
+    message = "the planner does not respond; replicas that start now load from storage"
     return EventToEmit(subject, "Warning", PLANNER_DOWN, message, frozenset())
 
 
 def planner_up_event(subject: ObjectRef) -> EventToEmit:
-    """It answers again."""
-    return EventToEmit(subject, "Normal", PLANNER_UP, "the planner answers again", frozenset())
+    """Event: the planner responds again."""
+    return EventToEmit(subject, "Normal", PLANNER_UP, "the planner responds again", frozenset())
 
 
-def mixed_versions(mix: VersionMix, since: float, limit_s: float) -> EventToEmit:
-    """Pods of one workload have several versions of a model for longer than a rollout takes."""
+def mixed_versions_event(mix: VersionMix, since: float, limit_s: float) -> EventToEmit:
+    """Event: Pods of one workload have had several versions of a model for longer than a rollout takes."""
     counts = sorted(mix.pods.items(), key=lambda each: (-each[1], each[0]))
     listed = ", ".join(
         f"{number} Pod{' has' if number == 1 else 's have'} {short(version)}" for version, number in counts
     )
     message = (
         f"{len(counts)} versions of {mix.model} for more than {format_duration(limit_s)}: {listed}: "
-        "finish the rollout, or roll back"
+        "finish the rollout or roll back"
     )
     key = f"{mix.workload_ref.uid}/versions/{since}"
     return EventToEmit(mix.workload_ref, "Warning", "MixedVersions", _truncate(message), frozenset({key}))
@@ -133,17 +133,17 @@ def _webhook_events(observed: ObservedState, pod: ObservedPod, emitted: Abstract
         return
     refused, notes = pod.annotations.get(names.REJECTED), pod.annotations.get(names.NOTES)
     if refused is not None:
-        message = f"this Pod is left as it was: {refused}"
+        message = f"Pod left unchanged: {refused}"
         yield EventToEmit(pod.ref, "Warning", "NotInjected", _truncate(message), frozenset({key}))
     elif notes is not None:
-        yield EventToEmit(pod.ref, "Warning", "PartlyInjected", _truncate(notes), frozenset({key}))
+        yield EventToEmit(pod.ref, "Warning", "PartiallyInjected", _truncate(notes), frozenset({key}))
     elif (
         not is_injected(pod)
         and pod.annotations.get(names.INJECT) != "false"
         and observed.now - pod.created_at < MAX_POD_AGE_S
     ):
-        message = "the webhook did not see this Pod: it loads by itself"
-        yield EventToEmit(pod.ref, "Warning", "NotSeen", message, frozenset({key}))
+        message = "the webhook was not called for this Pod; it loads without rfork"
+        yield EventToEmit(pod.ref, "Warning", "WebhookBypassed", message, frozenset({key}))
 
 
 def _fork_events(
@@ -156,8 +156,8 @@ def _fork_events(
     ends = [fork.finish for fork in new if fork.finish is not None and fork.finish.outcome != "interrupted"]
     if not ends:
         return
-    others = not all_ranks(pod, (fork.rank for fork in last)) and not is_ready(pod)
-    if others and observed.now - max(_ended_at(observed, fork) for fork in new) < RANK_WAIT_S:
+    is_incomplete = not all_ranks(pod, (fork.rank for fork in last)) and not is_ready(pod)
+    if is_incomplete and observed.now - max(_ended_at(observed, fork) for fork in new) < RANK_WAIT_S:
         return
     keys = frozenset(map(_key, new))
     event_type, reason, message = _first_of_version(observed, pod, new) or _outcome_event(observed, pod, ends)
@@ -170,11 +170,11 @@ def _fork_events(
 def _first_of_version(
     observed: ObservedState, pod: ObservedPod, forks: Sequence[ForkInfo]
 ) -> tuple[EventType, str, str] | None:
-    """Return the Event of a Pod that loaded by itself while only other versions were served; else None."""
+    """Return the Event of a Pod that loaded from storage because only other versions were served; else None."""
     if not all(fork.finish is not None and _loaded_from_storage(fork.finish) for fork in forks):
         return None
     for fork in forks:
-        others = Counter(
+        served_versions = Counter(
             view.version
             for view in observed.snapshot.instances
             if view.version is not None
@@ -182,14 +182,15 @@ def _first_of_version(
             and is_seed(view)
             and (view.report.model, view.report.rank.key) == (fork.model, fork.rank.key)
         )
-        if fork.version is not None and others:
-            message = f"loads by itself: first of version {short(fork.version)}; {served_versions_phrase(others)}"
+        if fork.version is not None and served_versions:
+            served = served_versions_phrase(served_versions)
+            message = f"loaded from storage: first of version {short(fork.version)}; {served}"
             return "Normal", "FirstOfVersion", message
     return None
 
 
 def _loaded_from_storage(finish: ForkResult) -> bool:
-    """Return whether the target read no peer, and no source failed it."""
+    """Return True if the target read from no peer, and not because a source failed."""
     if finish.outcome == "forked":
         return bool(finish.sources) and all(source_kind(source) != "peer" for source in finish.sources)
     return finish.outcome == "fallback" and any(map(is_first, finish.reasons[-1:]))
@@ -203,7 +204,7 @@ def _outcome_event(
         return (
             "Warning",
             "ForkFailed",
-            f"the fork failed: {_why(failed[0])}{_fraction_text(failed, finishes)}",
+            f"fork failed: {_reason(failed[0])}{_fraction_text(failed, finishes)}",
         )
     fell_back = [finish for finish in finishes if finish.outcome == "fallback"]
     if fell_back:
@@ -211,7 +212,7 @@ def _outcome_event(
         return (
             "Warning",
             "FellBack",
-            f"fell back to {to}: {_why(fell_back[0])}{_fraction_text(fell_back, finishes)}",
+            f"fell back to {to}: {_reason(fell_back[0])}{_fraction_text(fell_back, finishes)}",
         )
     return _forked_message(observed, pod, finishes)
 
@@ -221,7 +222,7 @@ def _forked_message(
 ) -> tuple[EventType, str, str]:
     bytes_by_source: dict[str, int] = {}
     peers = False
-    pod_by_instance = {view.report.instance_id: view.report.placement.pod for view in observed.unknown_pods}
+    pod_by_instance = {view.report.instance_id: view.report.placement.pod for view in observed.unmatched_instances}
     for finish in finishes:
         for source, nbytes in finish.sources.items():
             peer = source_kind(source) == "peer"
@@ -235,14 +236,14 @@ def _forked_message(
     first = min(bytes_by_source, key=lambda name: (-bytes_by_source[name], name))
     sources = "1 source" if len(bytes_by_source) == 1 else f"{len(bytes_by_source)} sources"
     if not peers:
-        return "Normal", "Loaded", f"read {total_text} from {first} in {seconds:.1f} s, for itself and others"
+        return "Normal", "Loaded", f"read {total_text} from {first} in {seconds:.1f} s, for itself and other instances"
     return "Normal", "Forked", f"forked {total_text} from {first} in {seconds:.1f} s, {sources}"
 
 
 def _name(
     observed: ObservedState, pod: ObservedPod, instance_id: str, pod_by_instance: Mapping[str, str | None]
 ) -> str:
-    """A source's Pod as people call it: without the namespace where that is the reader's own."""
+    """Return the name of a source's Pod, without the namespace if it is the target's."""
     uid = pod_uid(instance_id, observed.pods, observed.deleted)
     if uid is not None:
         key = (observed.pods.get(uid) or observed.deleted[uid]).key
@@ -251,8 +252,8 @@ def _name(
     return key.removeprefix(f"{pod.namespace}/")
 
 
-def _why(finish: ForkResult) -> str:
-    return _ERROR.sub("", finish.reasons[-1]) if finish.reasons else "no reason was given"
+def _reason(finish: ForkResult) -> str:
+    return _ERROR.sub("", finish.reasons[-1]) if finish.reasons else "no reason reported"
 
 
 def _fraction_text(some: Sequence[ForkResult], all_of_them: Sequence[ForkResult]) -> str:
@@ -264,7 +265,7 @@ def _ended_at(observed: ObservedState, fork: ForkInfo) -> float:
 
 
 def _key(fork: ForkInfo) -> str:
-    # With the outcome: a fork that the planner gave up may go on, and end once more.
+    # Includes the outcome: a fork that the planner gave up may continue and finish later.
     return f"{fork.fork_id}/{fork.finish.outcome if fork.finish is not None else ''}"
 
 
@@ -273,7 +274,7 @@ def _webhook_key(uid: str) -> str:
 
 
 def _truncate(message: str) -> str:
-    """One line, of a length that the API server takes."""
+    """Return one line of a length that the API server accepts."""
     line = "; ".join(filter(None, map(str.strip, message.splitlines())))
     encoded = line.encode()
-    return line if len(encoded) <= MAX_EVENTS else encoded[: MAX_EVENTS - 3].decode(errors="ignore") + "…"
+    return line if len(encoded) <= MAX_MESSAGE_BYTES else encoded[: MAX_MESSAGE_BYTES - 3].decode(errors="ignore") + "…"

@@ -1,11 +1,12 @@
-"""Instances whose Pods are gone: the planner need not wait for their silence.
+"""Removes instances of deleted Pods, so that the planner need not wait for their timeout.
 
-Taken for gone are Pods that this controller saw about to be deleted and then did not see any more, and Pods
-that have ended. A Pod that vanished otherwise may live: to a watch by label one whose label was taken away is
-gone as well. Its instances go only once they are silent; so do those of Pods that were over when this replica
-came to lead, for the one that led before has removed them, and what is there all the same may be alive.
+A Pod counts as deleted if it was observed terminating and then disappeared, or if it has finished. A Pod that
+disappeared otherwise may still run, because removing the label has the same effect on a watch by label. Its
+instances are removed only once they are silent. The same holds for Pods that were finished when this replica
+became the leader: the previous leader removed their instances, so any that are left may be alive.
 
-Of others nothing is known: another cluster may share the planner, which forgets by itself who is silent.
+Instances of unknown Pods are left alone: another cluster may share the planner, which removes silent
+instances itself.
 """
 
 from __future__ import annotations
@@ -16,17 +17,18 @@ from typing import Final
 from planner.integrations.kubernetes.controller.observed_state import ObservedState, is_terminated
 
 SILENT_S: Final = 7.0
-"""Silence of an instance that is dead for all that is known: longer than between two of its heartbeats, which
-are 5 s apart unless the planner is told otherwise, and far shorter than the 20 s after which it forgets."""
+"""Silence after which an instance counts as dead. Longer than the default heartbeat interval of 5 s, and much
+shorter than the 20 s after which the planner removes it.
+"""
 
 
 def decide(
     observed: ObservedState, removed: AbstractSet[str], finished_before_lead: AbstractSet[str] = frozenset()
 ) -> tuple[str, ...]:
-    """Ids of the instances to remove.
+    """Return the ids of the instances to remove.
 
-    `removed`: those that were; one that came back lives after all, and is left alone. `finished_before_lead`: UIDs of
-    Pods that were over before this replica led.
+    `removed`: instances removed before; one that came back is alive and is left alone.
+    `finished_before_lead`: UIDs of Pods that were finished before this replica became the leader.
     """
     if observed.planner_down_since is not None:
         return ()

@@ -1,4 +1,4 @@
-"""The controller's process: watches in every replica, and the loop of the one that leads."""
+"""The controller's main loop: watches in every replica, reconciles in the leader."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from rfork.settings import KubernetesSettings
 from rfork.tracing import NOOP_TRACER, Tracer
 
 DEBOUNCE_S: Final = 0.1
-"""How long news is gathered: what is scaled makes many objects at once."""
-MAX_CPU_SHARE: Final = 4.0
-"""Where news does not end, a pause is this many times the processor time that was used before it."""
+"""Time for which changes are collected: scaling changes many objects at the same time."""
+CPU_PAUSE_FACTOR: Final = 4.0
+"""Under constant changes, each pause is this many times the CPU time used before it."""
 
 
 async def run(
@@ -35,9 +35,10 @@ async def run(
     clock: Clock = time.time,
     tracer: Tracer = NOOP_TRACER,
 ) -> None:
-    """Watch, and act while this replica leads; until cancelled, at which it gives up the lead.
+    """Watch the cluster, and act while this replica is the leader, until cancelled. Then release leadership.
 
-    Metrics are put into `status.registry`. Raises ClusterUnavailable where a watch ends, which none does.
+    Registers its metrics in `status.registry`. Raises ClusterUnavailable if a watch ends, which should not
+    happen.
     """
     election = LeaderElection(cluster, settings.lease, settings.namespace, settings.identity, settings.lease_duration_s)
     loop = _ReconcileLoop(settings, cluster, planner_api, status, election, clock, tracer)
@@ -46,11 +47,11 @@ async def run(
         tasks.create_task(loop.follow("pods", cluster.pods(), caches.pods))
         tasks.create_task(loop.follow("workloads", cluster.workloads(), caches.workloads))
         tasks.create_task(loop.run_standby())
-        tasks.create_task(loop.debounce())
+        tasks.create_task(loop.report_readiness())
 
 
 class _ReconcileLoop:
-    """What wakes the controller, and how often."""
+    """Wakes the controller when something changed, with rate limits."""
 
     def __init__(
         self,
@@ -73,12 +74,12 @@ class _ReconcileLoop:
         self._last_error = ""
         self._log = logger(__name__)
         status.leader(False)
-        status.not_ready("it has not seen the cluster's Pods yet")
+        status.not_ready("the cluster's Pods are not listed yet")
 
     async def follow(
         self, name: str, watch: AsyncIterator[WatchEvent[ObservedT]], cache: ResourceCache[ObservedT]
     ) -> None:
-        """Take in what one watch says."""
+        """Update a cache from one watch."""
         async for event in watch:
             cache.apply(event, self._clock())
             if self.controller.caches.listed:
@@ -87,20 +88,20 @@ class _ReconcileLoop:
         raise ClusterUnavailable(f"the watch of {name} ended")
 
     async def run_standby(self) -> None:
-        """Stand for the lead, once there is something to decide by: who sees nothing must not hold it."""
+        """Take part in the leader election once the caches are complete."""
         await self._listed.wait()
         await self._election.run(self._lead)
 
-    async def debounce(self) -> None:
-        """It is ready once it leads, or knows who does: from then on nothing is missed."""
+    async def report_readiness(self) -> None:
+        """Report ready once this replica leads or knows the leader: from then on no change is missed."""
         await self._listed.wait()
-        self._status.not_ready("nobody leads yet")
+        self._status.not_ready("no leader elected yet")
         while self._election.holder is None:
             await asyncio.sleep(DEBOUNCE_S)
         self._status.ready()
 
     async def _lead(self) -> None:
-        """Look and reconcile, for ever."""
+        """Poll and reconcile forever."""
         self.controller.begin()
         self._set_leading(True)
         try:
@@ -121,26 +122,26 @@ class _ReconcileLoop:
             if poll_first:
                 await self.controller.refresh()
             await self.controller.reconcile(lambda: self._election.is_leader)
-        except Exception as error:  # a defect: the next time may go well, and the watches go on
+        except Exception as error:  # a bug: the next attempt may succeed, and the watches must keep running
             error_text = f"{type(error).__name__}: {error}"
             if error_text != self._last_error:
-                self._log.exception("reconciling failed")
+                self._log.exception("reconcile failed")
             self._last_error = error_text
         else:
             self._last_error = ""
 
     async def _wait(self, until: float, used_s: float) -> None:
-        """Until the next look or until there is news, gathered for a while. `used_s`: processor time."""
+        """Wait for the next poll, or for a batch of changes. `used_s`: CPU time of the last reconcile."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, until - time.monotonic())):
                 await self._changed.wait()
-        # Also where a look takes longer than the time between two.
-        await asyncio.sleep(min(max(DEBOUNCE_S, MAX_CPU_SHARE * used_s), self._poll_interval_s))
+        # Pause even if a poll takes longer than the poll interval.
+        await asyncio.sleep(min(max(DEBOUNCE_S, CPU_PAUSE_FACTOR * used_s), self._poll_interval_s))
 
     def _set_leading(self, leads: bool) -> None:
         self._status.leader(leads)
         self._metrics.leader.set(leads)
-        if not leads:  # what only a leader knows
+        if not leads:  # reset the values that only a leader knows
             self._metrics.planner_down.set(0)
             self._metrics.pending_replicas.set(0)
             self._metrics.mixed_versions.set(0)

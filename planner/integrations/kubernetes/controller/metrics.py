@@ -1,4 +1,4 @@
-"""What the controller tells Prometheus, in the registry of its hook."""
+"""Prometheus metrics of the controller."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ class ControllerMetrics:
     """The controller's metrics."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.leader = Gauge("rfork_controller_leader", "Whether this replica acts", registry=registry)
+        self.leader = Gauge("rfork_controller_leader", "1 if this replica is the leader", registry=registry)
         self.planner_down = Gauge(
-            "rfork_controller_planner_away", "Whether the planner does not answer", registry=registry
+            "rfork_controller_planner_unavailable", "1 if the planner does not respond", registry=registry
         )
-        self.pods = Gauge("rfork_controller_pods", "Pods that are watched", registry=registry)
+        self.pods = Gauge("rfork_controller_pods", "Watched Pods", registry=registry)
         self.pending_replicas = Gauge(
-            "rfork_controller_coming_replicas", "Replicas that are waited for", registry=registry
+            "rfork_controller_pending_replicas", "Replicas that are expected to fork", registry=registry
         )
         self.mixed_versions = Gauge(
             "rfork_controller_mixed_versions",
-            "Workloads whose Pods have had several versions of a model for longer than RFORK_K8S_VERSIONS_S",
+            "Workloads whose Pods have had several versions of a model for more than an hour",
             registry=registry,
         )
         self.actions = Counter(
-            "rfork_controller_actions", "What was done: scale-ups announced, Events told, …", ("action",),
+            "rfork_controller_actions", "Completed actions: scale-ups announced, Events written, …", ("action",),
             registry=registry,
         )  # fmt: skip
         self.failures = Counter(
-            "rfork_controller_failed_actions", "What could not be done, and is tried again", ("action",),
+            "rfork_controller_failed_actions", "Failed actions, which are retried", ("action",),
             registry=registry,
         )  # fmt: skip
         self.decide_seconds = Histogram(
-            "rfork_controller_decide_seconds", "Time to decide what is to be done", buckets=RECONCILE_S,
+            "rfork_controller_decide_seconds", "Time to decide the actions", buckets=RECONCILE_S,
             registry=registry,
         )  # fmt: skip
         self.reconcile_seconds = Histogram(
-            "rfork_controller_reconcile_seconds", "Time to decide it and to do it", buckets=RECONCILE_S,
+            "rfork_controller_reconcile_seconds", "Time to decide and run the actions", buckets=RECONCILE_S,
             registry=registry,
         )  # fmt: skip
         for action in ACTIONS:

@@ -1,4 +1,4 @@
-"""What one reconcile decides over: the cluster as it was seen beside what the planner said; frozen values."""
+"""Input of one reconcile: the observed cluster joined with the planner's lists. Immutable."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rfork.image.ranges import count
 from rfork.schema import ForkInfo, InstanceInfo, InstanceReport, Rank, ScaleUpInfo
 
 UID_LENGTH: Final = 36
-"""Of nearly all objects; those of others are looked for."""
+"""Length of nearly all UIDs; others are searched for."""
 
 
 @dataclass(frozen=True)
@@ -21,48 +21,48 @@ class PlannerSnapshot:
     """The planner's lists, fetched together."""
 
     at: float = 0.0
-    """When; seconds since the epoch."""
+    """Time of the fetch, in seconds since the epoch."""
     instances: tuple[InstanceInfo, ...] = ()
     forks: tuple[ForkInfo, ...] = ()
     scaleups: Mapping[str, ScaleUpInfo] = field(default_factory=dict)
-    """By their id."""
+    """By scale-up id."""
 
 
 @dataclass(frozen=True)
 class ObservedState:
-    """Pods and workloads by UID, and what the planner knows of each Pod."""
+    """Pods and workloads by UID, and the planner's view of each Pod."""
 
     now: float
     """Seconds since the epoch."""
     pods: Mapping[str, ObservedPod] = field(default_factory=dict)
     workloads: Mapping[str, ObservedWorkload] = field(default_factory=dict)
     deleted: Mapping[str, ObservedPod] = field(default_factory=dict)
-    """Pods that this controller saw, and that are not there any more."""
+    """Pods that this controller has observed and that no longer exist."""
     snapshot: PlannerSnapshot = PlannerSnapshot()
-    """The last one that succeeded."""
+    """The last successful snapshot."""
     planner_down_since: float | None = None
-    """Since when the planner does not answer, if it does not."""
+    """Since when the planner does not respond. None: it responds."""
     instances: Mapping[str, tuple[InstanceInfo, ...]] = field(default_factory=dict)
-    """By the UID of their Pod, one that is gone too."""
+    """By the UID of their Pod, deleted Pods included."""
     forks: Mapping[str, tuple[ForkInfo, ...]] = field(default_factory=dict)
     """By the UID of their Pod."""
-    unknown_pods: tuple[InstanceInfo, ...] = ()
-    """Instances of no Pod that this controller has seen."""
+    unmatched_instances: tuple[InstanceInfo, ...] = ()
+    """Instances whose Pod this controller has never observed."""
     known_before: AbstractSet[str] = frozenset()
-    """UIDs of Pods that the planner knew once: one that was started anew does not know them at first."""
+    """UIDs of Pods that the planner has known. A restarted planner does not know them at first."""
 
     ready: Mapping[str, float] = field(default_factory=dict)
-    """When this controller first saw each Pod's containers ready, by UID and by its own clock."""
+    """When this controller first observed each Pod's containers ready, by UID and by its own clock."""
 
     def has_reported(self, pod: ObservedPod) -> bool:
-        """Whether any rank of the Pod has asked for its fork, or registered."""
+        """Return True if any rank of the Pod has requested a fork or registered."""
         return pod.uid in self.instances or pod.uid in self.forks or pod.uid in self.known_before
 
     def ready_s(self, pod: ObservedPod) -> float | None:
-        """How long the Pod's containers have been ready, if they are; never negative.
+        """Return how long the Pod's containers have been ready, or None; never negative.
 
-        The longer of what the kubelet says and what this controller saw: a node's clock may be ahead, and a
-        controller that was started anew has seen little. No clock makes it longer than the Pod is there.
+        The maximum of the kubelet's value and this controller's own observation: a node's clock may be ahead,
+        and a restarted controller has observed little. Never longer than the Pod's age.
         """
         if pod.containers_ready_at is None:
             return None
@@ -70,7 +70,7 @@ class ObservedState:
         return max(0.0, kubelet_ready_s, self.now - self.ready.get(pod.uid, self.now))
 
     def planner_down_for(self, seconds: float) -> bool:
-        """Whether the planner has not answered for so long."""
+        """Return True if the planner has not responded for this long."""
         return self.planner_down_since is not None and self.now - self.planner_down_since >= seconds
 
 
@@ -85,15 +85,15 @@ def observe(
     known_before: AbstractSet[str] = frozenset(),
     ready: Mapping[str, float] | None = None,
 ) -> ObservedState:
-    """Put each instance and each fork beside the Pod that it runs in."""
+    """Join instances and forks with the Pods in which they run."""
     snapshot, deleted = snapshot or PlannerSnapshot(), deleted or {}
     instances: dict[str, list[InstanceInfo]] = {}
     forks: dict[str, list[ForkInfo]] = {}
-    unknown_pods: list[InstanceInfo] = []
+    unmatched_instances: list[InstanceInfo] = []
     for view in snapshot.instances:
         uid = pod_uid(view.report.instance_id, pods, deleted)
         if uid is None:
-            unknown_pods.append(view)
+            unmatched_instances.append(view)
         else:
             instances.setdefault(uid, []).append(view)
     for fork in snapshot.forks:
@@ -109,14 +109,14 @@ def observe(
         planner_down_since=planner_down_since,
         instances={uid: tuple(views) for uid, views in instances.items()},
         forks={uid: tuple(views) for uid, views in forks.items()},
-        unknown_pods=tuple(unknown_pods),
+        unmatched_instances=tuple(unmatched_instances),
         known_before=known_before,
         ready=ready or {},
     )
 
 
 def pod_uid(instance_id: str, *known: Mapping[str, ObservedPod]) -> str | None:
-    """The UID, among those known, that the id begins with: the webhook made it RFORK_REPLICA."""
+    """Return the known UID that is the prefix of an instance id (the webhook sets RFORK_REPLICA to the UID)."""
     end = UID_LENGTH if instance_id[UID_LENGTH : UID_LENGTH + 1] == "-" else instance_id.find("-")
     while end > 0:
         uid = instance_id[:end]
@@ -127,49 +127,49 @@ def pod_uid(instance_id: str, *known: Mapping[str, ObservedPod]) -> str | None:
 
 
 def is_injected(pod: ObservedPod) -> bool:
-    """Whether the Pod's engine is to ask the planner: the webhook changed it."""
+    """Return True if the webhook has injected rfork into the Pod."""
     return names.INJECTED in pod.annotations
 
 
 def is_terminated(pod: ObservedPod) -> bool:
-    """Whether its containers have run for the last time."""
+    """Return True if the Pod has finished and its containers will not run again."""
     return pod.phase in ("Succeeded", "Failed")
 
 
 def is_ready(pod: ObservedPod) -> bool:
-    """Whether the engine says that it serves. Without a probe, ready containers say nothing of it."""
+    """Return True if a probe confirmed that the engine serves. Without a probe this is unknown."""
     return pod.has_readiness_probe and pod.containers_ready_at is not None
 
 
 def unschedulable(pod: ObservedPod) -> bool:
-    """Whether no node takes it: nobody knows whether it ever comes."""
+    """Return True if the scheduler found no node for the Pod: it may never start."""
     return pod.conditions.get("PodScheduled") is False
 
 
 def model_of(labels: Mapping[str, str], annotations: Mapping[str, str]) -> str:
-    """The model's name, by a Pod's (or its template's) annotation, else by the label."""
+    """Return the model's name from the annotation of a Pod or template, else from the label."""
     return annotations.get(names.MODEL_NAME) or labels.get(names.MODEL, "")
 
 
 def version_of(labels: Mapping[str, str], annotations: Mapping[str, str]) -> str | None:
-    """Return the version of the weights that a Pod, or its template, states."""
+    """Return the weights version that a Pod or template states."""
     return annotations.get(names.VERSION, labels.get(names.VERSION))
 
 
 def complete(report: InstanceReport) -> bool:
-    """Whether it holds every chunk of weights that it can name."""
+    """Return True if the instance has every chunk of weights with a known id."""
     return report.weights_id is not None and count(report.verified) == report.chunk_count
 
 
 def is_seed(view: InstanceInfo) -> bool:
-    """Whether it holds its rank whole, and others are sent to it."""
+    """Return True if the instance has its rank's complete weights and serves readers."""
     return view.report.state == "serving" and view.quarantined is None and complete(view.report)
 
 
 def all_ranks(pod: ObservedPod, ranks: Iterable[Rank]) -> bool:
-    """Whether there is one of each rank that the Pod runs, as far as can be told.
+    """Return True if every rank of the Pod is included, as far as can be determined.
 
-    Of Pods that make a replica together nobody says which runs which rank: those are taken as they are.
+    If several Pods make one replica, the mapping of ranks to Pods is unknown, and any set counts as complete.
     """
     if names.LWS_GROUP in pod.labels or pod.annotations.get(names.REPLICA_PODS, "1") != "1":
         return True
@@ -180,7 +180,7 @@ def all_ranks(pod: ObservedPod, ranks: Iterable[Rank]) -> bool:
 
 
 def format_duration(seconds: float) -> str:
-    """Return a duration as people are told it: ``1 h``, ``90 min``, ``5 s``."""
+    """Format a duration: ``1 h``, ``90 min``, ``5 s``."""
     for unit, scale in (("h", 3600), ("min", 60)):
         if seconds >= scale and seconds % scale == 0:
             return f"{seconds / scale:.0f} {unit}"
@@ -188,7 +188,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_size(nbytes: float) -> str:
-    """Bytes as people are told: ``15.2 GB``."""
+    """Format a size: ``15.2 GB``."""
     for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
         if nbytes >= scale:
             return f"{nbytes / scale:.1f} {unit}"

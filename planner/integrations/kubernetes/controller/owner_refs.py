@@ -1,4 +1,4 @@
-"""Which workload a Pod is one of, and who else made it."""
+"""Finds the workload of a Pod."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from planner.integrations.kubernetes import names
 from planner.integrations.kubernetes.cluster import ObservedPod, ObservedWorkload, WorkloadKind
 
 LWS_NAME: Final = "leaderworkerset.sigs.k8s.io/name"
-"""Label of LeaderWorkerSet's Pods: its name. Workers are owned by a StatefulSet of their group's leader."""
+"""Label of a LeaderWorkerSet's Pods: its name. Workers are owned by a StatefulSet that belongs to their
+leader.
+"""
 TEMPLATE_HASH: Final = "pod-template-hash"
-"""Label of a ReplicaSet's Pods; a Deployment's ReplicaSet has the Deployment's name and this."""
+"""Label of a ReplicaSet's Pods. A Deployment's ReplicaSet is named after the Deployment, with this hash as
+suffix.
+"""
 
 
 class OwnerIndex:
-    """Workloads, to be found by their Pods. ReplicaSets are not watched: their names say whose they are."""
+    """Finds the workload of a Pod. ReplicaSets are not watched, because their names identify the Deployment."""
 
     def __init__(self, workloads: Iterable[ObservedWorkload]) -> None:
         self._by_uid = {workload.uid: workload for workload in workloads}
@@ -24,7 +28,7 @@ class OwnerIndex:
         }
 
     def of(self, pod: ObservedPod) -> ObservedWorkload | None:
-        """The workload that made the Pod; None for others' (Jobs, ReplicaSets alone) and for bare Pods."""
+        """Return the workload of the Pod. None for Jobs, standalone ReplicaSets and bare Pods."""
         group = pod.labels.get(LWS_NAME)
         if group is not None:
             found = self._by_name.get(("LeaderWorkerSet", pod.namespace, group))
@@ -41,7 +45,7 @@ class OwnerIndex:
 
 
 def pods_of_replica(workload: ObservedWorkload) -> int:
-    """How many Pods make one replica of the model. A LeaderWorkerSet counts groups by itself."""
+    """Return the number of Pods per replica of the model. Not meaningful for LeaderWorkerSets."""
     pod_count_text = workload.template_annotations.get(names.REPLICA_PODS, "1")
     return (
         int(pod_count_text)

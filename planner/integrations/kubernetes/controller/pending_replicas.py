@@ -1,7 +1,7 @@
-"""Which replicas are about to ask for their forks: those without Pods yet, and Pods that have not asked.
+"""Counts replicas that will request a fork soon: those without Pods, and Pods that have not requested one.
 
-During a rollout the Pods of one workload may state different versions of the weights: each version that is
-stated is a scale-up of its own, since instances share weights only with those of their version.
+During a rollout, the Pods of one workload may state different weights versions. Each version is a separate
+scale-up, because instances share weights only within a version.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from planner.integrations.kubernetes.controller.observed_state import (
 from planner.integrations.kubernetes.controller.owner_refs import OwnerIndex, pods_of_replica
 from rfork.schema import ScaleUp
 
-MIN_AGE_S: Final = 1.0
+MIN_TTL_S: Final = 1.0
 MAX_ANNOUNCER_CHARS: Final = 256
-_OF_VERSION: Final = re.compile(r"\.[0-9a-f]{8}$")
+_VERSION_SUFFIX: Final = re.compile(r"\.[0-9a-f]{8}$")
 
 
 @dataclass(frozen=True)
@@ -39,40 +39,41 @@ class MissingReplicas:
 
     missing: int
     since: float
-    """When there came to be so many."""
+    """Time since when this many are missing."""
 
 
 @dataclass(frozen=True)
 class PendingScaleUp:
-    """New replicas that are waited for."""
+    """New replicas that are expected."""
 
     workload_ref: ObjectRef
-    """Who is told."""
+    """Object of the Event."""
     scaleup: ScaleUp
 
 
 @dataclass(frozen=True)
 class PendingState:
-    """Who is waited for."""
+    """All expected replicas."""
 
     pending_replicas: dict[str, PendingScaleUp]
-    """By the scale-up's id."""
+    """By scale-up id."""
     missing_replicas: dict[str, MissingReplicas]
-    """To be handed in next time; by the workload's UID."""
+    """Input of the next call, by the workload's UID."""
     sizes: dict[str, int]
-    """Wanted replicas of each workload, or its current Pods where that is not known, by the workload's UID.
-    Workloads that expect no replica are included."""
+    """Desired replicas of each workload, or its current Pods if that is unknown, by the workload's UID.
+    Includes workloads that expect no replica.
+    """
 
 
 @dataclass(frozen=True)
 class _PodGroup:
-    """Pods that come together: one Pod, or a LeaderWorkerSet's group."""
+    """Pods that start together: one Pod, or a LeaderWorkerSet's group."""
 
     is_pending: bool
-    """It has a node, or may get one, and has not asked for its forks yet."""
+    """True if it has or may get a node, and has not requested its forks yet."""
     since: float
     version: str | None
-    """Version of the weights that its Pods state."""
+    """Weights version that its Pods state."""
 
 
 def scaleup_id(uid: str, version: str | None) -> str:
@@ -81,25 +82,25 @@ def scaleup_id(uid: str, version: str | None) -> str:
 
 
 def workload_uid(scaleup_id: str) -> str:
-    """Return the UID of the workload that a scale-up is of; the inverse of `scaleup_id`."""
-    return _OF_VERSION.sub("", scaleup_id)
+    """Return the UID of the scale-up's workload; the inverse of `scaleup_id`."""
+    return _VERSION_SUFFIX.sub("", scaleup_id)
 
 
 def pending_replicas(
-    observed: ObservedState, missing_replicas: Mapping[str, MissingReplicas], scaleup_s: float
+    observed: ObservedState, missing_replicas: Mapping[str, MissingReplicas], scaleup_ttl_s: float
 ) -> PendingState:
-    """What is waited for now.
+    """Return the expected replicas.
 
-    Counted are the replicas that a workload wants more than it has Pods for, and the Pods that have not asked
-    for their forks: of each those that came to be so within the last `scaleup_ttl_s`. Pods that no node takes are
-    not: who does come would wait for them. Bound, they count, from then on.
+    Counts the replicas that a workload wants in addition to its Pods, and the Pods that have not requested
+    their forks; both only if they became so within the last `scaleup_ttl_s`. Unschedulable Pods do not count,
+    because other replicas would wait for them; they count once they are scheduled.
     """
     owners = OwnerIndex(observed.workloads.values())
     pods: dict[str, list[ObservedPod]] = {}
     others: dict[str, list[ObservedPod]] = {}
     for pod in observed.pods.values():
         if pod.deleting or is_terminated(pod):
-            continue  # whoever made it makes another one in its place, if one is wanted
+            continue  # its owner creates a replacement if one is wanted
         workload = owners.of(pod)
         if workload is not None:
             pods.setdefault(workload.uid, []).append(pod)
@@ -111,7 +112,7 @@ def pending_replicas(
     sizes = {uid: workload.replicas for uid, workload in observed.workloads.items()}
     for uid, workload in observed.workloads.items():
         scaleups, missing_entry = _pending_of_workload(
-            observed, workload, pods.get(uid, []), missing_replicas.get(uid), scaleup_s
+            observed, workload, pods.get(uid, []), missing_replicas.get(uid), scaleup_ttl_s
         )
         found.update((scaleup.scaleup.scaleup_id, scaleup) for scaleup in scaleups)
         if missing_entry is not None:
@@ -119,7 +120,7 @@ def pending_replicas(
     for uid, members in others.items():
         found.update(
             (scaleup.scaleup.scaleup_id, scaleup)
-            for scaleup in _pending_of_standalone_pods(observed, members, scaleup_s)
+            for scaleup in _pending_of_standalone_pods(observed, members, scaleup_ttl_s)
         )
         sizes[uid] = len(members)
     return PendingState(found, remaining_s, sizes)
@@ -130,7 +131,7 @@ def _pending_of_workload(
     workload: ObservedWorkload,
     pods: list[ObservedPod],
     before: MissingReplicas | None,
-    scaleup_s: float,
+    scaleup_ttl_s: float,
 ) -> tuple[list[PendingScaleUp], MissingReplicas | None]:
     if workload.deleting or workload.template_annotations.get(names.INJECT) == "false":
         return [], None
@@ -145,18 +146,18 @@ def _pending_of_workload(
     starts = [(pod_group.version, pod_group.since) for pod_group in pod_groups if pod_group.is_pending]
     starts += [(version_of(*template), missing_entry.since)] * missing if missing_entry is not None else []
     return _scaleups_by_version(
-        observed, workload.ref, model_of(*template), starts, pods_per_replica, scaleup_s
+        observed, workload.ref, model_of(*template), starts, pods_per_replica, scaleup_ttl_s
     ), missing_entry
 
 
 def _pending_of_standalone_pods(
-    observed: ObservedState, pods: list[ObservedPod], scaleup_s: float
+    observed: ObservedState, pods: list[ObservedPod], scaleup_ttl_s: float
 ) -> list[PendingScaleUp]:
-    """Pods of a Job, of a ReplicaSet alone, or one that nobody made: there is no telling how many follow."""
+    """Scale-ups of Jobs, standalone ReplicaSets and bare Pods, whose desired number is unknown."""
     starts = [(_stated_version(pod), _since(pod)) for pod in pods if _is_pending(observed, pod)]
     first = pods[0]
     model = model_of(first.labels, first.annotations)
-    return _scaleups_by_version(observed, first.owner or first.ref, model, starts, 1, scaleup_s)
+    return _scaleups_by_version(observed, first.owner or first.ref, model, starts, 1, scaleup_ttl_s)
 
 
 def _scaleups_by_version(
@@ -165,14 +166,14 @@ def _scaleups_by_version(
     model: str,
     starts: Iterable[tuple[str | None, float]],
     pods_per_replica: int,
-    scaleup_s: float,
+    scaleup_ttl_s: float,
 ) -> list[PendingScaleUp]:
-    """Return a scale-up for each version; `starts`: version and begin of each Pod, or of each group."""
+    """Return one scale-up per version. `starts`: version and start time of each Pod or group."""
     times: dict[str | None, list[float]] = {}
     for version, since in starts:
         times.setdefault(version, []).append(since)
     scaleups = (
-        _pending_scaleup(observed, workload_ref, model, version, of_version, pods_per_replica, scaleup_s)
+        _pending_scaleup(observed, workload_ref, model, version, of_version, pods_per_replica, scaleup_ttl_s)
         for version, of_version in times.items()
     )
     return [scaleup for scaleup in scaleups if scaleup is not None]
@@ -185,9 +186,9 @@ def _pending_scaleup(
     version: str | None,
     starts: list[float],
     pods_per_replica: int,
-    scaleup_s: float,
+    scaleup_ttl_s: float,
 ) -> PendingScaleUp | None:
-    remaining_s = [since + scaleup_s - observed.now for since in starts if observed.now - since < scaleup_s]
+    remaining_s = [since + scaleup_ttl_s - observed.now for since in starts if observed.now - since < scaleup_ttl_s]
     if not remaining_s:
         return None
     by = f"{workload_ref.kind.lower()}/{workload_ref.namespace}/{workload_ref.name}"
@@ -197,11 +198,11 @@ def _pending_scaleup(
             model=model,
             version=version,
             replicas=-(-len(remaining_s) // pods_per_replica),
-            expires_in_s=min(max(*remaining_s, MIN_AGE_S), scaleup_s),
+            expires_in_s=min(max(*remaining_s, MIN_TTL_S), scaleup_ttl_s),
             announced_by=by[:MAX_ANNOUNCER_CHARS],
         )
     except ValidationError:
-        return None  # a name that no model or version has: the webhook leaves its Pods alone, and says so
+        return None  # invalid model or version: the webhook rejects these Pods and reports it
     return PendingScaleUp(workload_ref, scaleup)
 
 
@@ -212,7 +213,8 @@ def _pod_groups(observed: ObservedState, workload: ObservedWorkload, pods: list[
     for pod in pods:
         groups.setdefault(pod.labels.get(names.LWS_GROUP, pod.uid), []).append(pod)
     return [
-        # As the planner counts: one rank of it that came is the replica, its others are waited for by that.
+        # As in the planner: the replica has arrived with its first rank; the planner waits for the other
+        # ranks.
         _PodGroup(
             not any(observed.has_reported(pod) or unschedulable(pod) for pod in group)
             and any(_is_pending(observed, pod) for pod in group),
@@ -224,7 +226,7 @@ def _pod_groups(observed: ObservedState, workload: ObservedWorkload, pods: list[
 
 
 def _is_pending(observed: ObservedState, pod: ObservedPod) -> bool:
-    """Whether the Pod is about to ask for its fork: it has not, and can, and has not served without."""
+    """Return True if the Pod can request a fork, has not done so, and does not serve yet."""
     return is_injected(pod) and not (observed.has_reported(pod) or is_ready(pod) or unschedulable(pod))
 
 
@@ -233,5 +235,5 @@ def _stated_version(pod: ObservedPod) -> str | None:
 
 
 def _since(pod: ObservedPod) -> float:
-    """Since when it is on its way: one that waited for a node, from when it got one."""
+    """Return the time from which the Pod is starting: its creation, or its scheduling if that was later."""
     return max(pod.created_at, pod.scheduled_at or 0.0)

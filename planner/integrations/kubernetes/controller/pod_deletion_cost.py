@@ -1,10 +1,10 @@
-"""Which Pods go first when a Deployment is scaled down: those that nobody would miss.
+"""Protects seeds on scale-down: sets deletion costs, so that dispensable Pods are deleted first.
 
-Kubernetes asks a ReplicaSet's Pods for their cost only among those that are alike in what it looks at before
-(bound, running, ready). A Pod without the annotation costs 0: so what is not whole yet needs no write at all.
+Kubernetes compares the costs of a ReplicaSet's Pods only if they are equal otherwise (scheduled, running,
+ready). A Pod without the annotation costs 0, so incomplete instances need no write.
 
-An annotation that holds one of the three costs below is this controller's; any other is a user's own, and is
-left alone. The numbers are such as nobody comes by.
+An annotation with one of the three costs below belongs to this controller. Any other value was set by a user
+and is left alone; the numbers are unusual enough not to collide.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from planner.integrations.kubernetes.controller.observed_state import (
 from rfork.schema import InstanceInfo
 
 IDLE_COST: Final = "87001"
-"""A seed that nobody reads from."""
+"""A seed without readers."""
 BEING_READ_COST: Final = "87002"
-"""A seed that somebody reads from."""
+"""A seed with readers."""
 LAST_SEED_COST: Final = "87003"
-"""A seed that holds weights of a rank that no other does."""
+"""The only seed of some rank's weights."""
 OWN_COSTS: Final = frozenset({IDLE_COST, BEING_READ_COST, LAST_SEED_COST})
 UPDATE_INTERVAL_S: Final = 10.0
-"""Least time between two changes of one Pod's cost."""
+"""Minimum time between two changes of one Pod's cost."""
 
 WeightsKey = tuple[str, str | None, str, str, str | None]
-"""Model, version, rank, layout and weights: what seeds hold alike."""
+"""Model, version, rank, layout and weights: equal for interchangeable seeds."""
 
 
 @dataclass(frozen=True)
 class DeletionCost:
-    """What a Pod is to cost from now on; None: as little as any other."""
+    """New deletion cost of a Pod. None removes the annotation."""
 
     pod: ObservedPod
     value: str | None
 
 
-def decide(observed: ObservedState, changed: Mapping[str, float]) -> tuple[DeletionCost, ...]:
-    """The annotations to change. `changed`: when each Pod's was changed last, by UID."""
+def decide(observed: ObservedState, changed_at: Mapping[str, float]) -> tuple[DeletionCost, ...]:
+    """Return the annotations to change. `changed_at`: when each Pod's cost was last changed, by UID."""
     if observed.planner_down_since is not None:
-        return ()  # what nobody tells about any more has not changed
+        return ()  # without the planner nothing is known to have changed
     seed_counts: dict[WeightsKey, int] = {}
     for view in observed.snapshot.instances:
         if is_seed(view):
@@ -63,9 +63,9 @@ def decide(observed: ObservedState, changed: Mapping[str, float]) -> tuple[Delet
         if now is not None and now not in OWN_COSTS:
             continue
         if pod.uid not in observed.instances:
-            continue  # a planner that was started anew hears of it soon: what it is worth has not changed
+            continue  # a restarted planner does not know it yet; its value has not changed
         target_cost = _cost(observed, pod, seed_counts, being_read)
-        if target_cost != now and observed.now - changed.get(pod.uid, float("-inf")) >= UPDATE_INTERVAL_S:
+        if target_cost != now and observed.now - changed_at.get(pod.uid, float("-inf")) >= UPDATE_INTERVAL_S:
             found.append(DeletionCost(pod, target_cost))
     return tuple(found)
 

@@ -1,10 +1,10 @@
-"""When a Pod's readiness gate opens: once its weights are whole, and never later than it must.
+"""Decides when a Pod's readiness gate opens: once its weights are complete, or after a maximum time.
 
-A gate that is open stays open: weights do not go away, and what the engine itself says of its health is the
-kubelet's to ask. Whatever the planner does, a Pod whose containers are ready is not held back for ever.
+An open gate stays open: weights do not disappear, and the engine's health is the kubelet's responsibility.
+Whatever happens to the planner, a Pod with ready containers is not blocked forever.
 
-Without a probe a container is ready as soon as its process runs: of such a Pod that is no sign of anything.
-If the planner does not know it, or is away, its gate opens only after the time that loading may take at most.
+Without a probe, a container is ready as soon as its process runs, which proves nothing. If the planner does
+not know such a Pod, or is unreachable, the gate opens only after the maximum load time.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ from rfork.schema import ForkInfo, InstanceInfo
 
 WAITING_REASON: Final = "Waiting"
 MESSAGE_INTERVAL_S: Final = 5.0
-"""Least time between two messages about one Pod."""
+"""Minimum time between two messages about one Pod."""
 MESSAGES_PER_S: Final = 20.0
-"""Most messages about all Pods that wait: the more there are, the rarer are each one's."""
-SEEN_S: Final = 10.0
-"""Time that a written condition may take to come back by the watch before it is written again."""
+"""Maximum messages per second about all waiting Pods; with many Pods, each one's are rarer."""
+CONDITION_SYNC_TIMEOUT_S: Final = 10.0
+"""Time within which a written condition should appear in the watch, before it is written again."""
 
 
 @dataclass(frozen=True)
 class GateDecision:
-    """The condition that a Pod is to have."""
+    """The condition that a Pod should have."""
 
     status: bool
     reason: str
-    """A word in CamelCase, one of few."""
+    """A CamelCase word from a small fixed set."""
     message: str
 
 
-_WAITING: Final = GateDecision(False, WAITING_REASON, "no rank has asked for its weights yet")
+_WAITING: Final = GateDecision(False, WAITING_REASON, "no rank has requested its weights yet")
 _NO_PROBE: Final = GateDecision(
     False,
     WAITING_REASON,
-    f"{_WAITING.message}, and there is no readinessProbe that tells whether the engine serves",
+    f"{_WAITING.message}, and no readinessProbe shows whether the engine serves",
 )
-_UNKNOWN: Final = GateDecision(True, "UnknownToPlanner", "the planner does not know the Pod: it loaded by itself")
+_UNKNOWN: Final = GateDecision(True, "UnknownToPlanner", "the planner does not know the Pod; it loaded without rfork")
 
 
 @dataclass(frozen=True)
 class WrittenCondition:
-    """The last condition that was written."""
+    """The last written condition."""
 
     decision: GateDecision
     at: float
@@ -73,10 +73,10 @@ class ConditionUpdate:
 def decide(
     observed: ObservedState, written: Mapping[str, WrittenCondition], grace_s: float, max_wait_s: float
 ) -> tuple[ConditionUpdate, ...]:
-    """The conditions to write. `written`: what was written last, by the Pod's UID.
+    """Return the conditions to write. `written`: the last written ones, by the Pod's UID.
 
-    `readiness_grace_s`: how long the containers of a Pod must have been ready that the planner does not tell of;
-    `max_wait_s`: the same for one that it takes to be loading still, and for one without a probe.
+    `grace_s`: how long the containers of a Pod unknown to the planner must have been ready. `max_wait_s`: the
+    same for a Pod that is still loading according to the planner, and for one without a probe.
     """
     waiting = [pod for pod in observed.pods.values() if is_gate_closed(pod)]
     pause_s = max(MESSAGE_INTERVAL_S, len(waiting) / MESSAGES_PER_S)
@@ -88,8 +88,8 @@ def decide(
             if decision == _UNKNOWN and not before.decision.status:
                 has_requested = before.decision.reason != WAITING_REASON
                 if has_requested or observed.now - before.at < grace_s:
-                    decision = _WAITING  # a planner that was started anew hears of it soon
-            if before.decision.status and observed.now - before.at < SEEN_S:
+                    decision = _WAITING  # a restarted planner will know it soon
+            if before.decision.status and observed.now - before.at < CONDITION_SYNC_TIMEOUT_S:
                 continue
             same = decision == before.decision
             if not decision.status and (same or observed.now - before.at < pause_s):
@@ -99,7 +99,7 @@ def decide(
 
 
 def decide_gate(observed: ObservedState, pod: ObservedPod, grace_s: float, max_wait_s: float) -> GateDecision:
-    """Whether the Pod may serve, and why (not)."""
+    """Decide whether the Pod may serve, and the reason."""
     ready_s = observed.ready_s(pod)
     is_overdue = ready_s is not None and ready_s >= max_wait_s
     is_serving = is_ready(pod) or is_overdue
@@ -115,22 +115,22 @@ def decide_gate(observed: ObservedState, pod: ObservedPod, grace_s: float, max_w
         if in_grace_period:
             return GateDecision(True, "UnknownToPlanner", "the planner does not know all of the Pod's ranks")
     if not views and forks and not live and is_serving:
-        # It loaded by itself and gives nothing.
+        # It loaded from storage and serves no readers.
         return _served_message(forks, len(forks), sum(fork.image_bytes for fork in forks))
     if in_grace_period and observed.planner_down_for(grace_s):
-        return GateDecision(True, "UnknownToPlanner", "the planner does not answer, and the containers are ready")
+        return GateDecision(True, "UnknownToPlanner", "the planner does not respond, and the containers are ready")
     if in_grace_period and not views and not live:
         return _UNKNOWN
     if is_overdue:
-        warning = f"the containers have been ready for {ready_s:.0f} s, though ranks are said to be loading"
-        return GateDecision(True, "TookTooLong", warning)
+        warning = f"the containers have been ready for {ready_s:.0f} s, although the planner reports ranks as loading"
+        return GateDecision(True, "LoadTimeout", warning)
     decision = _pending_message(views, forks, live)
     no_probe = not pod.has_readiness_probe and ready_s is not None and ready_s >= grace_s
     return _NO_PROBE if no_probe and decision == _WAITING else decision
 
 
 def latest_forks(forks: Sequence[ForkInfo]) -> tuple[ForkInfo, ...]:
-    """The last fork of each instance."""
+    """Return the last fork of each instance."""
     last: dict[str, ForkInfo] = {}
     for fork in forks:
         before = last.get(fork.instance_id)
@@ -140,13 +140,13 @@ def latest_forks(forks: Sequence[ForkInfo]) -> tuple[ForkInfo, ...]:
 
 
 def is_gate_closed(pod: ObservedPod) -> bool:
-    """Whether its gate is to be opened yet."""
+    """Return True if the Pod has a gate that is not open yet."""
     gated = names.WEIGHTS_READY in pod.gates and not pod.conditions.get(names.WEIGHTS_READY)
     return gated and not pod.deleting and not is_terminated(pod)
 
 
 def _has_weights(view: InstanceInfo, live: Mapping[str, ForkInfo]) -> bool:
-    """Whether it serves: with what it forked, or with what it loaded when its fork had ended otherwise."""
+    """Return True if it serves: with forked weights, or with weights from a fallback after its fork ended."""
     report = view.report
     if report.state == "loading":
         return False
@@ -157,7 +157,7 @@ def _served_message(forks: Sequence[ForkInfo], ranks: int, nbytes: int) -> GateD
     ends = {fork.finish.outcome for fork in forks if fork.finish is not None}
     if "fallback" in ends:
         return GateDecision(True, "FellBack", "the weights were loaded by a fallback")
-    weights_text = f"{_ranks(ranks)} whole: {format_size(nbytes)}"
+    weights_text = f"{_ranks(ranks)} complete: {format_size(nbytes)}"
     return GateDecision(True, "Forked" if "forked" in ends else "Serving", weights_text)
 
 
@@ -165,7 +165,7 @@ def _pending_message(
     views: Sequence[InstanceInfo], forks: Sequence[ForkInfo], live: Mapping[str, ForkInfo]
 ) -> GateDecision:
     if live:
-        received_bytes = sum(_share(fork) * fork.image_bytes for fork in forks)
+        received_bytes = sum(_received_fraction(fork) * fork.image_bytes for fork in forks)
         total_bytes = sum(fork.image_bytes for fork in forks)
         if received_bytes == 0 and all(fork.state == "planning" for fork in live.values()):
             reason = next((fork.reason for fork in live.values() if fork.reason), "")
@@ -174,20 +174,24 @@ def _pending_message(
         return GateDecision(False, "Receiving", f"receiving: {percent} % of {format_size(total_bytes)}")
     failed = [fork.finish for fork in forks if fork.finish is not None and fork.finish.outcome == "failed"]
     if failed:
-        reason = failed[0].reasons[-1] if failed[0].reasons else "the planner does not say why"
-        return GateDecision(False, "ForkFailed", f"the fork failed: {reason}")
+        reason = failed[0].reasons[-1] if failed[0].reasons else "no reason reported by the planner"
+        return GateDecision(False, "ForkFailed", f"fork failed: {reason}")
     if any(fork.finish is not None and fork.finish.outcome == "fallback" for fork in forks):
-        return GateDecision(False, "FallingBack", "a fallback loaded the weights; the engine does not serve yet")
+        return GateDecision(
+            False, "FallingBack", "the weights were loaded by a fallback; the engine does not serve yet"
+        )
     if views or forks:
         loading = sum(view.report.state == "loading" for view in views)
         if not loading:
-            return GateDecision(False, "RanksMissing", f"{_ranks(len(views))} whole; others have not asked yet")
-        return GateDecision(False, "Starting", "the weights are whole or loading; the engine does not serve yet")
+            return GateDecision(
+                False, "RanksMissing", f"{_ranks(len(views))} complete; the others have not requested their weights yet"
+            )
+        return GateDecision(False, "Starting", "the weights are complete or loading; the engine does not serve yet")
     return _WAITING
 
 
-def _share(fork: ForkInfo) -> float:
-    """Which part of its image a fork has."""
+def _received_fraction(fork: ForkInfo) -> float:
+    """Return the fraction of its image that a fork has received."""
     if fork.finish is not None:
         return 1.0
     if fork.progress is None or not fork.chunk_count:

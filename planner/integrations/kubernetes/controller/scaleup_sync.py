@@ -1,12 +1,12 @@
-"""Replicas that are about to come are announced to the planner, so that one plan covers all of them.
+"""Synchronizes expected replicas with the planner's scale-ups, so that one plan covers all of them.
 
-A scale-up is named by the UID of its workload and the version that its Pods state: another replica of the
-controller, or a new start of this one, goes on with it. Only names that this controller could have given are
-ever withdrawn, for others (a second cluster, an autoscaler) may announce to the same planner.
+The id of a scale-up is the UID of its workload plus the version that its Pods state, so that another replica
+or a restarted controller can continue with it. Only ids that this controller can have created are withdrawn,
+because others (a second cluster, an autoscaler) may announce to the same planner.
 
-The planner counts by itself who comes. It is told again only where it and this controller differ in how many
-are left: at once where a workload is to have more replicas, for those have no Pods yet; else after two looks,
-for its lists are fetched one beside the other and are older than what the watches say.
+The planner counts arrivals itself. A scale-up is announced again only if its remaining number differs from
+the controller's: immediately if the workload grew, because the new replicas have no Pods yet; otherwise after
+two polls, because the planner's lists are older than the watches and not fetched atomically.
 """
 
 from __future__ import annotations
@@ -25,27 +25,28 @@ from planner.integrations.kubernetes.controller.pending_replicas import (
 from rfork.schema import ScaleUpInfo
 
 REANNOUNCE_INTERVAL_S: Final = 10.0
-"""Least time between two announcements of one workload whose own number of replicas does not rise: Pods that
-replace others come one by one, and each is minutes in coming."""
+"""Minimum time between two announcements of a workload whose own number of replicas does not grow:
+replacement Pods appear one by one, each over minutes.
+"""
 
 
 @dataclass(frozen=True)
 class ScaleUpMismatch:
-    """The planner expects another number than is waited for."""
+    """The planner expects another number of replicas than this controller."""
 
     is_too_low: bool
-    """It expects too few."""
+    """True if the planner expects too few."""
     snapshot_at: float
-    """The look at which it was first so."""
+    """Time of the snapshot that first showed it."""
 
 
 def announced_sizes(
     before: Mapping[str, int] | None, pending: PendingState, reported: Mapping[str, ScaleUpInfo]
 ) -> dict[str, int]:
-    """Of each size how much is no news: a scale-up is one where the size is greater than that.
+    """Return for each workload the size that was already reported. A larger size is a new scale-up.
 
-    `before`: the same of last time; None: at the first time of a replica that comes to lead. What the planner
-    knows then somebody has told of.
+    `before`: the previous result; None on the first call of a new leader, when everything that the planner
+    knows counts as reported.
     """
     expected: dict[str, int] = {}
     known: dict[str, int] = {}
@@ -72,10 +73,10 @@ def find_mismatches(
     before: Mapping[str, ScaleUpMismatch],
     snapshot_at: float,
 ) -> dict[str, ScaleUpMismatch]:
-    """Where the planner, of the scale-ups that it knows, expects others than are waited for.
+    """Return the planner's scale-ups whose remaining number differs from the expected one.
 
-    `own_ids`: UIDs of whatever this controller may have announced replicas of. `before`: the same of last time;
-    `snapshot_at`: when the announced scale-ups (`reported`) were fetched.
+    `own_ids`: UIDs of everything that this controller may have announced. `before`: the previous result.
+    `snapshot_at`: when `reported` was fetched.
     """
     found: dict[str, ScaleUpMismatch] = {}
     own_ids = set(own_ids)
@@ -104,9 +105,9 @@ def to_announce(
     announced_age_s: Mapping[str, float],
     snapshot_at: float,
 ) -> tuple[PendingScaleUp, ...]:
-    """Those that the planner does not know, or of which it expects another number.
+    """Return the scale-ups that the planner does not know, or with another number.
 
-    `urgent`: what waits for no second look; `announced_age_s`: how long ago each was announced last, if it was.
+    `urgent`: ids that need no second poll. `announced_age_s`: seconds since the last announcement, by id.
     """
     found: list[PendingScaleUp] = []
     for uid, one in pending_scaleups.items():
@@ -127,13 +128,13 @@ def to_withdraw(
     mismatches: Mapping[str, ScaleUpMismatch],
     snapshot_at: float,
 ) -> tuple[str, ...]:
-    """Of the planner's scale-ups, those of this controller in which nobody is waited for any more."""
+    """Return the ids of this controller's scale-ups from which no replica is expected any more."""
     obsolete = (uid for uid in mismatches if uid in reported and uid not in pending_scaleups)
     return tuple(uid for uid in obsolete if mismatches[uid].snapshot_at < snapshot_at)
 
 
 def known_ids(observed: ObservedState) -> set[str]:
-    """UIDs of all that this controller may announce replicas of, and of Pods that are gone."""
+    """Return the UIDs of everything that this controller may announce, deleted Pods included."""
     found = set(observed.workloads)
     for pods in (observed.pods, observed.deleted):
         found.update(pod.owner.uid if pod.owner else uid for uid, pod in pods.items())
@@ -141,7 +142,7 @@ def known_ids(observed: ObservedState) -> set[str]:
 
 
 def _remaining(one: PendingScaleUp | None, view: ScaleUpInfo | None) -> int | None:
-    """How many the planner still expects; None: it does not know the scale-up, or as another model's."""
+    """Return how many replicas the planner still expects. None: unknown to it, or of another model."""
     if view is None or (one is not None and one.scaleup.model != view.scaleup.model):
         return None
     return max(0, view.scaleup.replicas - view.arrived_count)

@@ -1,4 +1,4 @@
-"""What the spans of the controller's actions say they are about. Pure."""
+"""Span names and attributes of the controller's actions. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from planner.integrations.kubernetes.cluster import ObjectRef, ObservedPod
 from planner.integrations.kubernetes.controller.pending_replicas import PendingScaleUp
 from rfork.tracing import Value
 
-NAMES: Final[Mapping[str, str]] = {
+SPAN_NAMES: Final[Mapping[str, str]] = {
     "announce": "announce scale-up",
     "withdraw": "withdraw scale-up",
     "remove": "remove instance",
@@ -17,20 +17,20 @@ NAMES: Final[Mapping[str, str]] = {
     "condition": "set pod condition",
     "event": "write event",
 }
-"""The span of each kind of action."""
+"""Span name of each action type."""
 RESOURCE_NAMES: Final[Mapping[str, str]] = {
     "Deployment": "deployment",
     "StatefulSet": "statefulset",
     "Pod": "pod",
 }
-"""Kinds of objects whose names OpenTelemetry has attributes for."""
+"""Kinds for which OpenTelemetry has name attributes."""
 
 SpanAttributes = Mapping[str, Value]
 """Attributes of a span."""
 
 
 def object_attributes(subject: ObjectRef) -> SpanAttributes:
-    """An object, whatever its kind."""
+    """Attributes of any object."""
     attributes = {"namespace": subject.namespace, "object": f"{subject.kind}/{subject.name}"}
     if subject.kind in RESOURCE_NAMES:
         attributes[RESOURCE_NAMES[subject.kind]] = subject.name
@@ -38,12 +38,12 @@ def object_attributes(subject: ObjectRef) -> SpanAttributes:
 
 
 def pod_attributes(pod: ObservedPod) -> SpanAttributes:
-    """A Pod."""
+    """Attributes of a Pod."""
     return object_attributes(pod.ref)
 
 
 def scaleup_attributes(pending: PendingScaleUp) -> SpanAttributes:
-    """Replicas that are waited for."""
+    """Attributes of expected replicas."""
     scaleup = pending.scaleup
     return {
         **object_attributes(pending.workload_ref),

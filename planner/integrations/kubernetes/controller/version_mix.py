@@ -1,7 +1,6 @@
-"""Workloads whose Pods have several versions of one model's weights.
+"""Finds workloads whose Pods have several versions of one model's weights.
 
-That is normal while a rollout is in progress, and reported once it lasts. A replica of the controller that
-comes to lead starts to count again.
+That is normal during a rollout, and reported if it lasts. A new leader restarts the measurement.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ class VersionMix:
 
 
 def find_mixes(observed: ObservedState) -> dict[str, VersionMix]:
-    """Return the workloads whose Pods have several versions of a model, by UID; of several models the first.
+    """Return the workloads whose Pods have several versions of a model, by UID; the first such model.
 
-    Versions that tell a replica's weights from all others, equal or not, do not count.
+    Versions that are unique to one replica, and so never equal to another's, do not count.
     """
     owners = OwnerIndex(observed.workloads.values())
     refs: dict[str, ObjectRef] = {}
@@ -55,5 +54,5 @@ def find_mixes(observed: ObservedState) -> dict[str, VersionMix]:
 
 
 def mix_start_times(mixes: AbstractSet[str], before: Mapping[str, float], now: float) -> dict[str, float]:
-    """Return since when each of these workloads has several versions. `before`: the same of last time."""
+    """Return since when each of these workloads has several versions. `before`: the previous result."""
     return {uid: before.get(uid, now) for uid in mixes}

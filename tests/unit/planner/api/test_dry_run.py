@@ -22,7 +22,7 @@ RANKS = (Rank(tp=0, tp_size=2), Rank(tp=1, tp_size=2))
 
 
 def test_a_preview_changes_nothing(web: httpx.Client, planner: PlannerClient) -> None:
-    """It is told what a fork would be told, and the next fork is told the same."""
+    """A preview matches the plan of the next fork, and leaves the planner unchanged."""
     planner.report(seed_report("s"))
     (result,) = planner.preview(PreviewRequest(model="m", targets=2)).items
     assert ("m", KEY, CHUNKS << 20, CHUNKS, 1) == (
@@ -35,8 +35,8 @@ def test_a_preview_changes_nothing(web: httpx.Client, planner: PlannerClient) ->
     assert result.targets[0].reason == planner.request_plan(fork_request("a")).reason == "from seed s (0 other readers)"
 
 
-def test_each_rank_has_its_own(planner: PlannerClient) -> None:
-    """All that are known of the model, or the one that is asked for."""
+def test_each_rank_has_its_own_preview(planner: PlannerClient) -> None:
+    """All known ranks of the model are previewed, or the requested one."""
     for rank in RANKS:
         planner.report(seed_report(f"s{rank.tp}", rank=rank))
     both = planner.preview(PreviewRequest(model="m", targets=3)).items
@@ -47,16 +47,16 @@ def test_each_rank_has_its_own(planner: PlannerClient) -> None:
 
 
 UNKNOWN = [
-    ({"model": "other"}, "no instance of other is known"),
-    ({"model": "m", "rank_key": "x"}, f"no instance of that rank is known, but of {KEY}"),
+    ({"model": "other"}, "no known instance of other"),
+    ({"model": "m", "rank_key": "x"}, f"no known instance of that rank; known ranks: {KEY}"),
 ]
 
 
 @pytest.mark.parametrize(("query", "detail"), UNKNOWN)
-def test_a_model_that_nobody_has_is_a_problem(
+def test_an_unknown_model_is_a_problem(
     web: httpx.Client, planner: PlannerClient, query: dict[str, str], detail: str
 ) -> None:
-    """404 with a word of its own: there is nothing to go by."""
+    """The response is 404 with problem `unknown-model`."""
     planner.report(seed_report("s"))
     response = web.post("/v1/previews", json=query)
     assert (404, "unknown-model", detail) == (
@@ -64,19 +64,19 @@ def test_a_model_that_nobody_has_is_a_problem(
     )  # fmt: skip
 
 
-def test_a_preview_has_its_bounds(planner: PlannerClient) -> None:
-    """Of many ranks not many targets at once; of one rank all that the wire allows."""
+def test_the_number_of_preview_targets_is_limited(planner: PlannerClient) -> None:
+    """Many ranks allow few targets each; one rank allows the schema's maximum."""
     sizes = [Rank(tp=index, tp_size=9) for index in range(9)]
     for rank in sizes:
         planner.report(seed_report(f"s{rank.tp}", rank=rank))
-    with pytest.raises(PlannerRejected, match="1024 of 9 ranks are more than 8192: name one rank_key"):
+    with pytest.raises(PlannerRejected, match="1024 targets of 9 ranks exceed 8192: name one rank_key"):
         planner.preview(PreviewRequest(model="m", targets=1024))
     (result,) = planner.preview(PreviewRequest(model="m", targets=1024, rank_key=sizes[0].key)).items
     assert (1024, 0) == (len(result.targets), sum(target.seconds is None for target in result.targets))
 
 
-async def test_few_previews_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One more is turned away at once, and told when to come again; the others are answered."""
+async def test_the_preview_queue_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call too many is rejected with Retry-After; the queued ones are answered."""
     released = threading.Event()
 
     def slow(known: Scenario) -> Preview:
@@ -116,8 +116,8 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("field", "value"), WRONG)
-def test_what_cannot_be_asked_is_refused(web: httpx.Client, field: str, value: object) -> None:
-    """422, and the field is named."""
+def test_invalid_preview_requests_are_rejected(web: httpx.Client, field: str, value: object) -> None:
+    """The response is 422 and names the field."""
     response = web.post("/v1/previews", json={"model": "m", field: value})
     assert (422, [field]) == (
         response.status_code, [each["field"] for each in response.json()["errors"]],

@@ -1,4 +1,4 @@
-"""What the REST interface tells of models, forks, and of the end of an instance."""
+"""Models, forks, exit checks and metrics over the REST interface."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from rfork.schema import ForkProgress, ForkResult
 from tests.unit.planner.builders import WEIGHTS, fault, fork_request, report, seed_report
 
 
-def test_metrics_tell_what_happened(planner: PlannerClient, web: httpx.Client) -> None:
-    """Instances, leases, outcomes, fallbacks by reason, bytes by source kind; labels stay few."""
+def test_metrics_export_the_fleet(planner: PlannerClient, web: httpx.Client) -> None:
+    """Instances, leases, outcomes, fallbacks by reason, and bytes by source type are exported."""
     planner.report(seed_report("s", max_readers=2))
     planner.request_plan(fork_request("a"))
     planner.request_plan(fork_request("b", faults=(fault("s", "Invented"),)))
@@ -38,8 +38,8 @@ def test_metrics_tell_what_happened(planner: PlannerClient, web: httpx.Client) -
     assert set() == expected - set(lines)
 
 
-def test_models_tell_what_came_from_storage_and_what_was_forked(planner: PlannerClient) -> None:
-    """Bytes of the forks that ended, by the kind of their sources; alike in each row of the rank."""
+def test_models_show_bytes_from_storage_and_from_peers(planner: PlannerClient) -> None:
+    """Each row of the rank shows the same totals of finished forks."""
     planner.report(seed_report("s"))
     planner.report(report("idle"))
     planner.request_plan(fork_request("a"))
@@ -50,10 +50,8 @@ def test_models_tell_what_came_from_storage_and_what_was_forked(planner: Planner
     assert [(4, 5)] * 2 == [(row.storage_bytes, row.forked_bytes) for row in planner.models()]
 
 
-def test_models_tell_what_forks_save_against_storage(planner: PlannerClient) -> None:
-    """The medians of those that read it all from one kind of source, and the seconds between them: for
-    instances that come after a scale to nothing, too.
-    """
+def test_models_show_the_time_saved(planner: PlannerClient) -> None:
+    """Medians per origin and the time saved are shown, also after a scale to zero."""
     planner.report(seed_report("s"))
     size = seed_report("s").image_bytes
     for name, source, seconds in (("a", "snapshot:file:///x", 9.0), ("b", "s", 2.0), ("c", "s", 4.0)):
@@ -71,8 +69,8 @@ def test_models_tell_what_forks_save_against_storage(planner: PlannerClient) -> 
     )
 
 
-def test_a_fork_tells_what_its_sources_held_it_to(planner: PlannerClient) -> None:
-    """While it runs, and once it has ended."""
+def test_a_fork_shows_the_rate_limits_of_its_sources(planner: PlannerClient) -> None:
+    """They are shown while it runs and after it has finished."""
     planner.report(seed_report("s").model_copy(update={"egress_rate": 500}))
     planner.request_plan(fork_request("a"))
     reported = ForkProgress(verified=((0, 6),), bytes_read=6, bytes_per_s=1.0, phases={"transfer": 1.5})
@@ -88,7 +86,7 @@ def test_a_fork_tells_what_its_sources_held_it_to(planner: PlannerClient) -> Non
 
 
 def test_a_target_counts_to_the_weights_of_its_plan(planner: PlannerClient) -> None:
-    """A relay that has learnt nothing yet stands in the row of what it is getting; an idle one in its own."""
+    """A relay without known weights counts in the row of the weights it is receiving."""
     planner.report(seed_report("s"))
     planner.request_plan(fork_request("a"))
     planner.report(report("idle"))
@@ -98,7 +96,7 @@ def test_a_target_counts_to_the_weights_of_its_plan(planner: PlannerClient) -> N
 
 
 def test_the_last_seed_is_drained_by_force_only(planner: PlannerClient) -> None:
-    """Problem `last-seed` (409); a second seed, or `force`, makes it go."""
+    """Problem `last-seed` (409) is returned unless there is a second seed or `force` is set."""
     planner.report(seed_report("s"))
     with pytest.raises(PlannerRejected) as refused:
         planner.drain("s")
@@ -113,8 +111,8 @@ def test_the_last_seed_is_drained_by_force_only(planner: PlannerClient) -> None:
     )
 
 
-def test_an_instance_may_end_once_its_readers_have(planner: PlannerClient) -> None:
-    """Drained, with a reader: no; without: yes; not known, by a planner that just started: no."""
+def test_an_instance_may_exit_once_its_readers_are_done(planner: PlannerClient) -> None:
+    """A drained instance with a reader may not exit; without readers it may."""
     planner.report(seed_report("s"))
     planner.request_plan(fork_request("a"))
     planner.report(seed_report("t"))

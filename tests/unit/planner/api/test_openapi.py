@@ -13,7 +13,7 @@ from tests.unit.planner.app_transport import http_client
 
 
 def operations_of(web: httpx.Client) -> list[tuple[str, str, dict[str, Any]]]:
-    """Method, path and description of each route under /v1."""
+    """Return method, path and description of each route under /v1."""
     return [
         (method, path, operation)
         for path, methods in web.get("/openapi.json").json()["paths"].items()
@@ -23,7 +23,7 @@ def operations_of(web: httpx.Client) -> list[tuple[str, str, dict[str, Any]]]:
 
 
 def test_every_operation_is_described(web: httpx.Client) -> None:
-    """Summary, description, examples for bodies and answers, the request's id: a stranger needs no more."""
+    """Each has a summary, a description, examples and the request id header."""
     operations = operations_of(web)
     assert 13 <= len(operations)
     for _, path, operation in operations:
@@ -41,7 +41,7 @@ def test_every_operation_is_described(web: httpx.Client) -> None:
 
 
 def test_every_field_is_described(web: httpx.Client) -> None:
-    """Of all that is sent and answered."""
+    """All fields of requests and responses have descriptions."""
     schemas = web.get("/openapi.json").json()["components"]["schemas"]
     fields = {
         f"{name}.{field}": bool(field_schema.get("description"))
@@ -70,7 +70,7 @@ DOCUMENTED = {
 
 
 def test_every_problem_is_documented(web: httpx.Client) -> None:
-    """Each with the media type of problems, and with when to come again where there is a then."""
+    """Each problem has its media type, and Retry-After where a retry makes sense."""
     found: dict[tuple[str, str], set[str]] = {}
     for method, path, operation in operations_of(web):
         for status, response in operation["responses"].items():
@@ -82,12 +82,12 @@ def test_every_problem_is_documented(web: httpx.Client) -> None:
 
 
 def test_the_document_is_openapi_3_1(web: httpx.Client) -> None:
-    """The version whose schemas are plain JSON Schema."""
+    """Version 3.1 uses plain JSON Schema."""
     assert web.get("/openapi.json").json()["openapi"].startswith("3.1.")
 
 
-def test_the_openapi_document_tells_of_the_token() -> None:
-    """A generated client knows where to put it, and that the health checks need none."""
+def test_the_openapi_document_describes_the_token() -> None:
+    """Generated clients know where to put it, and that health checks need none."""
     app = create_app(PlannerSettings(token="right"))  # type: ignore[arg-type]
     document = http_client(app).get("/openapi.json", headers={"Authorization": "Bearer right"}).json()
     scheme = document["components"]["securitySchemes"]["token"]
@@ -99,15 +99,15 @@ def test_the_openapi_document_tells_of_the_token() -> None:
     )
 
 
-def test_every_reference_of_the_openapi_document_leads_somewhere(web: httpx.Client) -> None:
-    """Generators of clients stop at a dangling reference."""
+def test_every_reference_of_the_openapi_document_resolves(web: httpx.Client) -> None:
+    """Client generators fail at a dangling reference."""
     document = web.get("/openapi.json").json()
     names = {part.split('"')[0] for part in json.dumps(document).split("#/components/schemas/")[1:]}
     assert set() == names - set(document["components"]["schemas"])
 
 
 def test_the_examples_of_the_openapi_document_work_in_order(web: httpx.Client) -> None:
-    """Registering, asking, asking again, progress and finish as documented are answered with success."""
+    """Register, plan, replan, progress and finish succeed as documented."""
     paths = web.get("/openapi.json").json()["paths"]
     statuses = []
     for method, path, url in (

@@ -11,12 +11,12 @@ from tests.unit.planner.builders import fork_request, seed_report
 
 
 def ids_of(page: InstancePage | ForkPage) -> list[str]:
-    """What stands on a page."""
+    """Return the ids on a page."""
     return [each.fork_id if isinstance(each, ForkInfo) else each.report.instance_id for each in page.items]
 
 
-def test_instances_come_in_pages(planner: PlannerClient) -> None:
-    """In the order of ids, whatever the order of arrival; the last page has no cursor."""
+def test_instances_are_paginated(planner: PlannerClient) -> None:
+    """They are ordered by id, whatever the order of arrival; the last page has no cursor."""
     for name in "cabed":
         planner.report(seed_report(name))
     pages = [planner.instance_page(limit=2)]
@@ -25,7 +25,7 @@ def test_instances_come_in_pages(planner: PlannerClient) -> None:
     assert [(["a", "b"], "b"), (["c", "d"], "d"), (["e"], None)] == [(ids_of(page), page.next) for page in pages]
 
 
-def test_a_page_that_is_just_full_is_the_last(planner: PlannerClient) -> None:
+def test_a_full_last_page_has_no_cursor(planner: PlannerClient) -> None:
     """No empty page follows it."""
     for name in "ab":
         planner.report(seed_report(name))
@@ -33,7 +33,7 @@ def test_a_page_that_is_just_full_is_the_last(planner: PlannerClient) -> None:
 
 
 def test_pages_are_stable_while_things_change(planner: PlannerClient) -> None:
-    """The instance of the cursor goes, others come before and behind: nobody is told twice or left out."""
+    """No item is repeated or skipped when the cursor's instance is removed and others are added."""
     for name in "bdf":
         planner.report(seed_report(name))
     first = planner.instance_page(limit=2)
@@ -44,8 +44,8 @@ def test_pages_are_stable_while_things_change(planner: PlannerClient) -> None:
     assert (["b", "d"], ["e", "f"], None) == (ids_of(first), ids_of(second), second.next)
 
 
-def test_forks_come_in_pages(planner: PlannerClient) -> None:
-    """As instances do."""
+def test_forks_are_paginated(planner: PlannerClient) -> None:
+    """They are ordered by id, like instances."""
     planner.report(seed_report("s", max_readers=9))
     for name in "cab":
         planner.request_plan(fork_request(name))
@@ -55,7 +55,7 @@ def test_forks_come_in_pages(planner: PlannerClient) -> None:
 
 
 def test_lists_are_filtered_by_model_state_and_host(planner: PlannerClient) -> None:
-    """Pages are of what is left."""
+    """Filters apply before pagination."""
     planner.report(seed_report("s", max_readers=9))
     planner.report(seed_report("t", model="other"))
     for name in "ab":
@@ -72,24 +72,24 @@ def test_lists_are_filtered_by_model_state_and_host(planner: PlannerClient) -> N
     ]
 
 
-def test_the_ranks_of_one_server_are_listed(planner: PlannerClient) -> None:
-    """Page by page, together with other filters; not those of a server whose name begins alike."""
+def test_the_ranks_of_one_replica_are_listed(planner: PlannerClient) -> None:
+    """They are paginated and combine with other filters; replicas with a similar name are excluded."""
     for name in ("pod-main-tp1", "pod-speculative-tp0", "pod-main-tp0", "pod-b-main-tp0", "pod", "pod-x"):
         planner.report(seed_report(name))
     first = planner.instance_page(replica="pod", limit=2)
     second = planner.instance_page(replica="pod", limit=2, after=first.next)
-    assert [["pod-speculative-tp0", "pod-main-tp0"], ["pod-main-tp1"], ["pod-b-main-tp0"], [], []] == [
+    assert [["pod-main-tp0", "pod-main-tp1"], ["pod-speculative-tp0"], ["pod-b-main-tp0"], [], []] == [
         ids_of(first),
         ids_of(second),
         ids_of(planner.instance_page(replica="pod-b", model="m")),
         ids_of(planner.instance_page(replica="pod", model="other")),
         ids_of(planner.instance_page(replica="nobody")),
     ]
-    assert ("pod-main-tp0", None) == (first.next, second.next)
+    assert ("pod-main-tp1", None) == (first.next, second.next)
 
 
-def test_a_server_that_nobody_can_be_called_is_refused(web: httpx.Client) -> None:
-    """Not taken for one without ranks."""
+def test_an_invalid_replica_name_is_rejected(web: httpx.Client) -> None:
+    """It is not treated as a replica without ranks."""
     response = web.get("/v1/instances", params={"replica": "pod 1"})
     assert (422, ["replica"]) == (
         response.status_code, [each["field"] for each in response.json()["errors"]],
@@ -98,7 +98,7 @@ def test_a_server_that_nobody_can_be_called_is_refused(web: httpx.Client) -> Non
 
 @pytest.mark.parametrize(("query", "field"), [("limit=0", "limit"), ("limit=1001", "limit"), ("after=%20", "after")])
 @pytest.mark.parametrize("path", ["/v1/instances", "/v1/forks"])
-def test_a_page_that_cannot_be_is_refused(web: httpx.Client, path: str, query: str, field: str) -> None:
-    """With the field that is wrong."""
+def test_invalid_page_parameters_are_rejected(web: httpx.Client, path: str, query: str, field: str) -> None:
+    """The response names the field."""
     response = web.get(f"{path}?{query}")
     assert (422, [field]) == (response.status_code, [each["field"] for each in response.json()["errors"]])

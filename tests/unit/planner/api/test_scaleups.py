@@ -15,27 +15,27 @@ from rfork.settings import PlannerSettings
 from tests.unit.planner.app_transport import AppTransport
 from tests.unit.planner.builders import FakeTime, fork_request, seed_report
 
-SCALEUP: dict[str, Any] = {"scaleup_id": "up", "model": "m", "replicas": 3, "by": "deployment/default/llama"}
-NO_SOURCE_REASON = "no instance holds m: they read storage once, or load by themselves"
+SCALEUP: dict[str, Any] = {"scaleup_id": "up", "model": "m", "replicas": 3, "announced_by": "deployment/default/llama"}
+NO_SOURCE_REASON = "no instance has m: one replica reads storage for all, or each loads by its engine's loader"
 
 
 @pytest.fixture
 def app(time: FakeTime) -> FastAPI:
-    """A planner that waits for nobody: each request here has an event loop of its own."""
-    settings = PlannerSettings.model_validate({"secret": "s" * 32, "batch_s": 0, "gather_s": 0})
+    """A planner without batching: each request here has its own event loop."""
+    settings = PlannerSettings.model_validate({"lease_keys": "s" * 32, "batch_window_s": 0, "scaleup_wait_s": 0})
     return create_app(settings, time.clock)
 
 
 def gauges(web: httpx.Client) -> dict[str, float]:
-    """What the metrics say of scale-ups."""
-    kept = ("scaleups", "expected_replicas", "gathered_batches_total")
+    """Return the scale-up metrics."""
+    kept = ("scaleups", "expected_replicas", "scaleup_batches_total")
     names = tuple(f"rfork_planner_{name}" for name in kept)
     lines = [line.split(" ") for line in web.get("/metrics").text.splitlines()]
     return {line[0]: float(line[1]) for line in lines if line[0].startswith(names)}
 
 
-def test_a_scale_up_from_its_announcement_to_its_end(web: httpx.Client, planner: PlannerClient) -> None:
-    """Announced, counted down, said again, withdrawn."""
+def test_the_lifecycle_of_a_scale_up(web: httpx.Client, planner: PlannerClient) -> None:
+    """It is announced, counted down, announced again, and withdrawn."""
     first = web.post("/v1/scaleups", json=SCALEUP).json()
     planner.report(seed_report("s"))
     planner.request_plan(fork_request("a"))
@@ -44,27 +44,27 @@ def test_a_scale_up_from_its_announcement_to_its_end(web: httpx.Client, planner:
     listed = web.get("/v1/scaleups").json()
     ended = [web.delete("/v1/scaleups/up").status_code, web.delete("/v1/scaleups/up").status_code]
     assert ([0, 1, 0], [NO_SOURCE_REASON, "they fork from 1 seed"]) == (
-        [first["arrived"], second["arrived"], again["arrived"]], [first["reason"], second["reason"]],
+        [first["arrived_count"], second["arrived_count"], again["arrived_count"]], [first["reason"], second["reason"]],
     )  # fmt: skip
     assert ({**SCALEUP, "version": None, "expires_in_s": 900.0}, [again], [204, 204], []) == (
         first["scaleup"], listed, ended, web.get("/v1/scaleups").json(),
     )  # fmt: skip
 
 
-def test_none_withdraws(web: httpx.Client) -> None:
-    """Of one that is known, and of one that is not."""
+def test_zero_replicas_withdraw_a_scale_up(web: httpx.Client) -> None:
+    """This works for a known and for an unknown scale-up."""
     web.post("/v1/scaleups", json=SCALEUP)
     responses = [web.post("/v1/scaleups", json={**SCALEUP, "replicas": 0}) for _ in range(2)]
-    assert [(200, "nobody is expected any more")] * 2 == [
+    assert [(200, "no replicas are expected any more")] * 2 == [
         (response.status_code, response.json()["reason"]) for response in responses
     ]
     assert [] == web.get("/v1/scaleups").json()
 
 
-def test_one_that_is_not_known_is_a_problem(web: httpx.Client) -> None:
-    """404 with a word of its own."""
+def test_an_unknown_scale_up_is_a_problem(web: httpx.Client) -> None:
+    """The response is 404 with problem `unknown-scaleup`."""
     response = web.get("/v1/scaleups/up")
-    assert (404, "unknown-scaleup", "no scale-up up is known") == (
+    assert (404, "unknown-scaleup", "unknown scale-up up") == (
         response.status_code, response.json()["type"].rpartition("/")[2], response.json()["detail"],
     )  # fmt: skip
 
@@ -81,8 +81,8 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("field", "value"), WRONG)
-def test_bad_bodies_are_refused(web: httpx.Client, field: str, value: object) -> None:
-    """422, which names the field, and nothing is announced."""
+def test_invalid_scale_ups_are_rejected(web: httpx.Client, field: str, value: object) -> None:
+    """The response is 422 and names the field; nothing is announced."""
     response = web.post("/v1/scaleups", json={**SCALEUP, field: value})
     assert (422, field, []) == (
         response.status_code, response.json()["errors"][0]["field"], web.get("/v1/scaleups").json(),
@@ -90,20 +90,20 @@ def test_bad_bodies_are_refused(web: httpx.Client, field: str, value: object) ->
 
 
 @pytest.mark.parametrize("body", [examples.SCALEUP, examples.FINISHED_SCALEUP])
-def test_the_examples_can_be_sent(web: httpx.Client, body: Any) -> None:
-    """As the page shows them."""
+def test_the_documented_examples_are_accepted(web: httpx.Client, body: Any) -> None:
+    """They are sent as the OpenAPI page shows them."""
     response = web.post("/v1/scaleups", json=body.model_dump(mode="json"))
     assert (200, body.model_dump(mode="json")) == (response.status_code, response.json()["scaleup"])
 
 
-def test_one_that_lasts_no_time_is_answered_all_the_same(web: httpx.Client) -> None:
-    """It is over at once."""
+def test_a_scale_up_that_expires_immediately_is_answered(web: httpx.Client) -> None:
+    """Its remaining time is 0."""
     response = web.post("/v1/scaleups", json={**SCALEUP, "expires_in_s": 5e-324})
     assert (200, 0.0) == (response.status_code, response.json()["expires_in_s"])
 
 
-def test_scale_ups_take_the_right_role(time: FakeTime) -> None:
-    """Whoever may fork may not have others wait."""
+def test_scale_ups_require_the_operator_role(time: FakeTime) -> None:
+    """A role that may fork may not make others wait."""
     settings = PlannerSettings.model_validate({"token": "rule"})
     web = httpx.Client(base_url="http://planner", transport=AppTransport(create_app(settings, time.clock)))
     rule = {"Authorization": "Bearer rule"}
@@ -123,14 +123,14 @@ def test_scale_ups_take_the_right_role(time: FakeTime) -> None:
     }) == ([response.status_code for response in responses], roles)  # fmt: skip
 
 
-def test_metrics_say_who_is_expected(web: httpx.Client, planner: PlannerClient) -> None:
-    """Scale-ups, the replicas that have not come, and batches that were gathered."""
+def test_metrics_count_expected_replicas(web: httpx.Client, planner: PlannerClient) -> None:
+    """Scale-ups, missing replicas and closed batches are exported."""
     before = gauges(web)
     web.post("/v1/scaleups", json=SCALEUP)
     web.post("/v1/scaleups", json={**SCALEUP, "scaleup_id": "other", "model": "n", "replicas": 1})
     planner.request_plan(fork_request("a"))
     after = gauges(web)
-    batches = {f'rfork_planner_gathered_batches_total{{whole="{complete}"}}': 0.0 for complete in ("true", "false")}
+    batches = {f'rfork_planner_scaleup_batches_total{{complete="{complete}"}}': 0.0 for complete in ("true", "false")}
     assert [
         {"rfork_planner_scaleups": 0.0, "rfork_planner_expected_replicas": 0.0, **batches},
         {"rfork_planner_scaleups": 2.0, "rfork_planner_expected_replicas": 3.0, **batches},

@@ -1,4 +1,4 @@
-"""Values without form or bound: refused at the door, so that no other caller ever meets them."""
+"""Malformed and out-of-bounds values are rejected, so that no other caller receives them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ REPORT: Final[Json] = {
     "rank": {"tp": 0, "tp_size": 1, "pp": 0, "pp_size": 1, "ep": 0, "ep_size": 1, "dp": 0, "role": "main"},
     "image_bytes": 12, "chunk_count": 12, "state": "loading", "verified": [[0, 6]], "provisional_id": ORIGIN,
     "storage": [{"kind": "checkpoint", "uri": "file:///c", "origin": ORIGIN, "weights_id": None}],
-    "address": "10.0.0.1:1", "transports": ["http"], "max_readers": 1, "weight": 1.0, "egress_rate": 1,
+    "address": "10.0.0.1:1", "transports": ["http"], "max_readers": 1, "egress_share": 1.0, "egress_rate": 1,
     "placement": {"host": "h", "rack": "r", "zone": "z", "nvlink": "n"}, "readers": ["f"],
 }  # fmt: skip
 FORK_REQUEST: Final[Json] = {
     "fork_id": "fork-t", "instance": REPORT,
     "faults": [{"instance_id": "s", "fault": "network", "error": "SourceUnavailable", "detail": "why"}],
-    "current": [{"source_id": "s", "chunks": [[6, 12]]}],
+    "current_assignments": [{"source_id": "s", "chunks": [[6, 12]]}],
 }  # fmt: skip
 PROGRESS: Final[Json] = {
     "verified": [[0, 7]], "bytes_read": 1, "bytes_per_s": 1.0, "sources": {"s": 1},
@@ -44,12 +44,12 @@ CALLS: Final[dict[str, tuple[str, str, Json]]] = {
     "finish": ("POST", "/v1/forks/fork-t/finish", FINISH),
 }
 FREE_TEXT_FIELDS: Final = ("detail", "fallback", "reasons")
-"""Texts that say what went wrong: they are made to fit, and the rest of the request counts."""
+"""Free text about failures: it is sanitized instead of rejected."""
 LISTS: Final = ("/v1/instances", "/v1/forks", "/v1/models", "/metrics", "/v1/instances/t", "/v1/forks/fork-t")
 
 
 def leaves(body: Json, path: Path = ()) -> Iterator[tuple[Path, Json]]:
-    """Each value that holds no others, and where it stands."""
+    """Yield each scalar value and its path."""
     if isinstance(body, dict):
         for name, each in body.items():
             yield from leaves(each, (*path, name))
@@ -61,7 +61,7 @@ def leaves(body: Json, path: Path = ()) -> Iterator[tuple[Path, Json]]:
 
 
 def changed(body: Json, path: Path, value: Json) -> Json:
-    """The body with another value there."""
+    """Return the body with another value at the path."""
     if not path:
         return value
     if isinstance(body, dict):
@@ -71,13 +71,13 @@ def changed(body: Json, path: Path, value: Json) -> Json:
 
 
 def leaf_paths(name: str, *types: type) -> list[Path]:
-    """Where the body of a call has a leaf of one of the types."""
+    """Return the paths of the call's leaves of these types."""
     return [path for path, leaf in leaves(CALLS[name][2]) if type(leaf) in types]
 
 
 @pytest.fixture
 def fleet(web: httpx.Client) -> httpx.Client:
-    """A seed, a target and its fork are there."""
+    """A planner with a seed, a target and its fork."""
     web.put("/v1/instances/s", content=seed_report("s").model_dump_json())
     for name in ("report", "ask"):
         assert 200 == send(web, name, CALLS[name][2])
@@ -85,20 +85,20 @@ def fleet(web: httpx.Client) -> httpx.Client:
 
 
 def send(web: httpx.Client, name: str, body: Json) -> int:
-    """The status of a call; its body in ASCII, as JSON may be, so that halves of characters get through."""
+    """Return the status of a call; the body is sent as ASCII JSON, so that lone surrogates pass."""
     method, url, _ = CALLS[name]
     return web.request(method, url, content=json.dumps(body), headers={"Content-Type": "application/json"}).status_code
 
 
 def lists(web: httpx.Client) -> list[int]:
-    """What those who look are answered."""
+    """Return the statuses of all lists."""
     return [web.get(each).status_code for each in LISTS]
 
 
 @pytest.mark.parametrize("value", ["\ud800", "line\nbreak", "\x1b[2J", "x" * 70_000], ids=ascii)
 @pytest.mark.parametrize("name", CALLS)
-def test_a_text_without_form_reaches_nobody(fleet: httpx.Client, name: str, value: str) -> None:
-    """422, or made to fit where it says what went wrong; everyone else is answered as before."""
+def test_malformed_text_is_rejected(fleet: httpx.Client, name: str, value: str) -> None:
+    """It is rejected with 422, or sanitized in free text; other callers are unaffected."""
     accepted = [
         path for path in leaf_paths(name, str) if send(fleet, name, changed(CALLS[name][2], path, value)) != 422
     ]
@@ -108,8 +108,8 @@ def test_a_text_without_form_reaches_nobody(fleet: httpx.Client, name: str, valu
 
 @pytest.mark.parametrize("value", [-1, 10**400, 1e300], ids=["-1", "10**400", "1e300"])
 @pytest.mark.parametrize("name", CALLS)
-def test_a_number_out_of_bounds_reaches_nobody(fleet: httpx.Client, name: str, value: float) -> None:
-    """Sizes, counts, ranks, rates and times: 422, and plans are made as before."""
+def test_numbers_out_of_bounds_are_rejected(fleet: httpx.Client, name: str, value: float) -> None:
+    """Sizes, counts, ranks, rates and times are rejected with 422, and plans are made as before."""
     accepted = [
         path for path in leaf_paths(name, int, float) if send(fleet, name, changed(CALLS[name][2], path, value)) != 422
     ]
@@ -129,22 +129,22 @@ LONG: Final[list[tuple[str, Path, Json]]] = [
     ("report", ("transports",), ["http"] * 17),
     ("report", ("storage",), [{"kind": "loader"}] * 17),
     ("ask", ("faults",), [{"instance_id": "s", "fault": "source", "error": "E"}] * 257),
-    ("ask", ("current",), [{"source_id": "s", "chunks": []}] * 65),
-    ("ask", ("current",), [{"source_id": "s", "chunks": [[0, 1]] * 2049}] * 2),
+    ("ask", ("current_assignments",), [{"source_id": "s", "chunks": []}] * 65),
+    ("ask", ("current_assignments",), [{"source_id": "s", "chunks": [[0, 1]] * 2049}] * 2),
     ("progress", ("verified",), [[0, 1]] * 4097),
     *((name, ("sources",), value) for name in ("progress", "finish") for value in SOURCES),
     *((name, ("source_bytes_per_s",), value) for name in ("progress", "finish") for value in RATES),
 ]
 
 
-def test_a_list_has_an_end(fleet: httpx.Client) -> None:
-    """So that one record is kilobytes whatever is sent; names of sources have the form of other texts."""
+def test_lists_are_bounded(fleet: httpx.Client) -> None:
+    """One record stays within kilobytes; source names are validated like other text."""
     statuses = [send(fleet, name, changed(CALLS[name][2], path, value)) for name, path, value in LONG]
     assert [422] * len(LONG) == statuses
 
 
-def test_what_went_wrong_is_told_in_one_line_each() -> None:
-    """An error's text may be anything: a fork's end is not lost over it. The last reasons stay."""
+def test_failure_text_is_sanitized_to_one_line() -> None:
+    """A fork's result is not lost because of an error's text. The last reasons are kept."""
     finish = ForkResult(
         outcome="failed", seconds=1, bytes_read=0, fallback="checkpoint:/a\ud800b",
         reasons=tuple(f"{number}\n\x1b{'é' * 2000}" for number in range(70)),
@@ -156,8 +156,8 @@ def test_what_went_wrong_is_told_in_one_line_each() -> None:
     )  # fmt: skip
 
 
-def test_the_most_a_report_holds_is_taken(fleet: httpx.Client) -> None:
-    """The bounds themselves are allowed."""
+def test_maximal_reports_are_accepted(fleet: httpx.Client) -> None:
+    """The limits themselves are allowed."""
     maximal: dict[str, Json] = {
         "verified": [[2 * each, 2 * each + 1] for each in range(4096)], "chunk_count": 1 << 20,
         "image_bytes": 2**63 - 1, "generation": 2**63 - 1, "egress_rate": 2**63 - 1, "max_readers": 1 << 16,

@@ -1,4 +1,4 @@
-"""Previews: whom the policy would have read from whom, and when each would be whole."""
+"""Previews: predicted reads and completion times of hypothetical replicas."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.sim_runner import SimRun, SimScenario
-from planner.dry_run import build_scenario, preview, take_group_snapshot
+from planner.dry_run import build_scenario, preview, snapshot_group
 from planner.dry_run.simulate import MAX_DELIVERIES, SAME_HOST_RATE, LinkRates, simulate_flows
 from planner.policy import group_plan
 from planner.policy_types import ChunkShare, ForkDemand, GroupView, HostLocation, Source
@@ -31,7 +31,7 @@ from tests.unit.planner.builders import (
 
 IMAGE = CHUNKS << 20
 LINK = IMAGE
-"""Bytes a second: one image takes a second, one chunk a twelfth."""
+"""Bytes per second: one image takes a second, one chunk a twelfth."""
 RATES = LinkRates(link=LINK, storage=IMAGE / 2)
 ALL = ((0, CHUNKS),)
 CHUNK_S = 1 / CHUNKS
@@ -39,26 +39,26 @@ CHUNK_S = 1 / CHUNKS
 
 @pytest.fixture
 def registry(time: FakeTime) -> Registry:
-    """A registry that nobody told anything."""
+    """An empty registry."""
     return make_registry(time)
 
 
 def dry_run(registry: Registry, **options: object) -> Preview:
-    """What would happen to the one rank of the model `m`, over links that move one image a second."""
+    """Return a preview of the only rank of model `m`, over links that move one image a second."""
     request = PreviewRequest.model_validate({"model": "m", "link_bytes_per_s": LINK} | options)
     (group,) = registry.state.groups_of("m")
-    group_snapshot = take_group_snapshot(registry.state, group, request, registry.now())
-    assert group_snapshot is not None
-    return preview(build_scenario(group_snapshot))
+    snapshot = snapshot_group(registry.state, group, request, registry.now())
+    assert snapshot is not None
+    return preview(build_scenario(snapshot))
 
 
 def shares(result: Preview) -> dict[str, dict[str, tuple[tuple[int, int], ...]]]:
-    """Chunks by source, by target."""
+    """Return the chunks by source, by target."""
     return {target.instance_id: {share.source_id: share.chunks for share in target.shares} for target in result.targets}
 
 
 def seconds(result: Preview) -> list[float | None]:
-    """When each target is whole."""
+    """Return the completion time of each target."""
     return [None if each.seconds is None else round(each.seconds, 3) for each in result.targets]
 
 
@@ -68,41 +68,41 @@ def seconds(result: Preview) -> list[float | None]:
 @pytest.mark.parametrize(
     ("targets", "seeds", "hosts"), [(1, 1, 0), (7, 1, 0), (15, 1, 0), (31, 1, 0), (100, 4, 0), (32, 1, 4)]
 )
-def test_predicted_as_simulated(targets: int, seeds: int, hosts: int) -> None:
-    """Within a fifth of what the simulation of links, reports and new plans takes."""
+def test_predictions_match_the_fleet_simulation(targets: int, seeds: int, hosts: int) -> None:
+    """They differ by at most a fifth from a simulation with links, reports and replans."""
     simulated = SimRun(SimScenario(targets=targets, seeds=seeds, chunks=64, hosts=hosts)).run().total
     near = ("shared_memory", "http") if hosts else ("http",)
     common = {"chunk_count": 64, "max_readers": 4, "transports": near, "expires_at": math.inf}
     members = {f"s{index}": seed(f"s{index}", verified=((0, 64),), **common) for index in range(seeds)}
-    coming = [
+    new_targets = [
         loading(f"t{index:03}", location=HostLocation(f"h{index % hosts if hosts else index}"), **common)
         for index in range(targets)
     ]
-    demands = [ForkDemand(each.instance_id, each) for each in coming]
+    demands = [ForkDemand(each.instance_id, each) for each in new_targets]
     decisions = group_plan.plan(GroupView("m", "r", members), demands, NOW)
     reads = {name: decision.shares for name, decision in decisions.items()}
-    # Of a size at which what stays within a host is as much faster as it is in the simulation.
+    # The image is large enough for the simulation's ratio of same-host to network speed to apply.
     image = SAME_HOST_RATE / 8
     durations = simulate_flows(
-        members | {each.instance_id: each for each in coming}, reads, round(image), LinkRates(image, image)
+        members | {each.instance_id: each for each in new_targets}, reads, round(image), LinkRates(image, image)
     )
     assert simulated == pytest.approx(max(durations.values()), rel=0.2)
 
 
 def members(*sources: Source) -> dict[str, Source]:
-    """By instance_id."""
+    """Return sources by instance_id."""
     return {source.instance_id: source for source in sources}
 
 
-def test_a_chain_costs_a_chunk_for_each_that_stands_in_it() -> None:
-    """A relay gives what it has while it receives."""
+def test_a_chain_costs_one_chunk_per_member() -> None:
+    """A relay serves while it receives."""
     fleet = members(seed("s"), loading("a"), loading("b"))
     durations = simulate_flows(fleet, {"a": (ChunkShare("s", ALL),), "b": (ChunkShare("a", ALL),)}, IMAGE, RATES)
     assert {"a": pytest.approx(1.0), "b": pytest.approx(1.0 + CHUNK_S)} == durations
 
 
-def test_those_that_share_a_link_share_its_speed() -> None:
-    """Two that read everything from one seed take twice as long; half from each of two seeds does not."""
+def test_readers_of_one_link_share_its_speed() -> None:
+    """Two full readers of one seed take twice as long; two that read half from each of two seeds do not."""
     fleet = members(seed("s"), seed("r"), loading("a"), loading("b"))
     star = simulate_flows(fleet, {"a": (ChunkShare("s", ALL),), "b": (ChunkShare("s", ALL),)}, IMAGE, RATES)
     low, high = ((0, 6),), ((6, 12),)
@@ -110,16 +110,16 @@ def test_those_that_share_a_link_share_its_speed() -> None:
     assert [2.0, 2.0, 1.0] == [pytest.approx(each) for each in (*star.values(), *striped.values())]
 
 
-def test_a_source_gives_no_more_than_it_says() -> None:
-    """Its own cap counts for all of its readers together, and for those of its host too."""
+def test_a_source_serves_at_most_its_egress_rate() -> None:
+    """Its limit applies to the total of its readers, including those on its host."""
     slow = seed("s", egress_rate=LINK / 4, transports=("shared_memory", "http"), location=HostLocation("here"))
     near = loading("a", transports=("shared_memory", "http"), location=HostLocation("here"))
     durations = simulate_flows(members(slow, near), {"a": (ChunkShare("s", ALL),)}, IMAGE, RATES)
     assert {"a": pytest.approx(4.0)} == durations
 
 
-def test_what_stays_within_a_host_takes_nothing_of_its_link() -> None:
-    """Three on one host: one reads over the network, the others from it."""
+def test_same_host_reads_do_not_use_the_network_link() -> None:
+    """Of three targets on one host, one reads over the network, and the others read from it."""
     fleet = members(seed("s"), *(loading(name, location=HostLocation("here")) for name in "abc"))
     reads = {"a": (ChunkShare("s", ALL),), "b": (ChunkShare("a", ALL),), "c": (ChunkShare("b", ALL),)}
     local_s = IMAGE / CHUNKS / SAME_HOST_RATE
@@ -128,7 +128,7 @@ def test_what_stays_within_a_host_takes_nothing_of_its_link() -> None:
 
 
 def test_a_ring_over_storage() -> None:
-    """Each reads its half from storage at half a link's speed, and gets the other as it comes."""
+    """Each reads half from storage at half of the link's speed, and receives the other half meanwhile."""
     fleet = members(loading("a"), loading("b"))
     low, high = ((0, 6),), ((6, 12),)
     reads = {
@@ -139,16 +139,16 @@ def test_a_ring_over_storage() -> None:
     assert [1.0 + CHUNK_S] * 2 == [pytest.approx(durations[name]) for name in "ab"]
 
 
-def test_a_loader_gives_nothing_before_its_end() -> None:
-    """Who stands behind it begins then."""
+def test_a_loader_serves_nothing_until_it_is_done() -> None:
+    """Its readers start then."""
     fleet = members(loading("a"), loading("b"))
     reads = {"a": (ChunkShare("a", ALL, all_or_nothing=True),), "b": (ChunkShare("a", ALL),)}
     durations = simulate_flows(fleet, reads, IMAGE, RATES)
     assert [2.0, 3.0] == [pytest.approx(durations[name]) for name in "ab"]
 
 
-def test_who_waits_for_what_nobody_gives_is_never_whole() -> None:
-    """A relay that reads nothing, a source that is gone, and two that wait for one another."""
+def test_targets_without_available_chunks_never_complete() -> None:
+    """This covers a relay without reads, a removed source, and a cycle of two."""
     fleet = members(seed("s"), *(loading(name) for name in "abcd"), loading("half", (0, 6)))
     reads = {
         "a": (ChunkShare("half", ALL),),
@@ -159,15 +159,15 @@ def test_who_waits_for_what_nobody_gives_is_never_whole() -> None:
     assert {} == simulate_flows(fleet, reads, IMAGE, RATES)
 
 
-def test_forks_under_way_go_on_from_what_they_have() -> None:
-    """Half is there: the rest comes in half of the time, and the next gets all of it."""
+def test_running_forks_continue_from_their_chunks() -> None:
+    """A half-complete fork takes half of the time, and its reader receives everything."""
     fleet = members(seed("s"), loading("a", (0, 6)), loading("b"))
     durations = simulate_flows(fleet, {"a": (ChunkShare("s", ALL),), "b": (ChunkShare("a", ALL),)}, IMAGE, RATES)
     assert {"a": pytest.approx(0.5), "b": pytest.approx(1.0 + CHUNK_S, abs=CHUNK_S)} == durations
 
 
-def test_large_images_are_told_in_blocks() -> None:
-    """Of many chunks, several make one, and the time is still that of the chunks."""
+def test_large_images_are_simulated_in_blocks() -> None:
+    """Several chunks form a block, and the predicted time is still that of single chunks."""
     count = 2 * MAX_DELIVERIES
     big = {"chunk_count": count}
     fleet = members(seed("s", verified=((0, count),), **big), *(loading(name, **big) for name in "ab"))
@@ -179,8 +179,8 @@ def test_large_images_are_told_in_blocks() -> None:
 # -- plans -------------------------------------------------------------------------------------------
 
 
-async def test_those_that_come_stand_in_a_chain(registry: Registry) -> None:
-    """Each on a host of its own, as the policy has it; and nothing comes of it."""
+async def test_replicas_form_a_chain(registry: Registry) -> None:
+    """Each is on its own host, and the planner's state does not change."""
     await registry.report(seed_report("s"))
     result = dry_run(registry, targets=3)
     expected = {"preview-1": {"s": ALL}, "preview-2": {"preview-1": ALL}, "preview-3": {"preview-2": ALL}}
@@ -193,8 +193,8 @@ async def test_those_that_come_stand_in_a_chain(registry: Registry) -> None:
     )  # fmt: skip
 
 
-async def test_replicas_that_share_a_host_are_placed_so(registry: Registry) -> None:
-    """Two hosts of two, none of which is known, in the rack that was named."""
+async def test_replicas_that_share_a_host(registry: Registry) -> None:
+    """Two new hosts have two replicas each, in the requested rack."""
     await registry.report(seed_report("s", max_readers=4, transports=("shared_memory", "http")))
     result = dry_run(registry, targets=4, per_host=2, rack="r1")
     assert ["preview-host-1", "preview-host-1", "preview-host-2", "preview-host-2"] == [
@@ -204,31 +204,31 @@ async def test_replicas_that_share_a_host_are_placed_so(registry: Registry) -> N
 
 
 async def test_a_busy_seed_is_not_read_from(registry: Registry) -> None:
-    """It has one slot: who comes stands behind the fork that has it, and goes on with that."""
+    """The seed's only slot is taken: replicas read from the fork that has it."""
     await registry.report(seed_report("s"))
     await registry.request_plan(fork_request("a"))
     result = dry_run(registry, targets=1)
     assert ({"preview-1": {"a": ALL}}, [1.083]) == (shares(result), seconds(result))
 
 
-async def test_those_without_a_slot_come_after_the_others(registry: Registry) -> None:
-    """The seed takes one reader, and those that come none: each waits until the one before it is whole."""
+async def test_replicas_without_a_slot_start_later(registry: Registry) -> None:
+    """If the seed accepts one reader and replicas accept none, each waits for the one before it."""
     await registry.report(seed_report("s"))
     (group,) = registry.state.groups_of("m")
     request = PreviewRequest(model="m", targets=3, link_bytes_per_s=LINK)
-    group_snapshot = take_group_snapshot(registry.state, group, request, registry.now())
-    assert group_snapshot is not None
-    found = build_scenario(group_snapshot)
+    snapshot = snapshot_group(registry.state, group, request, registry.now())
+    assert snapshot is not None
+    found = build_scenario(snapshot)
     alone = [replace(each, target=replace(each.target, max_readers=0)) for each in found.demands]
     result = preview(replace(found, demands=tuple(alone)))
     assert [1.0, 2.0, 3.0] == sorted(each or math.inf for each in seconds(result))
 
 
-async def test_a_cold_group_reads_what_was_read_before(registry: Registry) -> None:
-    """A fork that ended had read a checkpoint: so could those that come, and one of them does for all."""
+async def test_a_cold_group_reads_the_storage_of_earlier_forks(registry: Registry) -> None:
+    """A finished fork read a checkpoint: one replica is predicted to read it for all."""
     await registry.report(seed_report("s"))
     result = dry_run(registry, targets=2, cold=True)
-    assert ([None, None], 0, "no instance holds version v1 of model m") == (
+    assert ([None, None], 0, "no instance has version v1 of model m") == (
         seconds(result), result.seeds, result.targets[0].reason,
     )  # fmt: skip
     await registry.report(report("a", storage=storage_candidates(CHECKPOINT)))
@@ -240,8 +240,8 @@ async def test_a_cold_group_reads_what_was_read_before(registry: Registry) -> No
 
 
 @pytest.mark.parametrize(("storage_type", "second"), [("checkpoint", 2.083), ("loader", 3.0)])
-async def test_storage_is_known_from_forks_that_ended(registry: Registry, storage_type: str, second: float) -> None:
-    """By what they told of their sources; how fast it was too."""
+async def test_storage_is_inferred_from_finished_forks(registry: Registry, storage_type: str, second: float) -> None:
+    """Its type, URI and rate are taken from their reports."""
     await registry.request_plan(
         fork_request("a", storage=storage_candidates(CHECKPOINT if storage_type == "checkpoint" else LOADER))
     )
@@ -252,8 +252,8 @@ async def test_storage_is_known_from_forks_that_ended(registry: Registry, storag
     assert ([2.0, second], IMAGE / 2) == (seconds(result), result.storage_bytes_per_s)
 
 
-async def test_with_a_rate_of_storage_there_is_a_snapshot(registry: Registry) -> None:
-    """Where nothing is known of any."""
+async def test_a_storage_rate_implies_a_snapshot(registry: Registry) -> None:
+    """A snapshot is assumed if no storage is known."""
     await registry.report(seed_report("s", chunk_count=20, verified=((0, 20),), max_readers=4))
     result = dry_run(registry, targets=2, cold=True, storage_bytes_per_s=LINK)
     low, high = ((0, 10),), ((10, 20),)
@@ -263,8 +263,8 @@ async def test_with_a_rate_of_storage_there_is_a_snapshot(registry: Registry) ->
     } == shares(result)
 
 
-async def test_the_link_is_the_fastest_that_forks_measured(registry: Registry) -> None:
-    """Not what they read within their host, and not what they read from storage."""
+async def test_the_link_rate_is_the_fastest_measured_one(registry: Registry) -> None:
+    """Reads within a host and reads from storage do not count."""
     await registry.report(seed_report("s", max_readers=9))
     guess = dry_run(registry, link_bytes_per_s=None)
     for name, source, transport, rate in (
@@ -285,26 +285,26 @@ async def test_the_link_is_the_fastest_that_forks_measured(registry: Registry) -
     ]
 
 
-async def test_most_replicas_are_like_the_layout_that_is_held(registry: Registry) -> None:
-    """Of two layouts the one with more seeds, whatever is loading."""
+async def test_replicas_resemble_the_layout_with_the_most_seeds(registry: Registry) -> None:
+    """Loading instances do not count."""
     await registry.report(seed_report("s"))
     for name in "ab":
         await registry.report(report(name, layout_id="b" * 32))
     assert {"preview-1": {"s": ALL}} == shares(dry_run(registry))
 
 
-async def test_a_snapshot_stays_as_it_was(registry: Registry) -> None:
-    """Whatever is told meanwhile, the preview is of the moment that was asked about."""
+async def test_a_snapshot_does_not_change(registry: Registry) -> None:
+    """Later reports do not affect a preview that has started."""
     for name in ("s", "u"):
         await registry.report(seed_report(name))
     await registry.request_plan(fork_request("a"))
     (group,) = registry.state.groups_of("m")
     request = PreviewRequest(model="m", targets=2, link_bytes_per_s=LINK)
-    group_snapshot = take_group_snapshot(registry.state, group, request, registry.now())
-    assert group_snapshot is not None
-    before = preview(build_scenario(group_snapshot))
+    snapshot = snapshot_group(registry.state, group, request, registry.now())
+    assert snapshot is not None
+    before = preview(build_scenario(snapshot))
     await registry.request_plan(fork_request("b"))
     await registry.report(seed_report("v"))
     for name in ("s", "u", "a"):
         await registry.remove(name)
-    assert before == preview(build_scenario(group_snapshot))
+    assert before == preview(build_scenario(snapshot))

@@ -1,4 +1,4 @@
-"""The hooks' client of the planner, without sockets."""
+"""The integrations' client of the planner, without sockets."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ ResponseHandler = Callable[[httpx.Request], httpx.Response]
 
 
 def settings(**changes: object) -> InstanceSettings:
-    """Of a hook."""
+    """Return settings of an integration."""
     return InstanceSettings.model_validate({"planner": URL, "token": "rule", **changes})
 
 
 def client_with_handler(handler: ResponseHandler, **changes: object) -> PlannerRestClient:
-    """A client whose requests are answered so."""
+    """Return a client whose requests are handled by `handler`."""
     return PlannerRestClient(settings(**changes), httpx.MockTransport(handler))
 
 
 @pytest.fixture
 async def planner_api(time: FakeTime) -> AsyncIterator[PlannerRestClient]:
-    """The client of a planner that wants a token and knows a seed and a fork."""
+    """A client of a planner that requires a token and knows a seed and a fork."""
     app = create_app(PlannerSettings.model_validate({"token": "rule", "batch_s": 0, "gather_s": 0}), time.clock)
     planner_api = PlannerRestClient(settings(), httpx.ASGITransport(app))
     own = {"Authorization": "Bearer rule", "Content-Type": "application/json", OWNER_HEADER: "o" * 32}
@@ -50,8 +50,8 @@ async def planner_api(time: FakeTime) -> AsyncIterator[PlannerRestClient]:
     await planner_api.close()
 
 
-async def test_it_asks_all_that_hooks_ask(planner_api: PlannerApi, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lists over several pages, models, scale-ups from first to last, and an instance that is gone."""
+async def test_all_calls(planner_api: PlannerApi, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists with several pages, models, all operations on scale-ups, and the removal of an unknown instance."""
     monkeypatch.setattr(planner_client, "PAGE", 2)
     everyone = [view.report.instance_id for view in await planner_api.instances()]
     of_one = [view.report.instance_id for view in await planner_api.instances(model="n")]
@@ -72,7 +72,7 @@ async def test_it_asks_all_that_hooks_ask(planner_api: PlannerApi, monkeypatch: 
 
 
 async def test_names_are_quoted() -> None:
-    """Whatever an id holds, it is one part of a path."""
+    """Any id is one part of a path."""
     paths: list[bytes] = []
 
     def handler(request: httpx.Request) -> httpx.Response:
@@ -85,8 +85,8 @@ async def test_names_are_quoted() -> None:
     assert [b"/v1/instances/a%2F..%2Fb", b"/v1/scaleups/a:b"] == paths
 
 
-async def test_the_token_is_shown() -> None:
-    """As a bearer token; without one, none."""
+async def test_the_token_is_sent() -> None:
+    """As a bearer token; without a token there is no header."""
     sent_tokens: list[str | None] = []
 
     def handler(request: httpx.Request) -> httpx.Response:
@@ -99,7 +99,7 @@ async def test_the_token_is_shown() -> None:
 
 
 class DisconnectingHandler:
-    """Answers, but that the connection turns out dead before."""
+    """Responds only after a number of closed connections."""
 
     def __init__(self, times: int) -> None:
         self.left = times
@@ -115,8 +115,8 @@ class DisconnectingHandler:
 
 
 @pytest.mark.parametrize(("dead", "request_count", "unavailable"), [(0, 1, False), (1, 2, False), (2, 2, True)])
-async def test_a_dead_connection_is_tried_once_more(dead: int, request_count: int, unavailable: bool) -> None:
-    """A planner that restarted is not away; one that is, is told."""
+async def test_a_closed_connection_is_retried_once(dead: int, request_count: int, unavailable: bool) -> None:
+    """A planner that restarted is available; repeated failures are reported."""
     handler = DisconnectingHandler(dead)
     planner_api = client_with_handler(handler)
     failed = False
@@ -128,64 +128,64 @@ async def test_a_dead_connection_is_tried_once_more(dead: int, request_count: in
 
 
 def problem_response(status: int, slug: str, detail: str) -> httpx.Response:
-    """A problem document."""
+    """Return a problem document."""
     problem = {"type": f"https://rfork.dev/problems/{slug}", "title": "x", "status": status, "detail": detail}
     return httpx.Response(status, json=problem)
 
 
 def unreachable(request: httpx.Request) -> httpx.Response:
-    """Nobody listens."""
+    """Refuse the connection."""
     raise httpx.ConnectError("All connection attempts failed")
 
 
 def cyclic_pages(request: httpx.Request) -> httpx.Response:
-    """Each page names the same one as the next."""
+    """Return a page that names itself as the next one."""
     return httpx.Response(200, json={"items": [], "next": "a"})
 
 
-NO_PLANNER = "; check that RFORK_PLANNER names an rfork planner of this release"
+NO_PLANNER = "; check that RFORK_PLANNER is the URL of an rfork planner of this release"
 UNAVAILABLE_CASES: list[tuple[ResponseHandler, str]] = [
-    (unreachable, f"planner {URL} did not answer GET /v1/instances: All connection attempts failed"),
+    (unreachable, f"planner {URL} did not respond to GET /v1/instances: All connection attempts failed"),
     (
-        lambda _: problem_response(503, "store-unavailable", "the store cannot be used"),
-        f"planner {URL} refused GET /v1/instances (503 store-unavailable): the store cannot be used",
+        lambda _: problem_response(503, "store-unavailable", "the store is unavailable"),
+        f"planner {URL} refused GET /v1/instances (503 store-unavailable): the store is unavailable",
     ),
     (
-        lambda _: problem_response(403, "forbidden", "this takes the role reader"),
-        f"planner {URL} refused GET /v1/instances (403 forbidden): this takes the role reader; "
-        "set RFORK_TOKEN to an operator's token",
+        lambda _: problem_response(403, "forbidden", "this requires the role reader; the token has the role instance"),
+        f"planner {URL} refused GET /v1/instances (403 forbidden): this requires the role reader; "
+        "the token has the role instance; set RFORK_TOKEN to an operator token",
     ),
     (
         lambda _: httpx.Response(502, text="<html>"),
-        f"{URL} gave no planner's answer to GET /v1/instances (status 502): not a problem document" + NO_PLANNER,
+        f"{URL} sent an unexpected response to GET /v1/instances (status 502): not a problem document" + NO_PLANNER,
     ),
     (
         lambda _: httpx.Response(200, text="<html>"),
-        f"{URL} gave no planner's answer to GET /v1/instances (status 200): body: Invalid JSON: "
+        f"{URL} sent an unexpected response to GET /v1/instances (status 200): body: Invalid JSON: "
         "expected value at line 1 column 1" + NO_PLANNER,
     ),
     (
         lambda _: httpx.Response(200, json={"items": [{}], "next": None}),
-        f"{URL} gave no planner's answer to GET /v1/instances (status 200): items.0.report: Field required"
+        f"{URL} sent an unexpected response to GET /v1/instances (status 200): items.0.report: Field required"
         + NO_PLANNER,
     ),
     (
         cyclic_pages,
-        f"{URL} gave no planner's answer to GET /v1/instances (status 200): its pages go in circles" + NO_PLANNER,
+        f"{URL} sent an unexpected response to GET /v1/instances (status 200): its pages repeat" + NO_PLANNER,
     ),
 ]
 
 
 @pytest.mark.parametrize(("handler", "expected"), UNAVAILABLE_CASES)
-async def test_why_the_planner_is_away_is_one_line(handler: ResponseHandler, expected: str) -> None:
-    """What was asked, and why it failed."""
+async def test_an_unavailable_planner_is_reported_in_one_line(handler: ResponseHandler, expected: str) -> None:
+    """It names the request and the cause."""
     with pytest.raises(PlannerUnavailable) as unavailable:
         await client_with_handler(handler).instances()
     assert expected == str(unavailable.value)
 
 
-async def test_a_call_ends_within_its_time_however_many_pages_come() -> None:
-    """The time is that of the call, not of each page."""
+async def test_the_timeout_covers_all_pages_of_a_call() -> None:
+    """It applies to the call, not to each page."""
     request_count = 0
 
     def handler(request: httpx.Request) -> httpx.Response:
@@ -193,36 +193,36 @@ async def test_a_call_ends_within_its_time_however_many_pages_come() -> None:
         request_count += 1
         return httpx.Response(200, content=json.dumps({"items": [], "next": f"{request_count:09}"}))
 
-    with pytest.raises(PlannerUnavailable, match=r"did not answer GET /v1/forks: no answer within 0\.05 s"):
+    with pytest.raises(PlannerUnavailable, match=r"did not respond to GET /v1/forks: no response within 0\.05 s"):
         await client_with_handler(handler, planner_timeout_s=0.05).forks()
 
 
-async def test_a_client_that_was_closed_is_away() -> None:
-    """No other error."""
+async def test_a_closed_client_is_unavailable() -> None:
+    """It raises no other error."""
     planner_api = client_with_handler(lambda _: httpx.Response(200, json=EMPTY))
     await planner_api.close()
-    with pytest.raises(PlannerUnavailable, match="its client was closed"):
+    with pytest.raises(PlannerUnavailable, match="the client is closed"):
         await planner_api.instances()
 
 
 BAD: list[tuple[dict[str, object], str]] = [
     ({"planner": None}, "no planner is set"),
-    ({"planner": "planner:8700"}, "planner URL 'planner:8700' cannot be used"),
-    ({"planner": "http://[::1"}, "cannot be used"),
-    ({"token": "schlüssel\u2603"}, "the planner token has characters that cannot stand in a header"),
+    ({"planner": "planner:8700"}, "invalid planner URL 'planner:8700'"),
+    ({"planner": "http://[::1"}, "invalid planner URL"),
+    ({"token": "schlüssel\u2603"}, "the planner token contains characters that are not allowed in a header"),
 ]
 
 
 @pytest.mark.parametrize(("changes", "expected"), BAD)
-def test_settings_that_cannot_be_used_are_told(changes: dict[str, object], expected: str) -> None:
-    """Before anything is asked."""
+def test_invalid_settings_are_rejected(changes: dict[str, object], expected: str) -> None:
+    """Before any request."""
     with pytest.raises(SettingsError, match=expected.replace("[", r"\[")):
         PlannerRestClient(settings(**changes))
 
 
-def test_tls_files_that_cannot_be_used_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of RFORK_TLS_CA."""
+def test_unusable_tls_files_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files of RFORK_TLS_CA."""
     (tmp_path / "ca").write_text("no certificate")
     monkeypatch.setenv("RFORK_TLS_CA", str(tmp_path / "ca"))
-    with pytest.raises(SettingsError, match="the TLS files that the planner is asked with cannot be used"):
+    with pytest.raises(SettingsError, match="unusable TLS files for the planner"):
         PlannerRestClient(settings())

@@ -1,4 +1,4 @@
-"""What runs the hooks, without any of them: failures, starting anew, stopping, and what probes are told."""
+"""The runner of the integrations: failures, restarts, stops, and the probe endpoints."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ SETTINGS = (KubernetesSettings(), InstanceSettings())
 
 
 class IdleIntegration:
-    """A hook that runs until it is cancelled."""
+    """An integration that runs until it is cancelled."""
 
     def __init__(self) -> None:
         self.stopped = False
 
     async def __call__(
-        self, hook_settings: KubernetesSettings, settings: InstanceSettings, status: IntegrationStatus
+        self, kubernetes_settings: KubernetesSettings, settings: InstanceSettings, status: IntegrationStatus
     ) -> None:
         status.ready()
         try:
@@ -38,9 +38,11 @@ class IdleIntegration:
 
 
 def failing(error: Exception | None) -> IntegrationMain:
-    """A hook that fails at once, or ends."""
+    """Return an integration that fails immediately, or ends."""
 
-    async def run(hook_settings: KubernetesSettings, settings: InstanceSettings, status: IntegrationStatus) -> None:
+    async def run(
+        kubernetes_settings: KubernetesSettings, settings: InstanceSettings, status: IntegrationStatus
+    ) -> None:
         if error is not None:
             raise error
 
@@ -52,40 +54,42 @@ def failing(error: Exception | None) -> IntegrationMain:
     [
         (SettingsError("a setting"), SettingsError, "a setting"),
         (ExceptionGroup("tasks", [ValueError("x"), SettingsError("a setting")]), SettingsError, "a setting"),
-        (ValueError("odd"), RforkError, "hook webhook failed: ValueError: odd"),
-        (ExceptionGroup("tasks", [ValueError("odd")]), RforkError, "hook webhook failed: ValueError: odd"),
-        (None, RforkError, "hook webhook ended by itself"),
+        (ValueError("odd"), RforkError, "integration webhook failed: ValueError: odd"),
+        (ExceptionGroup("tasks", [ValueError("odd")]), RforkError, "integration webhook failed: ValueError: odd"),
+        (None, RforkError, "integration webhook ended unexpectedly"),
         (
             ModuleNotFoundError("No module named 'lightkube'", name="lightkube.core"),
             MissingExtra,
-            "hook webhook is not available: No module named 'lightkube'",
+            "integration webhook is not available: No module named 'lightkube'",
         ),
         (
             ModuleNotFoundError("No module named 'planner.x'", name="planner.x"),
             RforkError,
-            "hook webhook failed: ModuleNotFoundError: No module named 'planner.x'",
+            "integration webhook failed: ModuleNotFoundError: No module named 'planner.x'",
         ),
     ],
 )
-async def test_all_end_with_one_that_fails(failure: Exception | None, error_type: type[RforkError], text: str) -> None:
-    """In a process of their own the others are stopped, and the failure is one error of ours."""
+async def test_a_failure_ends_all_integrations(
+    failure: Exception | None, error_type: type[RforkError], text: str
+) -> None:
+    """In their own process the others are stopped, and the failure is raised as one RforkError."""
     idle = IdleIntegration()
-    hooks: dict[IntegrationName, IntegrationMain] = {"webhook": failing(failure), "scaler": idle}
+    runner: dict[IntegrationName, IntegrationMain] = {"webhook": failing(failure), "scaler": idle}
     with pytest.raises(RforkError) as caught:
-        await IntegrationRunner(["scaler", "webhook"], *SETTINGS, restart_on_failure=False, integrations=hooks).run()
+        await IntegrationRunner(["scaler", "webhook"], *SETTINGS, restart_on_failure=False, integrations=runner).run()
     assert (error_type, text, True) == (type(caught.value), str(caught.value), idle.stopped)
 
 
 async def test_a_missing_extra_is_named() -> None:
-    """The hint is the command that brings it."""
-    hooks: dict[IntegrationName, IntegrationMain] = {"webhook": failing(ImportError("no", name="lightkube"))}
+    """The hint is the command that installs it."""
+    runner: dict[IntegrationName, IntegrationMain] = {"webhook": failing(ImportError("no", name="lightkube"))}
     with pytest.raises(MissingExtra) as caught:
-        await IntegrationRunner(["webhook"], *SETTINGS, restart_on_failure=False, integrations=hooks).run()
+        await IntegrationRunner(["webhook"], *SETTINGS, restart_on_failure=False, integrations=runner).run()
     assert "pip install 'rfork[kubernetes]'" == caught.value.hint
 
 
-async def test_cancelling_stops_them_in_order() -> None:
-    """What a hook does at its end is done before `run` ends."""
+async def test_cancelling_waits_for_cleanup() -> None:
+    """The cleanup of an integration finishes before `run` returns."""
     idle = IdleIntegration()
     running = asyncio.create_task(
         IntegrationRunner(["webhook"], *SETTINGS, restart_on_failure=False, integrations={"webhook": idle}).run()
@@ -99,7 +103,7 @@ async def test_cancelling_stops_them_in_order() -> None:
 
 
 class RecordedPauses:
-    """Instead of sleeping: what was asked for, and an end after so many."""
+    """Records sleeps instead of waiting, and ends after a number of them."""
 
     def __init__(self, max_pauses: int) -> None:
         self.seen: list[float] = []
@@ -113,19 +117,19 @@ class RecordedPauses:
             await asyncio.Event().wait()
 
 
-async def run_until(event: asyncio.Event, hooks: IntegrationRunner) -> None:
-    """Run the hooks until the event is set, and stop them."""
-    running = asyncio.create_task(hooks.run())
+async def run_until(event: asyncio.Event, runner: IntegrationRunner) -> None:
+    """Run the integrations until the event is set, then stop them."""
+    running = asyncio.create_task(runner.run())
     await event.wait()
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
 
 
-async def test_a_kept_hook_is_started_again(caplog: pytest.LogCaptureFixture) -> None:
-    """Each time later, up to a minute; the other hook does not notice, and the log has a line for each."""
+async def test_a_failed_integration_is_restarted(caplog: pytest.LogCaptureFixture) -> None:
+    """With growing pauses up to a minute; the other one is not affected, and each restart logs a line."""
     pauses, idle = RecordedPauses(8), IdleIntegration()
-    hooks = IntegrationRunner(
+    runner = IntegrationRunner(
         ["webhook", "scaler"],
         *SETTINGS,
         restart_on_failure=True,
@@ -134,22 +138,22 @@ async def test_a_kept_hook_is_started_again(caplog: pytest.LogCaptureFixture) ->
         monotonic=lambda: 0.0,
     )
     with caplog.at_level(logging.ERROR):
-        await run_until(pauses.finished, hooks)
+        await run_until(pauses.finished, runner)
     assert (
         [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0],
         8,
-        ["webhook: not ready: it failed: no port", "scaler: ready"],
+        ["webhook: not ready: failed: no port", "scaler: ready"],
     ) == (
         pauses.seen,
-        sum("hook failed" in record.getMessage() for record in caplog.records),
-        [str(status) for status in hooks.statuses()],
+        sum("integration failed" in record.getMessage() for record in caplog.records),
+        [str(status) for status in runner.statuses()],
     )
 
 
-async def test_a_hook_that_ran_for_long_is_started_again_soon() -> None:
+async def test_the_restart_pause_is_reset_after_a_long_run() -> None:
     """A failure after more than a minute counts as the first."""
     pauses, times = RecordedPauses(4), iter((0, 1, 1, 2, 2, 100, 100, 101))
-    hooks = IntegrationRunner(
+    runner = IntegrationRunner(
         ["webhook"],
         *SETTINGS,
         restart_on_failure=True,
@@ -157,12 +161,12 @@ async def test_a_hook_that_ran_for_long_is_started_again_soon() -> None:
         sleep=pauses,
         monotonic=lambda: float(next(times)),
     )
-    await run_until(pauses.finished, hooks)
+    await run_until(pauses.finished, runner)
     assert [1.0, 2.0, 1.0, 2.0] == pauses.seen
 
 
-async def test_a_hook_that_fails_as_it_is_stopped_is_not_started_again() -> None:
-    """Of a group of tasks the failure is told, and not that it was cancelled."""
+async def test_an_integration_that_fails_while_stopping_is_not_restarted() -> None:
+    """A task group raises the failure instead of its cancellation."""
     pauses, began = RecordedPauses(1), asyncio.Event()
 
     async def fails() -> None:
@@ -172,7 +176,9 @@ async def test_a_hook_that_fails_as_it_is_stopped_is_not_started_again() -> None
         except asyncio.CancelledError:
             raise ValueError("odd") from None
 
-    async def run(hook_settings: KubernetesSettings, settings: InstanceSettings, status: IntegrationStatus) -> None:
+    async def run(
+        kubernetes_settings: KubernetesSettings, settings: InstanceSettings, status: IntegrationStatus
+    ) -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(fails())
 
@@ -193,20 +199,20 @@ def statuses() -> list[IntegrationStatus]:
 
 @pytest.fixture
 def get_probe(statuses: list[IntegrationStatus]) -> ProbeRequest:
-    """GET of one path of the probes."""
+    """Return the response to a GET of a probe path."""
     registry = CollectorRegistry()
     registry.register(IntegrationMetrics(lambda: statuses))
 
     async def get(path: str) -> httpx.Response:
         transport = httpx.ASGITransport(app=probes_app(lambda: statuses, registry))
-        async with httpx.AsyncClient(transport=transport, base_url="http://hook") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://probes") as client:
             return await client.get(path)
 
     return get
 
 
-async def test_it_is_ready_when_each_hook_is(statuses: list[IntegrationStatus], get_probe: ProbeRequest) -> None:
-    """/readyz says of each hook whether it is ready, or why not, and which leads; /healthz only lives."""
+async def test_readiness_covers_all_integrations(statuses: list[IntegrationStatus], get_probe: ProbeRequest) -> None:
+    """/readyz has each integration's state and leadership; /healthz only shows that the process runs."""
     before = await get_probe("/readyz")
     for status in statuses:
         status.ready()
@@ -215,7 +221,7 @@ async def test_it_is_ready_when_each_hook_is(statuses: list[IntegrationStatus], 
     statuses[0].not_ready("no certificate yet")
     again = await get_probe("/readyz")
     assert [
-        (503, "webhook: not ready: it is starting\ncontroller: not ready: it is starting\n"),
+        (503, "webhook: not ready: starting\ncontroller: not ready: starting\n"),
         (200, "webhook: ready\ncontroller: ready, leader\n"),
         (503, "webhook: not ready: no certificate yet\ncontroller: ready, leader\n"),
         (200, "ok\n"),
@@ -226,31 +232,35 @@ async def test_it_is_ready_when_each_hook_is(statuses: list[IntegrationStatus], 
     ]
 
 
-async def test_metrics_of_all_hooks_are_one_page(statuses: list[IntegrationStatus], get_probe: ProbeRequest) -> None:
-    """Each hook's own, and of each whether it is ready and leads."""
-    Gauge("rfork_webhook_something", "A hook's own", registry=statuses[0].registry).set(7)
+async def test_metrics_of_all_integrations_are_on_one_page(
+    statuses: list[IntegrationStatus], get_probe: ProbeRequest
+) -> None:
+    """The integrations' own metrics, plus readiness and leadership of each."""
+    Gauge("rfork_webhook_something", "Metric of an integration", registry=statuses[0].registry).set(7)
     statuses[1].leader(False)
     lines = (await get_probe("/metrics")).text.splitlines()
     assert [
-        'rfork_hook_ready{hook="webhook"} 0.0',
-        'rfork_hook_ready{hook="controller"} 0.0',
-        'rfork_hook_leader{hook="controller"} 0.0',
+        'rfork_integration_ready{integration="webhook"} 0.0',
+        'rfork_integration_ready{integration="controller"} 0.0',
+        'rfork_integration_leader{integration="controller"} 0.0',
         "rfork_webhook_something 7.0",
     ] == [line for line in lines if not line.startswith("#")]
 
 
-def test_a_planner_without_hooks_has_none() -> None:
+def test_a_planner_without_integrations_starts_no_runner() -> None:
     """Nothing is read, started or required."""
-    with create_in_process_runner(PlannerSettings(), "http://127.0.0.1:8700") as hooks:
-        assert hooks is None
+    with create_in_process_runner(PlannerSettings(), "http://127.0.0.1:8700") as runner:
+        assert runner is None
 
 
-def test_beside_the_planner_they_end_in_order() -> None:
-    """The planner tells them to stop, and leaves them: what a hook does at its end is done by then."""
+def test_the_in_process_runner_waits_for_cleanup() -> None:
+    """The planner requests the stop on exit, and the cleanup has finished when it returns."""
     began, ending, may_end = threading.Event(), threading.Event(), threading.Event()
     loops, done = list[asyncio.AbstractEventLoop](), list[str]()
 
-    async def run(hook_settings: KubernetesSettings, settings: InstanceSettings, status: IntegrationStatus) -> None:
+    async def run(
+        kubernetes_settings: KubernetesSettings, settings: InstanceSettings, status: IntegrationStatus
+    ) -> None:
         loops.append(asyncio.get_running_loop())
         began.set()
         try:
@@ -258,7 +268,7 @@ def test_beside_the_planner_they_end_in_order() -> None:
         finally:
             ending.set()
             await asyncio.to_thread(may_end.wait)
-            done.append("in order")
+            done.append("cleaned up")
 
     async def yield_to_loop() -> None:
         for _ in range(10):
@@ -277,11 +287,11 @@ def test_beside_the_planner_they_end_in_order() -> None:
             asyncio.run_coroutine_threadsafe(yield_to_loop(), loops[0]).result(30)
         finally:
             may_end.set()
-    assert ["in order"] == done
+    assert ["cleaned up"] == done
 
 
-def test_beside_the_planner_pods_need_an_address_of_it() -> None:
-    """Its own loopback address is not told to Pods: the setting is asked for."""
+def test_an_in_process_webhook_needs_a_planner_url_for_pods() -> None:
+    """The planner's loopback address is useless for Pods: the error names the setting."""
     settings = PlannerSettings(integrations=("webhook",))
     with (
         pytest.raises(SettingsError) as caught,
@@ -303,18 +313,18 @@ def test_beside_the_planner_pods_need_an_address_of_it() -> None:
         ),
     ],
 )
-def test_beside_the_planner_hooks_ask_that_planner(
+def test_in_process_integrations_use_their_planner(
     monkeypatch: pytest.MonkeyPatch,
     environment: dict[str, str],
     expected: tuple[str, str],
     pods: str | None,
 ) -> None:
-    """With its own token, by loopback where it listens everywhere; settings go first."""
+    """With its token, over loopback if it listens on all addresses. Explicit settings have priority."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     planner = PlannerSettings(integrations=("controller",), token=SecretStr("own"))
-    with create_in_process_runner(planner, "http://0.0.0.0:8700") as hooks:
-        assert hooks is not None
-        hook_settings, settings = hooks._runner._settings_pair
+    with create_in_process_runner(planner, "http://0.0.0.0:8700") as runner:
+        assert runner is not None
+        kubernetes_settings, settings = runner._runner._settings_pair
     token = settings.token.get_secret_value() if settings.token else ""
-    assert (expected, pods) == ((settings.planner, token), hook_settings.pod_planner_url)
+    assert (expected, pods) == ((settings.planner, token), kubernetes_settings.pod_planner_url)

@@ -1,4 +1,4 @@
-"""Scale-ups in the trace of whoever announces them."""
+"""Scale-ups in the trace of the client that announces them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ ANNOUNCED: Final = "POST /v1/scaleups"
 WITHDRAWN: Final = "DELETE /v1/scaleups/{scaleup_id}"
 
 
-async def test_the_controllers_announcement_is_one_trace_with_the_planners(
+async def test_an_announcement_is_one_trace_in_controller_and_planner(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Reconcile, announcement, request; looks at the lists are none, nor are they of a trace."""
-    monkeypatch.setattr(actions, "TOTAL_TIMEOUT_S", math.inf)  # by the real clock: what is due is begun
+    """Reconcile, announcement and request. Polls of the lists have no spans and no trace context."""
+    monkeypatch.setattr(actions, "TOTAL_TIMEOUT_S", math.inf)  # by the real clock, so that all due actions start
     recorder, clock = SpanRecorder(), FakeClock(1000.0)
     app = create_app(PlannerSettings(batch_window_s=0, scaleup_wait_s=0), FakeTime().clock, tracer=recorder.tracer)
     planner_api = PlannerRestClient(InstanceSettings(planner="http://planner"), transport=httpx.ASGITransport(app=app))
@@ -59,8 +59,8 @@ async def test_the_controllers_announcement_is_one_trace_with_the_planners(
     )
 
 
-async def test_a_withdrawal_names_its_scale_up() -> None:
-    """By what its path says; a look at one is no span."""
+async def test_the_span_of_a_withdrawal_has_the_scale_up_id() -> None:
+    """From the path of the request. Reading a scale-up has no span."""
     recorder = SpanRecorder()
     app = create_app(PlannerSettings(), FakeTime().clock, tracer=recorder.tracer)
     transport = httpx.ASGITransport(app=app)

@@ -10,5 +10,5 @@ from tests.unit.planner.builders import FakeTime, make_registry
 
 @pytest.fixture
 def registry(time: FakeTime) -> Registry:
-    """A registry that plans each arrival at once."""
+    """A registry that plans each arrival immediately."""
     return make_registry(time)

@@ -1,4 +1,4 @@
-"""Fleets that live on, and a store that fails as often as it is told."""
+"""Fleets for lifecycle tests, and a store that fails on request."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ FORKED = ForkResult(outcome="forked", seconds=1, bytes_read=CHUNKS << 20)
 
 
 class FailingStore(MemoryStore):
-    """A store that fails as often as it is told to, with the error it is told."""
+    """A store that fails a number of times, with a chosen error."""
 
     def __init__(self, time: FakeTime) -> None:
-        super().__init__(time.clock, keep_forks=10)
+        super().__init__(time.clock, max_finished_forks=10)
         self.failures = 0
-        self.error: Exception = StoreUnavailable("redis is away")
+        self.error: Exception = StoreUnavailable("redis is unavailable")
 
     async def commit(self, change: StoreChange) -> None:
-        """Fail, or keep the change."""
+        """Fail, or apply the change."""
         if self.failures and (change.group is not None or not isinstance(self.error, CommitConflict)):
             self.failures -= 1
             raise self.error
@@ -29,17 +29,17 @@ class FailingStore(MemoryStore):
 
 
 def chunk_progress(count: int, rate: float = 1.0) -> ForkProgress:
-    """Progress of the first so many chunks."""
+    """Return progress of the first `count` chunks."""
     return ForkProgress(verified=((0, count),) if count else (), bytes_read=count << 20, bytes_per_s=rate)
 
 
 def routes_by_source(plan: Plan) -> dict[str, tuple[tuple[int, int], ...]]:
-    """Chunks by source."""
+    """Return the chunks by source."""
     return {route.source_id: route.chunks for route in plan.routes}
 
 
 async def start_chain(registry: Registry, names: str, *, max_readers: int = 4) -> None:
-    """A seed and a chain of targets behind it."""
+    """Start a seed and a chain of targets that read from it."""
     await registry.report(seed_report("s", max_readers=max_readers))
     for name in names:
         await registry.request_plan(fork_request(name, max_readers=max_readers))

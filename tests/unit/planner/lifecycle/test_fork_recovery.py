@@ -1,4 +1,4 @@
-"""Forks that go on: past a store that fails, a planner that restarted, and sources or storage that failed."""
+"""Recovery of forks: from store failures, planner restarts, and failed sources or storage."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from tests.unit.planner.lifecycle.fleet_fixtures import (
 )
 
 
-async def test_progress_renews_leases_while_the_store_is_away(time: FakeTime) -> None:
-    """Forks under way do not end with the store; other calls say that it is away."""
+async def test_progress_renews_leases_while_the_store_is_unavailable(time: FakeTime) -> None:
+    """Running forks continue; other calls report the store's failure."""
     store = FailingStore(time)
     registry = make_registry(time, store)
     await start_chain(registry, "a")
@@ -45,8 +45,8 @@ async def test_progress_renews_leases_while_the_store_is_away(time: FakeTime) ->
     assert ({"s"}, {"a": ALL}) == (leases, routes_by_source(await registry.request_plan(fork_request("b"))))
 
 
-async def test_a_planner_that_restarted_keeps_the_routes_it_is_told_of(time: FakeTime) -> None:
-    """Each target tells what it reads, in whatever order they come."""
+async def test_a_restarted_planner_keeps_reported_routes(time: FakeTime) -> None:
+    """Targets report their current reads, in any order."""
     for order in ("abc", "cba", "bac"):
         registry = make_registry(time)
         await registry.report(seed_report("s", readers=("fork-a",)))
@@ -56,14 +56,14 @@ async def test_a_planner_that_restarted_keeps_the_routes_it_is_told_of(time: Fak
         plans = {}
         for name in order:
             current = (ChunkAssignment(source_id=reported[name], chunks=((4, 12),)),)
-            request = fork_request(name, (0, 4)).model_copy(update={"current": current})
+            request = fork_request(name, (0, 4)).model_copy(update={"current_assignments": current})
             plans[name] = routes_by_source(await registry.request_plan(request))
         assert {name: {source: ((4, 12),)} for name, source in reported.items()} == plans
 
 
 @pytest.mark.parametrize(("conflicts", "planned"), [(1, True), (19, True), (20, False)])
-async def test_a_plan_that_others_were_quicker_than_is_made_anew(time: FakeTime, conflicts: int, planned: bool) -> None:
-    """Twenty times at most; then the caller is told to come back."""
+async def test_a_plan_is_repeated_after_conflicts(time: FakeTime, conflicts: int, planned: bool) -> None:
+    """After twenty attempts the caller gets problem `busy`."""
     store = FailingStore(time)
     registry = make_registry(time, store)
     await registry.report(seed_report("s"))
@@ -76,18 +76,18 @@ async def test_a_plan_that_others_were_quicker_than_is_made_anew(time: FakeTime,
     assert ((200, "", {"s": ALL}) if planned else (503, "busy", {})) == outcome
 
 
-async def test_what_a_target_reads_now_is_checked(registry: Registry) -> None:
-    """Chunks past the image's end are the caller's mistake."""
+async def test_current_assignments_are_validated(registry: Registry) -> None:
+    """Chunks beyond the image's end are rejected."""
     current = (ChunkAssignment(source_id="s", chunks=((4, 13),)),)
     with pytest.raises(ProblemError) as refused:
-        await registry.request_plan(fork_request("a").model_copy(update={"current": current}))
+        await registry.request_plan(fork_request("a").model_copy(update={"current_assignments": current}))
     assert (422, "invalid-request") == (refused.value.status, refused.value.slug)
 
 
-async def test_a_fork_that_outlived_the_planners_memory_waits_for_those_it_read_from(
+async def test_after_a_restart_a_running_fork_retries_until_its_sources_report(
     registry: Registry, time: FakeTime
 ) -> None:
-    """They are heard of within a heartbeat; who comes anew, or asks after that, hears that nobody is here."""
+    """A fork that began before the restart gets a retry within one heartbeat interval; a new one does not."""
     lost = await registry.request_plan(fork_request("a", (0, 5), faults=(fault("s", "SourceTimeout"),)))
     fresh = await registry.request_plan(fork_request("n", model="other"))
     time.now += 4
@@ -97,18 +97,16 @@ async def test_a_fork_that_outlived_the_planners_memory_waits_for_those_it_read_
     assert [True, False, True, False] == [plan.retry_after_s is not None for plan in (lost, fresh, again, late)]
 
 
-async def test_a_fork_whose_sources_all_died_does_not_wait_for_them(registry: Registry) -> None:
-    """The planner knew them: nobody else will be heard of."""
+async def test_a_fork_whose_sources_are_all_removed_gets_no_retry(registry: Registry) -> None:
+    """The planner knew its sources, so no others will report."""
     await start_chain(registry, "a")
     await registry.remove("s")
     plan = await registry.request_plan(fork_request("a", (0, 5), faults=(fault("s", "SourceUnavailable"),)))
     assert ([], None) == (list(plan.routes), plan.retry_after_s)
 
 
-async def test_who_waits_for_a_reader_whose_storage_failed_reads_on_in_its_place(
-    registry: Registry, time: FakeTime
-) -> None:
-    """The reader waits, its follower is told to ask again, and from then on it is the other way round."""
+async def test_a_follower_takes_over_from_a_reader_whose_storage_failed(registry: Registry, time: FakeTime) -> None:
+    """The follower is advised to replan, reads the rest from storage, and the former reader reads from it."""
     await registry.request_plan(fork_request("a", storage=storage_candidates(CHECKPOINT)))
     await registry.request_plan(fork_request("b"))
     before = (await registry.progress("fork-b", chunk_progress(4))).replan_suggested
@@ -125,7 +123,7 @@ async def test_who_waits_for_a_reader_whose_storage_failed_reads_on_in_its_place
     )
     again = await registry.request_plan(fork_request("a", (0, 5), weights_id=None, provisional_id=ORIGIN))
     assert (
-        (None, "source a has nobody to read from any more"),
+        (None, "source a has no source of its own any more"),
         [({}, True)] * 2,
         ({"a": ((4, 5),)}, [((5, CHUNKS),)]),
         {"b": ((5, CHUNKS),)},
@@ -137,7 +135,7 @@ async def test_who_waits_for_a_reader_whose_storage_failed_reads_on_in_its_place
     )
 
 
-async def test_a_storage_that_failed_and_is_offered_no_more_leaves_the_others(registry: Registry) -> None:
+async def test_other_storage_remains_usable_after_one_failed(registry: Registry) -> None:
     """Its snapshot is broken: the same instance is elected to read its checkpoint."""
     both = storage_candidates(SNAPSHOT, CHECKPOINT)
     await registry.request_plan(fork_request("a", storage=both))
@@ -147,8 +145,8 @@ async def test_a_storage_that_failed_and_is_offered_no_more_leaves_the_others(re
     assert ["checkpoint"] == [read.kind for read in plan.storage]
 
 
-async def test_a_fork_that_was_given_up_and_succeeds_is_learnt_from_once(time: FakeTime) -> None:
-    """Until then it is only lost: it neither failed, nor tells how long forks take."""
+async def test_an_abandoned_fork_that_succeeds_is_counted_once(time: FakeTime) -> None:
+    """Until it finishes it counts as abandoned only, and its duration is unknown."""
     registry = make_registry(time, lease_ttl_s=5, instance_ttl_s=1000)
     await registry.report(seed_report("s"))
     await registry.request_plan(fork_request("a"))
@@ -161,6 +159,6 @@ async def test_a_fork_that_was_given_up_and_succeeds_is_learnt_from_once(time: F
     )
     text = registry._metrics.exposition((), ()).decode()
     counted = re.findall(r'^rfork_planner_forks_total\{outcome="(\w+)"\} 1.0$', text, re.MULTILINE)
-    assert ((True, None, 0), (11.0, 12 << 20), {"lost", "forked"}) == (
+    assert ((True, None, 0), (11.0, 12 << 20), {"abandoned", "forked"}) == (
         lost, (group.history.durations.fork_s, group.history.forked_bytes), set(counted),
     )  # fmt: skip

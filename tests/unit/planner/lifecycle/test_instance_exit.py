@@ -1,4 +1,4 @@
-"""Who may exit, who is drained, who is forgotten, and what holds meanwhile."""
+"""Exit checks, draining, removal and expiry of instances."""
 
 from __future__ import annotations
 
@@ -36,25 +36,25 @@ EXIT_CASES = [
         False,
         False,
         0,
-        "the planner has just started: it does not know yet who reads from whom",
+        "the planner has just started: it does not know the readers yet",
     ),
-    ("read from", ["s"], True, False, 1, "forks that read from it: 1"),
+    ("has a reader", ["s"], True, False, 1, "forks that read from it: 1"),
     (
         "idle",
         ["s", "t"],
         False,
         True,
         0,
-        "nobody reads from it; drain it first, or somebody may be sent to it",
+        "no fork reads from it; drain it first, or it may be assigned readers",
     ),
 ]
 
 
-@pytest.mark.parametrize(("why", "seeds", "reader", "may", "readers", "reason"), EXIT_CASES)
-async def test_may_exit(
-    registry: Registry, why: str, seeds: list[str], reader: bool, may: bool, readers: int, reason: str
+@pytest.mark.parametrize(("case", "seeds", "reader", "may", "readers", "reason"), EXIT_CASES)
+async def test_exit_check(
+    registry: Registry, case: str, seeds: list[str], reader: bool, may: bool, readers: int, reason: str
 ) -> None:
-    """What a preStop hook is told of `s`."""
+    """The exit check of `s` in various fleets."""
     for name in seeds:
         await registry.report(seed_report(name))
     if reader:
@@ -62,8 +62,10 @@ async def test_may_exit(
     assert ExitCheck(can_exit=may, readers=readers, reason=reason) == await registry.can_exit("s")
 
 
-async def test_once_the_fleet_was_heard_who_is_not_known_may_exit(registry: Registry, time: FakeTime) -> None:
-    """One heartbeat after its start the planner knows everybody."""
+async def test_an_unknown_instance_may_exit_after_the_first_heartbeat_interval(
+    registry: Registry, time: FakeTime
+) -> None:
+    """The planner knows every instance one heartbeat after its start."""
     before = await registry.can_exit("s")
     time.now += 5
     after = await registry.can_exit("s")
@@ -71,7 +73,7 @@ async def test_once_the_fleet_was_heard_who_is_not_known_may_exit(registry: Regi
 
 
 async def test_a_drained_seed_may_exit_once_its_readers_are_done(registry: Registry) -> None:
-    """It keeps the readers it has, and gets no new ones."""
+    """It keeps its readers and gets no new ones."""
     await registry.report(seed_report("t", max_readers=0))
     await start_chain(registry, "a")
     await registry.drain("s")
@@ -81,13 +83,13 @@ async def test_a_drained_seed_may_exit_once_its_readers_are_done(registry: Regis
     )
     waits = (await registry.can_exit("s")).can_exit
     await registry.finish("fork-a", FORKED)
-    assert ({"s": ALL}, {}, False, "it is drained and nobody reads from it") == (
+    assert ({"s": ALL}, {}, False, "it is drained and has no readers") == (
         routes_by_source(kept), routes_by_source(refused), waits, (await registry.can_exit("s")).reason,
     )  # fmt: skip
 
 
 async def test_the_last_seed_is_not_drained_without_force(registry: Registry) -> None:
-    """Nor may it exit while forks are under way that may need it."""
+    """It may not exit either while running forks may need it."""
     await start_chain(registry, "ab")
     with pytest.raises(ProblemError) as refused:
         await registry.drain("s")
@@ -108,8 +110,8 @@ async def test_the_last_seed_is_not_drained_without_force(registry: Registry) ->
         (seed_report("o", model="other"), True),
     ],
 )
-async def test_who_counts_as_another_seed(registry: Registry, other: object, last: bool) -> None:
-    """Complete, of the same weights and layout, and not draining itself."""
+async def test_other_seeds_of_the_last_seed_check(registry: Registry, other: object, last: bool) -> None:
+    """Another seed counts if it is complete, not draining, and has the same weights and layout."""
     await registry.report(seed_report("s"))
     await registry.report(other)  # type: ignore[arg-type]
     try:
@@ -121,13 +123,13 @@ async def test_who_counts_as_another_seed(registry: Registry, other: object, las
 
 
 async def test_a_relay_is_never_the_last_seed(registry: Registry) -> None:
-    """It may be drained."""
+    """A relay may be drained."""
     await start_chain(registry, "a")
     assert "draining" == (await registry.drain("a")).source.state
 
 
-async def test_the_silent_are_forgotten_with_their_forks(registry: Registry, time: FakeTime) -> None:
-    """The seed goes on; the silent target's place is free, and others are not affected."""
+async def test_silent_instances_are_forgotten_with_their_forks(registry: Registry, time: FakeTime) -> None:
+    """The silent target's slot at the seed becomes free; others are unaffected."""
     await start_chain(registry, "a", max_readers=1)
     for _ in range(4):
         time.now += 6
@@ -142,8 +144,8 @@ async def test_the_silent_are_forgotten_with_their_forks(registry: Registry, tim
     )
 
 
-async def test_progress_is_a_sign_of_life(registry: Registry, time: FakeTime) -> None:
-    """A target that is busy reading sends no heartbeat, and is not forgotten."""
+async def test_progress_counts_as_a_heartbeat(registry: Registry, time: FakeTime) -> None:
+    """A target that reports progress is not forgotten."""
     await start_chain(registry, "a")
     for count in range(1, 8):
         time.now += 10
@@ -153,8 +155,8 @@ async def test_progress_is_a_sign_of_life(registry: Registry, time: FakeTime) ->
     assert ("loading", "running", ((0, 7),)) == (instance.state, fork.state, instance.verified)
 
 
-async def test_a_drain_in_the_window_of_a_batch_holds(time: FakeTime) -> None:
-    """The plan that comes after it puts the report onto what is known then."""
+async def test_a_drain_during_a_batch_window_is_kept(time: FakeTime) -> None:
+    """The later plan uses the drained record."""
     registry = make_registry(time, batch_window_s=0.02)
     await registry.report(report("a"))
     plan_task = asyncio.create_task(registry.request_plan(fork_request("a")))
@@ -164,8 +166,8 @@ async def test_a_drain_in_the_window_of_a_batch_holds(time: FakeTime) -> None:
     assert registry.instance("a").drained
 
 
-async def test_a_removal_in_the_window_of_a_batch_holds(time: FakeTime) -> None:
-    """Who was removed meanwhile is told so, and is not there again."""
+async def test_a_removal_during_a_batch_window_is_kept(time: FakeTime) -> None:
+    """The removed target gets an error, and its record does not return."""
     registry = make_registry(time, batch_window_s=0.02)
     await registry.report(report("a"))
     plan_task = asyncio.create_task(registry.request_plan(fork_request("a")))
@@ -176,13 +178,13 @@ async def test_a_removal_in_the_window_of_a_batch_holds(time: FakeTime) -> None:
     assert None is registry.state.instance("a")
 
 
-async def test_of_two_drains_of_the_last_two_one_is_refused(time: FakeTime) -> None:
-    """The store takes the first; the second looks again, and finds that it is the last."""
+async def test_one_of_two_concurrent_drains_of_the_last_seeds_fails(time: FakeTime) -> None:
+    """The store accepts the first; the second is checked again and fails."""
     store = FailingStore(time)
     registry = make_registry(time, store)
     for name in "st":
         await registry.report(seed_report(name))
     await registry.drain("t")
     store.failures, store.error = 1, CommitConflict()
-    with pytest.raises(ProblemError, match="last that holds"):
+    with pytest.raises(ProblemError, match="last seed of"):
         await registry.drain("s")

@@ -1,4 +1,4 @@
-"""What becomes of sources: fenced, quarantined, behind, and of what is learnt from reading them."""
+"""Health of sources: fenced, quarantined or slow, and their measured link speed."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from tests.unit.planner.lifecycle.fleet_fixtures import ALL, chunk_progress, rou
 
 
 @pytest.mark.parametrize(("staying", "learnt"), [(False, [3e9, 3e9]), (True, [None, None])])
-async def test_a_link_is_not_learnt_from_reads_within_a_host(
+async def test_link_speed_ignores_same_host_reads(
     registry: Registry, staying: bool, learnt: list[float | None]
 ) -> None:
-    """The fastest that a target was seen to read over its link; what it copies on its host is no such."""
+    """The link speed is the fastest observed read over the network."""
     transports = ("shared_memory", "http") if staying else ("http",)
     here = Placement(host="host")
     await registry.report(seed_report("s", transports=transports, placement=here))
@@ -36,7 +36,7 @@ async def test_a_link_is_not_learnt_from_reads_within_a_host(
 
 
 async def test_new_weights_fence_the_readers_of_the_old_ones(registry: Registry) -> None:
-    """No lease is renewed for the old generation, and a new plan may read the new one."""
+    """Leases of the old generation are not renewed; a new plan may read the new one."""
     await start_chain(registry, "a")
     before = set((await registry.progress("fork-a", chunk_progress(3))).leases)
     await registry.report(seed_report("s", generation=1, weights_id=OTHER_WEIGHTS))
@@ -51,16 +51,16 @@ async def test_new_weights_fence_the_readers_of_the_old_ones(registry: Registry)
 
 
 async def test_chunks_of_the_old_weights_are_not_mixed_with_the_new(registry: Registry) -> None:
-    """A fork that has begun is given nobody, and told why."""
+    """A fork that has begun gets no source, with the reason."""
     await start_chain(registry, "a")
     await registry.report(seed_report("s", generation=1, weights_id=OTHER_WEIGHTS))
     plan = await registry.request_plan(fork_request("a", (0, 4), faults=(fault("s", "SourceWeightsChanged"),)))
     assert {} == routes_by_source(plan)
-    assert f"s holds other weights ({OTHER_WEIGHTS})" in plan.reason
+    assert f"s has other weights ({OTHER_WEIGHTS})" in plan.reason
 
 
 async def test_quarantine_ends_and_its_reason_is_shown_until_then(registry: Registry, time: FakeTime) -> None:
-    """A source that lied to readers on two hosts gets no reader for a minute."""
+    """A source that sent wrong bytes to two hosts gets no reader for a minute."""
     await registry.report(seed_report("s", max_readers=2))
     await accuse(registry, "s", by="xy")
     quarantine_reasons = [registry.instance("s").view(time.now).quarantined]
@@ -74,8 +74,8 @@ async def test_quarantine_ends_and_its_reason_is_shown_until_then(registry: Regi
     )
 
 
-async def test_readers_of_a_relay_that_falls_behind_are_told_to_ask_again(registry: Registry, time: FakeTime) -> None:
-    """Once: the new plan, made with that known, is to be kept."""
+async def test_readers_of_a_slow_relay_are_advised_to_replan(registry: Registry, time: FakeTime) -> None:
+    """They are advised once: the new plan is kept."""
     await start_chain(registry, "abcdef")
     for name, count in {"a": 10, "b": 9, "c": 1, "d": 1, "e": 1, "f": 1}.items():
         await registry.progress(f"fork-{name}", chunk_progress(count))
@@ -85,10 +85,10 @@ async def test_readers_of_a_relay_that_falls_behind_are_told_to_ask_again(regist
     }
     await registry.request_plan(fork_request("d", (0, 1), max_readers=4))
     after = (await registry.progress("fork-d", chunk_progress(1))).replan_suggested
-    assert ({"b": None, "d": "source c falls behind"}, None) == (replan_reasons, after)
+    assert ({"b": None, "d": "source c is falling behind"}, None) == (replan_reasons, after)
 
 
-async def test_a_slow_mark_ends_with_the_fork_it_was_given_for(registry: Registry, time: FakeTime) -> None:
+async def test_a_slow_mark_ends_with_its_fork(registry: Registry, time: FakeTime) -> None:
     """The instance's next fork starts without it."""
     await start_chain(registry, "abcdef")
     for name, count in {"a": 10, "b": 9, "c": 1, "d": 1, "e": 1, "f": 1}.items():
@@ -100,8 +100,8 @@ async def test_a_slow_mark_ends_with_the_fork_it_was_given_for(registry: Registr
     assert (True, False) == (slow, registry.instance("c").source.slow)
 
 
-async def test_one_target_with_bad_memory_quarantines_nobody(registry: Registry) -> None:
-    """To one that says it of a second source nobody listens, nor to what it said of the first."""
+async def test_one_target_with_bad_memory_quarantines_no_source(registry: Registry) -> None:
+    """After it accuses a second source, none of its accusations has full credibility."""
     for name in "stu":
         await registry.report(seed_report(name))
     plan = await registry.request_plan(fork_request("a"))
@@ -111,8 +111,8 @@ async def test_one_target_with_bad_memory_quarantines_nobody(registry: Registry)
     assert [""] * 3 == [registry.instance(name).quarantine for name in "stu"]
 
 
-async def test_a_fenced_source_is_not_gone_back_to(registry: Registry) -> None:
-    """Its generation changed and its fork has ended: the one that read from it is sent elsewhere."""
+async def test_a_fenced_source_is_not_used_again(registry: Registry) -> None:
+    """After its generation changed and its fork ended, its reader gets another source."""
     await registry.report(seed_report("s"))
     await start_chain(registry, "ab")
     await registry.finish("fork-a", ForkResult(outcome="fallback", seconds=1, bytes_read=0))

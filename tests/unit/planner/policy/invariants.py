@@ -1,4 +1,4 @@
-"""What must hold of every plan, checked against the definitions and not by the policy's own code."""
+"""Invariants of every plan, checked against the definitions and not with the policy's own code."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from rfork.image.ranges import Range, count, indices, intersect, normalise, subt
 from tests.unit.planner.builders import apply_decisions, common_transports
 
 ContentKey = tuple[str | None, str | None]
-"""weights_id and draft: what tells chunks of one image from those of another."""
+"""weights_id and provisional_id: distinguishes the chunks of different images."""
 
 
 def violations(
     fleet: GroupView, demands: Sequence[ForkDemand], decisions: Mapping[str, PlanDecision], now: float
 ) -> list[str]:
-    """One line for each promise that the decisions break; none where all hold."""
+    """Return one line per violated invariant."""
     after = apply_decisions(fleet, demands, decisions)
     found: list[str] = []
     for demand in demands:
@@ -34,17 +34,17 @@ def violations(
 
 
 def missing(demand: ForkDemand) -> tuple[Range, ...]:
-    """The chunks that the target has to get; those without a name may be of other weights."""
+    """Return the chunks that the target needs; chunks of unknown weights count as missing."""
     return subtract([(0, demand.target.chunk_count)], readable_chunks(demand.target))
 
 
 def readable_chunks(source: Source) -> tuple[Range, ...]:
-    """The chunks that somebody may give: nobody can tell what chunks without a name are."""
+    """Return the chunks that a source can serve; chunks of unknown weights cannot be served."""
     return source.verified if source.weights_id or source.provisional_id else ()
 
 
 def covered(decision: PlanDecision) -> tuple[Range, ...]:
-    """The chunks that the decision assigns to anybody."""
+    """Return the chunks that the decision assigns."""
     return normalise(chunk for chunks in _chunk_sets(decision) for chunk in chunks)
 
 
@@ -60,7 +60,7 @@ def _single_decision_violations(
     decisions: Mapping[str, PlanDecision],
     now: float,
 ) -> Iterator[str]:
-    """What can be seen of a decision by itself."""
+    """Return the violations visible in a single decision."""
     target, decision = demand.target, decisions[demand.fork_id]
     names = _planned_content(demands, decisions)
     if count(covered(decision)) != sum(count(chunks) for chunks in _chunk_sets(decision)):
@@ -68,9 +68,9 @@ def _single_decision_violations(
     if subtract(covered(decision), missing(demand)):
         yield "a chunk is assigned that is not missing"
     if not covered(decision) and not decision.reason:
-        yield "nothing is assigned, and no reason is given"
+        yield "nothing is assigned, and no reason is stated"
     if readable_chunks(target) and covered(decision) and target.weights_id not in (None, decision.weights_id):
-        yield "the target holds other weights"
+        yield "the target has other weights"
     for each in decision.assignments:
         source = after.sources[each.source_id]
         for obstacle in _ineligibility(source, demand, now):
@@ -81,13 +81,13 @@ def _single_decision_violations(
         ):
             yield f"reads other weights from {each.source_id}"
         if each.transports != common_transports(source, target):
-            yield f"has other transports than work between it and {each.source_id}"
+            yield f"has transports that do not work between it and {each.source_id}"
     for storage, chunks in decision.storage:
         if storage not in target.storage or target.instance_id in demand.excluded:
             yield "reads from storage that it cannot read"
         reads_all = not decision.assignments and chunks == ((0, target.chunk_count),)
         if storage.kind == "loader" and (readable_chunks(target) or not reads_all):
-            yield "calls its loader for a part"
+            yield "calls its loader for only some chunks"
         if storage.kind == "snapshot" and storage.weights_id != decision.weights_id:
             yield "reads a snapshot of other weights"
         mixed = bool(readable_chunks(target) or decision.assignments)
@@ -99,15 +99,15 @@ def _ineligibility(source: Source, demand: ForkDemand, now: float) -> Iterator[s
     target = demand.target
     before = {share.source_id for share in demand.current_shares}
     if source.instance_id == target.instance_id:
-        yield "is itself"
+        yield "is the target itself"
     if now >= source.expires_at:
-        yield "is dead"
+        yield "is expired"
     if source.state == "draining" and source.instance_id not in before:
         yield "drains"
     if now < source.quarantined_until:
         yield "is quarantined"
     if source.instance_id in demand.excluded:
-        yield "is blamed"
+        yield "is excluded"
     if (source.layout_id, source.chunk_count) != (target.layout_id, target.chunk_count):
         yield "has another layout"
     if not common_transports(source, target):
@@ -121,12 +121,14 @@ def _unreachable_chunks(
     demand: ForkDemand,
     decisions: Mapping[str, PlanDecision],
 ) -> Iterator[str]:
-    """Chunks that lead to nobody who has them or reads them from storage, or only in a circle."""
+    """Return chunks without a path to an instance that has them or reads them from storage, for example in a
+    cycle.
+    """
     targets = {each.target.instance_id for each in demands}
     believed = {
         share.source_id
         for share in demand.current_shares
-        # After a restart nobody's own reads are known until it asks: its reader's word counts.
+        # After a restart an instance's own reads are unknown until it replans: its reader's report counts.
         if share.source_id not in targets and share.source_id not in fleet.shares
     }
     for each in decisions[demand.fork_id].assignments:
@@ -134,7 +136,7 @@ def _unreachable_chunks(
             continue
         for chunk in indices(each.chunks):
             if not _reaches_data(after, each.source_id, chunk, {demand.target.instance_id}):
-                yield f"waits for ever for chunk {chunk} behind {each.source_id}"
+                yield f"chunk {chunk} never arrives from {each.source_id}"
                 break
 
 
@@ -163,11 +165,11 @@ def _duplicate_storage_reads(
     decisions: Mapping[str, PlanDecision],
     now: float,
 ) -> Iterator[str]:
-    """Chunks newly read from storage that somebody the target could read from reads there too."""
+    """Return chunks newly read from storage although an accessible source already reads them there."""
     target_id, decision = demand.target.instance_id, decisions[demand.fork_id]
     kept = [chunk for share in demand.current_shares if share.source_id == target_id for chunk in share.chunks]
     if kept and any(storage.kind == "loader" for storage, _ in decision.storage):
-        return  # it cannot go on with a part
+        return  # it cannot continue with only a part
     new = subtract((chunk for _, chunks in decision.storage for chunk in chunks), kept)
     names = _planned_content(demands, decisions)
     for name, shares in after.shares.items():
@@ -181,11 +183,11 @@ def _duplicate_storage_reads(
         shared = [share for share in shares if not (share.all_or_nothing and after.loader_only)]
         there = [chunk for share in shared if share.source_id == name for chunk in share.chunks]
         if intersect(new, there) and not (new == missing(demand) and _serves_only_part(after, demand, name)):
-            yield f"reads from storage what {name} reads there"
+            yield f"reads from storage chunks that {name} reads there"
 
 
 def _storage_content(source: Source) -> ContentKey:
-    """What one that reads storage gets there, whether it has told by now or not."""
+    """Return the content that a storage reader gets, reported or not."""
     if source.weights_id or source.provisional_id or not source.storage:
         return source.weights_id, source.provisional_id
     first = source.storage[0]
@@ -193,19 +195,19 @@ def _storage_content(source: Source) -> ContentKey:
 
 
 def _serves_only_part(after: GroupView, demand: ForkDemand, name: str) -> bool:
-    """Whether others' files, which may not be mixed with one's own, are not to be had whole there."""
+    """Return whether other files, which must not be mixed with the target's own, are incomplete there."""
     target_id = demand.target.instance_id
     return not all(_reaches_data(after, name, chunk, {target_id}) for chunk in indices(missing(demand)))
 
 
 def _planned_content(demands: Sequence[ForkDemand], decisions: Mapping[str, PlanDecision]) -> dict[str, ContentKey]:
-    """By target: what it was told to read."""
+    """Return the planned content by target."""
     decided = {each.target.instance_id: decisions[each.fork_id] for each in demands}
     return {name: (decision.weights_id, decision.provisional_id) for name, decision in decided.items()}
 
 
 def _is_compatible(left: ContentKey, right: ContentKey) -> bool:
-    """Whether chunks by these names may be of one image; no name fits all."""
+    """Return whether chunks of these contents may belong to one image; unknown content matches any."""
     for one, other in zip(left, right, strict=True):
         if one and other:
             return one == other

@@ -34,12 +34,12 @@ OTHER_CHECKPOINT = Storage("checkpoint", "file:///o", OTHER_ORIGIN)
 
 
 def follower(name: str, *verified: Range, **changes: object) -> Source:
-    """A target whose chunks come from a checkpoint that is not sealed yet."""
+    """Return a target with chunks of a checkpoint whose weights are not final yet."""
     return loading(name, *verified, **({"weights_id": None, "provisional_id": ORIGIN} | changes))
 
 
-def test_a_few_share_a_snapshot_in_a_ring() -> None:
-    """Three of thirty chunks each: each reads its third, and takes the rest from the one before it."""
+def test_few_targets_share_a_snapshot_in_a_ring() -> None:
+    """Each of three reads a third from storage and the rest from its predecessor."""
     thirds = ((0, 10),), ((10, 20),), ((20, 30),)
     arrivals = targets(3, chunk_count=30, storage=(SNAPSHOT,))
     assert {
@@ -49,8 +49,8 @@ def test_a_few_share_a_snapshot_in_a_ring() -> None:
     } == plan_together(group(), *arrivals)
 
 
-def test_of_many_the_two_roots_read_a_half_each() -> None:
-    """The storage is read once, by two."""
+def test_in_a_large_group_the_two_roots_read_half_each() -> None:
+    """Storage is read once, by two targets."""
     reads = plan_together(group(), *targets(40, storage=(SNAPSHOT,)))
     roots = sorted(parts["snapshot"] for parts in reads.values() if "snapshot" in parts)
     assert [((0, 6),), ((6, 12),)] == roots
@@ -58,8 +58,8 @@ def test_of_many_the_two_roots_read_a_half_each() -> None:
 
 @pytest.mark.parametrize("number", [2, 3, 5, 13, 40])
 @pytest.mark.parametrize("storage", [SNAPSHOT, CHECKPOINT, LOADER])
-def test_storage_gives_each_byte_once(number: int, storage: Storage) -> None:
-    """Whatever the storage, and however many wait."""
+def test_storage_is_read_once(number: int, storage: Storage) -> None:
+    """This is true for any storage and any number of targets."""
     reads = plan_together(group(), *targets(number, storage=(storage,)))
     read = sum(count(parts[storage.kind]) for parts in reads.values() if storage.kind in parts)
     assert (12, [12] * number) == (
@@ -69,14 +69,14 @@ def test_storage_gives_each_byte_once(number: int, storage: Storage) -> None:
 
 
 @pytest.mark.parametrize("storage", [CHECKPOINT, LOADER])
-def test_one_is_elected_where_chunks_cannot_be_told_right_from_wrong(storage: Storage) -> None:
-    """The others stand behind it while it reads."""
+def test_one_target_is_elected_if_chunks_cannot_be_verified(storage: Storage) -> None:
+    """The others read from it meanwhile."""
     expected = {"t00": {storage.kind: ALL}, "t01": {"t00": ALL}}
     assert expected == plan_together(group(), *targets(2, storage=(storage,)))
 
 
-def test_all_behind_a_checkpoint_know_its_origin() -> None:
-    """They are told what their chunks will be of before anybody knows the weights."""
+def test_all_readers_of_a_checkpoint_know_its_origin() -> None:
+    """Their plans contain it before the weights are known."""
     decisions = plan(group(), [demand(target) for target in targets(3, storage=(CHECKPOINT,))], NOW)
     assert [(None, ORIGIN)] * 3 == [(each.weights_id, each.provisional_id) for each in decisions.values()]
 
@@ -96,19 +96,19 @@ ELECTIONS: list[tuple[str, dict[str, dict[str, object]]]] = [
 
 
 @pytest.mark.parametrize(("elected", "members"), ELECTIONS)
-def test_who_is_elected(elected: str, members: dict[str, dict[str, object]]) -> None:
-    """Those that others can wait for; then snapshot, checkpoint, loader; then speed, slots, name."""
+def test_election_order(elected: str, members: dict[str, dict[str, object]]) -> None:
+    """Targets with reader slots first; then snapshot, checkpoint, loader; then speed, slots, name."""
     reads = plan_together(group(), *(loading(name, **changes) for name, changes in members.items()))
     assert [elected] == [name for name, parts in reads.items() if set(parts) - set(members)]
 
 
-def test_without_storage_offers_nobody_is_elected() -> None:
-    """Each falls back by itself: that is what `own` asks for."""
+def test_without_storage_no_target_is_elected() -> None:
+    """Each falls back on its own, as with independent cold starts."""
     assert {"t00": {}, "t01": {}} == plan_together(group(), *targets(2))
 
 
-def test_one_whose_own_storage_failed_is_not_elected_again() -> None:
-    """The other is, and the first stands behind it."""
+def test_a_target_whose_storage_failed_is_not_elected_again() -> None:
+    """The other is elected, and the first reads from it."""
     first, second = targets(2, storage=(CHECKPOINT,))
     demands = [demand(first, t00="StorageError"), demand(second)]
     decisions = plan(group(), demands, NOW)
@@ -124,38 +124,38 @@ def test_one_whose_own_storage_failed_is_not_elected_again() -> None:
         (False, (), False),
     ],
 )
-def test_one_waits_for_who_waits_for_it_and_could_read_storage(
+def test_a_target_waits_for_a_follower_that_could_read_storage(
     elected: bool, storage: tuple[Storage, ...], waits: bool
 ) -> None:
-    """Who says so could; and where one was elected and cannot, who has not been asked: they will be."""
+    """The follower reported storage, or is assumed to have some because this target was elected and failed."""
     fleet = group(follower("a", (0, 5)), follower("b", (0, 4), storage=storage), reads={"b": {"a": ALL}})
     fork_demand = replace(demand(follower("a", (0, 5))), is_elected_reader=elected)
     decision = plan(fleet, [fork_demand], NOW)[fork_demand.fork_id]
     assert ({}, waits) == (routes(decision), decision.no_free_slot)
 
 
-def test_with_a_seed_at_hand_nobody_reads_storage() -> None:
-    """Not even those that could."""
+def test_with_a_seed_no_target_reads_storage() -> None:
+    """This includes targets that could."""
     reads = plan_together(group(seed("s")), *targets(3, storage=(SNAPSHOT,)))
     assert {"s", "t00", "t01", "t02"} >= {name for parts in reads.values() for name in parts}
 
 
-def test_the_second_to_come_stands_behind_the_one_that_was_elected() -> None:
-    """It has told nothing yet, and is read from by its plan."""
+def test_a_later_target_reads_from_the_elected_one() -> None:
+    """The elected target has reported no chunks yet, and is read from because of its plan."""
     fleet = group(loading("a", storage=(CHECKPOINT,)), reads={"a": {"a": ALL}})
     assert {"a": ALL} == routes(decide(fleet, loading("b", storage=(CHECKPOINT,))))
 
 
-def test_who_finds_the_elected_one_full_waits() -> None:
-    """Storage is read once, even so."""
+def test_a_target_waits_for_a_full_elected_reader() -> None:
+    """Storage is still read only once."""
     reads: Reads = {"a": {"a": ALL}, "x": {"a": ALL}}
     fleet = group(loading("a", max_readers=1), loading("x", max_readers=0), reads=reads)
     decision = decide(fleet, loading("b", storage=(CHECKPOINT,)))
     assert ({}, True) == (routes(decision), decision.no_free_slot)
 
 
-def test_chunks_that_a_full_one_reads_are_not_read_again() -> None:
-    """Others give some of the rest: what is left is waited for, not read from storage."""
+def test_chunks_of_a_full_source_are_not_read_from_storage() -> None:
+    """Other sources serve some of the rest; the target waits for the remainder."""
     reads: Reads = {"a": {"a": ALL}, "x": {"a": ALL}}
     fleet = group(
         follower("a", (0, 1), max_readers=1), follower("x", max_readers=0), follower("b", (0, 3)), reads=reads
@@ -164,14 +164,14 @@ def test_chunks_that_a_full_one_reads_are_not_read_again() -> None:
     assert ({"b": ((0, 3),)}, True) == (routes(decision), decision.no_free_slot)
 
 
-def test_a_dead_leader_is_replaced_without_starting_again() -> None:
-    """Its first follower reads from storage only what nobody holds."""
+def test_a_removed_leader_is_replaced_without_restarting() -> None:
+    """Its first follower reads from storage only the chunks that no instance has."""
     fleet = group(follower("b", (0, 5)), follower("c", (0, 7)), reads={"b": {"a": ALL}, "c": {"b": ALL}})
     decision = decide(fleet, follower("b", (0, 5), storage=(CHECKPOINT,)), a="SourceUnavailable")
     assert ({"c": ((5, 7),), "checkpoint": ((7, 12),)}, ORIGIN) == (routes(decision), decision.provisional_id)
 
 
-def test_the_next_follower_stays_behind_the_new_leader() -> None:
+def test_the_next_follower_reads_from_the_new_leader() -> None:
     """Storage is not read by two."""
     reads: Reads = {"b": {"b": ((5, 12),)}, "c": {"b": ALL}}
     fleet = group(follower("b", (0, 5)), follower("c", (0, 4)), reads=reads)
@@ -179,8 +179,8 @@ def test_the_next_follower_stays_behind_the_new_leader() -> None:
     assert {"b": ((4, 12),)} == routes(decision)
 
 
-def test_a_newcomer_fills_what_a_dead_leader_left_from_the_same_files() -> None:
-    """It takes what the followers hold, and reads the rest."""
+def test_a_new_target_reads_what_a_removed_leader_left_from_the_same_files() -> None:
+    """It receives the followers' chunks, and reads the rest from storage."""
     fleet = group(follower("b", (0, 5)), reads={"b": {"a": ALL}})
     decision = decide(fleet, loading("t", storage=(CHECKPOINT,)))
     assert {"b": ((0, 5),), "checkpoint": ((5, 12),)} == routes(decision)
@@ -198,7 +198,7 @@ MIXES: list[tuple[Source, Storage]] = [
 
 @pytest.mark.parametrize(("holder", "storage"), MIXES)
 def test_chunks_of_different_files_are_never_mixed(holder: Source, storage: Storage) -> None:
-    """What is not known to be the same is read whole; one that has begun does not read it at all."""
+    """Storage that may differ is read completely; a target that has begun does not read it."""
     fleet = group(holder)
     fresh = decide(fleet, loading("t", storage=(storage,)))
     begun = replace(holder, instance_id="t", verified=((0, 3),), storage=(storage,))
@@ -208,37 +208,37 @@ def test_chunks_of_different_files_are_never_mixed(holder: Source, storage: Stor
     )  # fmt: skip
 
 
-def test_who_reads_storage_goes_on_doing_so() -> None:
-    """A seed that has come up meanwhile does not take the chunks that it reads for all."""
+def test_a_storage_reader_continues() -> None:
+    """A new seed does not replace the storage reads that others depend on."""
     target = loading("t", (0, 3), storage=(SNAPSHOT,))
     fleet = group(seed("s"), target, reads={"t": {"t": ((0, 6),)}})
     assert {"snapshot": ((3, 6),), "s": ((6, 12),)} == routes(decide(fleet, target))
 
 
-def test_the_loader_is_called_for_everything_or_not_at_all() -> None:
-    """Neither beside a peer nor by one that holds chunks, whatever it says it reads now."""
+def test_a_loader_is_called_for_everything_or_not_at_all() -> None:
+    """It is not combined with a peer or with existing chunks, whatever the target reports."""
     fork_demand = ForkDemand("fork-t", loading("t", storage=(LOADER,)), {}, (ChunkShare("t", ((0, 6),)),))
     begun = replace(fork_demand, target=loading("t", (0, 3), storage=(LOADER,)))
     decisions = [plan(group(), [each], NOW)["fork-t"] for each in (fork_demand, begun)]
     assert [{"loader": ALL}, {}] == [routes(each) for each in decisions]
 
 
-def test_weights_that_nobody_gives_any_more_do_not_part_the_group() -> None:
-    """A seed of other weights drains: all that come read one checkpoint together."""
+def test_weights_that_are_no_longer_served_do_not_split_the_group() -> None:
+    """A seed of other weights drains: all new targets share one checkpoint."""
     fleet = group(seed("old", state="draining"), follower("a", (0, 2), storage=(CHECKPOINT,)), reads={"a": {"a": ALL}})
     assert {"a": ALL} == routes(decide(fleet, loading("b", storage=(CHECKPOINT,))))
 
 
-def test_targets_that_reported_themselves_before_they_asked_share_the_snapshot_too() -> None:
-    """That they are known does not make them holders."""
+def test_registered_targets_share_the_snapshot_too() -> None:
+    """Targets known before their request do not count as holders."""
     arrivals = targets(2, chunk_count=20, storage=(SNAPSHOT,))
     low, high = ((0, 10),), ((10, 20),)
     expected = {"t00": {"snapshot": low, "t01": high}, "t01": {"snapshot": high, "t00": low}}
     assert expected == plan_together(group(*arrivals), *arrivals)
 
 
-def test_a_batch_behind_a_seed_that_drains_reads_storage_once() -> None:
-    """Nobody may read from the seed; the first reads storage and the others from it."""
+def test_a_batch_with_a_draining_seed_reads_storage_once() -> None:
+    """The seed accepts no readers; the first target reads storage, the others read from it."""
     arrivals = targets(3, storage=(CHECKPOINT,))
     demands = [demand(target) for target in arrivals]
     fleet = group(seed("s", state="draining"))
@@ -248,16 +248,16 @@ def test_a_batch_behind_a_seed_that_drains_reads_storage_once() -> None:
     assert WEIGHTS not in {each.weights_id for each in decisions.values()}
 
 
-def test_after_a_loader_that_made_no_seed_each_runs_its_own() -> None:
-    """Nobody stands behind a loader any more: it gave nothing, and one after another would take for ever."""
+def test_after_a_loader_that_made_no_seed_each_target_loads() -> None:
+    """Targets no longer wait for a loader that serves nothing."""
     arrivals = targets(3, storage=(LOADER,))
     assert {target.instance_id: {"loader": ALL} for target in arrivals} == plan_together(
         replace(group(), loader_only=True), *arrivals
     )
 
 
-def test_what_is_read_from_one_storage_is_told_once() -> None:
-    """A target that goes on with a part, and is given another, reads one storage."""
+def test_reads_from_one_storage_are_merged() -> None:
+    """A target that continues one part and is assigned another has one storage assignment."""
     target = loading("t", storage=(SNAPSHOT,))
     fork_demand = ForkDemand("fork-t", target, {}, (ChunkShare("t", ((0, 3),)),))
     assert [(SNAPSHOT, ALL)] == list(plan(group(), [fork_demand], NOW)["fork-t"].storage)

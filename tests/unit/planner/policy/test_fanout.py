@@ -17,23 +17,23 @@ Reads = dict[str, dict[str, tuple[Range, ...]]]
 
 
 def source(name: str, **changes: object) -> Source:
-    """A seed of 64 chunks that takes four readers."""
+    """Return a seed with 64 chunks and four reader slots."""
     return seed(name, **({"chunk_count": CHUNK_COUNT, "verified": ALL, "max_readers": 4} | changes))
 
 
 def wide(number: int, **changes: object) -> list[Source]:
-    """So many targets of 64 chunks that take four readers each."""
+    """Return targets with 64 chunks and four reader slots each."""
     return targets(number, **({"chunk_count": CHUNK_COUNT, "max_readers": 4} | changes))
 
 
 def plan_reads(fleet: GroupView, arrivals: list[Source]) -> Reads:
-    """Who reads what from whom, of targets that are planned in one call."""
+    """Return the chunks by source for targets that are planned in one call."""
     decisions = plan(fleet, [ForkDemand(f"fork-{each.instance_id}", each) for each in arrivals], NOW)
     return {each.instance_id: routes(decisions[f"fork-{each.instance_id}"]) for each in arrivals}
 
 
 def loads(reads: Reads) -> dict[str, float]:
-    """Images that each source sends."""
+    """Return the number of images that each source sends."""
     sent: Counter[str] = Counter()
     for parts in reads.values():
         for name, chunks in parts.items():
@@ -42,7 +42,7 @@ def loads(reads: Reads) -> dict[str, float]:
 
 
 def depth(reads: Reads, name: str, chunk: int) -> int:
-    """Links that a chunk passes on its way to the target."""
+    """Return the number of links that a chunk passes to the target."""
     links = 0
     while name in reads:
         parts = reads[name].items()
@@ -52,13 +52,13 @@ def depth(reads: Reads, name: str, chunk: int) -> int:
 
 
 def test_a_short_line_is_a_chain() -> None:
-    """Six targets, ten times fewer than chunks: each behind the one before it, the seed gives once."""
+    """Six targets with ten times as many chunks read from one another; the seed sends the image once."""
     expected = {"t00": {"s": ALL}} | {f"t{index:02}": {f"t{index - 1:02}": ALL} for index in range(1, 6)}
     assert expected == plan_reads(group(source("s")), wide(6))
 
 
 def test_a_longer_line_is_two_trees() -> None:
-    """Seven targets: each half of the chunks comes down a tree of its own."""
+    """Seven targets receive each half of the chunks over a separate tree."""
     expected = {
         "t00": {"t02": LOW, "t01": HIGH}, "t01": {"t00": LOW, "t03": HIGH}, "t02": {"t04": LOW, "t01": HIGH},
         "t03": {"t02": LOW, "s": HIGH}, "t04": {"s": LOW, "t05": HIGH}, "t05": {"t06": LOW, "t03": HIGH},
@@ -68,8 +68,8 @@ def test_a_longer_line_is_two_trees() -> None:
 
 
 @pytest.mark.parametrize("number", [7, 15, 31, 32, 33, 100, 257])
-def test_in_two_trees_nobody_sends_more_than_one_image(number: int) -> None:
-    """Two children at most, for one half only, the seed's one reader a half; and the depth is logarithmic."""
+def test_in_two_trees_no_member_sends_more_than_one_image(number: int) -> None:
+    """Each has at most two children, for one half only, and the depth is logarithmic."""
     reads = plan_reads(group(source("s")), wide(number))
     assert max(loads(reads).values()) <= 1.0
     for name in ("s", *reads):
@@ -79,8 +79,8 @@ def test_in_two_trees_nobody_sends_more_than_one_image(number: int) -> None:
     assert max(depth(reads, name, chunk) for name in reads for chunk in (0, 63)) <= ceil(log2(number)) + 2
 
 
-def test_neighbours_by_rack_stay_together() -> None:
-    """Four racks of eight: few of the 64 links lead from rack to rack, wherever the names fall."""
+def test_racks_stay_together() -> None:
+    """With four racks of eight, few of the 64 links cross racks, whatever the names."""
     racks = {f"t{index:02}": f"r{index % 4}" for index in range(32)}
     arrivals = [
         loading(name, chunk_count=CHUNK_COUNT, max_readers=4, location=HostLocation(f"h-{name}", rack, "z"))
@@ -96,8 +96,8 @@ def test_neighbours_by_rack_stay_together() -> None:
     assert len(crossings) <= 12
 
 
-def test_each_seed_feeds_a_line_of_its_own() -> None:
-    """Six targets, three seeds: three chains of two."""
+def test_each_seed_feeds_its_own_line() -> None:
+    """Six targets and three seeds form three chains of two."""
     expected = {
         "t00": {"s0": ALL}, "t01": {"t00": ALL}, "t02": {"s1": ALL}, "t03": {"t02": ALL},
         "t04": {"s2": ALL}, "t05": {"t04": ALL},
@@ -105,8 +105,8 @@ def test_each_seed_feeds_a_line_of_its_own() -> None:
     assert expected == plan_reads(group(*(source(f"s{index}") for index in range(3))), wide(6))
 
 
-def test_two_seeds_that_give_half_the_links_speed_feed_one_line() -> None:
-    """Each gives the first target half of the image."""
+def test_two_seeds_at_half_link_speed_feed_one_line() -> None:
+    """Each sends half of the image to the first target."""
     arrivals = [loading(f"t{index:02}", chunk_count=CHUNK_COUNT, ingress_rate=2e9) for index in range(3)]
     fleet = group(source("s0", egress_rate=1e9), source("s1", egress_rate=1e9))
     expected = {"t00": {"s0": LOW, "s1": HIGH}, "t01": {"t00": ALL}, "t02": {"t01": ALL}}
@@ -115,7 +115,7 @@ def test_two_seeds_that_give_half_the_links_speed_feed_one_line() -> None:
 
 @pytest.mark.parametrize("label", ["host", "nvlink"])
 def test_one_target_of_a_node_reads_over_the_network(label: str) -> None:
-    """Two nodes of four: one pull each, the rest from one another within the node."""
+    """Two nodes of four have one network reader each; the others read within the node."""
 
     def placement(index: int) -> HostLocation:
         node = f"n{index // 4}"
@@ -131,21 +131,21 @@ def test_one_target_of_a_node_reads_over_the_network(label: str) -> None:
 
 LAST: list[tuple[str, dict[str, object]]] = [
     ("is slow", {"slow": True}),
-    ("takes one reader", {"max_readers": 1}),
+    ("accepts one reader", {"max_readers": 1}),
     ("was measured slower", {"ingress_rate": 1e8}),
 ]
 
 
-@pytest.mark.parametrize(("why", "changes"), LAST)
-def test_nobody_waits_for_the_weaker(why: str, changes: dict[str, object]) -> None:
-    """Who is weaker stands at the end of the line, though its name comes first."""
+@pytest.mark.parametrize(("case", "changes"), LAST)
+def test_no_target_waits_for_a_weaker_one(case: str, changes: dict[str, object]) -> None:
+    """A weaker target comes last in the line, though its name sorts first."""
     weak = loading("a", chunk_count=CHUNK_COUNT, **changes)
     strong = [loading(name, chunk_count=CHUNK_COUNT, max_readers=4, ingress_rate=1e9) for name in ("b", "c")]
     assert {"a": {"c": ALL}, "b": {"s": ALL}, "c": {"b": ALL}} == plan_reads(group(source("s")), [weak, *strong])
 
 
-def test_the_weakest_of_all_read_in_order_of_what_they_can_give() -> None:
-    """Fast, then slower by class, then with one slot, then slow ones."""
+def test_weak_targets_are_ordered_by_capacity() -> None:
+    """Fast targets come first, then slower classes, then single slots, then slow ones."""
     arrivals = [
         loading("slow", chunk_count=CHUNK_COUNT, slow=True, ingress_rate=1e9),
         loading("half", chunk_count=CHUNK_COUNT, ingress_rate=4e8),
@@ -156,8 +156,8 @@ def test_the_weakest_of_all_read_in_order_of_what_they_can_give() -> None:
     assert expected == plan_reads(group(source("s")), arrivals)
 
 
-def test_who_takes_no_reader_has_nobody_behind_it() -> None:
-    """Both read from the last that has slots."""
+def test_a_target_without_slots_has_no_readers() -> None:
+    """The others read from the last target with slots."""
     arrivals = [
         loading(name, chunk_count=CHUNK_COUNT, max_readers=max_readers)
         for name, max_readers in (("a", 0), ("b", 0), ("c", 2))
@@ -165,8 +165,8 @@ def test_who_takes_no_reader_has_nobody_behind_it() -> None:
     assert {"a": {"c": ALL}, "b": {"c": ALL}, "c": {"s": ALL}} == plan_reads(group(source("s")), arrivals)
 
 
-def test_a_node_whose_first_takes_one_reader_gives_it_to_its_own() -> None:
-    """The next node reads from whoever has a slot to spare."""
+def test_a_node_leader_with_one_slot_serves_its_own_node() -> None:
+    """The next node reads from a source with a spare slot."""
     arrivals = [
         loading("a0", chunk_count=CHUNK_COUNT, location=HostLocation("h"), max_readers=1),
         loading("a1", chunk_count=CHUNK_COUNT, location=HostLocation("h"), max_readers=1),
@@ -175,21 +175,21 @@ def test_a_node_whose_first_takes_one_reader_gives_it_to_its_own() -> None:
     assert {"a0": {"b": ALL}, "a1": {"a0": ALL}, "b": {"s": ALL}} == plan_reads(group(source("s")), arrivals)
 
 
-def test_a_late_joiner_stands_behind_those_that_came_before() -> None:
-    """The seed gives its whole link to the first line: the newcomer reads at the line's end."""
+def test_a_late_target_reads_from_the_end_of_the_line() -> None:
+    """The seed's link is used up by the first line."""
     fleet = group(source("s"), *wide(3), reads={"t00": {"s": ALL}, "t01": {"t00": ALL}, "t02": {"t01": ALL}})
     assert {"late": {"t02": ALL}} == plan_reads(fleet, [loading("late", chunk_count=CHUNK_COUNT)])
 
 
 def test_targets_that_share_a_host_with_a_seed_read_there() -> None:
-    """Not over the network, though another seed is idle."""
+    """They do not read over the network, though another seed is idle."""
     fleet = group(source("near", location=HostLocation("h")), source("far"))
     arrivals = [loading(name, chunk_count=CHUNK_COUNT, location=HostLocation("h")) for name in "ab"]
     assert {"far"}.isdisjoint({parent for parts in plan_reads(fleet, arrivals).values() for parent in parts})
 
 
-def test_a_dead_relays_children_are_fed_again_without_overloading_anybody() -> None:
-    """Fifteen in two trees; one with two children dies: they get chunks from others, nobody sends twice."""
+def test_children_of_a_removed_relay_get_new_sources_without_overload() -> None:
+    """When one of fifteen in two trees is removed, its children get other sources, and no member sends twice."""
     arrivals = wide(15)
     reads = plan_reads(group(source("s")), arrivals)
     children: Counter[str] = Counter(parent for parts in reads.values() for parent in parts)

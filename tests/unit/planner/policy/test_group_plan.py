@@ -25,7 +25,7 @@ ALL = ((0, 12),)
 
 
 def arrive(fleet: GroupView, *names: str) -> dict[str, dict[str, tuple[Range, ...]]]:
-    """Who reads what from whom after targets arrived one after another, each planned at once."""
+    """Return the reads of targets that arrive one after another, each planned immediately."""
     reads: dict[str, dict[str, tuple[Range, ...]]] = {}
     sources = list(fleet.sources.values())
     for name in names:
@@ -34,14 +34,14 @@ def arrive(fleet: GroupView, *names: str) -> dict[str, dict[str, tuple[Range, ..
     return reads
 
 
-def test_targets_that_arrive_one_by_one_form_a_chain_behind_one_seed() -> None:
-    """Each target reads from the one before it, and the seed gives to one reader only."""
+def test_targets_that_arrive_one_by_one_form_a_chain() -> None:
+    """Each target reads from the one before it, and the seed serves one reader only."""
     expected = {"a": {"s": ALL}, "b": {"a": ALL}, "c": {"b": ALL}, "d": {"c": ALL}}
     assert expected == arrive(group(seed("s")), "a", "b", "c", "d")
 
 
-def test_a_late_joiner_reads_from_finished_instances_that_are_idle() -> None:
-    """Once the chain is complete its members are idle seeds, and a newcomer stripes over them."""
+def test_a_late_target_stripes_over_finished_instances() -> None:
+    """Once the chain is complete, its members are idle seeds."""
     fleet = group(seed("a"), seed("b"), seed("s"))
     expected = {"a": ((0, 4),), "b": ((4, 8),), "s": ((8, 12),)}
     assert expected == routes(decide(fleet, loading("t")))
@@ -57,19 +57,19 @@ def test_at_most_four_idle_seeds_share_a_fork() -> None:
 @pytest.mark.parametrize(
     ("rates", "reads_at", "first"),
     [((12e6, 4e6), None, 9), ((None, 4e6), 12e6, 9), ((None, 4e6), None, 6), ((12e6, 4e6), 4e6, 6)],
-    ids=["held", "one held", "one held beside who knows what", "slower than both"],
+    ids=["both limited", "limited rate", "one limited, one unknown", "slower than both"],
 )
-def test_who_may_give_less_gives_a_smaller_part(
+def test_a_rate_limited_source_gets_a_smaller_part(
     rates: tuple[float | None, float], reads_at: float | None, first: int
 ) -> None:
-    """Both end at the same time: by their egress rates, as far as the target's own link lets it notice."""
+    """Both sources finish at the same time, given their egress rates and the target's own link."""
     fleet = group(*(seed(name, egress_rate=rate) for name, rate in zip("ab", rates, strict=True)))
     expected = {"a": ((0, first),), "b": ((first, 12),)}
     assert expected == routes(decide(fleet, loading("t", ingress_rate=reads_at)))
 
 
-def test_shares_are_contiguous_among_what_is_missing() -> None:
-    """Stripes run over the missing chunks only, and differ by one chunk at most."""
+def test_shares_of_missing_chunks_are_contiguous() -> None:
+    """Stripes cover only missing chunks, and their sizes differ by at most one."""
     target = loading("t", (2, 4), (7, 8))
     expected = {"s1": ((0, 2), (4, 7)), "s2": ((8, 12),)}
     assert expected == routes(decide(group(seed("s1"), seed("s2")), target))
@@ -81,16 +81,16 @@ def test_no_more_seeds_than_missing_chunks() -> None:
     assert ({"s1": ((11, 12),)}, "from seed s1 (0 other readers)") == (routes(decision), decision.reason)
 
 
-def test_a_far_seed_does_not_join_the_stripe_of_near_ones() -> None:
-    """Only seeds equally near share the work."""
-    near = {"place": HostLocation("host-t")}
+def test_a_distant_seed_does_not_join_a_stripe_of_near_ones() -> None:
+    """Only seeds at the same distance share the work."""
+    near = {"location": HostLocation("host-t")}
     fleet = group(seed("s1", **near), seed("s2", **near), seed("far"))
     target = loading("t", **near)
     assert {"s1": ((0, 6),), "s2": ((6, 12),)} == routes(decide(fleet, target))
 
 
-def test_a_dead_relays_child_is_given_the_relays_parent() -> None:
-    """When A of seed-A-B-C dies, B goes back to the seed and C stays on B."""
+def test_a_child_of_a_removed_relay_reads_from_the_relays_parent() -> None:
+    """When A of seed-A-B-C is removed, B reads from the seed and C stays with B."""
     fleet = group(
         seed("s"), loading("a", (0, 5)), loading("b", (0, 4)), loading("c", (0, 3)),
         reads={"a": {"s": ALL}, "b": {"a": ALL}, "c": {"b": ALL}},
@@ -99,14 +99,14 @@ def test_a_dead_relays_child_is_given_the_relays_parent() -> None:
     assert {"s": ((4, 12),)} == routes(decision)
 
 
-def test_a_plan_asked_for_again_stays_as_it_is() -> None:
-    """A fork that reports no fault keeps its source though another has become idle."""
+def test_a_repeated_request_keeps_its_plan() -> None:
+    """A fork without faults keeps its source though another has become idle."""
     fleet = group(seed("s1"), seed("s2"), loading("t", (0, 2)), reads={"t": {"s2": ALL}, "x": {"s2": ALL}})
     assert {"s2": ((2, 12),)} == routes(decide(fleet, loading("t", (0, 2))))
 
 
-def test_the_relay_that_is_furthest_is_the_better_tail() -> None:
-    """Of two idle relays the one with more chunks is read from."""
+def test_the_relay_with_the_most_progress_is_preferred() -> None:
+    """Of two idle relays, the one with more chunks is read from."""
     half = ((6, 12),)
     fleet = group(
         seed("s", max_readers=2), loading("a", (0, 3)), loading("b", (0, 7)),
@@ -114,7 +114,7 @@ def test_the_relay_that_is_furthest_is_the_better_tail() -> None:
     )  # fmt: skip
     fleet = replace(fleet, shares=dict(fleet.shares) | {"a": (ChunkShare("s", ALL),), "b": (ChunkShare("s", ALL),)})
     decision = decide(fleet, loading("t"))
-    assert ({"b": ALL}, "behind relay b (7 of 12 chunks, 0 other readers)") == (
+    assert ({"b": ALL}, "from relay b (7 of 12 chunks, 0 other readers)") == (
         routes(decision),
         decision.reason,
     )
@@ -132,11 +132,11 @@ def test_the_relay_that_is_furthest_is_the_better_tail() -> None:
     ],
 )
 def test_distance(placement: HostLocation, expected: int) -> None:
-    """Host before rack before zone; a rack's name counts within its zone only."""
+    """Host comes before rack before zone; a rack's name counts only within its zone."""
     assert expected == distance(HostLocation("h1", "r1", "z1"), placement)
 
 
-def test_nearer_wins_among_equally_busy_sources() -> None:
+def test_the_nearest_of_equally_busy_sources_is_preferred() -> None:
     """With one reader on each, the seed in the same rack is read from."""
     fleet = group(
         seed("far"),
@@ -152,81 +152,80 @@ UNFIT = [
     (seed("s", transports=("transfer_engine",)), "s offers only transfer_engine"),
     (seed("s", transports=()), "s offers only no transport"),
     (seed("s", max_readers=0), "s at capacity (0 of 0 readers)"),
-    (loading("s"), "s has 0 of 12 chunks and reads from nobody"),
+    (loading("s"), "s has 0 of 12 chunks and no source of its own"),
 ]
 
 
 @pytest.mark.parametrize(("source", "expected"), UNFIT)
-def test_a_source_that_cannot_give_is_named_with_the_reason(source: Source, expected: str) -> None:
-    """No routes, and the reason in words."""
+def test_an_unusable_source_is_named_with_the_reason(source: Source, expected: str) -> None:
+    """There are no routes, and the reason explains why."""
     decision = decide(group(source), loading("t"))
-    assert ({}, f"no source of 1 can be read from: {expected}") == (routes(decision), decision.reason)
+    assert ({}, f"no readable source among 1: {expected}") == (routes(decision), decision.reason)
 
 
 def test_two_seeds_at_capacity_are_both_named() -> None:
-    """Capacity full everywhere is no plan, not a plan over capacity."""
+    """Full sources are not overloaded."""
     fleet = group(seed("s1", max_readers=1), seed("s2", max_readers=1), reads={"x": {"s1": ALL}, "y": {"s2": ALL}})
-    reason = "no source of 2 can be read from: s1 at capacity (1 of 1 readers); s2 at capacity (1 of 1 readers)"
+    reason = "no readable source among 2: s1 at capacity (1 of 1 readers); s2 at capacity (1 of 1 readers)"
     assert reason == decide(fleet, loading("t")).reason
 
 
-def test_only_a_full_source_is_worth_waiting_for() -> None:
-    """A reader's slot comes free by itself; a draining seed does not come back."""
+def test_only_a_full_source_allows_a_retry() -> None:
+    """A reader's slot becomes free; a draining seed does not come back."""
     fleets = [group(seed("s", max_readers=0)), group(seed("s", state="draining")), group()]
     assert [True, False, False] == [decide(fleet, loading("t")).no_free_slot for fleet in fleets]
 
 
-def test_where_only_other_layouts_exist_one_is_named_to_compare_with() -> None:
-    """The complete instance stands for the others; where the layout fits, nobody has to."""
+def test_an_instance_with_another_layout_is_named_for_comparison() -> None:
+    """A complete instance is named; none is named if the layout matches."""
     others = group(loading("a", layout_id=OTHER_LAYOUT), seed("z", layout_id=OTHER_LAYOUT))
     fleets = [others, group(seed("s")), group()]
     assert ["z", None, None] == [decide(fleet, loading("t")).mismatched_source for fleet in fleets]
 
 
-def test_a_long_list_of_refusals_is_cut() -> None:
-    """A reason names eight instances at most."""
+def test_a_long_list_of_reasons_is_truncated() -> None:
+    """A reason names at most eight instances."""
     fleet = group(*(seed(f"s{index:02}", state="draining") for index in range(11)))
     assert decide(fleet, loading("t")).reason.endswith("s07 draining; and 3 more")
 
 
-def test_a_source_blamed_by_this_fork_is_not_given_again() -> None:
-    """The fork goes to the other seed."""
+def test_an_excluded_source_is_not_assigned_again() -> None:
+    """The fork reads from the other seed."""
     assert {"s2": ALL} == routes(decide(group(seed("s1"), seed("s2")), loading("t"), s1="SourceTimeout"))
 
 
 NO_SOURCE = [
-    (group(), "no instance holds model m"),
-    (group(other_ranks=("r2", "r3")), "no instance holds model m at rank r; other ranks are held: r2, r3"),
+    (group(), "no instance has model m"),
+    (group(other_ranks=("r2", "r3")), "no instance has model m at rank r; other ranks are available: r2, r3"),
     (
         replace(group(other_ranks=("r2",)), version=f"files:{'3' * 32}", other_versions={"v1": 4, "v2": 1}),
         "first of version files:33333333 of model m; 4 instances serve v1, 1 instance serves v2",
     ),
     (
         replace(group(), version="unnamed:x", other_versions={"v1": 1}),
-        "no version of model m can be taken over; 1 instance serves v1",
+        "no version of model m can be adopted; 1 instance serves v1",
     ),
-    (group(seed("s", expires_at=NOW)), "no instance holds model m"),
+    (group(seed("s", expires_at=NOW)), "no instance has model m"),
     (
         group(seed("s", layout_id=OTHER_LAYOUT)),
-        f"1 instance holds model m at rank r with another layout ({OTHER_LAYOUT}): "
-        "layout differs from instance s at s:1",
+        f"1 instance has model m at rank r with another layout ({OTHER_LAYOUT}): layout differs from instance s at s:1",
     ),
     (
         group(loading("a", layout_id="c" * 32), seed("z", layout_id=OTHER_LAYOUT)),
-        f"2 instances hold model m at rank r with another layout ({OTHER_LAYOUT}, {'c' * 32}): "
+        f"2 instances have model m at rank r with another layout ({OTHER_LAYOUT}, {'c' * 32}): "
         "layout differs from instance z at z:1",
     ),
 ]
 
 
 @pytest.mark.parametrize(("fleet", "expected"), NO_SOURCE)
-def test_where_nobody_holds_the_layout_the_reason_says_what_there_is(fleet: GroupView, expected: str) -> None:
-    """Model, rank and layout are told apart, and a differing layout names whom to compare with."""
+def test_the_reason_explains_a_missing_layout(fleet: GroupView, expected: str) -> None:
+    """Model, rank and layout are distinguished, and an instance with another layout is named."""
     assert expected == decide(fleet, loading("t")).reason
 
 
-def test_the_first_of_a_version_is_told_which_versions_are_served() -> None:
-    """Also where other ranks of its own replica are known already."""
+def test_the_first_target_of_a_version_sees_the_served_versions() -> None:
+    """This also applies if other ranks of its replica are already known."""
     fleet = replace(group(other_ranks=("r2",)), version="v2", other_versions={"v1": 4})
     reason = decide(fleet, loading("t")).reason
     assert "first of version v2 of model m; 4 instances serve v1" == reason
@@ -234,66 +233,66 @@ def test_the_first_of_a_version_is_told_which_versions_are_served() -> None:
     assert not is_first(f"NoSource: {decide(group(), loading('t')).reason}")
 
 
-def test_a_refusal_tells_of_other_layouts_too() -> None:
-    """The operator sees both: one that fits but drains, and one that does not fit."""
+def test_a_refusal_also_names_other_layouts() -> None:
+    """The reason lists the draining source and the one with another layout."""
     fleet = group(seed("s1", state="draining"), seed("s2", layout_id=OTHER_LAYOUT))
     expected = (
-        "no source of 1 can be read from: s1 draining; 1 instance holds this model and rank with another "
+        "no readable source among 1: s1 draining; 1 instance has this model and rank with another "
         f"layout ({OTHER_LAYOUT}): layout differs from instance s2 at s2:1"
     )
     assert expected == decide(fleet, loading("t")).reason
 
 
-def test_the_weights_that_most_seeds_hold_are_chosen() -> None:
-    """Two against one; the odd one is not mixed in."""
+def test_the_weights_with_the_most_seeds_are_chosen() -> None:
+    """Two seeds win against one, which is not mixed in."""
     fleet = group(seed("n", weights_id=OTHER_WEIGHTS, generation=9), seed("s1"), seed("s2"))
     decision = decide(fleet, loading("t"))
     assert (WEIGHTS, {"s1", "s2"}) == (decision.weights_id, set(routes(decision)))
 
 
-def test_of_weights_held_equally_often_the_newest_generation_is_chosen() -> None:
-    """One against one: the higher generation."""
+def test_of_equally_common_weights_the_newest_generation_is_chosen() -> None:
+    """With one seed each, the higher generation wins."""
     fleet = group(seed("n", weights_id=OTHER_WEIGHTS, generation=1), seed("s"))
     decision = decide(fleet, loading("t"))
     assert (OTHER_WEIGHTS, {"n"}) == (decision.weights_id, set(routes(decision)))
 
 
 def test_verified_chunks_pin_the_weights() -> None:
-    """A fork that has begun goes on with the weights that it began with, though more seeds hold others."""
+    """A fork that has begun keeps its weights, though more seeds have others."""
     fleet = group(seed("n1", weights_id=OTHER_WEIGHTS), seed("n2", weights_id=OTHER_WEIGHTS), seed("s"))
     assert {"s": ((3, 12),)} == routes(decide(fleet, loading("t", (0, 3))))
 
 
-def test_pinned_weights_that_nobody_holds_any_more_give_no_routes() -> None:
+def test_pinned_weights_without_holders_give_no_routes() -> None:
     """The reason names the other weights."""
     decision = decide(group(seed("n", weights_id=OTHER_WEIGHTS)), loading("t", (0, 3)))
-    expected = f"no source of 1 can be read from: n holds other weights ({OTHER_WEIGHTS})"
+    expected = f"no readable source among 1: n has other weights ({OTHER_WEIGHTS})"
     assert ({}, expected) == (routes(decision), decision.reason)
 
 
-def test_chunks_of_weights_without_a_name_are_read_again() -> None:
-    """Without a weights_id, verified chunks may be those of other weights: all is assigned."""
+def test_chunks_of_unknown_weights_are_read_again() -> None:
+    """Without a weights_id, verified chunks may be of other weights: everything is assigned."""
     assert {"s": ALL} == routes(decide(group(seed("s")), loading("t", (0, 3), weights_id=None)))
 
 
-def test_nothing_missing_needs_no_routes() -> None:
-    """A target that has everything is told so."""
+def test_a_complete_target_needs_no_routes() -> None:
+    """The reason states that nothing is missing."""
     decision = decide(group(seed("s")), loading("t", (0, 12)))
-    assert ({}, "every chunk is verified already") == (routes(decision), decision.reason)
+    assert ({}, "every chunk is already verified") == (routes(decision), decision.reason)
 
 
 UNFED = [
-    ({"a": {"t": ALL}}, "a has 0 of 12 chunks and waits for the target itself"),
-    ({"a": {"b": ALL}, "b": {"t": ALL}}, "a has 0 of 12 chunks and waits for the target itself"),
-    ({"a": {"dead": ALL}}, "a has 0 of 12 chunks and its own source dead is gone"),
-    ({"a": {"ghost": ALL}}, "a has 0 of 12 chunks and its own source ghost is gone"),
-    ({"a": {"b": ALL}}, "a has 0 of 12 chunks and waits for the target itself, or for one"),
+    ({"a": {"t": ALL}}, "a has 0 of 12 chunks and depends on the target itself"),
+    ({"a": {"b": ALL}, "b": {"t": ALL}}, "a has 0 of 12 chunks and depends on the target itself"),
+    ({"a": {"dead": ALL}}, "a has 0 of 12 chunks and its source dead was removed"),
+    ({"a": {"ghost": ALL}}, "a has 0 of 12 chunks and its source ghost was removed"),
+    ({"a": {"b": ALL}}, "a has 0 of 12 chunks and depends on the target itself, or on a relay"),
 ]
 
 
 @pytest.mark.parametrize(("reads", "expected"), UNFED)
-def test_a_relay_that_will_never_have_anything_is_not_read_from(reads: Reads, expected: str) -> None:
-    """A relay counts only with an unbroken line to who has the chunks, and not through the target."""
+def test_a_relay_without_a_path_to_the_chunks_is_not_read_from(reads: Reads, expected: str) -> None:
+    """A relay needs an unbroken path to the chunks that does not pass through the target."""
     fleet = group(
         loading("a"), loading("b"), loading("t"), seed("dead", expires_at=NOW), seed("s", state="draining"),
         reads=reads,
@@ -303,21 +302,21 @@ def test_a_relay_that_will_never_have_anything_is_not_read_from(reads: Reads, ex
     assert expected in decision.reason
 
 
-def test_survivors_that_hold_all_chunks_only_between_them_are_combined() -> None:
-    """The seed is gone; each of three relays gives what the ones with less cannot."""
+def test_incomplete_relays_are_combined() -> None:
+    """The seed is removed; each of three relays serves what those with less do not have."""
     fleet = group(loading("a", (0, 5)), loading("b", (3, 9)), loading("c", (8, 12)))
     expected = {"a": ((2, 5),), "b": ((5, 8),), "c": ((8, 12),)}
     assert expected == routes(decide(fleet, loading("t", (0, 2))))
 
 
-def test_what_nobody_can_give_yet_is_asked_for_again_soon() -> None:
-    """Part of the chunks have a source: the plan takes these, and says that asking again is worth it."""
+def test_unavailable_chunks_cause_a_retry() -> None:
+    """The plan covers the available chunks, and a retry is suggested for the rest."""
     decision = decide(group(loading("a", (0, 5))), loading("t"))
     assert ({"a": ((0, 5),)}, True) == (routes(decision), decision.no_free_slot)
 
 
-def test_two_relays_may_read_different_chunks_from_one_another() -> None:
-    """Circles are told apart by chunk; a third, coming late, takes a half from each."""
+def test_two_relays_may_read_different_chunks_from_each_other() -> None:
+    """Cycles are detected per chunk; a third, later target reads half from each."""
     first, second = ((0, 6),), ((6, 12),)
     fleet = group(
         seed("s", max_readers=0), loading("a"), loading("b"),
@@ -326,43 +325,43 @@ def test_two_relays_may_read_different_chunks_from_one_another() -> None:
     assert {"a": first, "b": second} == routes(decide(fleet, loading("t")))
 
 
-def test_a_relay_with_all_that_is_missing_is_read_from_though_its_own_source_died() -> None:
-    """What it holds is enough for this target."""
+def test_a_relay_with_the_missing_chunks_needs_no_source() -> None:
+    """Its own source was removed, but its chunks are enough for this target."""
     fleet = group(loading("a", (0, 9)), reads={"a": {"gone": ALL}})
     assert {"a": ((6, 9),)} == routes(decide(fleet, loading("t", (0, 6), (9, 12))))
 
 
-def test_a_relay_behind_a_draining_seed_can_be_joined() -> None:
-    """The seed takes no new reader itself, but goes on giving to the relay."""
+def test_a_relay_of_a_draining_seed_can_be_read_from() -> None:
+    """The seed accepts no new reader, but continues to serve the relay."""
     fleet = group(seed("s", state="draining"), loading("a", (0, 1)), reads={"a": {"s": ALL}})
     assert {"a": ALL} == routes(decide(fleet, loading("t")))
 
 
-def test_a_relay_that_has_not_learnt_its_weights_is_joined_by_its_sources() -> None:
-    """Its line ends in a seed of the chosen weights."""
+def test_a_relay_without_known_weights_counts_by_its_sources() -> None:
+    """Its path ends at a seed of the chosen weights."""
     fleet = group(seed("s"), loading("a"), reads={"a": {"s": ALL}})
     assert {"a": ALL} == routes(decide(fleet, loading("t")))
 
 
-def test_relays_that_read_from_one_another_are_not_read_from() -> None:
-    """A circle, left by a planner that restarted, waits for ever: nobody may join it."""
+def test_relays_in_a_cycle_are_not_read_from() -> None:
+    """A cycle left by a planner restart never makes progress."""
     fleet = group(loading("a"), loading("b"), reads={"a": {"b": ALL}, "b": {"a": ALL}})
     assert {} == routes(decide(fleet, loading("t")))
 
 
 def test_another_chunk_count_is_another_layout() -> None:
-    """Chunk indices of images that are cut differently do not mean the same bytes."""
+    """Chunk indices of images with different chunk sizes do not match."""
     decision = decide(group(seed("s", chunk_count=6, verified=((0, 6),))), loading("t"))
     assert ({}, True) == (routes(decision), f"another layout ({LAYOUT})" in decision.reason)
 
 
-def test_transports_come_in_the_targets_order() -> None:
-    """Only what both offer, the target's best first."""
+def test_transports_are_in_the_targets_order() -> None:
+    """Only shared transports are listed, in the target's order of preference."""
     source = seed("s", transports=("http", "memory", "transfer_engine"))
     target = loading("t", transports=("transfer_engine", "http"))
     assert ("transfer_engine", "http") == decide(group(source), target).assignments[0].transports
 
 
 def test_the_target_is_not_its_own_source() -> None:
-    """Not even where the fleet lists it as complete under the weights in question."""
+    """This is true even if the fleet lists it as complete with the requested weights."""
     assert {} == routes(decide(group(seed("t")), replace(loading("t"))))

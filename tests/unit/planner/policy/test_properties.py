@@ -49,7 +49,7 @@ TRANSPORTS: list[tuple[str, ...]] = [
 
 
 class SeededRandom(Random):
-    """Whole fleets are drawn from one number: field by field would take a hundred times as long."""
+    """Generates complete fleets from one number: drawing each field would be a hundred times slower."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -63,19 +63,19 @@ rngs = st.integers(0, 2**32).map(SeededRandom)
 
 
 def random_chunks(rng: Random) -> tuple[Range, ...]:
-    """Any chunks, seldom none or all."""
+    """Return random chunks, seldom none or all."""
     return from_indices(index for index in range(CHUNKS) if rng.random() < rng.choice((0.1, 0.5, 0.9)))
 
 
 def random_placement(rng: Random, name: str) -> HostLocation:
-    """A host that others may be on too, and labels that may be missing."""
+    """Return a host that others may share, with optional labels."""
     host = rng.choice((f"host-{name}", f"host-{name}", "h1", "h2"))
     nvlink = rng.choice((None, None, None, "n1", "n2"))
     return HostLocation(host, rng.choice((None, "r1", "r2")), rng.choice((None, "z1", "z2")), nvlink)
 
 
 def random_source(rng: Random, name: str) -> Source:
-    """Any instance that the planner may know."""
+    """Return a random instance."""
     weights_id, provisional_id = rng.choice(NAMES)
     return seed(
         name,
@@ -99,14 +99,14 @@ def random_source(rng: Random, name: str) -> Source:
 
 
 def random_reads(rng: Random, name: str, others: tuple[str, ...]) -> dict[str, tuple[Range, ...]]:
-    """Each chunk from one source at most: a peer that may be dead or unknown, or its own storage."""
+    """Assign each chunk to at most one source: a peer that may be expired or unknown, or its own storage."""
     sources = [rng.choice((name, "ghost", *others)) for _ in range(rng.randrange(4))]
     where = [rng.choice((*sources, None)) for _ in range(CHUNKS)]
     return {source: from_indices(chunk for chunk in range(CHUNKS) if where[chunk] == source) for source in sources}
 
 
 def random_fleet(rng: Random, names: tuple[str, ...]) -> GroupView:
-    """Any fleet, with any routes, even ones that run in circles."""
+    """Return a random fleet with random routes, including cycles."""
     members = [random_source(rng, name) for name in names if rng.random() < 0.7]
     storage_readers = {each.instance_id for each in members if each.storage and each.storage[0].kind != "loader"}
     planned_reads = {name: random_reads(rng, name, names) for name in names if rng.random() < 0.5}
@@ -120,7 +120,7 @@ def random_fleet(rng: Random, names: tuple[str, ...]) -> GroupView:
 
 
 def random_demand(rng: Random, fleet: GroupView, name: str) -> ForkDemand:
-    """Any demand of an instance, whether the planner knows it or not."""
+    """Return a random demand of a known or unknown instance."""
     target = replace(
         random_source(rng, name), layout_id=LAYOUT, state="loading", expires_at=NOW + 1, quarantined_until=0.0
     )
@@ -138,26 +138,26 @@ def random_demand(rng: Random, fleet: GroupView, name: str) -> ForkDemand:
 
 @given(rngs, st.integers(0, 10), st.integers(1, 40))
 @settings(max_examples=400)
-def test_every_decision_keeps_every_promise(rng: Random, members: int, number: int) -> None:
-    """Whatever the fleet and whoever asks: see `audit` for what is promised."""
+def test_every_decision_satisfies_the_invariants(rng: Random, members: int, number: int) -> None:
+    """`violations` finds nothing in any fleet, for any demands."""
     fleet = random_fleet(rng, MEMBERS[:members])
     names = rng.sample([*MEMBERS, *(f"t{index:02}" for index in range(40))], number)
-    # Who lost a source, or has a plan, is planned alone.
+    # A target that lost a source, or has a plan, is planned alone.
     demands = [replace(random_demand(rng, fleet, name), excluded={}, current_shares=()) for name in names]
     assert [] == violations(fleet, demands, plan(fleet, demands, NOW), NOW)
 
 
 @given(rngs, st.integers(0, 10))
 @settings(max_examples=600)
-def test_a_decision_made_alone_keeps_every_promise(rng: Random, members: int) -> None:
-    """One demand at a time is what most requests are."""
+def test_a_single_decision_satisfies_the_invariants(rng: Random, members: int) -> None:
+    """Most requests are single demands."""
     fleet = random_fleet(rng, MEMBERS[:members])
     demands = [random_demand(rng, fleet, rng.choice((*MEMBERS, "t")))]
     assert [] == violations(fleet, demands, plan(fleet, demands, NOW), NOW)
 
 
 def empty_target(rng: Random, name: str) -> Source:
-    """A target that holds nothing and may take two readers at least."""
+    """Return a target without chunks and with at least two reader slots."""
     return loading(
         name,
         transports=rng.choice((("http",), ("http", "memory"), ("memory", "http"))),
@@ -171,8 +171,8 @@ def empty_target(rng: Random, name: str) -> Source:
 
 @given(rngs, st.integers(1, 5), st.integers(1, 40))
 @settings(max_examples=400)
-def test_nobody_is_left_without_a_source_while_a_seed_has_places(rng: Random, seed_count: int, number: int) -> None:
-    """Where each takes two readers at least, all targets stand somewhere behind the seeds."""
+def test_every_target_gets_a_source_while_slots_are_free(rng: Random, seed_count: int, number: int) -> None:
+    """If each target accepts at least two readers, all are connected to the seeds."""
     members = [
         seed(
             f"s{index}", location=random_placement(rng, f"s{index}"), max_readers=rng.randrange(2, 5),
@@ -193,7 +193,7 @@ def test_nobody_is_left_without_a_source_while_a_seed_has_places(rng: Random, se
 @given(rngs, st.integers(2, 40))
 @settings(max_examples=300)
 def test_a_cold_group_reads_storage_once(rng: Random, number: int) -> None:
-    """Nobody holds anything: each byte is read from storage once, and all get all."""
+    """Without holders, each byte is read from storage once, and every target receives everything."""
     demands = [ForkDemand(f"fork-t{index:02}", empty_target(rng, f"t{index:02}")) for index in range(number)]
     decisions = plan(group(), demands, NOW)
     assert [] == violations(group(), demands, decisions, NOW)
@@ -208,7 +208,7 @@ def test_a_cold_group_reads_storage_once(rng: Random, number: int) -> None:
 @given(rngs, st.integers(0, 10), st.integers(1, 40))
 @settings(max_examples=200)
 def test_the_order_of_the_demands_does_not_matter(rng: Random, members: int, number: int) -> None:
-    """The same demands in another order give the same decisions, and so do the same ones again."""
+    """The same demands in another order, or repeated, yield the same decisions."""
     fleet = random_fleet(rng, MEMBERS[:members])
     names = rng.sample([*MEMBERS, *(f"t{index:02}" for index in range(40))], number)
     demands = [random_demand(rng, fleet, name) for name in names]
@@ -218,8 +218,8 @@ def test_the_order_of_the_demands_does_not_matter(rng: Random, members: int, num
 
 @given(rngs, st.integers(0, 10), st.integers(1, 10))
 @settings(max_examples=200)
-def test_what_is_not_assigned_is_asked_for_again_or_explained(rng: SeededRandom, members: int, number: int) -> None:
-    """A decision that leaves chunks out says that asking again may help, or why nobody gives any."""
+def test_unassigned_chunks_cause_a_retry_or_a_reason(rng: SeededRandom, members: int, number: int) -> None:
+    """A decision that omits chunks suggests a retry, or explains why no source serves them."""
     fleet = random_fleet(rng, MEMBERS[:members])
     demands = [random_demand(rng, fleet, name) for name in rng.sample(MEMBERS, number)]
     decisions = plan(fleet, demands, NOW)

@@ -1,4 +1,4 @@
-"""Several targets on each of several hosts: one pull over the network for each host, the rest within it."""
+"""Several targets on each of several hosts: one network transfer per host, the rest within it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HOSTS, TARGETS_PER_HOST = 4, 8
 
 
 def source(name: str, **changes: object) -> Source:
-    """A seed of 64 chunks that takes four readers."""
+    """Return a seed with 64 chunks and four reader slots."""
     usual = {
         "chunk_count": CHUNK_COUNT,
         "verified": ALL_CHUNKS,
@@ -41,7 +41,7 @@ def source(name: str, **changes: object) -> Source:
 
 
 def arrivals(hosts: int, per_host: int, *transports: tuple[str, ...], **changes: object) -> list[Source]:
-    """Targets t00, t01, …: host by host in turn, as a scheduler spreads them; transports in turn too."""
+    """Return targets t00, t01, …, distributed round robin over hosts and transports."""
     return [
         loading(
             f"t{index:02}",
@@ -49,7 +49,7 @@ def arrivals(hosts: int, per_host: int, *transports: tuple[str, ...], **changes:
                 {
                     "chunk_count": CHUNK_COUNT,
                     "max_readers": 4,
-                    "place": HostLocation(f"h{index % hosts}"),
+                    "location": HostLocation(f"h{index % hosts}"),
                     "transports": transports[index // hosts % len(transports)],
                 }
                 | changes
@@ -60,7 +60,7 @@ def arrivals(hosts: int, per_host: int, *transports: tuple[str, ...], **changes:
 
 
 def plan_arrivals(fleet: GroupView, *new_targets: Source, **blamed: str) -> GroupView:
-    """The fleet once these were planned in one call; every promise of a plan holds."""
+    """Plan these targets in one call and return the fleet; the plan must satisfy the invariants."""
     demands = [
         ForkDemand(f"fork-{each.instance_id}", each, blamed, fleet.shares.get(each.instance_id, ()))
         for each in new_targets
@@ -71,7 +71,7 @@ def plan_arrivals(fleet: GroupView, *new_targets: Source, **blamed: str) -> Grou
 
 
 def crossings(fleet: GroupView) -> tuple[dict[str, float], dict[str, float]]:
-    """Images that each host reads from others, and that each sends to others."""
+    """Return the images that each host reads from others, and that each sends to others."""
     read: Counter[str] = Counter()
     sent: Counter[str] = Counter()
     for target, shares in fleet.shares.items():
@@ -86,15 +86,15 @@ def crossings(fleet: GroupView) -> tuple[dict[str, float], dict[str, float]]:
 
 
 def served(fleet: GroupView) -> set[int]:
-    """How many chunks the targets get, each: one number where all get the same."""
+    """Return the distinct numbers of chunks that targets receive."""
     return {sum(count(share.chunks) for share in shares) for shares in fleet.shares.values()}
 
 
 @pytest.mark.parametrize("transports", [(GPU,), (CPU,), (GPU, CPU), (("http",),)])
-def test_of_targets_that_come_together_one_of_each_host_reads_over_the_network(
+def test_one_target_per_host_reads_over_the_network(
     transports: tuple[tuple[str, ...], ...],
 ) -> None:
-    """Thirty-two on four hosts, on GPUs, CPUs or both: each host reads the image once, and sends it once."""
+    """With 32 targets on four hosts, each host reads the image once and sends it once."""
     after = plan_arrivals(group(source("s")), *arrivals(HOSTS, TARGETS_PER_HOST, *transports))
     read, sent = crossings(after)
     assert ({f"h{index}": 1.0 for index in range(HOSTS)}, 1.0, {CHUNK_COUNT}) == (
@@ -105,8 +105,8 @@ def test_of_targets_that_come_together_one_of_each_host_reads_over_the_network(
 
 
 @pytest.mark.parametrize("transports", [(GPU,), (GPU, CPU)])
-def test_targets_that_come_late_read_within_their_host(transports: tuple[tuple[str, ...], ...]) -> None:
-    """One by one, host by host in turn: only the first of each host reads over the network."""
+def test_late_targets_read_within_their_host(transports: tuple[tuple[str, ...], ...]) -> None:
+    """If targets arrive one by one, only the first of each host reads over the network."""
     fleet = group(source("s"))
     for target in arrivals(HOSTS, TARGETS_PER_HOST, *transports):
         fleet = plan_arrivals(fleet, target)
@@ -116,8 +116,8 @@ def test_targets_that_come_late_read_within_their_host(transports: tuple[tuple[s
     )
 
 
-def test_a_leader_that_dies_is_followed_by_one_of_its_host() -> None:
-    """Its readers ask again: the next of its host reads the rest over the network, and nobody else does."""
+def test_a_removed_leader_is_replaced_on_its_host() -> None:
+    """Its readers replan: one target of the host reads the rest over the network."""
     targets = arrivals(2, 4, GPU)
     before = plan_arrivals(group(source("s")), *targets)
     dead = next(share.source_id for share in before.shares["t02"])
@@ -143,22 +143,22 @@ def test_a_leader_that_dies_is_followed_by_one_of_its_host() -> None:
     assert (True, True) == (dead in ("t00", "t01"), max(read.values()) <= 1.0)
 
 
-def test_one_without_seats_leads_nobody() -> None:
-    """Whoever takes readers stands first, though its name comes last."""
+def test_a_target_without_slots_does_not_lead() -> None:
+    """A target that accepts readers comes first, though its name sorts last."""
     targets = arrivals(1, 4, GPU)
     targets = [replace(each, max_readers=0) for each in targets[:3]] + targets[3:]
     after = plan_arrivals(group(source("s")), *targets)
     assert ({"s"}, {"h0": 1.0}) == ({share.source_id for share in after.shares["t03"]}, crossings(after)[0])
 
 
-def test_where_nobody_takes_readers_each_reads_over_the_network() -> None:
-    """Four slots at the seed, four targets of one host: there is no other way."""
+def test_if_no_target_accepts_readers_each_reads_over_the_network() -> None:
+    """Four targets of one host use four slots of the seed."""
     after = plan_arrivals(group(source("s")), *arrivals(1, 4, GPU, max_readers=0))
     assert ({"h0": 4.0}, {CHUNK_COUNT}) == (crossings(after)[0], served(after))
 
 
-def test_members_of_an_nvlink_domain_stand_together_by_host() -> None:
-    """Two hosts of one domain: the bytes go from host to host once, though names take turns."""
+def test_targets_of_an_nvlink_domain_are_grouped_by_host() -> None:
+    """With two hosts in one domain, the bytes cross hosts once."""
     targets = [replace(each, location=replace(each.location, nvlink="n")) for each in arrivals(2, 4, GPU)]
     assert ([1.0, 1.0], 1.0) == (
         sorted(crossings(plan_arrivals(group(source("s")), *targets))[0].values()),
@@ -169,7 +169,7 @@ def test_members_of_an_nvlink_domain_stand_together_by_host() -> None:
 @pytest.mark.parametrize("storage", [SNAPSHOT, CHECKPOINT, LOADER])
 @pytest.mark.parametrize("hosts", [1, 2, 4, 9])
 def test_in_a_cold_group_each_host_reads_the_image_once(storage: Storage, hosts: int) -> None:
-    """Storage gives every byte once, and no host reads more than an image from the others."""
+    """Storage serves every byte once, and no host reads more than one image from the others."""
     after = plan_arrivals(group(), *arrivals(hosts, TARGETS_PER_HOST, GPU, storage=(storage,)))
     own = sum(
         count(share.chunks) for name, shares in after.shares.items() for share in shares if share.source_id == name
@@ -181,8 +181,8 @@ def test_in_a_cold_group_each_host_reads_the_image_once(storage: Storage, hosts:
     )
 
 
-def test_transports_of_one_host_alone_make_a_line_on_each_host() -> None:
-    """Of two hosts one has a seed: its targets read there, the others are told why they cannot."""
+def test_same_host_transports_form_one_line_per_host() -> None:
+    """Targets on the seed's host read there; the others get the reason why they cannot."""
     bound = ("shared_memory",)
     targets = arrivals(2, 3, bound)
     fleet = group(source("s", location=HostLocation("h0"), transports=bound))
@@ -198,8 +198,8 @@ def test_transports_of_one_host_alone_make_a_line_on_each_host() -> None:
 
 
 @pytest.mark.parametrize("storage", [SNAPSHOT, CHECKPOINT, LOADER])
-def test_transports_of_one_host_alone_read_storage_once_on_each_host(storage: Storage) -> None:
-    """Nobody can wait for another host."""
+def test_same_host_transports_read_storage_once_per_host(storage: Storage) -> None:
+    """No target can wait for another host."""
     after = plan_arrivals(group(), *arrivals(3, 4, ("cuda_ipc", "shared_memory"), storage=(storage,)))
     own: Counter[str] = Counter()
     for name, shares in after.shares.items():

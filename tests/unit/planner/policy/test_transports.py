@@ -1,4 +1,4 @@
-"""Which transports a plan goes by, and whom it prefers for them."""
+"""Transports of plans, and the preference between sources that they imply."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LOCAL = ("shared_memory", "http")
 
 
 def newcomer(*transports: str) -> Source:
-    """A target on the host "here"."""
+    """Return a target on the host "here"."""
     return loading("t", location=HERE, transports=transports)
 
 
@@ -35,41 +35,41 @@ SHARED = [
 def test_the_transports_of_a_route(
     source: tuple[str, ...], target: tuple[str, ...], near: bool, expected: tuple[str, ...]
 ) -> None:
-    """Those of one host only within it, the target's best first, and kernels on the source last of all."""
+    """Same-host transports work only within it, in the target's order, with kernels on the source last."""
     there = seed("s", transports=source, location=HERE if near else HostLocation("there"))
     assert expected == shared_transports(there, newcomer(*target))
 
 
 def first(fleet: GroupView, *transports: str) -> tuple[set[str], str]:
-    """Whom the newcomer reads from, and why."""
+    """Return the newcomer's sources and the reason."""
     decision: PlanDecision = decide(fleet, newcomer(*transports))
     return set(routes(decision)), decision.reason
 
 
-def test_a_source_of_another_host_with_transports_of_its_own_host_alone_is_unfit() -> None:
+def test_a_remote_source_with_only_same_host_transports_is_ineligible() -> None:
     """The reason names the transports and both hosts."""
     there = seed("s", transports=("shared_memory",), location=HostLocation("there"))
     reason = (
-        "no source of 1 can be read from: s shares only shared_memory, for two instances of one host: "
+        "no readable source among 1: s shares only shared_memory, which works within one host: "
         "it runs on there, the target on here"
     )
     assert (set(), reason) == first(group(there), "shared_memory", "http")
 
 
-def test_a_route_within_the_host_says_so() -> None:
-    """Whoever asks which transport a fork uses reads it in its plan."""
+def test_the_reason_names_a_same_host_transport() -> None:
+    """The plan shows which transport the fork uses."""
     reason = "from seed s (0 other readers) over shared_memory on this host"
     assert ({"s"}, reason) == first(group(seed("s", transports=LOCAL, location=HERE)), *LOCAL)
 
 
-def test_a_route_that_runs_kernels_says_so() -> None:
-    """Of a source that nothing else reaches."""
+def test_the_reason_names_a_transport_that_runs_kernels() -> None:
+    """It is used for a source that no other transport reaches."""
     reason = "from seed s (0 other readers) over nccl, which runs kernels on the source's GPU"
     assert ({"s"}, reason) == first(group(seed("s", transports=("nccl",))), "nccl", "http")
 
 
-def test_a_striped_plan_says_of_each_source_what_it_costs() -> None:
-    """Both seeds of the host give a half."""
+def test_a_striped_plan_names_the_transport_of_each_source() -> None:
+    """Both seeds of the host serve half."""
     fleet = group(*(seed(name, transports=LOCAL, location=HERE) for name in "ab"))
     reason = (
         "striped over 2 sources: 6 of 12 chunks from a over shared_memory on this host, "
@@ -80,44 +80,44 @@ def test_a_striped_plan_says_of_each_source_what_it_costs() -> None:
 
 PREFERRED: list[tuple[str, Source, Source]] = [
     (
-        "the one that shares memory, of two on the host",
+        "shared memory on the host before http",
         seed("z", location=HERE, transports=LOCAL),
         seed("a", location=HERE),
     ),
-    ("the one that runs no kernels", seed("z", transports=("http",)), seed("a", transports=("nccl",))),
+    ("no kernels before kernels", seed("z", transports=("http",)), seed("a", transports=("nccl",))),
     (
-        "one elsewhere that runs no kernels, to one here that does",
+        "remote without kernels before local with kernels",
         seed("z"),
         seed("a", location=HERE, transports=("nccl",)),
     ),
     (
-        "a complete one on the host, to a relay elsewhere",
+        "complete local before remote relay",
         seed("z", location=HERE, transports=LOCAL),
         loading("a", (0, 11), transports=LOCAL),
     ),
     (
-        "a complete one on the host without shared memory, to one elsewhere",
+        "complete local over http before remote",
         seed("z", location=HERE),
         seed("a", transports=LOCAL),
     ),
 ]
 
 
-@pytest.mark.parametrize(("why", "better", "other"), PREFERRED)
-def test_who_is_preferred(why: str, better: Source, other: Source) -> None:
-    """And reads from it alone: sources that cost another thing share no work."""
+@pytest.mark.parametrize(("case", "better", "other"), PREFERRED)
+def test_source_preference(case: str, better: Source, other: Source) -> None:
+    """The target reads from the better source only: sources of different cost share no work."""
     fleet = group(better, other, reads={"a": {"s": ALL}} if not other.complete else None)
     assert {better.instance_id} == first(fleet, "shared_memory", "nccl", "http")[0]
 
 
-def test_no_work_is_shared_with_one_that_would_run_kernels_for_it() -> None:
-    """The better seed has half of its link to spare, the other is idle: kernels cost more than time."""
+def test_no_work_is_shared_with_a_source_that_would_run_kernels() -> None:
+    """The better seed has half of its link to spare, and the other is idle."""
     fleet = group(seed("z"), seed("a", transports=("nccl",)), reads={"x": {"z": ((0, 6),)}})
     assert {"z": ALL} == routes(decide(fleet, newcomer("nccl", "http")))
 
 
 def crowded(readers: int, **changes: object) -> GroupView:
-    """A seed with readers on its own host, and one that another target reads over the network."""
+    """Return a group with a seed that has readers on its own host, and one with a network reader."""
     members = [loading(f"r{index}", location=HostLocation("host-a"), transports=LOCAL) for index in range(readers)]
     return group(
         seed("a", **({"max_readers": 4, "transports": LOCAL} | changes)),
@@ -128,22 +128,22 @@ def crowded(readers: int, **changes: object) -> GroupView:
     )
 
 
-def test_readers_within_its_host_take_nothing_of_a_seeds_link() -> None:
-    """Of two seeds, three read one on its host and one the other over the network: the first is idle."""
+def test_same_host_readers_do_not_load_the_seeds_link() -> None:
+    """The seed with three same-host readers counts as idle."""
     assert {"a": ALL} == routes(decide(crowded(3), newcomer(*LOCAL)))
 
 
-def test_readers_within_its_host_take_slots() -> None:
-    """A seed that takes three readers has no slot for a fourth, wherever it runs."""
+def test_same_host_readers_occupy_slots() -> None:
+    """A seed with three slots has none for a fourth reader, wherever it runs."""
     assert "a" not in routes(decide(crowded(3, max_readers=3), newcomer(*LOCAL)))
 
 
-def test_readers_on_its_host_over_the_network_count() -> None:
-    """Over http even a reader of the same host takes its part."""
+def test_same_host_readers_over_the_network_count() -> None:
+    """Over http, a reader on the same host loads the link."""
     assert "a" not in routes(decide(crowded(3, transports=("http",)), newcomer(*LOCAL)))
 
 
-def test_a_line_stands_behind_a_seed_whose_readers_are_all_on_its_host() -> None:
+def test_a_seed_with_only_same_host_readers_feeds_a_line() -> None:
     """Both seeds count as idle: two lines of one."""
     fleet = crowded(2)
     fleet = group(
@@ -156,7 +156,7 @@ def test_a_line_stands_behind_a_seed_whose_readers_are_all_on_its_host() -> None
 
 
 def test_within_a_host_targets_that_come_one_by_one_form_a_chain() -> None:
-    """There the readers of a host do count: each stands behind the last, and the seed gives to one."""
+    """Same-host readers count there: each target reads from the last one, and the seed serves one."""
     members = [seed("s", location=HERE, transports=LOCAL)]
     reads: dict[str, dict[str, tuple[tuple[int, int], ...]]] = {}
     for name in ("t0", "t1", "t2"):

@@ -20,7 +20,7 @@ SHAPES: list[tuple[int, tuple[list[int], list[int]]]] = [
 
 
 def depth(parents: list[int], position: int) -> int:
-    """Links from the root's source to the position."""
+    """Return the number of links from the source to the position."""
     links = 1
     while parents[position] != ROOT:
         position, links = parents[position], links + 1
@@ -29,13 +29,13 @@ def depth(parents: list[int], position: int) -> int:
 
 @pytest.mark.parametrize(("length", "expected"), SHAPES)
 def test_small_shapes(length: int, expected: tuple[list[int], list[int]]) -> None:
-    """Each target's parent in the first and in the second tree."""
+    """Each target's parents in both trees match the expected shape."""
     assert expected == two_trees(length)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_a_target_has_two_children_at_most_and_in_one_tree_only(length: int) -> None:
-    """It sends its half of the image twice at most: once the image."""
+def test_a_target_has_at_most_two_children_in_one_tree_only(length: int) -> None:
+    """It sends its half of the image at most twice."""
     first, second = (Counter(parents) for parents in two_trees(length))
     inner = [{position for position in tree if position != ROOT} for tree in (first, second)]
     assert set() == inner[0] & inner[1]
@@ -43,8 +43,8 @@ def test_a_target_has_two_children_at_most_and_in_one_tree_only(length: int) -> 
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_each_tree_has_one_root_and_is_as_flat_as_it_can_be(length: int) -> None:
-    """Half of the targets are inner nodes; the others hang below them."""
+def test_each_tree_has_one_root_and_minimal_depth(length: int) -> None:
+    """Half of the targets are inner nodes; the others are their leaves."""
     max_children = 2 if length >= LARGE else 1
     for parents in two_trees(length):
         assert 1 == parents.count(ROOT)
@@ -53,7 +53,7 @@ def test_each_tree_has_one_root_and_is_as_flat_as_it_can_be(length: int) -> None
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_neighbours_in_the_line_are_neighbours_in_the_trees(length: int) -> None:
-    """A leaf stands below one beside it, and each subtree is one run of positions."""
+    """A leaf's parent is its neighbour, and each subtree is one run of positions."""
     for parity, parents in enumerate(two_trees(length)):
         below: dict[int, set[int]] = {position: {position} for position in range(length)}
         for position in sorted(range(length), key=lambda position: -depth(parents, position)):

@@ -1,4 +1,4 @@
-"""A registry that waits for those that were announced."""
+"""A registry that waits for announced replicas."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ def store(time: FakeTime) -> CountingStore:
 
 @pytest.fixture
 def registry(time: FakeTime, store: CountingStore) -> Registry:
-    """A registry that waits for as long as it may be told to, and plans at once whom nobody announced."""
+    """A registry with an unlimited scale-up wait that plans unannounced requests immediately."""
     return make_registry(time, store, scaleup_wait_s=8)

@@ -1,4 +1,4 @@
-"""What is told of a scale-up, how long it is kept, and which seed stays for it."""
+"""Reports about scale-ups, their expiry, and the seed that is kept for them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from rfork.schema import ExitCheck, Rank, ScaleUpInfo
 from tests.unit.planner.builders import CHUNKS, FakeTime, accuse, report, seed_report
 from tests.unit.planner.scaleups.arrivals import RANKS, scaleup
 
-LAST_SEED_REASON = "it is the last that holds version v1 of these weights, and 3 replicas are expected"
+LAST_SEED_REASON = "it is the last seed of version v1 of these weights, and 3 replicas are expected"
 
 
 async def test_the_last_seed_stays_while_replicas_are_expected(registry: Registry) -> None:
-    """It is not drained but by force, and may not exit; drained, it would be kept for nobody."""
+    """It cannot be drained without force, and may not exit; after draining it may."""
     await registry.report(seed_report("s"))
     before = await registry.can_exit("s")
     await registry.scaleups.announce(scaleup(3))
@@ -32,22 +32,22 @@ async def test_the_last_seed_stays_while_replicas_are_expected(registry: Registr
     assert f"instance s {LAST_SEED_REASON[3:]}: start another, or drain it with force" == refused.value.detail
 
 
-async def test_a_seed_that_is_not_the_last_may_go(registry: Registry) -> None:
-    """However many are expected; the one that is left may not."""
+async def test_a_seed_that_is_not_the_last_may_be_drained(registry: Registry) -> None:
+    """Only the remaining one is kept for the expected replicas."""
     for name in "st":
         await registry.report(seed_report(name))
     await registry.scaleups.announce(scaleup(1))
     exit_checks = [await registry.can_exit("s")]
     await registry.remove("s")
     exit_checks.append(await registry.can_exit("t"))
-    expected = "it is the last that holds version v1 of these weights, and 1 replica is expected"
+    expected = "it is the last seed of version v1 of these weights, and 1 replica is expected"
     assert ([True, False], expected) == ([each.can_exit for each in exit_checks], exit_checks[1].reason)
 
 
-NO_SOURCE_REASON = "they read storage once, or load by themselves"
+NO_SOURCE_REASON = "one replica reads storage for all, or each loads by its engine's loader"
 VIEWS: list[tuple[list[Any], int, int, str]] = [
-    ([], 0, 0, f"no instance holds m: {NO_SOURCE_REASON}"),
-    ([report("t")], 0, CHUNKS, f"no instance holds m: {NO_SOURCE_REASON}"),
+    ([], 0, 0, f"no instance has m: {NO_SOURCE_REASON}"),
+    ([report("t")], 0, CHUNKS, f"no instance has m: {NO_SOURCE_REASON}"),
     ([seed_report("s")], 1, CHUNKS, "they fork from 1 seed"),
     ([seed_report("s"), seed_report("t"), report("u", (0, 3))], 2, CHUNKS, "they fork from 2 seeds"),
     ([seed_report("s"), seed_report("t", state="draining")], 1, CHUNKS, "they fork from 1 seed"),
@@ -61,13 +61,13 @@ VIEWS: list[tuple[list[Any], int, int, str]] = [
         [seed_report("s", rank=RANKS[0]), report("t", rank=RANKS[1])],
         0,
         2 * CHUNKS,
-        f"no instance holds rank {RANKS[1].key}: {NO_SOURCE_REASON}; other ranks fork from 1 seed",
+        f"no instance has rank {RANKS[1].key}: {NO_SOURCE_REASON}; other ranks fork from 1 seed",
     ),
     (
         [seed_report("s", rank=RANKS[0])],
         0,
         CHUNKS,
-        f"no instance holds 1 of the ranks: {NO_SOURCE_REASON}; other ranks fork from 1 seed",
+        f"no instance has 1 of the ranks: {NO_SOURCE_REASON}; other ranks fork from 1 seed",
     ),
     (
         [seed_report("s"), seed_report("t", rank=RANKS[0]), report("u", rank=RANKS[1])],
@@ -89,10 +89,10 @@ VIEWS: list[tuple[list[Any], int, int, str]] = [
 
 
 @pytest.mark.parametrize(("reports", "seeds", "image", "reason"), VIEWS)
-async def test_what_awaits_those_that_come_is_told(
+async def test_the_forecast_of_a_scale_up(
     registry: Registry, reports: list[Any], seeds: int, image: int, reason: str
 ) -> None:
-    """Seeds of the rank that fewest hold, bytes of all ranks of a replica, and what they will do."""
+    """It has the seeds of the rarest rank, the bytes of all ranks of a replica, and a reason."""
     for each in reports:
         await registry.report(each)
     expected = ScaleUpInfo(
@@ -106,28 +106,28 @@ async def test_what_awaits_those_that_come_is_told(
     assert expected == await registry.scaleups.announce(scaleup(3))
 
 
-async def test_a_source_in_quarantine_is_no_seed(registry: Registry) -> None:
-    """Nobody is sent to it."""
+async def test_a_quarantined_source_is_not_a_seed(registry: Registry) -> None:
+    """It gets no readers."""
     await registry.report(seed_report("s", max_readers=2))
     await accuse(registry, "s", by="tu")
     assert 0 == (await registry.scaleups.announce(scaleup(1))).seeds
 
 
-async def test_one_that_expired_is_forgotten(registry: Registry, time: FakeTime) -> None:
-    """It is listed no more at once, and gone with the next sweep; the same id begins anew."""
+async def test_an_expired_scale_up_is_forgotten(registry: Registry, time: FakeTime) -> None:
+    """It is not listed any more, the next sweep removes it, and its id can be reused."""
     await registry.scaleups.announce(scaleup(3, expires_in_s=10))
     time.now += 9
     left = registry.scaleups.view("up").expires_in_s
     time.now += 1
     listed, kept = registry.scaleups.views(), len(registry.state.scaleups())
-    with pytest.raises(ProblemError, match="no scale-up up is known"):
+    with pytest.raises(ProblemError, match="unknown scale-up up"):
         registry.scaleups.view("up")
     await registry.sweep()
     assert (1, [], 1, 0) == (left, listed, kept, len(registry.state.scaleups()))
 
 
-async def test_only_so_many_are_kept(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One more, and that is forgotten which would expire first; one that is said again is none more."""
+async def test_the_number_of_scale_ups_is_limited(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that expires first is dropped; repeating an announcement adds none."""
     monkeypatch.setattr(scaleups, "MAX_SCALEUPS", 2)
     for name, seconds in (("a", 100), ("b", 50), ("a", 90), ("c", 10), ("d", 500)):
         await registry.scaleups.announce(scaleup(1, name, expires_in_s=seconds))

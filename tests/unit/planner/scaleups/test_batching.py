@@ -1,4 +1,4 @@
-"""Who waits for whom, and what ends the wait."""
+"""Batching of scale-up requests."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.unit.planner.scaleups.arrivals import (
 )
 
 
-async def test_those_that_were_announced_share_one_plan(registry: Registry, store: CountingStore) -> None:
-    """However far apart they come: the last one ends the wait of all."""
+async def test_announced_replicas_share_one_plan(registry: Registry, store: CountingStore) -> None:
+    """However far apart they arrive, the last one ends the wait."""
     await registry.report(seed_report("s"))
     await registry.scaleups.announce(scaleup(3))
     tasks: list[asyncio.Task[Plan]] = []
@@ -36,8 +36,8 @@ async def test_those_that_were_announced_share_one_plan(registry: Registry, stor
     assert ([1, 2, 0], [3], ["s", "a", "b"]) == (seen, store.plans, sources)
 
 
-async def test_those_that_were_not_announced_wait_for_nobody(registry: Registry, store: CountingStore) -> None:
-    """Of another model, and of this one once all that were announced have come."""
+async def test_unannounced_requests_do_not_wait(registry: Registry, store: CountingStore) -> None:
+    """This covers another model, and this one once all announced replicas have arrived."""
     await registry.scaleups.announce(scaleup(1))
     await registry.request_plan(fork_request("other", model="other"))
     await registry.request_plan(fork_request("announced"))
@@ -45,8 +45,8 @@ async def test_those_that_were_not_announced_wait_for_nobody(registry: Registry,
     assert [1, 1, 1] == store.plans
 
 
-async def test_nobody_waits_longer_than_the_setting_says(time: FakeTime, store: CountingStore) -> None:
-    """What came by then is planned; the one that comes later is the last that is expected."""
+async def test_the_scale_up_wait_is_limited(time: FakeTime, store: CountingStore) -> None:
+    """Requests that have arrived are planned; a later one is the last expected."""
     registry = make_registry(time, store, scaleup_wait_s=0.05)
     await registry.scaleups.announce(scaleup(3))
     await asyncio.gather(registry.request_plan(fork_request("a")), registry.request_plan(fork_request("b")))
@@ -54,8 +54,8 @@ async def test_nobody_waits_longer_than_the_setting_says(time: FakeTime, store: 
     assert [2, 1] == store.plans
 
 
-async def test_zero_seconds_gather_nobody(time: FakeTime, store: CountingStore) -> None:
-    """They are counted all the same."""
+async def test_a_wait_of_zero_disables_scale_up_batches(time: FakeTime, store: CountingStore) -> None:
+    """Arrivals are counted anyway."""
     registry = make_registry(time, store, scaleup_wait_s=0)
     await registry.scaleups.announce(scaleup(2))
     await registry.request_plan(fork_request("a"))
@@ -63,7 +63,7 @@ async def test_zero_seconds_gather_nobody(time: FakeTime, store: CountingStore) 
 
 
 async def test_each_rank_has_its_batch(registry: Registry, store: CountingStore) -> None:
-    """Two replicas of two ranks are two plans of two."""
+    """Two replicas of two ranks make two plans of two."""
     await registry.scaleups.announce(scaleup(2))
     tasks = start_requests(*(registry.request_plan(rank_request("one", rank)) for rank in RANKS))
     await run_until_idle()
@@ -76,8 +76,8 @@ async def test_each_rank_has_its_batch(registry: Registry, store: CountingStore)
     assert (2, 1, [2, 2]) == (first, second, store.plans)
 
 
-async def test_data_parallel_ranks_of_one_replica_are_gathered_too(registry: Registry, store: CountingStore) -> None:
-    """They are in one group: as many as the seeds have, of each new replica."""
+async def test_data_parallel_ranks_are_batched_too(registry: Registry, store: CountingStore) -> None:
+    """They are in one group: each new replica has as many as the seeds."""
     for dp in range(2):
         await registry.report(seed_report(f"seed-{dp}", rank=Rank(dp=dp)))
     await registry.scaleups.announce(scaleup(2))
@@ -90,8 +90,8 @@ async def test_data_parallel_ranks_of_one_replica_are_gathered_too(registry: Reg
     assert (3, [4]) == (before, store.plans)
 
 
-async def test_a_request_that_is_sent_again_waits_with_the_others(registry: Registry, store: CountingStore) -> None:
-    """A caller whose patience ended asks again: it is one fork, and one plan."""
+async def test_a_repeated_request_waits_with_the_others(registry: Registry, store: CountingStore) -> None:
+    """After a client timeout the request is repeated: it is one fork and one plan."""
     await registry.scaleups.announce(scaleup(2))
     tasks = start_requests(registry.request_plan(fork_request("a")))
     await run_until_idle()
@@ -104,8 +104,8 @@ async def test_a_request_that_is_sent_again_waits_with_the_others(registry: Regi
     assert (1, [2]) == (before, store.plans)
 
 
-async def test_who_gave_up_while_it_waited_is_not_planned(registry: Registry, store: CountingStore) -> None:
-    """It loads by itself, and told so: nobody is to stand behind it."""
+async def test_a_fork_that_ended_while_waiting_is_not_planned(registry: Registry, store: CountingStore) -> None:
+    """It reported a fallback: no other fork is chained to it."""
     await registry.report(seed_report("s", max_readers=1))
     await registry.scaleups.announce(scaleup(3))
     tasks = start_requests(*(registry.request_plan(fork_request(name)) for name in "ab"))
@@ -118,8 +118,8 @@ async def test_who_gave_up_while_it_waited_is_not_planned(registry: Registry, st
     assert ([2], ["s", "b"]) == (store.plans, [route.source_id for plan in plans for route in plan.routes])
 
 
-async def test_who_is_urgent_counts_and_does_not_wait(registry: Registry, store: CountingStore) -> None:
-    """One that kept chunks of a fork before it died: it was the last that the other waited for."""
+async def test_an_urgent_request_counts_and_does_not_wait(registry: Registry, store: CountingStore) -> None:
+    """A target with chunks of an earlier fork is the last expected replica."""
     await registry.scaleups.announce(scaleup(2))
     tasks = start_requests(registry.request_plan(fork_request("a")))
     await run_until_idle()
@@ -130,17 +130,17 @@ async def test_who_is_urgent_counts_and_does_not_wait(registry: Registry, store:
 
 RELEASES = {
     "withdrawn": ("withdraw", 0),
-    "none comes any more": ("announce", 0),
-    "fewer come": ("announce", 1),
+    "announced with zero replicas": ("announce", 0),
+    "reduced": ("announce", 1),
     "expired": ("expire", 0),
 }
 
 
 @pytest.mark.parametrize("how", RELEASES)
-async def test_nobody_waits_for_those_that_are_not_expected_any_more(
+async def test_waiting_ends_when_no_replicas_are_expected(
     registry: Registry, store: CountingStore, time: FakeTime, how: str
 ) -> None:
-    """They are planned at once, together."""
+    """The waiting requests are planned immediately, together."""
     what, left = RELEASES[how]
     await registry.scaleups.announce(scaleup(5, expires_in_s=10))
     tasks = start_requests(registry.request_plan(fork_request("a")), registry.request_plan(fork_request("b")))
@@ -162,7 +162,7 @@ async def test_nobody_waits_for_those_that_are_not_expected_any_more(
 async def test_a_scale_up_that_expires_between_two_sweeps_releases_its_waiters(
     time: FakeTime, store: CountingStore
 ) -> None:
-    """Whoever waits looks at the time by itself."""
+    """Waiting requests check the expiry themselves."""
     registry = make_registry(time, store, scaleup_wait_s=8)
     await registry.scaleups.announce(scaleup(2, expires_in_s=0.02))
     tasks = start_requests(registry.request_plan(fork_request("a")))
@@ -173,7 +173,7 @@ async def test_a_scale_up_that_expires_between_two_sweeps_releases_its_waiters(
 
 
 async def test_an_instance_that_is_removed_while_it_waits_is_not_planned(registry: Registry) -> None:
-    """Its Pod died: its caller is told, and the others get their plan."""
+    """Its caller gets an error, and the others get their plan."""
     await registry.scaleups.announce(scaleup(3))
     tasks = start_requests(registry.request_plan(fork_request("a")), registry.request_plan(fork_request("b")))
     await run_until_idle()

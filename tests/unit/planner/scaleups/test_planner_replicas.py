@@ -1,4 +1,4 @@
-"""A fork that waits at one replica of the planner, and was planned at another."""
+"""A fork that waits at one planner replica and is planned by another."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ ALL = ((0, CHUNKS),)
 
 
 async def planned_twice(time: FakeTime, meanwhile: ForkResult | None) -> tuple[Registry, asyncio.Task[Plan]]:
-    """A fork that waited at one replica of the planner for others, and asked at the other, which planned it
-    at once, and which is told of its end if there is one `meanwhile`; the first, and what it answers.
+    """Return both plans of a fork that waits at one planner replica and is then planned by another, which
+    also receives its result if `meanwhile` is set.
     """
-    store = MemoryStore(time.clock, keep_forks=100)
+    store = MemoryStore(time.clock, max_finished_forks=100)
     here, there = (make_registry(time, store, scaleup_wait_s=8) for _ in range(2))
     await here.report(seed_report("s1"))
     await here.scaleups.announce(scaleup(2))
     (waiting,) = start_requests(here.request_plan(fork_request("t")))
     await asyncio.sleep(0)
-    while not here.state.instances()[-1].asked_for_plan:
+    while not here.state.instances()[-1].plan_requested:
         await asyncio.sleep(0)
     await there.request_plan(fork_request("t"))
     await there.report(seed_report("s2", placement=Placement(host="host-t")))
@@ -36,7 +36,7 @@ async def planned_twice(time: FakeTime, meanwhile: ForkResult | None) -> tuple[R
 
 
 async def test_a_fork_that_another_replica_planned_keeps_that_plan(time: FakeTime) -> None:
-    """Its target reads by it: the record must not say otherwise, nor its lease die."""
+    """Its target follows that plan: the record and the leases must match it."""
     registry, waiting = await planned_twice(time, None)
     plan = await waiting
     reads = registry.fork("fork-t").reads
@@ -47,8 +47,8 @@ async def test_a_fork_that_another_replica_planned_keeps_that_plan(time: FakeTim
     )
 
 
-async def test_a_fork_that_ended_at_another_replica_is_not_planned_again(time: FakeTime) -> None:
-    """Who still waits for its plan is told so."""
+async def test_a_fork_that_ended_at_another_planner_is_not_planned_again(time: FakeTime) -> None:
+    """The waiting request gets an error."""
     registry, waiting = await planned_twice(time, ForkResult(outcome="forked", seconds=1, bytes_read=1))
     error = waiting.exception()
     assert isinstance(error, ProblemError)

@@ -1,4 +1,4 @@
-"""Who counts as one of those that were announced."""
+"""Arrivals that count for a scale-up."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.unit.planner.scaleups.arrivals import (
 
 
 async def test_a_replica_of_several_pods_counts_once(registry: Registry) -> None:
-    """Each of its Pods has a name of its own, and other ranks."""
+    """Each of its Pods has its own name and other ranks."""
     await registry.scaleups.announce(scaleup(2))
     tasks = start_requests(
         registry.request_plan(rank_request("pod-a", RANKS[0])),
@@ -38,8 +38,8 @@ async def test_a_replica_of_several_pods_counts_once(registry: Registry) -> None
     await asyncio.gather(*tasks)
 
 
-async def test_who_was_known_before_does_not_count(registry: Registry, store: CountingStore, time: FakeTime) -> None:
-    """Nor waits: one that asks again, one whose heartbeat came before, one that starts again in its place."""
+async def test_instances_known_before_do_not_count(registry: Registry, store: CountingStore, time: FakeTime) -> None:
+    """This covers replans, earlier heartbeats, and restarts in the same place; none of them waits."""
     await registry.request_plan(fork_request("a"))
     await registry.report(report("b"))
     await registry.request_plan(rank_request("c"))
@@ -54,8 +54,8 @@ async def test_who_was_known_before_does_not_count(registry: Registry, store: Co
     )
 
 
-async def test_who_came_and_asks_again_counts_once(registry: Registry) -> None:
-    """A re-plan, and a new start in the same place."""
+async def test_an_arrived_replica_counts_once(registry: Registry) -> None:
+    """Replans and restarts in the same place do not count again."""
     await registry.scaleups.announce(scaleup(3))
     first = start_requests(registry.request_plan(rank_request("one")))
     await run_until_idle()
@@ -71,16 +71,16 @@ async def test_who_came_and_asks_again_counts_once(registry: Registry) -> None:
     await asyncio.gather(*first, *again)
 
 
-async def test_who_goes_on_with_a_plan_from_before_a_restart_does_not_count(registry: Registry) -> None:
-    """The planner forgot it, and then was told of a scale-up: it is none of those to come."""
+async def test_a_fork_with_a_plan_from_before_a_restart_does_not_count(registry: Registry) -> None:
+    """The planner forgot it before the scale-up was announced."""
     await registry.scaleups.announce(scaleup(2))
     resumed = fork_request("a", (0, 3)).model_copy(update={"faults": (fault("x", "SourceUnavailable"),)})
     await registry.request_plan(resumed)
     assert 0 == registry.scaleups.view("up").arrived_count
 
 
-async def test_said_again_those_count_that_have_not_come_by_then(registry: Registry) -> None:
-    """Two of three came: the two that are told of then are others, and what came is not forgotten."""
+async def test_a_repeated_announcement_counts_further_replicas(registry: Registry) -> None:
+    """Two of three arrived: the two announced then are others, and earlier arrivals are kept."""
     await registry.scaleups.announce(scaleup(3))
     tasks = start_requests(*(registry.request_plan(rank_request(name, RANKS[0])) for name in ("one", "two")))
     await run_until_idle()
@@ -95,7 +95,7 @@ async def test_said_again_those_count_that_have_not_come_by_then(registry: Regis
 
 
 async def test_two_scale_ups_of_one_model_add_up(registry: Registry, store: CountingStore, time: FakeTime) -> None:
-    """Whoever comes counts for the one that was announced first, as long as it has place."""
+    """An arrival counts for the scale-up announced first, until that is complete."""
     await registry.scaleups.announce(scaleup(1, "one"))
     time.now += 1
     await registry.scaleups.announce(scaleup(2, "two"))
@@ -107,8 +107,8 @@ async def test_two_scale_ups_of_one_model_add_up(registry: Registry, store: Coun
     assert ([("one", 1), ("two", 1)], [3]) == (arrived, store.plans)
 
 
-async def test_an_arrival_that_the_store_does_not_take_is_told(registry: Registry, store: CountingStore) -> None:
-    """It asks again, and counts then."""
+async def test_a_failed_store_write_of_an_arrival_is_reported(registry: Registry, store: CountingStore) -> None:
+    """A retry counts."""
     await registry.scaleups.announce(scaleup(2))
     tasks = start_requests(registry.request_plan(fork_request("a")))
     await run_until_idle()
@@ -122,8 +122,8 @@ async def test_an_arrival_that_the_store_does_not_take_is_told(registry: Registr
     assert (1, [2]) == (arrived, store.plans)
 
 
-async def test_an_id_that_is_used_for_another_model_begins_anew(registry: Registry, time: FakeTime) -> None:
-    """Nobody is waited for of the first."""
+async def test_an_id_reused_for_another_model_starts_over(registry: Registry, time: FakeTime) -> None:
+    """No replicas of the first model are expected."""
     await registry.scaleups.announce(scaleup(2))
     tasks = start_requests(registry.request_plan(fork_request("a")))
     await run_until_idle()
@@ -136,7 +136,7 @@ async def test_an_id_that_is_used_for_another_model_begins_anew(registry: Regist
 
 REPLICA_KEYS = [
     (rank_request("web-0"), "web-0"),
-    (rank_request("a-target-b", Rank(tp=3, tp_size=8, dp=2)), "a-target-b"),
+    (rank_request("a-main-b", Rank(tp=3, tp_size=8, dp=2)), "a-main-b"),
     (fork_request("by-hand", placement=Placement(host="h", pod="default/web-0")), "default/web-0"),
     (fork_request("by-hand"), "by-hand"),
     (fork_request(f"-{Rank().key}-dp0-0"), f"-{Rank().key}-dp0-0"),
@@ -144,6 +144,6 @@ REPLICA_KEYS = [
 
 
 @pytest.mark.parametrize(("request_", "expected"), REPLICA_KEYS)
-def test_the_place_of_an_instance(request_: ForkRequest, expected: str) -> None:
-    """What its id says before its rank, else its Pod, else itself."""
+def test_replica_key(request_: ForkRequest, expected: str) -> None:
+    """It is the id's part before the rank, else the Pod, else the id."""
     assert expected == replica_key(request_.instance)

@@ -40,14 +40,14 @@ INSTANCE_RECORDS = st.builds(
         rank=st.builds(Rank, dp=st.integers(0, 3)),
     ),
     seen_at=TIMES,
-    instance_ttl_s=TIMES,
+    ttl_s=TIMES,
     drained=st.booleans(),
     quarantined_until=TIMES,
     quarantine=TEXTS,
     reported_missing=st.booleans(),
     ingress_rate=st.none() | TIMES,
     since=TIMES,
-    asked_for_plan=st.booleans(),
+    plan_requested=st.booleans(),
     owner=st.sampled_from(["", "0" * 64]),
     accusations=st.lists(
         st.builds(
@@ -58,7 +58,7 @@ INSTANCE_RECORDS = st.builds(
             at=st.floats(0, 2e9),
             until=st.floats(0, 2e9),
             generation=st.integers(0, 3),
-            egress_share=st.sampled_from([1.0, 0.5]),
+            credibility=st.sampled_from([1.0, 0.5]),
             contradicted_by=st.lists(NAMES, max_size=2).map(tuple),
         ),
         max_size=2,
@@ -105,21 +105,21 @@ FORK_RECORDS = st.builds(
 
 
 @given(INSTANCE_RECORDS, INSTANCE_RECORDS)
-def test_an_instance_is_whole_again_from_its_parts(before: InstanceRecord, after: InstanceRecord) -> None:
-    """From all of them, and from those that changed on top of what was known."""
+def test_an_instance_is_restored_from_its_parts(before: InstanceRecord, after: InstanceRecord) -> None:
+    """It is restored from all parts, or from changed ones on top of the old record."""
     full_patch, partial_patch = INSTANCES.patch(None, after), INSTANCES.patch(before, after)
     assert (after, after) == (INSTANCES.apply(None, full_patch), INSTANCES.apply(before, partial_patch))
 
 
 @given(FORK_RECORDS, FORK_RECORDS)
-def test_a_fork_is_whole_again_from_its_parts(before: ForkRecord, after: ForkRecord) -> None:
-    """Mappings, sets and tuples come back as what they were."""
+def test_a_fork_is_restored_from_its_parts(before: ForkRecord, after: ForkRecord) -> None:
+    """Mappings, sets and tuples keep their types."""
     full_patch, partial_patch = FORKS.patch(None, after), FORKS.patch(before, after)
     assert (after, after) == (FORKS.apply(None, full_patch), FORKS.apply(before, partial_patch))
 
 
-def test_what_did_not_change_is_not_sent() -> None:
-    """A heartbeat that brings nothing new is one number; a relay's chunks come without its report."""
+def test_unchanged_parts_are_not_sent() -> None:
+    """An unchanged heartbeat is one number; a relay's chunks are sent without its report."""
     seen = instance("a")
     relay_report = report("a", (0, 6))
     grown = relay_report.model_copy(update={"verified": ((0, 7),)})
@@ -136,8 +136,8 @@ def test_what_did_not_change_is_not_sent() -> None:
     )
 
 
-def test_two_who_change_different_parts_both_have_their_way() -> None:
-    """A drain, a heartbeat and a relay's progress, each made from the same record, in any order."""
+def test_changes_of_different_parts_are_merged() -> None:
+    """A drain, a heartbeat and progress based on the same record merge in any order."""
     base = replace(instance("a"), report=report("a", (0, 6)))
     drained = INSTANCES.patch(base, replace(base, drained=True))
     heartbeat = INSTANCES.patch(
@@ -165,16 +165,16 @@ def test_two_who_change_different_parts_both_have_their_way() -> None:
         {"seen_at": "soon"},
         INSTANCES.patch(None, instance("a")) | {"colour": '"red"'},
     ],
-    ids=["torn", "empty report", "no number", "unknown part"],
+    ids=["torn", "empty report", "invalid number", "unknown part"],
 )
-def test_text_that_makes_no_record_is_a_value_error(patch: dict[str, str]) -> None:
-    """It is never half a record."""
+def test_an_invalid_patch_is_a_value_error(patch: dict[str, str]) -> None:
+    """No partial record is created."""
     with pytest.raises(ValueError, match=r"InstanceRecord|InstanceReport|valid number|JSON"):
         INSTANCES.apply(None, patch)
 
 
-def test_a_change_travels_as_patches_of_what_is_known() -> None:
-    """A record that is the same is left out, a new one is whole; it is the same after the journey."""
+def test_a_change_is_sent_as_patches() -> None:
+    """Unchanged records are omitted, new ones are complete, and the message survives serialization."""
     known, new = instance("known"), instance("new")
     change = StoreChange(
         instances=(known, new), forks=(fork("f", ended=True),), removed=("old",), group=GROUP, version=3
@@ -192,6 +192,6 @@ def test_a_change_travels_as_patches_of_what_is_known() -> None:
 
 @given(st.text(min_size=1, max_size=20))
 def test_a_group_is_one_line_of_text(model: str) -> None:
-    """Whatever the model is called."""
+    """Any model name is serialized without line breaks."""
     key = GroupKey(model, model, Rank().key)
     assert key == group_from(group_text(key))

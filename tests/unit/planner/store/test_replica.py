@@ -7,7 +7,7 @@ import pytest
 
 from planner.store.base import StoreChange
 from planner.store.codec import FORKS, INSTANCES
-from planner.store.messages import ChangeMessage, LogEntry, ReplicaBehind, StoreSnapshot, body_of, group_text
+from planner.store.messages import ChangeMessage, LogEntry, ReplicaOutdated, StoreSnapshot, body_of, group_text
 from planner.store.records import ForkRecord, InstanceRecord
 from planner.store.replica import Replica
 from rfork.schema import ForkResult
@@ -21,21 +21,21 @@ UNIX = 1_700_000_000.0
 
 
 class RecordingStateListener:
-    """Keeps what a watcher is told."""
+    """Records the listener's calls."""
 
     def __init__(self) -> None:
         self.observed: list[str] = []
 
     def on_instance(self, record: InstanceRecord) -> None:
-        """An instance is new, or asks."""
+        """Record a new instance."""
         self.observed.append(f"came {record.report.instance_id}")
 
     def on_scaleups(self, models: Iterable[str]) -> None:
-        """Scale-ups were changed."""
+        """Record changed scale-ups."""
         self.observed.append(f"announced {' '.join(models)}")
 
     def on_reload(self) -> None:
-        """Everything may be otherwise."""
+        """Record a reload."""
         self.observed.append("loaded")
 
 
@@ -47,7 +47,7 @@ def contents(
     number: int = 0,
     at: float = UNIX,
 ) -> StoreSnapshot:
-    """All that Redis holds."""
+    """Return the contents of Redis."""
     return StoreSnapshot(
         epoch=epoch,
         number=number,
@@ -60,11 +60,11 @@ def contents(
     )
 
 
-def test_what_ended_forks_read_is_known_again_after_a_load() -> None:
-    """Once, however often everything is read anew."""
+def test_bytes_of_finished_forks_are_counted_once_after_each_load() -> None:
+    """Reloading does not count them again."""
     finish = ForkResult(outcome="forked", seconds=3, bytes_read=9, sources={"s": 9})
     ended = fork("x", image_bytes=9, finish=finish)
-    replica = Replica(FakeTime().clock, keep_forks=10, max_staleness_s=TIMEOUT_S)
+    replica = Replica(FakeTime().clock, max_finished_forks=10, max_staleness_s=TIMEOUT_S)
     for _ in range(2):
         replica.fill(contents(instance("s"), forks=(ended,), ended=("x",)))
     group = replica.state.group(GROUP)
@@ -76,12 +76,12 @@ def test_what_ended_forks_read_is_known_again_after_a_load() -> None:
 
 
 def new(*records: InstanceRecord) -> ChangeMessage:
-    """A change that brings whole instances."""
+    """Return a change with complete instances."""
     return ChangeMessage(instances=tuple((each.report.instance_id, INSTANCES.patch(None, each)) for each in records))
 
 
 def known(replica: Replica) -> list[str]:
-    """The instances in its state."""
+    """Return the ids of the instances in its state."""
     return sorted(each.report.instance_id for each in replica.state.instances())
 
 
@@ -93,14 +93,14 @@ def time() -> FakeTime:
 
 @pytest.fixture
 def replica(time: FakeTime) -> Replica:
-    """A mirror of an empty Redis."""
-    replica = Replica(time.clock, keep_forks=2, max_staleness_s=TIMEOUT_S)
+    """A replica of an empty Redis."""
+    replica = Replica(time.clock, max_finished_forks=2, max_staleness_s=TIMEOUT_S)
     replica.fill(contents())
     return replica
 
 
 def test_each_change_is_applied_once(replica: Replica) -> None:
-    """The follower and the writer both bring it."""
+    """The follower and the writer both deliver it."""
     notified: list[str] = []
     replica.state.subscribe(lambda record: notified.append(record.fork_id))
     entry = LogEntry(1, ChangeMessage(forks=(("f", FORKS.patch(None, fork("f"))),), group=group_text(GROUP), version=7))
@@ -109,8 +109,8 @@ def test_each_change_is_applied_once(replica: Replica) -> None:
     assert (["f"], 1, 1, 3) == (notified, replica.applied, replica.version(GROUP), replica.version(OTHER))
 
 
-def test_a_group_that_nobody_is_in_loses_its_version(replica: Replica) -> None:
-    """Its next version is above all that it had: what was decided before is refused."""
+def test_an_empty_group_loses_its_version(replica: Replica) -> None:
+    """Its next version is higher than all before: earlier decisions are rejected."""
     there = []
     replica.apply(LogEntry(1, new(instance("a"))))
     replica.apply(LogEntry(2, ChangeMessage(forks=(("f", FORKS.patch(None, fork("f"))),), group=group_text(GROUP))))
@@ -120,29 +120,29 @@ def test_a_group_that_nobody_is_in_loses_its_version(replica: Replica) -> None:
     assert [([], [GROUP], 2), ([], [], 3)] == there
 
 
-def test_a_gap_is_told_and_changes_nothing(replica: Replica) -> None:
-    """What came between must be read first."""
-    with pytest.raises(ReplicaBehind, match="change 2 came after 0"):
+def test_a_gap_is_an_error_and_changes_nothing(replica: Replica) -> None:
+    """The missing changes must be read first."""
+    with pytest.raises(ReplicaOutdated, match="change 2 arrived after 0"):
         replica.apply(LogEntry(2, new(instance("a"))))
     assert ([], 0) == (known(replica), replica.applied)
 
 
-def test_a_change_that_makes_no_record_is_told_and_changes_nothing(replica: Replica) -> None:
-    """Another version of the planner may have written it."""
+def test_an_invalid_change_is_an_error_and_changes_nothing(replica: Replica) -> None:
+    """Another planner version may have written it."""
     strange = ("a", {**INSTANCES.patch(None, instance("a")), "colour": '"red"'})
-    with pytest.raises(ReplicaBehind, match="change 1 does not fit what is known: InstanceRecord has no part"):
+    with pytest.raises(ReplicaOutdated, match="change 1 does not match the local records: InstanceRecord has no part"):
         replica.apply(LogEntry(1, ChangeMessage(instances=(*new(instance("b")).instances, strange))))
     assert ([], 0) == (known(replica), replica.applied)
 
 
-def test_a_patch_of_what_is_not_kept_here_is_passed_over(replica: Replica) -> None:
-    """Another replica keeps more of the forks that ended."""
+def test_a_patch_of_an_unknown_record_is_ignored(replica: Replica) -> None:
+    """Another replica may keep more finished forks."""
     replica.apply(LogEntry(1, ChangeMessage(forks=(("dropped", {"lost": "true"}),))))
     assert (None, 1) == (replica.state.fork("dropped"), replica.applied)
 
 
-def test_everything_anew(replica: Replica) -> None:
-    """Nothing of what was before stays; the order is that of the last signs of life, and of the ends."""
+def test_a_load_replaces_everything(replica: Replica) -> None:
+    """Records are ordered by last report, and finished forks by their end."""
     replica.apply(LogEntry(1, new(instance("old"))))
     forks = tuple(fork(name, ended=True) for name in "cab")
     live = (fork("late", seen_at=2.0), fork("early", seen_at=1.0))
@@ -161,29 +161,29 @@ def test_everything_anew(replica: Replica) -> None:
     )
 
 
-def test_a_reader_that_is_known_is_no_stranger_after_loading(replica: Replica) -> None:
-    """The instances that name their readers are put after the forks."""
+def test_a_known_reader_is_not_unplanned_after_loading(replica: Replica) -> None:
+    """Forks are loaded before the instances that name them as readers."""
     reader = fork("f", instance_id="target")
     replica.fill(contents(instance("seed", readers=("f", "unheard-of")), instance("target"), forks=(reader,)))
     assert {"unheard-of"} == set(replica.state.group(GROUP).readers["seed"])
 
 
-def test_the_clock_goes_on_with_the_furthest_replica(replica: Replica, time: FakeTime) -> None:
-    """It begins where the others are, keeps this machine's pace, and never goes back."""
+def test_the_clock_follows_the_furthest_replica(replica: Replica, time: FakeTime) -> None:
+    """It starts at the others' time, runs at this machine's pace, and never goes back."""
     observed = [replica.now()]
     time.now += 2
     observed.append(replica.now())
-    replica.is_synced(UNIX + 1)
+    replica.mark_synced(UNIX + 1)
     observed.append(replica.now())
-    replica.is_synced(UNIX + 2.5)
+    replica.mark_synced(UNIX + 2.5)
     observed.append(replica.now())
     replica.fill(contents(epoch="later", at=5.0))
     observed.append(replica.now())
     assert [UNIX, UNIX + 2, UNIX + 2, UNIX + 2.5, UNIX + 2.5] == observed
 
 
-def test_what_comes_here_after_a_change_does_not_seem_to_have_come_before_it(replica: Replica) -> None:
-    """A change brings the time of the replica that made it, however far that is ahead."""
+def test_events_after_a_change_have_a_later_time(replica: Replica) -> None:
+    """A change carries the time of its replica, however far that is ahead."""
     replica.apply(LogEntry(1, new(instance("a")), time=UNIX + 9))
     observed = [replica.now()]
     replica.apply(LogEntry(2, new(instance("b")), time=UNIX + 5))
@@ -191,18 +191,18 @@ def test_what_comes_here_after_a_change_does_not_seem_to_have_come_before_it(rep
     assert [UNIX + 9] * 2 == observed
 
 
-def test_the_clock_stands_still_while_nothing_is_heard(replica: Replica, time: FakeTime) -> None:
-    """A replica that was paused calls nobody silent, and goes on from where it stood."""
+def test_the_clock_stops_while_redis_is_unreachable(replica: Replica, time: FakeTime) -> None:
+    """A paused replica treats no instance as silent, and continues from where it stopped."""
     replica.apply(LogEntry(1, new(replace(instance("a"), seen_at=replica.now(), ttl_s=10.0))))
     time.now += 60
     frozen_at, silent = replica.now(), list(replica.state.overdue_instances(replica.now()))
-    replica.is_synced(UNIX)
+    replica.mark_synced(UNIX)
     time.now += 1
     assert (UNIX + TIMEOUT_S, [], UNIX + TIMEOUT_S + 1) == (frozen_at, silent, replica.now())
 
 
-def test_scale_ups_come_whole_and_the_last_that_is_said_holds(replica: Replica) -> None:
-    """With a change, with everything, and until one is withdrawn."""
+def test_the_last_complete_scale_up_wins(replica: Replica) -> None:
+    """It arrives in a change or in a load, and stays until withdrawn."""
     first, second = scaleup("a", 3), scaleup("a", 2)
     there = []
     replica.apply(LogEntry(1, body_of(StoreChange(scaleups=(first, scaleup("b", 1))), {}, {})))
@@ -214,18 +214,18 @@ def test_scale_ups_come_whole_and_the_last_that_is_said_holds(replica: Replica) 
     assert [[first, scaleup("b", 1)], [second], [first]] == there
 
 
-def test_text_that_is_no_scale_up_ends_in_loading_everything(replica: Replica) -> None:
-    """As any that fits no record."""
-    with pytest.raises(ReplicaBehind, match="change 1 does not fit what is known"):
+def test_an_invalid_scale_up_causes_a_reload(replica: Replica) -> None:
+    """It is handled like any invalid record."""
+    with pytest.raises(ReplicaOutdated, match="change 1 does not match the local records"):
         replica.apply(LogEntry(1, ChangeMessage(scaleups=(("a", "{}"),))))
 
 
-def test_who_watches_is_told_once_everything_is_there(replica: Replica) -> None:
-    """Who came and what was announced, and that all may be otherwise."""
+def test_listeners_are_notified_after_a_load(replica: Replica) -> None:
+    """They receive arrivals, announcements and the reload."""
     watcher = RecordingStateListener()
     replica.state.add_state_listener(watcher)
     replica.apply(LogEntry(1, new(instance("a"))))
-    with_request = replace(instance("a"), asked_for_plan=True)
+    with_request = replace(instance("a"), plan_requested=True)
     replica.apply(LogEntry(2, body_of(StoreChange(instances=(with_request,)), {"a": instance("a")}, {})))
     replica.apply(
         LogEntry(3, body_of(StoreChange(instances=(replace(with_request, seen_at=1.0),)), {"a": with_request}, {}))

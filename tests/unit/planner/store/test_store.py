@@ -18,46 +18,46 @@ from tests.unit.planner.records import GROUP, fork, instance
 
 
 def names(forks: list[ForkRecord]) -> list[str]:
-    """Their ids."""
+    """Return the forks' ids."""
     return [record.fork_id for record in forks]
 
 
 @pytest.fixture
 def state() -> PlannerState:
-    """Keeps two forks that ended."""
-    return PlannerState(keep_forks=2)
+    """A state that keeps two finished forks."""
+    return PlannerState(max_finished_forks=2)
 
 
-def test_only_the_last_ended_forks_are_kept(state: PlannerState) -> None:
-    """The oldest to end goes first; forks under way never go."""
+def test_only_the_last_finished_forks_are_kept(state: PlannerState) -> None:
+    """The oldest is dropped first; running forks are never dropped."""
     state.apply(forks=[fork(name) for name in ("live", "a", "b", "c")])
     state.apply(forks=[fork(name, ended=True) for name in ("a", "c", "b")])
     assert (["live", "b", "c"], ["live"]) == (names(state.forks()), names(state.live_forks()))
 
 
-def test_a_fork_that_came_back_to_life_is_not_dropped_as_ended(state: PlannerState) -> None:
-    """Its place among the ended ones is taken back."""
+def test_a_resumed_fork_is_not_dropped(state: PlannerState) -> None:
+    """It no longer counts as finished."""
     state.apply(forks=[fork("a", ended=True), fork("a")])
     state.apply(forks=[fork(name, ended=True) for name in ("b", "c", "d")])
     assert (["a", "c", "d"], ["a"]) == (names(state.forks()), names(state.live_forks()))
 
 
-def test_instances_fall_silent_in_the_order_they_were_heard(state: PlannerState) -> None:
-    """One that was heard again goes to the end; who is not due is not looked at."""
+def test_instances_expire_in_the_order_of_their_reports(state: PlannerState) -> None:
+    """A new report moves an instance to the end; others are not inspected."""
     state.apply([instance("a"), instance("b", seen_at=1), instance("c", seen_at=2)])
     state.apply([instance("a", seen_at=3)])
     silent = {now: [each.report.instance_id for each in state.overdue_instances(now)] for now in (10, 11, 12.5)}
     assert {10: [], 11: ["b"], 12.5: ["b", "c"]} == silent
 
 
-def test_silent_forks_are_those_under_way(state: PlannerState) -> None:
-    """A fork that ended is silent for good; one that reported since is not silent."""
+def test_only_running_forks_are_overdue(state: PlannerState) -> None:
+    """Finished forks, and forks that have reported since, are not overdue."""
     state.apply(forks=[fork("a"), fork("b", seen_at=1), fork("c")])
     state.apply(forks=[fork("c", ended=True), fork("a", seen_at=2)])
     assert ["b"] == names(list(state.overdue_forks(since=1.5)))
 
 
-def test_an_instance_has_one_fork_under_way(state: PlannerState) -> None:
+def test_an_instance_has_one_running_fork(state: PlannerState) -> None:
     """It is found by its target until it ends."""
     state.apply(forks=[fork("a")])
     before = state.live_fork_of("of-a")
@@ -65,8 +65,8 @@ def test_an_instance_has_one_fork_under_way(state: PlannerState) -> None:
     assert (fork("a"), None, None) == (before, state.live_fork_of("of-a"), state.live_fork_of("nobody"))
 
 
-def test_a_group_lasts_as_long_as_its_members(state: PlannerState) -> None:
-    """An instance that changes its rank leaves the old group; the last to go takes the group along."""
+def test_a_group_exists_while_it_has_members(state: PlannerState) -> None:
+    """An instance that changes its rank leaves the old group; an empty group is removed."""
     state.apply([instance("a"), instance("b")])
     state.apply([instance("b", rank=Rank(tp=1, tp_size=2))])
     parted = {group.rank_key: sorted(group.sources) for group in state.groups()}
@@ -78,8 +78,8 @@ def test_a_group_lasts_as_long_as_its_members(state: PlannerState) -> None:
     )  # fmt: skip
 
 
-def test_listeners_hear_of_each_fork_record_until_they_stop(state: PlannerState) -> None:
-    """Each record once, in order."""
+def test_listeners_receive_each_fork_record_until_unsubscribed(state: PlannerState) -> None:
+    """Each record arrives once, in order."""
     notified: list[ForkState] = []
     stop = state.subscribe(lambda record: notified.append(record.state))
     state.apply(forks=[fork("a")])
@@ -89,8 +89,8 @@ def test_listeners_hear_of_each_fork_record_until_they_stop(state: PlannerState)
     assert ["planning", "finished"] == notified
 
 
-def test_clear_forgets_everything_but_the_listeners(state: PlannerState) -> None:
-    """What is put afterwards is as in a new state."""
+def test_clear_keeps_only_the_listeners(state: PlannerState) -> None:
+    """Later records behave as in a new state."""
     notified: list[str] = []
     state.subscribe(lambda record: notified.append(record.fork_id))
     state.apply([instance("a")], [fork("a"), fork("b", ended=True)])
@@ -102,9 +102,9 @@ def test_clear_forgets_everything_but_the_listeners(state: PlannerState) -> None
     )  # fmt: skip
 
 
-async def test_the_second_of_two_changes_made_from_one_version_is_refused() -> None:
-    """Nothing of it is kept; made anew from the version there is, it is."""
-    store = MemoryStore(FakeTime().clock, keep_forks=10)
+async def test_the_second_of_two_changes_based_on_one_version_is_rejected() -> None:
+    """Nothing of it is applied; based on the current version, it is."""
+    store = MemoryStore(FakeTime().clock, max_finished_forks=10)
     change = StoreChange(forks=(fork("a"),), group=GROUP, version=store.version(GROUP))
     second = replace(change, instances=(instance("late"),), forks=(fork("b"),))
     await store.commit(change)
@@ -116,8 +116,8 @@ async def test_the_second_of_two_changes_made_from_one_version_is_refused() -> N
 
 
 async def test_a_change_without_a_group_depends_on_no_version() -> None:
-    """Heartbeats do not make plans stale."""
-    store = MemoryStore(FakeTime().clock, keep_forks=10)
+    """Heartbeats do not invalidate plans."""
+    store = MemoryStore(FakeTime().clock, max_finished_forks=10)
     planned = StoreChange(forks=(fork("a"),), group=GROUP, version=store.version(GROUP))
     await store.commit(StoreChange(instances=(instance("a"),)))
     await store.commit(StoreChange(removed=("a",)))
@@ -125,10 +125,10 @@ async def test_a_change_without_a_group_depends_on_no_version() -> None:
     assert (0, ["a"]) == (store.state.instance_count, names(store.state.forks()))
 
 
-async def test_memory_is_always_ready_and_tells_the_monotonic_time() -> None:
+async def test_the_memory_store_is_always_ready_and_uses_the_monotonic_clock() -> None:
     """There is nothing to connect to."""
     time = FakeTime()
-    store = MemoryStore(time.clock, keep_forks=1)
+    store = MemoryStore(time.clock, max_finished_forks=1)
     await store.start()
     time.now += 5
     now, ready = store.now(), store.ready
@@ -136,20 +136,20 @@ async def test_memory_is_always_ready_and_tells_the_monotonic_time() -> None:
     assert (time.now, True) == (now, ready)
 
 
-def test_without_the_redis_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the store is made, not when the planner is imported."""
+def test_without_the_redis_package_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is raised when the store is created, not when the planner is imported."""
     monkeypatch.setitem(sys.modules, "redis", None)
     for name in [name for name in sys.modules if name.startswith("redis.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delitem(sys.modules, "planner.store.redis_client", raising=False)
     with pytest.raises(MissingExtra, match="the redis package is not available") as error:
-        RedisStore("redis://h", FakeTime().clock, keep_forks=1, timeout_s=1)
+        RedisStore("redis://h", FakeTime().clock, max_finished_forks=1, timeout_s=1)
     assert "pip install 'rfork[redis]'" == error.value.hint
 
 
 @pytest.mark.parametrize("url", ["redis://user:hush@h:port/0", "http://user:hush@h/0"])
-def test_a_url_that_names_no_redis_is_a_settings_error(url: str) -> None:
+def test_an_invalid_redis_url_is_a_settings_error(url: str) -> None:
     """It names the variable and never shows the password."""
     with pytest.raises(SettingsError, match="RFORK_PLANNER_STORE") as error:
-        RedisStore(url, FakeTime().clock, keep_forks=1, timeout_s=1)
+        RedisStore(url, FakeTime().clock, max_finished_forks=1, timeout_s=1)
     assert "hush" not in f"{error.value} {error.value.hint}"

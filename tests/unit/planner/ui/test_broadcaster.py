@@ -22,19 +22,19 @@ Messages = list[tuple[str, dict[str, object]]]
 
 @pytest.fixture
 def time() -> FakeTime:
-    """Stands still unless moved."""
+    """A clock that tests move."""
     return FakeTime()
 
 
 @pytest.fixture
 def registry(time: FakeTime) -> Registry:
-    """Knows nobody."""
+    """An empty registry."""
     return make_registry(time, heartbeat_s=5, instance_ttl_s=1000, lease_ttl_s=1000)
 
 
 @pytest.fixture
 async def broadcaster(registry: Registry) -> AsyncIterator[Broadcaster]:
-    """Looks at the records whenever the event loop comes round."""
+    """A broadcaster that polls on every turn of the event loop."""
     broadcaster = Broadcaster(registry, heartbeat_s=5, flush_interval_s=0)
     yield broadcaster
     broadcaster.close()
@@ -43,7 +43,7 @@ async def broadcaster(registry: Registry) -> AsyncIterator[Broadcaster]:
 
 
 async def read_until(subscriber: Subscriber, until: str) -> Messages:
-    """What the reader is sent up to the first message in which this text stands."""
+    """Return the messages up to the first that contains this text."""
     found: Messages = []
     async with asyncio.timeout(10):
         while True:
@@ -57,13 +57,13 @@ async def read_until(subscriber: Subscriber, until: str) -> Messages:
 
 
 def ids(messages: Messages, part: str) -> list[str]:
-    """The ids of the rows of one kind, in the order in which they were told."""
+    """Return the ids of one type of rows, in order."""
     rows = [row for _, data in messages for row in data.get(part, [])]  # type: ignore[attr-defined]
     return [row["id"] for row in rows]
 
 
-async def test_a_page_is_told_all_there_is_and_then_what_changes(registry: Registry, broadcaster: Broadcaster) -> None:
-    """Beginning, rows, `ready`; then the changed fields of a row, with its id alone."""
+async def test_a_page_receives_the_full_state_and_then_changes(registry: Registry, broadcaster: Broadcaster) -> None:
+    """It starts with `begin`, rows and `ready`; then come the changed fields with the row's id."""
     await registry.report(seed_report("s"))
     await registry.request_plan(fork_request("a"))
     subscriber = await broadcaster.subscribe()
@@ -84,8 +84,8 @@ async def test_a_page_is_told_all_there_is_and_then_what_changes(registry: Regis
     assert [{"id": "a", "verified": 6}] == change["instances"]
 
 
-async def test_what_is_no_more_is_told(registry: Registry, broadcaster: Broadcaster) -> None:
-    """An instance that is gone by its id; a field that is no more as None; what came is whole."""
+async def test_removals_are_sent(registry: Registry, broadcaster: Broadcaster) -> None:
+    """A removed instance is sent by id, a removed field as None, and a new row completely."""
     await registry.report(seed_report("s"))
     await registry.request_plan(fork_request("a"))
     subscriber = await broadcaster.subscribe()
@@ -96,12 +96,12 @@ async def test_what_is_no_more_is_told(registry: Registry, broadcaster: Broadcas
         name: value for name, value in change["forks"][0].items() if name in ("outcome", "seconds")  # type: ignore[index]
     }  # fmt: skip
     await registry.remove("s")
-    [(_, change)] = await read_until(subscriber, "gone")
-    assert ["s"] == change["gone"]
+    [(_, change)] = await read_until(subscriber, '"removed"')
+    assert ["s"] == change["removed"]
 
 
-async def test_time_alone_changes_rows_too(registry: Registry, broadcaster: Broadcaster, time: FakeTime) -> None:
-    """A quarantine that ends and heartbeats that stay away are told, though nobody reports anything."""
+async def test_time_alone_changes_rows(registry: Registry, broadcaster: Broadcaster, time: FakeTime) -> None:
+    """An expired quarantine and missing heartbeats are sent without any report."""
     await registry.report(seed_report("s", max_readers=2))
     await accuse(registry, "s", by="ab")
     subscriber = await broadcaster.subscribe()
@@ -119,8 +119,8 @@ async def test_time_alone_changes_rows_too(registry: Registry, broadcaster: Broa
     ]  # fmt: skip
 
 
-async def test_nobody_looks_and_nothing_runs(registry: Registry, broadcaster: Broadcaster) -> None:
-    """Before the first page and after the last one there is no task, no listener, and no row."""
+async def test_without_pages_nothing_runs(registry: Registry, broadcaster: Broadcaster) -> None:
+    """Before the first page and after the last one there is no task, no listener and no row."""
     await registry.report(seed_report("s"))
     listeners = registry.state._listeners
     assert (None, [], {}) == (broadcaster._task, listeners, broadcaster._fleet_diff._instances)
@@ -138,8 +138,8 @@ async def test_nobody_looks_and_nothing_runs(registry: Registry, broadcaster: Br
     )
 
 
-async def test_pages_are_bounded(broadcaster: Broadcaster) -> None:
-    """One more than may look is refused, with the time after which to come again."""
+async def test_the_number_of_pages_is_limited(broadcaster: Broadcaster) -> None:
+    """One page too many is rejected with Retry-After."""
     for _ in range(feeds.MAX_SUBSCRIBERS):
         await broadcaster.subscribe()
     with pytest.raises(ProblemError) as refused:
@@ -147,8 +147,8 @@ async def test_pages_are_bounded(broadcaster: Broadcaster) -> None:
     assert (503, "too-many-streams") == (refused.value.status, refused.value.slug)
 
 
-async def test_one_that_reads_slowly_begins_anew(registry: Registry, broadcaster: Broadcaster) -> None:
-    """What waits for it is bounded; when that is full, it is told all there is instead."""
+async def test_a_slow_page_restarts_from_the_full_state(registry: Registry, broadcaster: Broadcaster) -> None:
+    """Its queue is bounded; on overflow it receives the full state."""
     await registry.report(seed_report("s"))
     subscriber = await broadcaster.subscribe()
     await read_until(subscriber, "event: ready")
@@ -160,10 +160,10 @@ async def test_one_that_reads_slowly_begins_anew(registry: Registry, broadcaster
     assert ("begin", ["s", "t"]) == (resent[0][0], ids(resent, "instances"))
 
 
-async def test_a_turn_makes_a_bounded_number_of_rows(
+async def test_the_number_of_rows_per_turn_is_limited(
     registry: Registry, broadcaster: Broadcaster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where more changed at once, the rest is told in the turns that follow, and nothing is lost."""
+    """Further changes are sent in later turns, and none is lost."""
     monkeypatch.setattr(fleet_diff, "MAX_ROWS", 3)
     subscriber = await broadcaster.subscribe()
     await read_until(subscriber, "event: ready")
@@ -175,8 +175,8 @@ async def test_a_turn_makes_a_bounded_number_of_rows(
     )  # fmt: skip
 
 
-async def test_a_store_that_was_read_anew_is_told_anew(registry: Registry, broadcaster: Broadcaster) -> None:
-    """Every page begins again: what it was told may never have been."""
+async def test_a_store_reload_restarts_every_page(registry: Registry, broadcaster: Broadcaster) -> None:
+    """The reload may have removed what was sent."""
     await registry.report(seed_report("s"))
     subscriber = await broadcaster.subscribe()
     await read_until(subscriber, "event: ready")
@@ -190,10 +190,10 @@ async def test_a_store_that_was_read_anew_is_told_anew(registry: Registry, broad
     assert ("begin", ["t"]) == (resent[0][0], ids(resent, "instances"))
 
 
-async def test_the_oldest_that_ended_are_dropped(
+async def test_the_oldest_finished_forks_are_dropped(
     registry: Registry, broadcaster: Broadcaster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The page keeps the last forks that ended, and is told which of them to forget."""
+    """The page keeps the last finished forks, and receives the ids to drop."""
     monkeypatch.setattr(fleet_diff, "MAX_ENDED", 2)
     subscriber = await broadcaster.subscribe()
     await read_until(subscriber, "event: ready")
@@ -204,18 +204,18 @@ async def test_the_oldest_that_ended_are_dropped(
     assert ["fork-a"] == messages[-1][1]["dropped"]
 
 
-async def test_a_planner_that_stops_ends_its_streams(broadcaster: Broadcaster) -> None:
-    """Who waits is woken, and nobody may join any more."""
+async def test_a_planner_shutdown_ends_page_streams(broadcaster: Broadcaster) -> None:
+    """Waiting pages are woken, and new ones are rejected."""
     subscriber = await broadcaster.subscribe()
     await read_until(subscriber, "event: ready")
     broadcaster.close()
     assert b"" == await subscriber.next_messages(60)
-    with pytest.raises(ProblemError, match="stops"):
+    with pytest.raises(ProblemError, match="shutting down"):
         await broadcaster.subscribe()
 
 
-def test_a_row_is_told_by_what_changed() -> None:
-    """New fields and other values, None for what is no more, nothing for what stayed."""
+def test_a_row_is_sent_as_its_changes() -> None:
+    """Changed fields are included, removed ones are None, and unchanged ones are omitted."""
     old: Row = {"id": "s", "verified": 3, "slow": True, "host": "h"}
     assert old == row_diff(None, old)
     assert {} == row_diff(old, {**old})
@@ -223,8 +223,8 @@ def test_a_row_is_told_by_what_changed() -> None:
     assert expected == row_diff(old, {"id": "s", "verified": 4, "host": "h", "rate": 1})
 
 
-async def test_a_fork_that_ended_and_was_forgotten_is_dropped() -> None:
-    """Between two looks: it would stay under way for ever."""
+async def test_a_finished_and_forgotten_fork_is_dropped() -> None:
+    """If this happens between two polls, it must not stay on the page."""
     small = make_registry(FakeTime(), heartbeat_s=5, max_finished_forks=1)
     broadcaster = Broadcaster(small, heartbeat_s=5, flush_interval_s=0)
     await small.report(seed_report("s", max_readers=4))
@@ -242,13 +242,13 @@ async def test_a_fork_that_ended_and_was_forgotten_is_dropped() -> None:
     broadcaster.unsubscribe(subscriber)
 
 
-async def test_a_feed_that_fails_turns_pages_away(
+async def test_a_failed_feed_rejects_pages(
     registry: Registry, broadcaster: Broadcaster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that wait for the beginning, too; their places are free again."""
+    """Waiting pages are rejected too, and their slots are released."""
 
     def broken(*_: object) -> Row:
-        raise ValueError("a row that cannot be made")
+        raise ValueError("a row that cannot be built")
 
     await registry.report(seed_report("s"))
     with monkeypatch.context() as patch:
@@ -260,8 +260,8 @@ async def test_a_feed_that_fails_turns_pages_away(
     assert ["s"] == ids(await read_until(await broadcaster.subscribe(), "event: ready"), "instances")
 
 
-async def test_what_was_saved_is_told_of_models_that_are_gone_too(registry: Registry, broadcaster: Broadcaster) -> None:
-    """With the first message about sums; nothing as long as nobody can say."""
+async def test_time_saved_includes_removed_models(registry: Registry, broadcaster: Broadcaster) -> None:
+    """It is sent with the first totals, or omitted while unknown."""
     size = seed_report("s").image_bytes
     await registry.report(seed_report("s"))
     before = await read_until(await broadcaster.subscribe(), "event: ready")

@@ -15,32 +15,32 @@ MODULES = sorted(path.name for path in PAGE.glob("*.js"))
 
 @pytest.fixture
 def client() -> TestClient:
-    """Asks a planner that wants a token, and shows none."""
+    """A client without a token, of a planner that requires one."""
     return TestClient(create_app(PlannerSettings.model_validate({"token": "secret"})))
 
 
 def test_the_page_is_open_and_its_data_is_not(client: TestClient) -> None:
-    """Whoever has no token gets the files, which tell nothing of a fleet, and 401 for the feed."""
+    """Without a token, the files are served, and the feed returns 401."""
     paths = ["/ui/", "/ui/page/main.js", "/ui/page/page.css", "/ui/vendor/d3.js", "/ui/feed", "/v1/instances"]
     assert [200, 200, 200, 200, 401, 401] == [client.get(path).status_code for path in paths]
 
 
 @pytest.mark.parametrize("path", ["/ui/page/../rows.py", "/ui/page/%2e%2e/feed.py", "/ui/rows.py", "/ui/page/"])
-def test_nothing_but_the_page_is_served(client: TestClient, path: str) -> None:
-    """No code of the planner, no folder."""
+def test_only_page_files_are_served(client: TestClient, path: str) -> None:
+    """The planner's code and folders are not served."""
     assert client.get(path).status_code in (401, 404)
 
 
 @pytest.mark.parametrize("path", ["/", "/ui"])
-def test_the_ways_to_the_page_hold_below_any_prefix(client: TestClient, path: str) -> None:
-    """The redirect is relative: an ingress may serve the planner under a path of its own."""
+def test_links_of_the_page_work_below_any_prefix(client: TestClient, path: str) -> None:
+    """The redirect is relative: an ingress may serve the planner below a path."""
     response = client.get(path, follow_redirects=False)
     assert (307, "ui/") == (response.status_code, response.headers["location"])
 
 
 @pytest.mark.parametrize("path", ["/ui/", "/ui/page/main.js", "/ui/vendor/d3.js"])
-def test_every_file_has_the_policy(client: TestClient, path: str) -> None:
-    """Scripts and styles of these files alone, no HTML made of texts, in nobody's frame."""
+def test_every_file_has_the_security_policy(client: TestClient, path: str) -> None:
+    """It allows only own scripts and styles, no HTML from strings, and no framing."""
     headers = client.get(path).headers
     for rule in ("default-src 'none'", "script-src 'self'", "frame-ancestors 'none'", "trusted-types 'none'"):
         assert rule in headers["content-security-policy"]
@@ -48,8 +48,8 @@ def test_every_file_has_the_policy(client: TestClient, path: str) -> None:
     assert "nosniff" == headers["x-content-type-options"]
 
 
-def test_the_page_asks_no_other_host_and_holds_no_script() -> None:
-    """It works offline: no address of another host in any file of it, no script in the HTML."""
+def test_the_page_uses_no_other_host_and_no_inline_script() -> None:
+    """It works offline: no file refers to another host, and the HTML contains no script."""
     texts = {path.name: path.read_text() for path in PAGE.iterdir()}
     hosts = {name: re.findall(r"https?://(?!www\.w3\.org/2000/svg)[^\s\"']+", text) for name, text in texts.items()}
     assert {name: [] for name in texts} == hosts
@@ -57,16 +57,16 @@ def test_the_page_asks_no_other_host_and_holds_no_script() -> None:
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_modules_put_texts_in_as_text(name: str) -> None:
-    """Nothing that makes markup or code of a text; each module fits a few screens."""
+def test_modules_insert_text_only_as_text(name: str) -> None:
+    """None creates markup or code from strings, and each module is short."""
     text = (PAGE / name).read_text()
     unsafe = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|srcdoc"
     assert [] == re.findall(unsafe, text)
     assert 260 > len(text.splitlines())
 
 
-def test_every_import_of_the_page_is_there() -> None:
-    """Each module imports from files that are served."""
+def test_every_import_of_the_page_exists() -> None:
+    """Each module imports only served files."""
     missing = [
         f"{name}: {target}"
         for name in MODULES

@@ -80,7 +80,7 @@ def random_tensors(specs: Mapping[str, tuple[torch.dtype, list[int]]]) -> dict[s
 
 
 @given(
-    kinds=tensors,
+    specs=tensors,
     chain=st.lists(st.sampled_from(["a.tensors", "folder/", "shards/", "a.safetensors"]), min_size=1, max_size=4),
 )
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -149,7 +149,7 @@ def test_what_is_there_is_replaced_only_by_force(bucket: InMemoryBucket, source:
     write_tensors({"old": torch.ones(40)}, "s3://bucket/old.tensors")
     convert("s3://bucket/old.tensors", f"s3://bucket/{target}", max_shard_bytes=max_shard_bytes)
     before = dict(bucket.objects)
-    with pytest.raises(SettingsError, match="is there already"):
+    with pytest.raises(SettingsError, match="already exists"):
         convert(source, f"s3://bucket/{target}", max_shard_bytes=max_shard_bytes)
     assert before == bucket.objects
     convert(source, f"s3://bucket/{target}", max_shard_bytes=max_shard_bytes, force=True)
@@ -159,11 +159,11 @@ def test_what_is_there_is_replaced_only_by_force(bucket: InMemoryBucket, source:
 def test_one_format_is_not_hidden_behind_another(bucket: InMemoryBucket, source: str) -> None:
     """What is loaded after a forced conversion is what was converted, whatever was there before."""
     convert(source, "s3://bucket/snapshot.safetensors/", max_shard_bytes=20)
-    with pytest.raises(SettingsError, match="holds a checkpoint"):
+    with pytest.raises(SettingsError, match="contains a checkpoint"):
         convert(source, "s3://bucket/snapshot.safetensors/", force=True)
     write_tensors({"old": torch.ones(40)}, "s3://bucket/old.tensors")
     save({"old": torch.ones(40)}, "s3://bucket/a.safetensors", shared=True)
-    with pytest.raises(SettingsError, match="is there already"):
+    with pytest.raises(SettingsError, match="already exists"):
         convert(source, "s3://bucket/a.safetensors")
     convert(source, "s3://bucket/a.safetensors", force=True)
     assert raw_tensors(TENSORS) == read_raw("s3://bucket/a.safetensors")
@@ -219,15 +219,15 @@ def test_a_damaged_source_leaves_nothing(bucket: InMemoryBucket, source: str) ->
 @pytest.mark.parametrize(
     ("source_name", "target", "how", "error", "message"),
     [
-        ("in/model.tensors", "s3://bucket/in/model.tensors", {}, SettingsError, "is what is read"),
-        ("in", "s3://bucket/in/", {}, SettingsError, "is what is read"),
-        ("in/model.tensors", "s3://bucket/in/", {}, SettingsError, "is what is read"),
-        ("in", "s3://bucket/in/model.safetensors", {}, SettingsError, "is what is read"),
-        ("in/model.tensors", "https://host/out.tensors", {}, SettingsError, "only be read"),
-        ("in/model.tensors", "s3://bucket/out.gguf", {}, SettingsError, "not written"),
-        ("in/model.tensors", "s3://bucket/a.safetensors", {"max_shard_bytes": 9}, SettingsError, "no shards"),
+        ("in/model.tensors", "s3://bucket/in/model.tensors", {}, SettingsError, "is also the source"),
+        ("in", "s3://bucket/in/", {}, SettingsError, "is also the source"),
+        ("in/model.tensors", "s3://bucket/in/", {}, SettingsError, "is also the source"),
+        ("in", "s3://bucket/in/model.safetensors", {}, SettingsError, "is also the source"),
+        ("in/model.tensors", "https://host/out.tensors", {}, SettingsError, "read-only"),
+        ("in/model.tensors", "s3://bucket/out.gguf", {}, SettingsError, "cannot be written"),
+        ("in/model.tensors", "s3://bucket/a.safetensors", {"max_shard_bytes": 9}, SettingsError, "cannot be sharded"),
         ("in/model.tensors", "s3://bucket/out/", {"lock": Secret(key=KEY)}, SettingsError, "encrypted"),
-        ("in/model.tensors", "ftp://host/out", {}, SettingsError, "no kind known"),
+        ("in/model.tensors", "ftp://host/out", {}, SettingsError, "unknown scheme"),
         ("in/model.tensors", "s3://bucket/out.tensors", {"only": ["x.*"]}, CheckpointError, "matches 'x"),
         ("none.tensors", "s3://bucket/out.tensors", {}, StorageNotFound, "none.tensors"),
         ("none", "s3://bucket/out.tensors", {}, CheckpointError, "nothing to load"),

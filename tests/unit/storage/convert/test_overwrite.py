@@ -168,7 +168,7 @@ def test_who_may_not_list_may_write(bucket: InMemoryBucket, monkeypatch: pytest.
     monkeypatch.setattr(InMemoryBlobStore, "list", denied)
     save(OLD, "s3://bucket/a.tensors")
     convert("s3://bucket/a.tensors", "s3://bucket/b.tensors")
-    with pytest.raises(SettingsError, match="is there already"):
+    with pytest.raises(SettingsError, match="already exists"):
         convert("s3://bucket/a.tensors", "s3://bucket/b.tensors")
     convert("s3://bucket/a.tensors", "s3://bucket/b.tensors", force=True)
     assert {"a.tensors", "b.tensors"} == set(bucket.objects)
@@ -206,11 +206,11 @@ def test_which_of_several_ranks_is_said(tmp_path: Path, suffix: str) -> None:
     for rank, tensors in ((0, OLD), (1, NEW)):
         template = tmp_path / "in" / f"model-rank-%03d{suffix}"
         save(tensors, template, rank=Rank(tp=rank, tp_size=2))
-    with pytest.raises(SettingsError, match="holds 2 ranks"):
+    with pytest.raises(SettingsError, match="contains 2 ranks"):
         convert(str(tmp_path / "in"), str(tmp_path / "out.tensors"))
-    with pytest.raises(SettingsError, match="file of each rank"):
+    with pytest.raises(SettingsError, match="files of several ranks"):
         convert(str(tmp_path / "in" / f"model-rank-%03d{suffix}"), str(tmp_path / "out.tensors"))
-    with pytest.raises(SettingsError, match="by its name"):
+    with pytest.raises(SettingsError, match="already names the file of one rank"):
         convert(str(tmp_path / "in" / f"model-rank-000{suffix}"), str(tmp_path / "out.tensors"), rank=1)
     convert(str(tmp_path / "in" / f"model-rank-%03d{suffix}"), str(tmp_path / "model-%d.tensors"), rank=1)
     assert raw_tensors(NEW) == read_or_none(tmp_path / "model-1.tensors")

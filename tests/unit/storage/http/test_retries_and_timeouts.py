@@ -15,12 +15,12 @@ from rfork.settings import StorageSettings
 from rfork.storage.http.connect import Cancelled, CancelScope
 from rfork.storage.http.hedged_request import HedgedRequest
 from rfork.storage.http.hedging import MAX_HEDGED_FRACTION, MIN_DELAY_S, MIN_SAMPLES, HedgePolicy
-from rfork.storage.http.pool import IDLE_S, HttpConnectionPool, PooledConnection
+from rfork.storage.http.pool import MAX_IDLE_S, HttpConnectionPool, PooledConnection
 from rfork.storage.http.request import HttpOrigin
 from rfork.storage.http.retry import (
     MAX_DELAY_S,
     MAX_RETRY_AFTER_S,
-    PROGRESS,
+    MIN_PROGRESS_BYTES,
     RetryableError,
     RetryBudget,
     retry_after,
@@ -92,7 +92,7 @@ def test_a_server_that_is_away_is_not_asked_too_often() -> None:
 def test_progress_begins_the_count_anew() -> None:
     """An attempt that brought enough is the first of a new row; one that brought less is in vain."""
     attempts = RetryBudget(3, 0.0, lambda: 1.0, lambda: 0.0)
-    received_bytes = [0, PROGRESS - 1, PROGRESS, 0, PROGRESS, PROGRESS, 1, 1]
+    received_bytes = [0, MIN_PROGRESS_BYTES - 1, MIN_PROGRESS_BYTES, 0, MIN_PROGRESS_BYTES, MIN_PROGRESS_BYTES, 1, 1]
     assert [0.1, 0.2, 0.1, 0.2, 0.1, 0.1, 0.2, None] == [attempts.failed(count) for count in received_bytes]
 
 
@@ -101,7 +101,7 @@ def test_progress_begins_the_time_anew() -> None:
     clock = FakeClock()
     attempts = RetryBudget(1, 10.0, lambda: 0.0, clock)
     waits = []
-    for received_bytes in (0, PROGRESS, 0, 0):
+    for received_bytes in (0, MIN_PROGRESS_BYTES, 0, 0):
         clock.now += 6.0
         waits.append(attempts.failed(received_bytes) is not None)
     assert [True, True, True, False] == waits
@@ -141,7 +141,7 @@ def test_no_retry_after_breaks_a_read(value: str) -> None:
 def hedges_after(hedges: HedgePolicy, count: int, seconds: float = 0.2) -> HedgePolicy:
     """After so many answers of a mebibyte, each a tenth of a second to its first byte."""
     for _ in range(count):
-        hedges.first_byte(MIB, 0.1, seconds)
+        hedges.record_response(MIB, 0.1, seconds)
     return hedges
 
 
@@ -168,7 +168,7 @@ def test_small_answers_say_little_of_large_ones() -> None:
     """Seconds per byte are those of most bytes, not of most requests."""
     hedges = hedges_after(HedgePolicy(4, MIB), 1)
     for _ in range(60):
-        hedges.first_byte(100, 0.1, 0.11)
+        hedges.record_response(100, 0.1, 0.11)
     assert 0.8 == hedges.delay_s(MIB)
 
 
@@ -176,16 +176,16 @@ def test_small_answers_say_little_of_large_ones() -> None:
 def test_only_a_few_are_sent_twice(answered: int) -> None:
     """However many are slow at once, second requests stay a small share of all."""
     hedges = hedges_after(HedgePolicy(4, 1 << 40), answered)
-    begun = sum(hedges.begin(1) for _ in range(answered))
-    assert (max(1, round(MAX_HEDGED_FRACTION * answered)), begun) == (begun, hedges.started)
+    started_requests = sum(hedges.reserve(1) for _ in range(answered))
+    assert (max(1, round(MAX_HEDGED_FRACTION * answered)), started_requests) == (started_requests, hedges.started)
 
 
 def test_second_requests_share_their_memory() -> None:
     """There is none where its bytes find no room, and again once another has ended."""
     hedges = hedges_after(HedgePolicy(4, 4 * MIB), 1000)
-    assert [True, False, True] == [hedges.begin(3 * MIB), hedges.begin(2 * MIB), hedges.begin(MIB)]
-    hedges.end(3 * MIB)
-    assert [True, False] == [hedges.begin(3 * MIB), hedges.begin(1)]
+    assert [True, False, True] == [hedges.reserve(3 * MIB), hedges.reserve(2 * MIB), hedges.reserve(MIB)]
+    hedges.release(3 * MIB)
+    assert [True, False] == [hedges.reserve(3 * MIB), hedges.reserve(1)]
 
 
 def test_a_second_request_that_cannot_begin_gives_its_place_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,14 +263,14 @@ def acquire_stream(pool: HttpConnectionPool, origin: HttpOrigin) -> object:
     """What the pool gives for a request; None where it has nothing and would connect."""
     cancel_scope = CancelScope()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("rfork.storage.http.pool.dial", lambda *_: None)
+        patched.setattr("rfork.storage.http.pool.open_connection", lambda *_: None)
         return pool.acquire(origin, cancel_scope, fresh=False, extra=True).stream
 
 
 HERE, THERE = HttpOrigin(False, "here", 80), HttpOrigin(False, "there", 80)
 
 
-@pytest.mark.parametrize(("idle_s", "reused"), [(IDLE_S - 1, True), (IDLE_S, False)])
+@pytest.mark.parametrize(("idle_s", "reused"), [(MAX_IDLE_S - 1, True), (MAX_IDLE_S, False)])
 def test_connections_that_were_idle_for_long_are_not_used(idle_s: float, reused: bool) -> None:
     """What lies between may have forgotten them; they are closed, not asked."""
     clock = FakeClock()
@@ -303,7 +303,7 @@ def test_connections_of_another_process_are_not_kept() -> None:
 def test_a_block_may_be_sent_twice_however_little_memory_there_is(memory: int, max_bytes: int) -> None:
     """Second requests may hold a quarter of the memory, and a block of the largest size in any case."""
     hedges = hedges_after(HttpConnectionPool(StorageSettings(staging_bytes=memory)).hedges, 1000)
-    assert [True, False] == [hedges.begin(max_bytes), hedges.begin(1)]
+    assert [True, False] == [hedges.reserve(max_bytes), hedges.reserve(1)]
 
 
 # Patience.
@@ -313,7 +313,7 @@ def test_a_block_may_be_sent_twice_however_little_memory_there_is(memory: int, m
     ("received", "expected"),
     [
         ([], "sent nothing for 10 s"),
-        ([1, MIN_BYTES_PER_TIMEOUT - 2], f"sent no more than {MIN_BYTES_PER_TIMEOUT - 1} bytes in 10 s"),
+        ([1, MIN_BYTES_PER_TIMEOUT - 2], f"sent only {MIN_BYTES_PER_TIMEOUT - 1} bytes in 10 s"),
         ([1, MIN_BYTES_PER_TIMEOUT - 1], None),
         ([MIN_BYTES_PER_TIMEOUT, 0], None),
     ],
@@ -345,5 +345,5 @@ def test_a_head_must_come_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock.now += 9.0
     timeout.record(2 * MIN_BYTES_PER_TIMEOUT)
     clock.now += 1.0
-    with pytest.raises(RetryableError, match=f"sent no more than {2 * MIN_BYTES_PER_TIMEOUT} bytes in 10 s"):
+    with pytest.raises(RetryableError, match=f"sent only {2 * MIN_BYTES_PER_TIMEOUT} bytes in 10 s"):
         timeout.remaining()

@@ -139,7 +139,7 @@ def test_where_it_is_used(direct: str, available: bool, expected: bool, monkeypa
     monkeypatch.setattr(kvikio, "cufile_driver", driver, raising=False)
     monkeypatch.setitem(sys.modules, "kvikio", kvikio)
     monkeypatch.setitem(sys.modules, "kvikio.cufile_driver", driver)
-    found = DirectStorage.find(StorageSettings.model_validate({"direct": direct}))
+    found = DirectStorage.find(StorageSettings.model_validate({"direct_io": direct}))
     assert expected == (found is not None)
 
 

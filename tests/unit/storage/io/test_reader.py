@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rfork.errors import StorageChanged
 from rfork.settings import StorageSettings
 from rfork.storage.io import extents as reading_plan
-from rfork.storage.io.extents import GAP, ReadBlock, ReadPlan, block_bytes
+from rfork.storage.io.extents import MAX_GAP_BYTES, ReadBlock, ReadPlan, block_bytes
 from rfork.storage.io.reader import Extent, fill
 from rfork.storage.local.linux import address_of
 
@@ -80,7 +80,7 @@ def test_every_extent_is_filled(ranges: list[tuple[int, int, int, bool]], size: 
     filled: list[int] = []
     progress_bytes: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reading_plan, "GAP", gap)
+        patch.setattr(reading_plan, "MAX_GAP_BYTES", gap)
         patch.setattr("rfork.storage.io.reader.block_bytes", lambda *_: size)
         fill(
             extents,
@@ -99,7 +99,10 @@ def test_every_extent_is_filled(ranges: list[tuple[int, int, int, bool]], size: 
 
 FAR = PatternBlob(0)
 STEPS = st.lists(
-    st.tuples(st.sampled_from([0, 0, 0, 1, 5, 5 * MIB]), st.sampled_from([0, 1, GAP - 1, GAP, GAP + 1, 3 * MIB])),
+    st.tuples(
+        st.sampled_from([0, 0, 0, 1, 5, 5 * MIB]),
+        st.sampled_from([0, 1, MAX_GAP_BYTES - 1, MAX_GAP_BYTES, MAX_GAP_BYTES + 1, 3 * MIB]),
+    ),
     min_size=1,
     max_size=60,
 )
@@ -116,7 +119,7 @@ def test_no_gap_is_longer_than_its_memory(steps: list[tuple[int, int]], size: in
         extents.append(Extent(FAR, offset, line[at : at + length]))
         offset, at = offset + length + step, at + length
     plan = ReadPlan(extents, size)
-    regions = [(line.data_ptr(), line.numel()), (plan._unwanted.data_ptr(), GAP)]
+    regions = [(line.data_ptr(), line.numel()), (plan._unwanted.data_ptr(), MAX_GAP_BYTES)]
     for block in plan.blocks():
         views = plan.host_views(block)
         assert block.end - block.begin == sum(view.nbytes for view in views)
@@ -139,9 +142,9 @@ def test_a_chain_of_empty_extents_bridges_nothing() -> None:
 
 def test_a_gap_without_memory_is_an_error() -> None:
     """Views are never made of memory that is not there."""
-    extents = [Extent(FAR, offset, torch.empty(9, dtype=torch.uint8)) for offset in (0, GAP + 10)]
-    block = ReadBlock(FAR, torch.device("cpu"), 0, GAP + 19, 18, 0, 2)
-    with pytest.raises(ValueError, match=f"a gap of {GAP + 1} bytes"):
+    extents = [Extent(FAR, offset, torch.empty(9, dtype=torch.uint8)) for offset in (0, MAX_GAP_BYTES + 10)]
+    block = ReadBlock(FAR, torch.device("cpu"), 0, MAX_GAP_BYTES + 19, 18, 0, 2)
+    with pytest.raises(ValueError, match=f"a gap of {MAX_GAP_BYTES + 1} bytes"):
         ReadPlan(extents, 16 * MIB).host_views(block)
 
 
@@ -157,10 +160,10 @@ def test_dense_memory_of_any_type_is_filled() -> None:
 
 def test_small_neighbours_are_read_together() -> None:
     """Extents that lie side by side, or almost, are one read; those far apart are not."""
-    blob = PatternBlob(4 * GAP)
-    offsets = [*range(0, 1000, 10), 1000 + GAP, 1010 + 2 * GAP + 1]
+    blob = PatternBlob(4 * MAX_GAP_BYTES)
+    offsets = [*range(0, 1000, 10), 1000 + MAX_GAP_BYTES, 1010 + 2 * MAX_GAP_BYTES + 1]
     fill([Extent(blob, offset, torch.empty(10, dtype=torch.uint8)) for offset in offsets], SETTINGS)
-    assert [(0, 1010 + GAP), (1010 + 2 * GAP + 1, 10)] == sorted(blob.reads)
+    assert [(0, 1010 + MAX_GAP_BYTES), (1010 + 2 * MAX_GAP_BYTES + 1, 10)] == sorted(blob.reads)
 
 
 def test_blocks_end_at_multiples_of_their_size() -> None:
@@ -203,8 +206,8 @@ def test_an_error_stops_the_others() -> None:
         failing[0].join(NEVER_S)  # only then everybody is known to have been told of the error
         ended.append(offset)
 
-    blob = PatternBlob(16 * 2 * GAP, before=before)
-    extents = [Extent(blob, index * 2 * GAP, torch.empty(10, dtype=torch.uint8)) for index in range(16)]
+    blob = PatternBlob(16 * 2 * MAX_GAP_BYTES, before=before)
+    extents = [Extent(blob, index * 2 * MAX_GAP_BYTES, torch.empty(10, dtype=torch.uint8)) for index in range(16)]
     with pytest.raises(StorageChanged, match="somebody replaced it"):
         fill(extents, SETTINGS)
     assert (3, 4) == (len(ended), len(blob.reads))
@@ -256,8 +259,8 @@ def test_progress_is_told_by_one_at_a_time() -> None:
         alone.append(inside.acquire(blocking=False))
         inside.release()
 
-    blob = PatternBlob(32 * 2 * GAP)
-    extents = [Extent(blob, index * 2 * GAP, torch.empty(10, dtype=torch.uint8)) for index in range(32)]
+    blob = PatternBlob(32 * 2 * MAX_GAP_BYTES)
+    extents = [Extent(blob, index * 2 * MAX_GAP_BYTES, torch.empty(10, dtype=torch.uint8)) for index in range(32)]
     fill(extents, SETTINGS, progress=progress)
     assert [True] * 32 == alone
 
@@ -284,8 +287,8 @@ def test_no_more_streams_than_set() -> None:
             in_flight.remove(offset)
         full.wait(NEVER_S)
 
-    blob = PatternBlob(16 * 2 * GAP, before=before)
-    extents = [Extent(blob, index * 2 * GAP, torch.empty(10, dtype=torch.uint8)) for index in range(16)]
+    blob = PatternBlob(16 * 2 * MAX_GAP_BYTES, before=before)
+    extents = [Extent(blob, index * 2 * MAX_GAP_BYTES, torch.empty(10, dtype=torch.uint8)) for index in range(16)]
     fill(extents, SETTINGS)
     assert (4, [content(extent) for extent in extents]) == (
         max(in_flight_counts),

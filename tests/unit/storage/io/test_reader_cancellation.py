@@ -19,7 +19,7 @@ from rfork.storage.formats import streaming
 from rfork.storage.formats.safetensors_file import TensorLocation
 from rfork.storage.formats.tensor_blocks import TensorBlock
 from rfork.storage.io import reader
-from rfork.storage.io.extents import GAP
+from rfork.storage.io.extents import MAX_GAP_BYTES
 from rfork.storage.io.reader import Extent, fill
 
 NEVER_S = 60.0
@@ -31,7 +31,7 @@ class HangingBlob:
     """A blob whose reads hang until it is told to go on, or, where `ends_closed`, until it is closed."""
 
     version = None
-    size = 4 * GAP
+    size = 4 * MAX_GAP_BYTES
 
     def __init__(self, *, ends_closed: bool = False, before: Callable[[int], None] | None = None) -> None:
         self.uri = "s3://bucket/hanging"
@@ -111,7 +111,7 @@ def test_an_interrupt_does_not_wait_for_a_disk_that_hangs() -> None:
 def test_an_interrupt_ends_reads_that_can_be_ended() -> None:
     """Where closing a blob ends its reads, none is under way once the interrupt is raised."""
     blob = HangingBlob(ends_closed=True)
-    extents = [Extent(blob, at * 2 * GAP, torch.empty(SIZE, dtype=torch.uint8)) for at in range(2)]
+    extents = [Extent(blob, at * 2 * MAX_GAP_BYTES, torch.empty(SIZE, dtype=torch.uint8)) for at in range(2)]
     with interrupted_in(blob), pytest.raises(KeyboardInterrupt):
         fill(extents, SETTINGS)
     assert all_ended(read_threads())
@@ -133,7 +133,7 @@ def failing_first(others: threading.Event, error: Exception) -> Callable[[int], 
 def test_an_error_ends_what_others_still_try() -> None:
     """The first error does not wait until other streams have tried all their times."""
     blob = HangingBlob(ends_closed=True, before=failing_first(threading.Event(), StorageChanged("replaced")))
-    extents = [Extent(blob, at * 2 * GAP, torch.empty(SIZE, dtype=torch.uint8)) for at in range(2)]
+    extents = [Extent(blob, at * 2 * MAX_GAP_BYTES, torch.empty(SIZE, dtype=torch.uint8)) for at in range(2)]
     with pytest.raises(StorageChanged, match="replaced"):
         fill(extents, SETTINGS)
     assert blob.closed.is_set()
@@ -156,7 +156,7 @@ def test_an_error_of_a_callback_closes_nothing() -> None:
 
     blob.resumed.set()
     blob.before = linger
-    extents = [Extent(blob, at * 2 * GAP, torch.empty(SIZE, dtype=torch.uint8)) for at in range(2)]
+    extents = [Extent(blob, at * 2 * MAX_GAP_BYTES, torch.empty(SIZE, dtype=torch.uint8)) for at in range(2)]
     with pytest.raises(ZeroDivisionError):
         fill(extents, SETTINGS, progress=fail)
     assert not blob.closed.is_set()

@@ -17,11 +17,11 @@ from rfork.image.host_memory import copy_block, host_view
 from rfork.storage.io.staging import BufferPool, allocate_host
 from rfork.storage.local import direct_io, linux
 from rfork.storage.local.direct_io import (
-    EVERY,
-    FIRST,
+    FIRST_SAMPLE_BYTES,
+    SAMPLE_INTERVAL_BYTES,
     SAMPLES,
-    Direct,
     DirectFile,
+    DirectIoMode,
     EndOfFile,
     ReadModeSelector,
     selector_for_device,
@@ -48,7 +48,7 @@ def view_of(memory: torch.Tensor) -> memoryview:
 
 
 @contextmanager
-def opened(path: Path, read_options: Direct, staging: BufferPool | None = None) -> Iterator[DirectFile]:
+def opened(path: Path, read_options: DirectIoMode, staging: BufferPool | None = None) -> Iterator[DirectFile]:
     """A file, open to be read."""
     descriptor = os.open(path, os.O_RDONLY)
     file = DirectFile(descriptor, read_options, staging or BufferPool(16 * MIB))
@@ -92,12 +92,12 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    how=st.sampled_from(["auto", "always", "never"]),
+    read_options=st.sampled_from(["auto", "always", "never"]),
     begin=st.one_of(st.integers(0, SIZE), st.sampled_from([0, 511, 512, 4096, SIZE - 1])),
     sizes=st.lists(st.integers(0, 300_000), max_size=6),
     buffer=st.sampled_from([4096, 8192, 1 << 20]),
 )
-def test_every_range_is_read(read_options: Direct, begin: int, sizes: list[int], buffer: int, path: Path) -> None:
+def test_every_range_is_read(read_options: DirectIoMode, begin: int, sizes: list[int], buffer: int, path: Path) -> None:
     """Whatever offsets and lengths, and into however many views: the bytes are the file's."""
     while begin + sum(sizes) > SIZE:
         sizes = sizes[1:]
@@ -236,7 +236,7 @@ def test_an_error_of_the_disk_is_no_refusal(path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("read_options", ["always", "never"])
 @pytest.mark.parametrize("begin", [SIZE - 1000, SIZE - 2 * MIB, SIZE, SIZE + 4096])
-def test_a_file_that_ends_too_early(read_options: Direct, begin: int, path: Path, reads: list[str]) -> None:
+def test_a_file_that_ends_too_early(read_options: DirectIoMode, begin: int, path: Path, reads: list[str]) -> None:
     """Bytes that are not there are an error, and never zeros; nor is that a reason to read another way."""
     with opened(path, read_options) as file:
         for _ in range(2):
@@ -246,7 +246,7 @@ def test_a_file_that_ends_too_early(read_options: Direct, begin: int, path: Path
 
 
 BLOCK = 16 * MIB
-UNTIL_CHOSEN = (FIRST + (SAMPLES - 1) * EVERY) // BLOCK + 1
+UNTIL_CHOSEN = (FIRST_SAMPLE_BYTES + (SAMPLES - 1) * SAMPLE_INTERVAL_BYTES) // BLOCK + 1
 """Blocks that are read before a way is chosen."""
 
 
@@ -266,15 +266,17 @@ def chosen_modes(selector: ReadModeSelector, cached_s: float, direct_s: float, b
 )
 def test_the_quicker_way_is_kept(cached_s: float, direct_s: float, kept: str) -> None:
     """A few blocks are read through the cache; then one way is kept, direct reads where it is close."""
-    used = chosen_modes(ReadModeSelector(), cached_s, direct_s, UNTIL_CHOSEN + 2 * EVERY // BLOCK)
+    used = chosen_modes(ReadModeSelector(), cached_s, direct_s, UNTIL_CHOSEN + 2 * SAMPLE_INTERVAL_BYTES // BLOCK)
     samples = [index for index, mode in enumerate(used[:UNTIL_CHOSEN]) if mode == "cached"]
-    assert [(FIRST + sample * EVERY) // BLOCK for sample in range(SAMPLES)] == samples
+    assert [(FIRST_SAMPLE_BYTES + sample * SAMPLE_INTERVAL_BYTES) // BLOCK for sample in range(SAMPLES)] == samples
     assert {kept} == set(used[UNTIL_CHOSEN:])
 
 
 def test_a_short_read_samples_nothing() -> None:
     """What is read in a moment is not slowed down by finding out what would be quicker."""
-    assert ["direct"] * (FIRST // BLOCK) == chosen_modes(ReadModeSelector(), 1.0, 2.0, FIRST // BLOCK)
+    assert ["direct"] * (FIRST_SAMPLE_BYTES // BLOCK) == chosen_modes(
+        ReadModeSelector(), 1.0, 2.0, FIRST_SAMPLE_BYTES // BLOCK
+    )
 
 
 def test_no_more_samples_than_needed() -> None:

@@ -107,7 +107,7 @@ def test_a_file_that_ends_too_early(file: LocalFile) -> None:
 def test_a_file_that_is_written_to(file: LocalFile, length: int) -> None:
     """A file that somebody changes, cuts short or makes longer while it is read gives nothing more."""
     os.truncate(file.path, length)
-    with pytest.raises(StorageChanged, match="written to"):
+    with pytest.raises(StorageChanged, match="was modified"):
         read_range(file, 0, 10)
 
 
@@ -154,7 +154,7 @@ def test_what_is_no_file(tmp_path: Path, file_type: str) -> None:
     """A folder, or a pipe that nobody writes to, is told at once, and stays closed."""
     path = tmp_path / "thing"
     path.mkdir() if file_type == "folder" else os.mkfifo(path)
-    with pytest.raises(StorageError, match="thing is no file"):
+    with pytest.raises(StorageError, match="thing is not a regular file"):
         LocalFile(path, SETTINGS)
     assert path not in open_files()
 
@@ -344,15 +344,15 @@ def test_a_blob_that_is_removed(store: LocalStore, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["", "/etc/passwd", "../outside", "a/../../outside", "a\0b"])
 def test_names_outside_the_folder(store: LocalStore, name: str) -> None:
     """A name, which an index file may have given, never leads out of the folder."""
-    with pytest.raises(SettingsError, match="names no file within"):
+    with pytest.raises(SettingsError, match="is not a valid file name within"):
         store.open(name)
-    with pytest.raises(SettingsError, match="names no file within"):
+    with pytest.raises(SettingsError, match="is not a valid file name within"):
         put(store, name)
 
 
 def test_a_folder_that_no_system_can_have(tmp_path: Path) -> None:
     """A name with a NUL is refused as any other that cannot be."""
-    with pytest.raises(SettingsError, match="names no file"):
+    with pytest.raises(SettingsError, match="is not a valid file name"):
         LocalStore(Location("file", "", f"{tmp_path}/a\0b/"), SETTINGS)
 
 

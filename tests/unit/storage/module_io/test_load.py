@@ -76,8 +76,8 @@ def test_names_that_do_not_fit(saved: Path) -> None:
     save_file(content, saved / SINGLE)
     module = Model(2)
     for target, message in (
-        (Model(2), r"holds more, .* \(1 such\)"),
-        (nn.Linear(2, 2), "none of them the model's"),
+        (Model(2), r"contains more, .* \(1 in total\)"),
+        (nn.Linear(2, 2), "none of the model's"),
     ):
         with pytest.raises(CheckpointError, match=message):
             rfork.load(target, saved)

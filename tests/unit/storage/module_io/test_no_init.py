@@ -163,5 +163,5 @@ def test_another_shape_is_refused(tmp_path: Path) -> None:
     save_file({"weight": torch.ones(2, 3), "bias": torch.ones(2)}, tmp_path / "model.safetensors")
     with rfork.no_init():
         module = nn.Linear(4, 2)
-    with pytest.raises(CheckpointError, match=r"weight has shape \[2, 3\], the model's is \[2, 4\]"):
+    with pytest.raises(CheckpointError, match=r"weight has shape \[2, 3\], but \[2, 4\]"):
         rfork.load(module, tmp_path)

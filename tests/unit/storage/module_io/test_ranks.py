@@ -14,7 +14,7 @@ from rfork.errors import CheckpointError, SettingsError
 from rfork.schema import Rank
 from rfork.storage.module_io.load import load
 from rfork.storage.module_io.save import save
-from rfork.storage.tensorizer.file_set import of_rank
+from rfork.storage.tensorizer.file_set import resolve_template
 from rfork.storage.tensorizer.writer import write_tensors
 
 FIRST, SECOND = Rank(tp=0, tp_size=2), Rank(tp=1, tp_size=2)
@@ -59,7 +59,7 @@ def test_a_template_names_each_ranks_file(tmp_path: Path, suffix: str) -> None:
 )
 def test_what_a_template_becomes(name: str, rank: Rank, written: str) -> None:
     """As the snapshots of a folder are called; what a URI escapes is no template."""
-    assert f"s3://bucket/{written}" == of_rank(f"s3://bucket/{name}", rank)
+    assert f"s3://bucket/{written}" == resolve_template(f"s3://bucket/{name}", rank)
 
 
 @SUFFIXES
@@ -86,7 +86,7 @@ def test_another_ranks_file_is_not_taken(tmp_path: Path, stored_name: str, reque
         write_tensors(linear(1), str(tmp_path / f"{stored_name}{suffix}"))
     else:
         save_file({"weight": torch.ones(2, 2)}, tmp_path / f"{stored_name}{suffix}")
-    with pytest.raises(CheckpointError, match="none of the rank asked for"):
+    with pytest.raises(CheckpointError, match="not the requested rank"):
         loaded(tmp_path, requested)
 
 
@@ -100,7 +100,7 @@ def test_a_drafts_own_file_comes_first(tmp_path: Path, target: str, suffix: str)
     save(linear(2), tmp_path / f"speculative-rank-000{suffix}", rank=SPECULATIVE)
     assert [1.0, 2.0] == [loaded(tmp_path, rank) for rank in (FIRST, SPECULATIVE)]
     (tmp_path / f"speculative-rank-000{suffix}").rename(tmp_path / f"speculative-rank-001{suffix}")
-    with pytest.raises(CheckpointError, match="none of the rank asked for"):
+    with pytest.raises(CheckpointError, match="not the requested rank"):
         loaded(tmp_path, SPECULATIVE)
 
 
@@ -123,6 +123,6 @@ def test_a_set_of_files_for_each_rank(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["foo.pt", "foo.gguf", "foo.bin"])
 def test_the_name_of_another_format_is_refused(tmp_path: Path, name: str) -> None:
     """A folder of that name is what nobody wants."""
-    with pytest.raises(SettingsError, match="no such name"):
+    with pytest.raises(SettingsError, match="not a valid name"):
         save(linear(1), tmp_path / name)
     assert [] == list(tmp_path.iterdir())

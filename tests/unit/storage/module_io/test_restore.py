@@ -149,7 +149,7 @@ def test_a_snapshot_that_is_replaced_meanwhile(folder: Path) -> None:
     """Where another one lies there by now, neither is taken for the other."""
     opened = open_source(folder)
     save({"other": torch.ones(3)}, folder)
-    with pytest.raises(StorageChanged, match="replaced by a snapshot of another layout"):
+    with pytest.raises(StorageChanged, match="replaced by a snapshot with another layout"):
         open_snapshot_of(opened, folder, rfork.StorageSettings())
     opened.close()
 
@@ -157,5 +157,5 @@ def test_a_snapshot_that_is_replaced_meanwhile(folder: Path) -> None:
 @pytest.mark.parametrize("name", ["", FILE])
 def test_a_snapshot_is_no_checkpoint(folder: Path, name: str) -> None:
     """A fork that was given it as one would serve bytes that nobody checked."""
-    with pytest.raises(CheckpointError, match="is a snapshot of rfork: give it as snapshot="):
+    with pytest.raises(CheckpointError, match="is an rfork snapshot: pass it as snapshot="):
         Checkpoint.open(folder / name)

@@ -124,7 +124,7 @@ def test_what_a_module_raises_while_it_loads_is_a_refusal(tmp_path: Path) -> Non
         raise KeyError("scale")
 
     module[0]._register_load_state_dict_pre_hook(broken)
-    with pytest.raises(CheckpointError, match="0 refused it: KeyError: 'scale'"):
+    with pytest.raises(CheckpointError, match="0 rejected its state: KeyError: 'scale'"):
         rfork.load(module, stored(tmp_path, **{"0.weight": torch.ones(2, 2)}))
 
 
@@ -155,7 +155,7 @@ def test_a_quantised_module_is_refused(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch is about to give them up
         module = torch.ao.nn.quantized.Linear(4, 4)
-    with pytest.raises(CheckpointError, match="refused it"):
+    with pytest.raises(CheckpointError, match="rejected its state"):
         rfork.load(module, stored(tmp_path, scale=torch.tensor(1.0)))
 
 
@@ -220,7 +220,7 @@ def test_a_self_loading_module_without_memory_is_refused(tmp_path: Path) -> None
     """torch's own loading does nothing for tensors on the meta device."""
     with rfork.no_init():
         module = Doubling()
-    with pytest.raises(CheckpointError, match="weight has no memory, and Doubling overrides"):
+    with pytest.raises(CheckpointError, match=r"cannot load .*weight: it has no memory, and Doubling overrides"):
         rfork.load(module, stored(tmp_path, weight=torch.ones(2, 2)))
 
 

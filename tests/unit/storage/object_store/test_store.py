@@ -78,7 +78,7 @@ def test_reads_of_a_range(store: CloudStore) -> None:
         with pytest.raises(StorageError, match=r"blob has 10 bytes, not \[9, 11\)"):
             read_range(blob, 9, 2)
     assert (b"456", b"78") == (bytes(first), bytes(second))
-    with pytest.raises(StorageError, match="blob was closed"):
+    with pytest.raises(StorageError, match="blob is closed"):
         read_range(blob, 0, 1)
 
 
@@ -122,13 +122,13 @@ def test_a_blob_that_is_replaced(store: CloudStore) -> None:
     _put(store, "blob", b"abc")
     with closing(store.open("blob")) as blob:
         _put(store, "blob", b"xyz")
-        with pytest.raises(StorageChanged, match="gs://models/llama/blob was replaced while it was read"):
+        with pytest.raises(StorageChanged, match="gs://models/llama/blob was replaced during the read"):
             read_range(blob, 0, 3)
 
 
 def test_a_name_that_is_not_there(store: CloudStore) -> None:
     """To open it is an error of one line."""
-    with pytest.raises(StorageNotFound, match=r"^gs://models/llama/nothing: there is no such object$"):
+    with pytest.raises(StorageNotFound, match=r"^gs://models/llama/nothing: no such object$"):
         store.open("nothing")
 
 
@@ -192,14 +192,14 @@ URL = "https://account.blob.core.windows.net/models/a?sv=1&sig=secret"
 @pytest.mark.parametrize(
     ("error", "expected_type", "line", "again"),
     [
-        (FileNotFoundError("a"), StorageNotFound, "u: there is no such object", False),
+        (FileNotFoundError("a"), StorageNotFound, "u: no such object", False),
         (
             FileNotFoundError("404: <Error><Code>ContainerNotFound</Code></Error>"),
             StorageNotFound,
-            "u: there is no such bucket",
+            "u: no such bucket",
             False,
         ),
-        (raised.PreconditionError("x"), StorageChanged, "u was replaced while it was read", False),
+        (raised.PreconditionError("x"), StorageChanged, "u was replaced during the read", False),
         (
             raised.PermissionDeniedError(f"GET {URL}: 403\n\nDebug source:\nmore"),
             StorageAccessDenied,
@@ -221,13 +221,13 @@ URL = "https://account.blob.core.windows.net/models/a?sv=1&sig=secret"
         (
             raised.GenericError("Server returned non-2xx status code: 507"),
             StorageFull,
-            "u: no room is left: Server returned non-2xx status code: 507",
+            "u: no space left: Server returned non-2xx status code: 507",
             True,
         ),
         (
             raised.GenericError("GET http://169.254.169.254/metadata: no route"),
             StorageAccessDenied,
-            "u: no credentials were found, or they cannot be used: GET http://169.254.169.254/metadata: no route",
+            "u: no usable credentials found: GET http://169.254.169.254/metadata: no route",
             True,
         ),
         (ValueError("no account"), SettingsError, "u cannot be used: no account", False),

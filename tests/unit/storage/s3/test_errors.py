@@ -24,7 +24,7 @@ from rfork.storage.s3.errors import (
     Unsupported,
     WrongRegion,
     explain,
-    failure,
+    to_storage_error,
 )
 
 URI = "s3://models/llama/a.bin"
@@ -42,8 +42,8 @@ def _document(code: str, message: str) -> bytes:
 @pytest.mark.parametrize(
     ("status", "code", "message", "error", "line"),
     [
-        (404, "NoSuchKey", "The key does not exist.", StorageNotFound, "there is no such object"),
-        (404, "NoSuchBucket", "No such bucket", StorageNotFound, "there is no such bucket"),
+        (404, "NoSuchKey", "The key does not exist.", StorageNotFound, "no such object"),
+        (404, "NoSuchBucket", "No such bucket", StorageNotFound, "no such bucket"),
         (
             403,
             "AccessDenied",
@@ -76,25 +76,31 @@ def _document(code: str, message: str) -> bytes:
             "the bucket is in another region: the region 'a' is wrong; expecting 'b' "
             "(AuthorizationQueryParametersError)",
         ),
-        (507, "XMinioStorageFull", "Full", StorageFull, "no room is left: Full (XMinioStorageFull)"),
-        (403, "QuotaExceeded", "Quota", StorageFull, "no room is left: Quota (QuotaExceeded)"),
+        (507, "XMinioStorageFull", "Full", StorageFull, "no space left: Full (XMinioStorageFull)"),
+        (403, "QuotaExceeded", "Quota", StorageFull, "no space left: Quota (QuotaExceeded)"),
         (
             500,
             "InternalError",
             "write: no space left on device",
             StorageFull,
-            "no room is left: write: no space left on device (InternalError)",
+            "no space left: write: no space left on device (InternalError)",
         ),
-        (412, "PreconditionFailed", "", ConditionFailed, "the service refuses: PreconditionFailed"),
+        (412, "PreconditionFailed", "", ConditionFailed, "the service refused the request: PreconditionFailed"),
         (
             409,
             "ConditionalRequestConflict",
             "",
             ConcurrentWriteConflict,
-            "the service refuses: ConditionalRequestConflict",
+            "the service refused the request: ConditionalRequestConflict",
         ),
-        (501, "NotImplemented", "", Unsupported, "the service refuses: NotImplemented"),
-        (400, "InvalidRange", "line\nbreak", StorageError, "the service refuses: line break (InvalidRange)"),
+        (501, "NotImplemented", "", Unsupported, "the service refused the request: NotImplemented"),
+        (
+            400,
+            "InvalidRange",
+            "line\nbreak",
+            StorageError,
+            "the service refused the request: line break (InvalidRange)",
+        ),
     ],
 )
 def test_refusals(status: int, code: str, message: str, error: type[StorageError], line: str) -> None:
@@ -127,21 +133,21 @@ def _refused(code: str, status: int, operation: str = "HeadObject", message: str
 @pytest.mark.parametrize(
     ("raised", "error", "line"),
     [
-        (_refused("404", 404), StorageNotFound, f"{URI}: there is no such object"),
+        (_refused("404", 404), StorageNotFound, f"{URI}: no such object"),
         (_refused("403", 403), StorageAccessDenied, f"{URI}: access denied: said so (403)"),
-        (_refused("507", 507), StorageFull, f"{URI}: no room is left: said so (507)"),
-        (_refused("SlowDown", 503), StorageError, f"{URI}: the service refuses: said so (SlowDown)"),
+        (_refused("507", 507), StorageFull, f"{URI}: no space left: said so (507)"),
+        (_refused("SlowDown", 503), StorageError, f"{URI}: the service refused the request: said so (SlowDown)"),
         (
             _refused("InvalidIdentityToken", 400, "AssumeRoleWithWebIdentity"),
             StorageAccessDenied,
-            f"{URI}: AWS gives no credentials: said so (InvalidIdentityToken)",
+            f"{URI}: AWS issues no credentials: said so (InvalidIdentityToken)",
         ),
         (
             _refused("AccessDenied", 403, "AssumeRole", "said\n  so."),
             StorageAccessDenied,
-            f"{URI}: AWS gives no credentials: said so (AccessDenied)",
+            f"{URI}: AWS issues no credentials: said so (AccessDenied)",
         ),
-        (aws.NoCredentialsError(), StorageAccessDenied, f"{URI}: no credentials were found"),
+        (aws.NoCredentialsError(), StorageAccessDenied, f"{URI}: no credentials found"),
         (
             aws.PartialCredentialsError(provider="env", cred_var="AWS_SECRET_ACCESS_KEY"),
             StorageAccessDenied,
@@ -160,7 +166,7 @@ def _refused(code: str, status: int, operation: str = "HeadObject", message: str
         (
             aws.ReadTimeoutError(endpoint_url=SECRET_URL),
             StorageError,
-            f"{URI}: the service at https://s3.example.com did not answer in time",
+            f"{URI}: the service at https://s3.example.com did not respond in time",
         ),
         (aws.HTTPClientError(error=SECRET_URL), StorageError, f"{URI}: the service cannot be reached"),
         (
@@ -176,40 +182,39 @@ def _refused(code: str, status: int, operation: str = "HeadObject", message: str
         (
             aws.ParamValidationError(report='Invalid bucket name "M_"'),
             SettingsError,
-            f'{URI} cannot be asked for: Parameter validation failed: Invalid bucket name "M_"',
+            f'{URI} cannot be requested: Parameter validation failed: Invalid bucket name "M_"',
         ),
         (
             aws.MetadataRetrievalError(error_msg="timed out"),
             StorageAccessDenied,
-            f"{URI}: no credentials were given: Error retrieving metadata: timed out",
+            f"{URI}: no credentials received: Error retrieving metadata: timed out",
         ),
         (
             aws.FlexibleChecksumError(error_msg="Expected checksum a did not match b"),
             StorageCorrupt,
-            f"{URI}: what the service sent does not match its checksum",
+            f"{URI}: the received data does not match its checksum",
         ),
         (
             aws.PaginationError(message="The same next token was received twice"),
             StorageError,
-            f"{URI}: the service's list makes no sense: "
+            f"{URI}: the service returned an invalid listing: "
             "Error during pagination: The same next token was received twice",
         ),
         (
             ValueError("Invalid endpoint: localhost"),
             SettingsError,
-            f"S3 cannot be used for {URI}: Invalid endpoint: localhost",
+            f"cannot use S3 for {URI}: Invalid endpoint: localhost",
         ),
     ],
 )
 def test_botocores_errors(raised: ClientError | BotoCoreError | ValueError, error: type[RforkError], line: str) -> None:
     """Each of botocore's errors is the one that it means, in one line without the query of any URL."""
-    found = failure(URI, raised)
+    found = to_storage_error(URI, raised)
     assert (error, line) == (type(found), str(found))
 
 
 def test_missing_credentials_say_what_to_do() -> None:
     """The hint names every way there is to have credentials, and to do without."""
     assert (
-        "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or RFORK_STORAGE_S3_PROFILE; "
-        "RFORK_STORAGE_S3_ANONYMOUS=1 for public buckets"
-    ) == failure(URI, aws.NoCredentialsError()).hint
+        "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; AWS_SKIP_SIGNATURE=true for public buckets"
+    ) == to_storage_error(URI, aws.NoCredentialsError()).hint

@@ -86,7 +86,8 @@ def test_profiles(use_identity: UseIdentity, tmp_path: Path, monkeypatch: pytest
     (tmp_path / "config").write_text("[profile lab]\nregion = ap-south-1\nendpoint_url = http://lab.example.com\n")
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
-    url = urlsplit(S3Bucket("models", _settings(s3_profile="lab")).url("a"))
+    monkeypatch.setenv("AWS_PROFILE", "lab")
+    url = urlsplit(S3Bucket("models", _settings()).url("a"))
     signed = parse_qs(url.query)["X-Amz-Credential"][0].split("/")
     assert ("lab.example.com", "/models/a", "AKIALAB", "ap-south-1") == (
         url.netloc,
@@ -96,19 +97,20 @@ def test_profiles(use_identity: UseIdentity, tmp_path: Path, monkeypatch: pytest
     )
 
 
-def test_a_profile_that_is_not_there(keys: None) -> None:
-    """One line names it, and the setting."""
+def test_a_missing_profile(keys: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is one line that names it, with the variable as a hint."""
+    monkeypatch.setenv("AWS_PROFILE", "nobody")
     with pytest.raises(SettingsError, match="profile \\(nobody\\) could not be found") as caught:
-        S3Store(Location.parse("s3://models/"), _settings(s3_profile="nobody")).open("a")
-    assert "RFORK_STORAGE_S3_PROFILE or AWS_PROFILE names it" == caught.value.hint
+        S3Store(Location.parse("s3://models/"), _settings()).open("a")
+    assert "check AWS_PROFILE" == caught.value.hint
 
 
 def test_no_credentials(use_identity: UseIdentity) -> None:
     """Without any, nothing is asked of the service, and the error says what to set."""
     use_identity(None)
-    with pytest.raises(StorageAccessDenied, match=r"s3://models/a: no credentials were found") as caught:
+    with pytest.raises(StorageAccessDenied, match=r"s3://models/a: no credentials found") as caught:
         S3Store(Location.parse("s3://models/"), _settings()).open("a")
-    assert "RFORK_STORAGE_S3_ANONYMOUS=1" in caught.value.hint
+    assert "AWS_SKIP_SIGNATURE=true" in caught.value.hint
 
 
 def test_a_name_that_no_bucket_has(keys: None) -> None:
@@ -131,7 +133,7 @@ def test_a_signature_is_used_for_a_while(keys: None, monkeypatch: pytest.MonkeyP
         urls.append(sign().url)
     assert ["1", "1", "2", "2"] == [url[-1] for url in urls]
     assert "Request('https://s3/a')" == repr(sign())
-    assert module.SIGNED_S < s3_bucket.URL_S / 2
+    assert module.SIGNED_S < s3_bucket.URL_TTL_S / 2
 
 
 def test_one_client_for_all_threads(keys: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,10 +164,8 @@ def test_one_client_for_all_threads(keys: None, monkeypatch: pytest.MonkeyPatch)
 def test_authorities_of_aws_settings_are_the_readers_too(
     keys: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """`RFORK_STORAGE_CA` stands before what AWS_CA_BUNDLE names; reads are checked by the same file."""
-    bundle = tmp_path / "bundle.pem"
-    monkeypatch.setenv("AWS_CA_BUNDLE", str(bundle))
-    assert (bundle, tmp_path) == (
-        S3Bucket("models", _settings()).authorities,
-        S3Bucket("models", _settings(ca=str(tmp_path))).authorities,
-    )
+    """AWS_CA_BUNDLE has precedence over SSL_CERT_FILE; reads use the same file."""
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "all.pem"))
+    assert tmp_path / "all.pem" == S3Bucket("models", _settings()).authorities
+    monkeypatch.setenv("AWS_CA_BUNDLE", str(tmp_path / "s3.pem"))
+    assert tmp_path / "s3.pem" == S3Bucket("models", _settings()).authorities

@@ -72,7 +72,7 @@ def test_two_that_open_one_object_at_once() -> None:
 @pytest.mark.parametrize(
     ("corrupt", "message"),
     [
-        (lambda objects: objects.pop("chunks/6262"), "lacks its object s3://bucket/chunks/6262"),
+        (lambda objects: objects.pop("chunks/6262"), ": missing object s3://bucket/chunks/6262"),
         (lambda objects: objects.update({"chunks/6262": b"b"}), "has 1 bytes instead of 2"),
     ],
     ids=["missing", "cut short"],

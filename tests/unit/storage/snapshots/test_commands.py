@@ -69,7 +69,7 @@ def test_a_damaged_manifest_is_still_a_snapshots(tmp_path: Path, run: RunSnapsho
         manifest = tmp_path / f"{name}.manifest.json"
         manifest.write_bytes(manifest.read_bytes()[:cut])
     listed = json.loads(run("ls", tmp_path, "--json"))["snapshots"]
-    assert ["is not a manifest"] * 2 == [each["trouble"].partition(": ")[0][-17:] for each in listed]
+    assert ["is not a manifest"] * 2 == [each["problem"].partition(": ")[0][-17:] for each in listed]
     assert "is not a manifest" in run("ls", tmp_path / NAME)
     run("rm", tmp_path / NAME)
     run("rm", tmp_path)
@@ -100,7 +100,7 @@ def test_a_damaged_shared_chunk_heals(tmp_path: Path, run: RunSnapshot) -> None:
     save(TENSORS, tmp_path / "rev-1", shared=True)
     run("verify", tmp_path, code=6)
     save(TENSORS, tmp_path / "rev-1", shared=True, check=True)
-    assert 2 == run("verify", tmp_path).count(" right: ")
+    assert 2 == run("verify", tmp_path).count(" ok: ")
 
 
 @pytest.mark.parametrize("command", ["ls", "verify", "rm"])
@@ -108,19 +108,19 @@ def test_a_damaged_shared_chunk_heals(tmp_path: Path, run: RunSnapshot) -> None:
 def test_no_snapshot_is_told_as_that(tmp_path: Path, run: RunSnapshot, command: str, name: str) -> None:
     """Of a plain file, of nothing, and below a file."""
     save_file(TENSORS, tmp_path / "plain.safetensors")
-    assert f"there is no snapshot at {(tmp_path / name).as_uri()}" in run(command, tmp_path / name, code=6)
+    assert f"no snapshot at {(tmp_path / name).as_uri()}" in run(command, tmp_path / name, code=6)
     assert {"plain.safetensors"} == names(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("message", "arguments"),
     [
-        ("names one snapshot", ["rm", "--leftovers", "a.safetensors"]),
+        ("is a single snapshot", ["rm", "--leftovers", "a.safetensors"]),
         ("No such command 'lss'", ["lss", "/models"]),
-        ("can only be read", ["http://127.0.0.1:1/models/", "--from", "nowhere"]),
-        ("no such name", ["model.pt", "--from", "nowhere"]),
-        ("--from has one rank", ["models", "--from", "nowhere", "--rank", "0"]),
-        ("--check is of shared", ["models", "--from", "nowhere", "--check"]),
+        ("read-only", ["write", "http://127.0.0.1:1/models/", "--from", "nowhere"]),
+        ("not a valid name", ["write", "model.pt", "--from", "nowhere"]),
+        ("--rank cannot be combined with --from", ["write", "models", "--from", "nowhere", "--rank", "0"]),
+        ("--check requires --shared", ["write", "models", "--from", "nowhere", "--check"]),
     ],
 )
 def test_wrong_use_is_told_at_once(
@@ -147,7 +147,7 @@ def test_a_snapshot_of_a_folder_has_the_folders_version(tmp_path: Path, tiny_fol
     version = fingerprint_of(tiny_folder)
     assert version is not None
     target = tmp_path / "snapshot"
-    assert f"version {version}" in run(target, "--from", tiny_folder)
+    assert f"version {version}" in run("write", target, "--from", tiny_folder)
     assert f"version {version}" in run("ls", target)
     assert version == json.loads(run("ls", target, "--json"))["snapshots"][0]["version"]
     assert version == fingerprint_of(target)
@@ -158,8 +158,8 @@ def test_a_stated_version_is_recorded(
 ) -> None:
     """The option comes before the variable, and the variable before the folder's own version."""
     monkeypatch.setenv("RFORK_VERSION", "v1")
-    run(tmp_path / "a", "--from", tiny_folder)
-    run(tmp_path / "b", "--from", tiny_folder, "--version", "v2")
+    run("write", tmp_path / "a", "--from", tiny_folder)
+    run("write", tmp_path / "b", "--from", tiny_folder, "--version", "v2")
     assert "v1" == fingerprint_of(tmp_path / "a")
     assert "v2" == fingerprint_of(tmp_path / "b")
 
@@ -169,7 +169,7 @@ def test_an_unusable_version_is_refused_before_weights_are_loaded(
 ) -> None:
     """A version of several lines is wrong use."""
     monkeypatch.delattr(transformers, "loaded_model")
-    assert "RFORK_VERSION" in run(tmp_path / "a", "--from", tiny_folder, "--version", "a\nb", code=2)
+    assert "RFORK_VERSION" in run("write", tmp_path / "a", "--from", tiny_folder, "--version", "a\nb", code=2)
 
 
 def test_a_folder_that_changes_as_it_is_loaded_is_refused(
@@ -182,5 +182,5 @@ def test_a_folder_that_changes_as_it_is_loaded_is_refused(
         return torch.nn.Linear(2, 2)
 
     monkeypatch.setattr(transformers, "loaded_model", loaded_model)
-    assert "changed while its weights were loaded" in run(tmp_path / "a", "--from", tiny_folder, code=6)
+    assert "changed while its weights were loaded" in run("write", tmp_path / "a", "--from", tiny_folder, code=6)
     assert not (tmp_path / "a").exists()

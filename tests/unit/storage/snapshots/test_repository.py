@@ -103,8 +103,8 @@ def test_trouble_that_shows_at_first_sight(bucket: InMemoryBucket) -> None:
     bucket.objects["tiny/rev-2/model-rank-000.safetensors"] = b"x"
     bucket.objects["tiny/rev-3/model-rank-000.safetensors.manifest.json"] = b"{}"
     expected = [
-        "its data is missing",
-        f"its data has 1 bytes instead of {SNAPSHOT_BYTES}",
+        "the data is missing",
+        f"the data has 1 bytes instead of {SNAPSHOT_BYTES}",
         "is not a manifest",
     ]
     found = contents().snapshots
@@ -168,7 +168,7 @@ def test_damage_outside_the_chunks(bucket: InMemoryBucket) -> None:
     write("rev-5", 1)
     name = "tiny/rev-5/model-rank-000.safetensors.manifest.json"
     bucket.objects[name] = bucket.objects[name].replace(b'"../chunks/"', b'"../../../chunks/"')
-    expected = ["header does not match", "do not hash", "not a manifest", "no such object", "no folder above"]
+    expected = ["header does not match", "do not match", "not a manifest", "no such object", "no parent folder"]
     assert [True] * 5 == [message in result.mismatches[0] for message, result in zip(expected, verified(), strict=True)]
 
 

@@ -94,7 +94,7 @@ def test_an_image_is_filled_at_once(bucket: InMemoryBucket, shared: bool) -> Non
 
 def test_more_chunks_than_may_be_open(bucket: InMemoryBucket, monkeypatch: pytest.MonkeyPatch) -> None:
     """A shared snapshot with too many chunks is filled some at a time."""
-    monkeypatch.setattr("rfork.storage.snapshots.snapshot.MOST_OPEN", 1)
+    monkeypatch.setattr("rfork.storage.snapshots.snapshot.MAX_OPEN", 1)
     monkeypatch.setattr("rfork.storage.snapshots.chunked_blob.MAX_OPEN", 1)
     write_snapshot(IMAGE, MANIFEST, REVISION, shared=True)
     target, snapshot = make_image(2), Snapshot.open(REVISION, IMAGE.layout)
@@ -150,7 +150,7 @@ def test_a_missing_chunk_is_named(bucket: InMemoryBucket) -> None:
     lost = f"{MANIFEST.digests[2].hex()}-{IMAGE.layout.image_bytes - 2 * MIB}"
     del bucket.objects[f"tiny/chunks/{lost[:2]}/{lost}"]
     snapshot = Snapshot.open(REVISION, IMAGE.layout)
-    with pytest.raises(StorageCorrupt, match=f"lacks its object s3://bucket/tiny/chunks/../{lost}"):
+    with pytest.raises(StorageCorrupt, match=f": missing object s3://bucket/tiny/chunks/../{lost}"):
         snapshot.fill(make_image(2))
     snapshot.close()
 
@@ -254,16 +254,16 @@ def all_missing(path: Path) -> None:
 @pytest.mark.parametrize(
     ("corrupt", "error", "message"),
     [
-        (cut_short, StorageCorrupt, "promises"),
-        (without_manifest, CheckpointError, "no manifest beside it"),
+        (cut_short, StorageCorrupt, "according to its manifest"),
+        (without_manifest, CheckpointError, "has no manifest"),
         (broken_manifest, StorageCorrupt, "not a manifest"),
-        (forged_manifest, StorageCorrupt, "do not hash"),
+        (forged_manifest, StorageCorrupt, "do not match"),
         (short_manifest, StorageCorrupt, "2 digests"),
         (manifest_of_another, StorageCorrupt, "different weights"),
         (damaged_header, StorageCorrupt, "header does not match"),
         (no_safetensors, StorageCorrupt, "has 5 bytes"),
         (data_missing, StorageNotFound, "model.safetensors"),
-        (all_missing, StorageNotFound, "there is no snapshot"),
+        (all_missing, StorageNotFound, "no snapshot at"),
     ],
 )
 def test_a_snapshot_that_is_not_right(
@@ -293,5 +293,5 @@ def test_an_image_of_another_layout_is_not_filled(path: Path) -> None:
 
 def test_a_uri_that_is_of_no_storage() -> None:
     """It is the user's mistake."""
-    with pytest.raises(SettingsError, match="no kind known"):
+    with pytest.raises(SettingsError, match="unknown scheme"):
         Snapshot.open("ftp://host/model", IMAGE.layout)

@@ -169,9 +169,9 @@ def test_a_flipped_bit_of_the_index_is_refused_or_harmless(bucket: InMemoryBucke
         ("key", bytes(32), None, StorageAccessDenied, "wrong key or password"),
         ("key", None, "wrong", StorageAccessDenied, "encrypted with a key"),
         ("plain", KEY, None, CheckpointError, "is not encrypted"),
-        ("plain", b"short", None, SettingsError, "has 32 bytes"),
+        ("plain", b"short", None, SettingsError, "must have 32 bytes"),
         ("plain", KEY, "both", SettingsError, "not both"),
-        ("plain", None, "", SettingsError, "empty password"),
+        ("plain", None, "", SettingsError, "password is empty"),
     ],
 )
 def test_a_wrong_secret_is_one_line(
@@ -299,7 +299,7 @@ def test_a_set_that_lacks_a_file_and_a_folder_of_two_models_are_refused(bucket: 
     with pytest.raises(StorageNotFound, match="00002-of-00002"):
         TensorizerSource.open(URI)
     write_tensors(SMALL, "s3://bucket/other.tensors")
-    with pytest.raises(CheckpointError, match="holds 2 models"):
+    with pytest.raises(CheckpointError, match="contains 2 models"):
         TensorizerSource.open("s3://bucket/")
     with pytest.raises(StorageNotFound):
         TensorizerSource.open("s3://bucket/none/")

@@ -1,4 +1,4 @@
-"""The memory is registered beside what else starts up: with an engine that does what the test says."""
+"""The exporter registers memory on a separate thread; tested with a fake engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ IMAGE = image_from_tensors({"a": torch.ones(8192, dtype=torch.uint8)})
 
 
 class FakePacketFilter:
-    """A packet filter that keeps its books."""
+    """A packet filter that records the allowed addresses."""
 
     def __init__(self) -> None:
         self.allowed: dict[str, str] = {}
@@ -32,7 +32,7 @@ class FakePacketFilter:
 
 
 class FakeEngine:
-    """Registers when the test lets it, or fails."""
+    """An engine whose registration calls a function of the test."""
 
     def __init__(self, register: Callable[[], None]) -> None:
         self.session = "127.0.0.1:1"
@@ -59,8 +59,8 @@ def start_exporter(monkeypatch: pytest.MonkeyPatch, engine: FakeEngine) -> Trans
     return TransferEngineExporter(IMAGE, "127.0.0.1", "tcp", "")
 
 
-def test_all_memory_is_registered_before_anybody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is exported at once; who waits for it is then let in to all of it."""
+def test_a_reader_is_authorized_only_after_registration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exporter is created immediately; a reader waits until all memory is registered."""
     done = threading.Event()
     engine = FakeEngine(lambda: wait_for(done))
     exporter = start_exporter(monkeypatch, engine)
@@ -77,8 +77,8 @@ def test_all_memory_is_registered_before_anybody_reads(monkeypatch: pytest.Monke
     exporter.close()
 
 
-def test_who_comes_too_early_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody is waited for: the peer service's thread lets readers in, and answers others meanwhile."""
+def test_a_reader_is_rejected_during_registration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """authorize_peer raises SourceBusy instead of waiting, so the peer service's thread can serve others."""
     done = threading.Event()
     exporter = start_exporter(monkeypatch, FakeEngine(lambda: wait_for(done)))
     for _ in range(2):
@@ -88,9 +88,11 @@ def test_who_comes_too_early_comes_again(monkeypatch: pytest.MonkeyPatch) -> Non
     exporter.close()
 
 
-@pytest.mark.parametrize("error", [TransportUnavailable("no room", hint="ulimit"), MemoryError("no room")])
-def test_memory_that_cannot_be_registered(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    """Each reader hears that this transport cannot be used, and the engine is gone."""
+@pytest.mark.parametrize("error", [TransportUnavailable("no memory", hint="ulimit"), MemoryError("no memory")])
+def test_a_failed_registration_makes_the_transport_unavailable(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Each reader gets TransportUnavailable, and the engine is closed."""
 
     def fail() -> None:
         raise error
@@ -98,26 +100,26 @@ def test_memory_that_cannot_be_registered(monkeypatch: pytest.MonkeyPatch, error
     engine = FakeEngine(fail)
     exporter = start_exporter(monkeypatch, engine)
     assert exporter.ready(time.monotonic() + 60)
-    with pytest.raises(TransportUnavailable, match="no room"):
+    with pytest.raises(TransportUnavailable, match="no memory"):
         exporter.endpoint()
     for _ in range(2):
-        with pytest.raises(TransportUnavailable, match="no room"):
+        with pytest.raises(TransportUnavailable, match="no memory"):
             exporter.authorize_peer("channel", "10.0.0.1")
     exporter.close()
     assert engine.closed.is_set()
 
 
-def test_closing_waits_for_what_cannot_be_broken_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once it returns nothing is registered, though the registration was under way."""
-    done, begun = threading.Event(), threading.Event()
+def test_close_waits_for_the_registration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When close returns, nothing is registered, even if the registration was running."""
+    done, started = threading.Event(), threading.Event()
 
     def register() -> None:
-        begun.set()
+        started.set()
         done.wait(60)
 
     engine = FakeEngine(register)
     exporter = start_exporter(monkeypatch, engine)
-    assert begun.wait(60)
+    assert started.wait(60)
     closing = threading.Thread(target=exporter.close)
     closing.start()
     ready_before = engine.closed.is_set()

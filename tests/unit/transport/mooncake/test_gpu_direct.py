@@ -1,4 +1,4 @@
-"""Whether network cards reach GPU memory: kernels made of files."""
+"""Detection of GPUDirect RDMA, on simulated /proc and /sys trees."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ CLOSED = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19
         (None, "nvidia_peermem", True),
         (None, None, False),
     ],
-    ids=["loaded", "only mentioned", "its predecessor", "seen in /sys alone", "nothing is told"],
+    ids=["loaded", "only mentioned", "its predecessor", "only in /sys", "no information"],
 )
-def test_the_kernel_module(tmp_path: Path, modules: str | None, folder: str | None, expected: bool) -> None:
-    """It is looked for in /proc/modules, and where that is hidden in /sys/module."""
+def test_the_peer_module_is_detected(tmp_path: Path, modules: str | None, folder: str | None, expected: bool) -> None:
+    """It is searched in /proc/modules, and in /sys/module if /proc/modules is hidden."""
     (tmp_path / "proc").mkdir()
     if modules is not None:
         (tmp_path / "proc" / "modules").write_text(modules)
@@ -43,8 +43,8 @@ def test_the_kernel_module(tmp_path: Path, modules: str | None, folder: str | No
 
 
 @pytest.mark.parametrize(("version", "expected"), [(OPEN, True), (CLOSED, False), (None, False)])
-def test_the_open_modules(tmp_path: Path, version: str | None, expected: bool) -> None:
-    """The driver says whether its modules are the open ones."""
+def test_open_kernel_modules_are_detected(tmp_path: Path, version: str | None, expected: bool) -> None:
+    """The driver's version file shows if its kernel modules are open."""
     if version is not None:
         (tmp_path / "proc" / "driver" / "nvidia").mkdir(parents=True)
         (tmp_path / "proc" / "driver" / "nvidia" / "version").write_text(version)
@@ -55,20 +55,20 @@ def test_the_open_modules(tmp_path: Path, version: str | None, expected: bool) -
     ("peer_module", "dma_buf", "expected"),
     [(True, False, "nvidia-peermem"), (True, True, "nvidia-peermem"), (False, True, "dma-buf")],
 )
-def test_either_way_is_enough(peer_module: bool, dma_buf: bool, expected: str) -> None:
-    """The kernel module goes first: it is what Mooncake takes for granted."""
+def test_the_peer_module_is_preferred_to_dma_buf(peer_module: bool, dma_buf: bool, expected: str) -> None:
+    """Either mechanism is sufficient; Mooncake uses the kernel module by default."""
     assert expected == gpu_direct(peer_module=peer_module, dma_buf=dma_buf)
 
 
-def test_without_either_the_next_transport_is_taken() -> None:
-    """It says what to load."""
-    with pytest.raises(GpuDirectUnavailable, match="cannot reach GPU memory") as raised:
+def test_without_gpu_direct_the_transport_is_unavailable() -> None:
+    """The hint names the module to load."""
+    with pytest.raises(GpuDirectUnavailable, match="cannot access GPU memory") as raised:
         gpu_direct(peer_module=False, dma_buf=False)
     assert "modprobe nvidia-peermem" in raised.value.hint
 
 
-def test_files_that_are_no_text(tmp_path: Path) -> None:
-    """What cannot be read as text says nothing, and raises nothing."""
+def test_files_that_are_not_text_are_ignored(tmp_path: Path) -> None:
+    """A file that cannot be decoded counts as missing information."""
     for name in ("modules", "driver/nvidia/version"):
         (tmp_path / "proc" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "proc" / name).write_bytes(b"\xff\xfe")
@@ -76,7 +76,7 @@ def test_files_that_are_no_text(tmp_path: Path) -> None:
 
 
 class Driver:
-    """A driver that answers only once it is initialized, as CUDA's: each GPU but the first has dma-buf."""
+    """A CUDA driver that replies only after initialization; all GPUs except the first support dma-buf."""
 
     def __init__(self, *, starts: bool) -> None:
         self._starts = starts
@@ -101,12 +101,12 @@ class Driver:
         (False, OPEN, "cuda:0", True),
         (False, CLOSED, "cuda:1", False),
     ],
-    ids=["has it", "has it not", "does not start, open modules", "does not start, closed modules"],
+    ids=["supported", "not supported", "initialization fails, open modules", "initialization fails, closed modules"],
 )
-def test_dma_buf(
+def test_dma_buf_support_is_detected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, starts: bool, version: str, device: str, expected: bool
 ) -> None:
-    """The driver says it, whoever used CUDA before; where it does not start, the modules do."""
+    """The driver reports it; if it cannot be initialized, open kernel modules imply it."""
     (tmp_path / "proc" / "driver" / "nvidia").mkdir(parents=True)
     (tmp_path / "proc" / "driver" / "nvidia" / "version").write_text(version)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver(starts=starts))

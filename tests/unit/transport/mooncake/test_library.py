@@ -1,4 +1,4 @@
-"""What is said about the three Mooncake wheels and the machine under them."""
+"""Hints about the three Mooncake wheels and their system libraries."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NON_CUDA = ["mooncake-transfer-engine-non-cuda"]
         ("No module named 'mooncake'", [], "rfork[mooncake]"),
         ("libibverbs.so.1: cannot open shared object file", NON_CUDA, "apt-get install libibverbs1"),
         ("libnuma.so.1: cannot open shared object file", NON_CUDA, "apt-get install libnuma1"),
-        ("libcudart.so.12: cannot open shared object file", ["mooncake-transfer-engine"], "another CUDA"),
+        ("libcudart.so.12: cannot open shared object file", ["mooncake-transfer-engine"], "a different CUDA version"),
         ("undefined symbol: x", NON_CUDA, "reinstall the wheel: mooncake-transfer-engine-non-cuda"),
     ],
 )
@@ -63,13 +63,13 @@ NONE, TWELVE, THIRTEEN = "mooncake-transfer-engine-non-cuda", *sorted(set(WHEELS
         (
             LibraryState((TWELVE,), cuda=True),
             "13.0",
-            f"{TWELVE} is for CUDA 12, and torch for CUDA 13",
+            f"{TWELVE} is built for CUDA 12, but torch for CUDA 13",
             f"pip uninstall -y {TWELVE}, then pip install 'rfork[mooncake-cuda13]'",
         ),
         (
             LibraryState((THIRTEEN,), cuda=True),
             "12.8",
-            f"{THIRTEEN} is for CUDA 13, and torch for CUDA 12",
+            f"{THIRTEEN} is built for CUDA 13, but torch for CUDA 12",
             f"pip uninstall -y {THIRTEEN}, then pip install 'rfork[mooncake-cuda12]'",
         ),
         (
@@ -80,8 +80,10 @@ NONE, TWELVE, THIRTEEN = "mooncake-transfer-engine-non-cuda", *sorted(set(WHEELS
         ),
     ],
 )
-def test_a_wheel_that_does_not_fit(state: LibraryState, torch_cuda: str | None, message: str, hint: str) -> None:
-    """It says what to remove and which extra fits the CUDA of torch."""
+def test_a_wheel_for_another_cuda_version_is_rejected(
+    state: LibraryState, torch_cuda: str | None, message: str, hint: str
+) -> None:
+    """The hint names the wheel to remove and the extra for torch's CUDA version."""
     with pytest.raises(VersionMismatch) as raised:
         require_cuda(state, torch_cuda)
     assert (message, hint) == (str(raised.value), raised.value.hint)
@@ -96,39 +98,41 @@ def test_a_wheel_that_does_not_fit(state: LibraryState, torch_cuda: str | None, 
     ],
     ids=["12", "13", "built from source"],
 )
-def test_a_wheel_that_fits(state: LibraryState, torch_cuda: str) -> None:
-    """A wheel for torch's CUDA is taken, and one that nobody knows but that has CUDA."""
+def test_a_wheel_for_the_same_cuda_version_is_accepted(state: LibraryState, torch_cuda: str) -> None:
+    """So is an unknown build with CUDA support."""
     require_cuda(state, torch_cuda)
 
 
 class Native:
-    """An engine that keeps what it saw of the variable it goes by: when it was made, when it started."""
+    """An engine that records MC_FORCE_TCP when it is created and when it is initialized."""
 
-    seen: list[tuple[str, str | None, str | None]]
+    records: list[tuple[str, str | None, str | None]]
     status = 0
 
     def __init__(self) -> None:
-        self._made_under = os.environ.get("MC_FORCE_TCP")
+        self._at_creation = os.environ.get("MC_FORCE_TCP")
 
     def initialize(self, host: str, metadata: str, protocol: str, devices: str) -> int:
-        threading.Event().wait(0.001)  # lets the others run
-        self.seen.append((protocol, self._made_under, os.environ.get("MC_FORCE_TCP")))
+        threading.Event().wait(0.001)  # lets other threads run
+        self.records.append((protocol, self._at_creation, os.environ.get("MC_FORCE_TCP")))
         return self.status
 
 
 @pytest.fixture
 def native(monkeypatch: pytest.MonkeyPatch) -> type[Native]:
-    """The engines that are made in this test."""
-    made = type("Made", (Native,), {"seen": []})
+    """The engines created in the test."""
+    engine_class = type("Made", (Native,), {"records": []})
     monkeypatch.setattr(module, "library_state", lambda: LibraryState(("a wheel",)))
-    engine = SimpleNamespace(TransferEngine=made)
+    engine = SimpleNamespace(TransferEngine=engine_class)
     monkeypatch.setattr(module, "importlib", SimpleNamespace(import_module=lambda name: engine))
-    return made
+    return engine_class
 
 
 @pytest.mark.parametrize("before", [None, "1"])
-def test_two_wires_in_one_process(monkeypatch: pytest.MonkeyPatch, native: type[Native], before: str | None) -> None:
-    """Engines that start at once each see their own setting; what the user has set is there afterwards."""
+def test_engines_of_both_protocols_start_concurrently(
+    monkeypatch: pytest.MonkeyPatch, native: type[Native], before: str | None
+) -> None:
+    """Each engine sees the variable for its own protocol; afterwards the user's value is restored."""
     monkeypatch.delenv("MC_FORCE_TCP", raising=False)
     if before is not None:
         monkeypatch.setenv("MC_FORCE_TCP", before)
@@ -141,17 +145,17 @@ def test_two_wires_in_one_process(monkeypatch: pytest.MonkeyPatch, native: type[
     for thread in threads:
         thread.join()
     expected = [("rdma", None, None)] * 20 + [("tcp", "1", "1")] * 20
-    assert (expected, before) == (sorted(native.seen, key=str), os.environ.get("MC_FORCE_TCP"))
+    assert (expected, before) == (sorted(native.records, key=str), os.environ.get("MC_FORCE_TCP"))
 
 
 @pytest.mark.parametrize(("wire_protocol", "error"), [("rdma", DeviceDown), ("tcp", TransportUnavailable)])
-def test_an_engine_that_does_not_start(
+def test_an_engine_that_does_not_start_raises(
     monkeypatch: pytest.MonkeyPatch,
     native: type[Native],
     wire_protocol: WireProtocol,
     error: type[TransportUnavailable],
 ) -> None:
-    """The next transport is taken, and the setting is put back."""
+    """The error makes the transport unavailable, and the variable is restored."""
     monkeypatch.delenv("MC_FORCE_TCP", raising=False)
     monkeypatch.setattr(native, "status", -1)
     with pytest.raises(error, match=f"could not start over {wire_protocol} at 10.0.0.1"):

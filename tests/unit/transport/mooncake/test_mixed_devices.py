@@ -1,4 +1,4 @@
-"""A model partly on the host and partly on a GPU: where most bytes lie says nothing of the others."""
+"""Models with tensors both in host memory and on a GPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
 class MultiDeviceImage(Image):
-    """An image in host memory some of which is said to lie on other devices."""
+    """An image in host memory that claims to be on other devices."""
 
     image_devices = frozenset({CPU})
 
@@ -35,7 +35,7 @@ class MultiDeviceImage(Image):
 
 
 def image_on(image_devices: set[torch.device], value: int = 0) -> Image:
-    """Sixteen small tensors near one another, which one read takes where they may be staged."""
+    """Return an image of sixteen small adjacent tensors, which fit into one staged read."""
     buffer = torch.full((16 * 128,), value, dtype=torch.uint8)
     plain = image_from_tensors({f"t{at:02}": buffer[at * 128 : at * 128 + 64] for at in range(16)})
     image = MultiDeviceImage(plain.layout, plain.regions)
@@ -44,7 +44,7 @@ def image_on(image_devices: set[torch.device], value: int = 0) -> Image:
 
 
 class FakeEngine:
-    """Reads this process's own memory, at once. Registers nothing when it `fails`."""
+    """An engine that copies within this process, synchronously. Registration raises if `fails`."""
 
     session = "127.0.0.1:1"
     protocol = "rdma"
@@ -70,8 +70,8 @@ class FakeEngine:
 
 
 @pytest.mark.parametrize(("image_devices", "reads"), [({CPU}, 1), ({CPU, CUDA}, 16)])
-def test_small_pieces_are_staged_in_host_memory_alone(image_devices: set[torch.device], reads: int) -> None:
-    """The host cannot copy to a device's address: each piece is then a read of its own."""
+def test_small_pieces_are_staged_only_in_host_memory(image_devices: set[torch.device], reads: int) -> None:
+    """The CPU cannot copy to a device address, so each piece is then a separate read."""
     source, target, engine = image_on({CPU}, 7), image_on(image_devices), FakeEngine()
     size = source.layout.image_bytes
     remote = AddressMap(source.segments(0, size), size)
@@ -83,10 +83,10 @@ def test_small_pieces_are_staged_in_host_memory_alone(image_devices: set[torch.d
 
 
 @pytest.mark.parametrize(("image_devices", "gather"), [({CPU}, "yes"), ({CPU, CUDA}, "no")])
-def test_readers_are_told_whether_they_may_read_between_tensors(
+def test_gather_is_disabled_for_device_memory(
     monkeypatch: pytest.MonkeyPatch, image_devices: set[torch.device], gather: str
 ) -> None:
-    """On a device, what is near may be registered apart."""
+    """On a device, adjacent tensors may be registered separately."""
     monkeypatch.setattr(exporter_module, "MooncakeEngine", lambda host, protocol, devices: FakeEngine())
     monkeypatch.setattr("rfork.image.registration.allocator_segments", list)
     exporter = TransferEngineExporter(image_on(image_devices), "127.0.0.1", "rdma", "mlx5_0")
@@ -98,10 +98,10 @@ def test_readers_are_told_whether_they_may_read_between_tensors(
 @pytest.mark.parametrize(
     ("image_devices", "error"), [({CPU}, TransportUnavailable), ({CPU, CUDA}, GpuDirectUnavailable)]
 )
-def test_memory_of_a_gpu_that_is_not_registered(
+def test_a_failed_registration_of_gpu_memory_is_a_gpu_direct_error(
     monkeypatch: pytest.MonkeyPatch, image_devices: set[torch.device], error: type[TransportUnavailable]
 ) -> None:
-    """However little lies on a GPU, the hint is about reaching it."""
+    """The error and its hint concern GPUDirect if any tensor is on a GPU."""
     monkeypatch.setattr("rfork.image.registration.allocator_segments", list)
     engine = FakeEngine(fails=True)
     with pytest.raises(TransportUnavailable, match="not registered") as raised:

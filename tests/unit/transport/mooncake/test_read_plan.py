@@ -1,4 +1,4 @@
-"""Planning of one-sided reads: literal address maps in, literal requests out."""
+"""Planning of one-sided reads for literal address maps."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from rfork.transport.mooncake.read_plan import (
     ContiguousPiece,
     RemoteRead,
     common_pieces,
-    requests,
+    plan_reads,
     split_head,
 )
 
 MAX_REQUEST_BYTES = SIZES["tcp"].request
 
 
-def test_address_map_cuts_segments_to_the_range() -> None:
-    """Segments are found and cut at both ends of the range."""
+def test_an_address_map_clips_segments_to_the_range() -> None:
+    """Segments are clipped at both ends of the range."""
     source = AddressMap([Segment(0, 1000, 10), Segment(10, 5000, 20), Segment(30, 9000, 5)], 35)
     assert [Segment(8, 1008, 2), Segment(10, 5000, 20), Segment(30, 9000, 1)] == list(source.segments(8, 31))
 
@@ -38,16 +38,16 @@ def test_address_map_cuts_segments_to_the_range() -> None:
         ([Segment(0, 1000, 0)], 0),
         ([Segment(0, 0, 10)], 10),
     ],
-    ids=["hole", "overlap", "short", "empty segment", "null address"],
+    ids=["gap", "overlap", "short", "empty segment", "null address"],
 )
-def test_a_broken_address_map_is_the_sources_fault(segments: list[Segment], image_bytes: int) -> None:
-    """A map that does not cover the image exactly once is refused."""
+def test_an_invalid_address_map_is_source_corrupt(segments: list[Segment], image_bytes: int) -> None:
+    """A map that does not cover the image exactly once is rejected."""
     with pytest.raises(SourceCorrupt, match="address map"):
         AddressMap(segments, image_bytes)
 
 
 def test_common_pieces_end_where_either_side_ends() -> None:
-    """A run ends at the border of a segment of either side."""
+    """A piece ends at the end of a segment on either side."""
     source = AddressMap([Segment(0, 1000, 10), Segment(10, 5000, 20)], 30)
     target = [Segment(4, 70, 16), Segment(20, 90, 10)]
     assert [
@@ -57,40 +57,40 @@ def test_common_pieces_end_where_either_side_ends() -> None:
     ] == common_pieces(source.segments(4, 30), target)
 
 
-def test_large_pieces_are_cut() -> None:
-    """A piece of more than one request's bytes becomes several, adjacent on both sides."""
-    planned = requests(
+def test_large_pieces_are_split() -> None:
+    """A piece larger than one request becomes several requests, adjacent on both sides."""
+    reads = plan_reads(
         [ContiguousPiece(1 << 30, 1 << 20, MAX_REQUEST_BYTES + 5)], gather=True, max_bytes=MAX_REQUEST_BYTES
     )
     assert [
         RemoteRead(1 << 30, MAX_REQUEST_BYTES, 1 << 20),
         RemoteRead((1 << 30) + MAX_REQUEST_BYTES, 5, (1 << 20) + MAX_REQUEST_BYTES),
-    ] == planned
+    ] == reads
 
 
-@pytest.mark.parametrize(("wire_protocol", "reads"), [("tcp", 16), ("rdma", 1)])
-def test_a_chunk_is_read_in_as_many_requests_as_the_wire_likes(wire_protocol: WireProtocol, reads: int) -> None:
-    """The largest chunk is one read over RDMA; of either wire's reads four are under way at once."""
+@pytest.mark.parametrize(("wire_protocol", "read_count"), [("tcp", 16), ("rdma", 1)])
+def test_the_number_of_requests_per_chunk_depends_on_the_protocol(wire_protocol: WireProtocol, read_count: int) -> None:
+    """The largest chunk is one read over RDMA; with either protocol, four reads are in flight."""
     sizes = SIZES[wire_protocol]
-    planned = requests([ContiguousPiece(1 << 40, 1 << 30, 256 * MIB)], gather=True, max_bytes=sizes.request)
-    assert (reads, 4) == (len(planned), sizes.in_flight // sizes.request)
+    reads = plan_reads([ContiguousPiece(1 << 40, 1 << 30, 256 * MIB)], gather=True, max_bytes=sizes.request)
+    assert (read_count, 4) == (len(reads), sizes.in_flight // sizes.request)
 
 
-def test_small_neighbours_share_one_staged_read() -> None:
-    """Pieces less than a page apart at the source are one read, whatever their order; others their own."""
+def test_small_neighbours_share_a_staged_read() -> None:
+    """Pieces less than a page apart on the source are one read, in any order; distant ones are separate."""
     near, far, first = (
         ContiguousPiece(200, 9000, 50),
         ContiguousPiece(250 + 4096, 100, 50),
         ContiguousPiece(100, 7000, 20),
     )
-    assert [RemoteRead(100, 150, pieces=(first, near)), RemoteRead(4346, 50, 100)] == requests(
+    assert [RemoteRead(100, 150, pieces=(first, near)), RemoteRead(4346, 50, 100)] == plan_reads(
         [near, far, first], gather=True, max_bytes=MAX_REQUEST_BYTES
     )
 
 
-def test_without_gather_each_piece_is_a_read() -> None:
-    """Where areas may be registered apart, nothing is read between two pieces."""
-    assert [RemoteRead(100, 20, 7000), RemoteRead(130, 50, 9000)] == requests(
+def test_without_gather_each_piece_is_a_separate_read() -> None:
+    """If areas may be registered separately, no bytes between two pieces are read."""
+    assert [RemoteRead(100, 20, 7000), RemoteRead(130, 50, 9000)] == plan_reads(
         [ContiguousPiece(100, 7000, 20), ContiguousPiece(130, 9000, 50)],
         gather=False,
         max_bytes=MAX_REQUEST_BYTES,
@@ -98,17 +98,17 @@ def test_without_gather_each_piece_is_a_read() -> None:
 
 
 def test_a_staged_read_fits_its_buffer() -> None:
-    """Neighbours that together exceed a staging buffer are parted."""
+    """Neighbours that together exceed a staging buffer are split."""
     size = MIB // 4
     pieces = [ContiguousPiece(1 + index * size, index * 2 * size, size) for index in range(40)]
-    planned = requests(pieces, gather=True, max_bytes=MAX_REQUEST_BYTES)
-    assert [STAGING_BYTES, 40 * size - STAGING_BYTES] == [request.length for request in planned]
+    reads = plan_reads(pieces, gather=True, max_bytes=MAX_REQUEST_BYTES)
+    assert [STAGING_BYTES, 40 * size - STAGING_BYTES] == [request.length for request in reads]
 
 
-def test_pieces_worth_a_read_of_their_own_are_not_staged() -> None:
-    """From DIRECT_BYTES on a piece goes straight to its place."""
+def test_large_pieces_are_not_staged() -> None:
+    """A piece of at least DIRECT_BYTES is read directly to its destination."""
     pieces = [ContiguousPiece(1, 10, DIRECT_BYTES), ContiguousPiece(1 + DIRECT_BYTES, 1 << 30, DIRECT_BYTES)]
-    assert [(), ()] == [request.pieces for request in requests(pieces, gather=True, max_bytes=MAX_REQUEST_BYTES)]
+    assert [(), ()] == [request.pieces for request in plan_reads(pieces, gather=True, max_bytes=MAX_REQUEST_BYTES)]
 
 
 SMALL = (ContiguousPiece(1000, 70, 100), ContiguousPiece(1100, 500, 200), ContiguousPiece(1310, 9000, 50))
@@ -125,10 +125,10 @@ STAGED = RemoteRead(1000, 360, pieces=SMALL)
         (STAGED, 299, (RemoteRead(1000, 100, 70), RemoteRead(1100, 260, pieces=SMALL[1:]))),
         (STAGED, 1, (RemoteRead(1000, 100, 70), RemoteRead(1100, 260, pieces=SMALL[1:]))),
     ],
-    ids=["whole", "cut", "staged whole", "two pieces", "one piece", "less than a piece"],
+    ids=["complete", "split", "staged complete", "two pieces", "one piece", "less than a piece"],
 )
-def test_a_request_is_parted(
+def test_a_request_is_split(
     request_: RemoteRead, max_bytes: int, expected: tuple[RemoteRead, RemoteRead | None]
 ) -> None:
-    """A plain one anywhere, a staged one between its pieces; of those at least one goes first."""
+    """A direct request is split anywhere, a staged one only between pieces; the head has at least one piece."""
     assert expected == split_head(request_, max_bytes)

@@ -1,4 +1,4 @@
-"""Which RDMA devices are used for a GPU, on machines made of files."""
+"""Selection of RDMA devices for a GPU, on simulated sysfs trees."""
 
 from __future__ import annotations
 
@@ -45,38 +45,38 @@ def selected_names(sysfs: Path, requested_devices: str = "", *gpus: str) -> list
         "two sockets, first",
         "two sockets, second",
         "virtual machine",
-        "a GPU that sysfs does not know",
+        "a GPU unknown to sysfs",
     ],
 )
 def test_the_nearest_devices_are_used(
     tmp_path: Path, machine: Callable[[Path], Path], gpus: list[str], expected: list[str]
 ) -> None:
-    """Those below the GPU's own switch, else those of its NUMA node, else all; host memory takes all."""
+    """Devices under the GPU's own switch, otherwise of its NUMA node, otherwise all; host memory uses all."""
     assert expected == selected_names(machine(tmp_path), "", *gpus)
 
 
-def test_a_device_that_is_down_leaves_the_next_nearest(tmp_path: Path) -> None:
-    """The card of the GPU's own socket has no link: the other socket's is used."""
+def test_a_device_that_is_down_is_skipped(tmp_path: Path) -> None:
+    """If the cards of the GPU's own socket have no link, the other socket's card is used."""
     sysfs = two_socket_sysfs(tmp_path)
     for name in ("mlx5_0", "mlx5_1"):
         (sysfs / "class" / "infiniband" / name / "ports" / "1" / "state").write_text("1: DOWN\n")
     assert ["mlx5_2"] == selected_names(sysfs, "", "0000:18:00.0")
 
 
-def test_what_is_asked_for_is_used(tmp_path: Path) -> None:
-    """However far away it is, and in that order."""
+def test_requested_devices_are_used(tmp_path: Path) -> None:
+    """They are used regardless of distance, in the requested order."""
     assert ["mlx5_7", "mlx5_0"] == selected_names(hgx_sysfs(tmp_path), "mlx5_7, mlx5_0", "0000:13:00.0")
 
 
 @pytest.mark.parametrize(
     ("nics", "requested_devices", "message"),
     [
-        ({}, "", "there is no RDMA device"),
-        ({}, "mlx5_0", "there is no RDMA device mlx5_0 (found: none)"),
+        ({}, "", "no RDMA device found"),
+        ({}, "mlx5_0", "no RDMA device mlx5_0 (found: none)"),
         (
             {"mlx5_0": Nic("pci0000:00/0000:00:06.0")},
             "mlx5_1",
-            "there is no RDMA device mlx5_1 (found: mlx5_0)",
+            "no RDMA device mlx5_1 (found: mlx5_0)",
         ),
         (
             {
@@ -102,24 +102,24 @@ def test_what_is_asked_for_is_used(tmp_path: Path) -> None:
     ],
     ids=[
         "none",
-        "none, one named",
-        "another named",
+        "none, one requested",
+        "another requested",
         "all down",
-        "one of those named down",
+        "a requested one down",
         "RoCE, no address",
     ],
 )
-def test_without_a_device_it_says_which_and_why(
+def test_device_down_names_the_device_and_the_reason(
     tmp_path: Path, nics: dict[str, Nic], requested_devices: str, message: str
 ) -> None:
-    """DeviceDown, so that the next transport is taken."""
+    """DeviceDown makes the transport unavailable."""
     with pytest.raises(DeviceDown) as raised:
         selected_names(build_sysfs(tmp_path, [], nics), requested_devices)
     assert (message, True) == (str(raised.value), bool(raised.value.hint))
 
 
-def test_a_port_over_ethernet(tmp_path: Path) -> None:
-    """RoCE is as good as InfiniBand, once its port has an address."""
+def test_a_roce_port_with_an_address_is_usable(tmp_path: Path) -> None:
+    """RoCE is equivalent to InfiniBand once its port has an address."""
     gids = (NO_GID, "0000:0000:0000:0000:0000:ffff:0a00:0001")
     nic = Nic("pci0000:00/0000:00:06.0", 1, link_layer="Ethernet", gids=gids)
     (device,) = rdma_devices(build_sysfs(tmp_path, [], {"mlx5_0": nic}))
@@ -131,8 +131,8 @@ def test_a_port_over_ethernet(tmp_path: Path) -> None:
     )
 
 
-def test_a_machine_without_devices(tmp_path: Path) -> None:
-    """No folder is no device, and an unknown card is nowhere."""
+def test_a_machine_without_devices_has_an_empty_topology(tmp_path: Path) -> None:
+    """A missing directory means no devices, and an unknown card has an empty location."""
     assert ((), PciLocation()) == (rdma_devices(tmp_path), pci_location("0000:18:00.0", tmp_path))
 
 
@@ -143,27 +143,27 @@ def test_a_machine_without_devices(tmp_path: Path) -> None:
         ((NO_GID, NO_GID, GID) + (NO_GID,) * 253, "4: ACTIVE", 3),
         ((NO_GID,) * 256, "1: DOWN", 0),
     ],
-    ids=["the first", "the third", "a port that is down anyway"],
+    ids=["the first", "the third", "a port that is down"],
 )
-def test_one_address_is_enough(
+def test_gids_are_read_up_to_the_first_address(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gids: tuple[str, ...], state: str, reads: int
 ) -> None:
-    """A port has 256 GIDs, mostly empty: they are read in order, up to the first there is."""
+    """A port has 256 GIDs, most of them empty: they are read in order until one is set."""
     sysfs = build_sysfs(tmp_path, [], {"mlx5_0": Nic("pci0000:00/0000:00:06.0", gids=gids, state=state)})
     read: list[Path] = []
-    really = Path.read_text
+    original = Path.read_text
 
     def read_text(path: Path, encoding: str | None = None, errors: str | None = None) -> str:
         read.append(path)
-        return really(path, encoding, errors)
+        return original(path, encoding, errors)
 
     monkeypatch.setattr(Path, "read_text", read_text)
     (device,) = rdma_devices(sysfs)
     assert (True, reads) == (device.has_address, sum(path.parent.name == "gids" for path in read))
 
 
-def test_files_that_are_no_text(tmp_path: Path) -> None:
-    """What a driver writes in another encoding is not ACTIVE, and nothing is raised."""
+def test_files_that_are_not_text_make_a_device_unusable(tmp_path: Path) -> None:
+    """A port state in an unknown encoding is not ACTIVE, and no error is raised."""
     sysfs = build_sysfs(tmp_path, [], {"mlx5_0": Nic("pci0000:00/0000:00:06.0")})
     device = sysfs / "class" / "infiniband" / "mlx5_0"
     for name in ("ports/1/state", "ports/1/link_layer", "ports/1/gids/0"):
@@ -173,11 +173,11 @@ def test_files_that_are_no_text(tmp_path: Path) -> None:
     assert (True, PciLocation(("pci0000:00", "0000:00:06.0"))) == (bool(found.fault), found.pci_location)
 
 
-def test_a_folder_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A container may hide sysfs: there is no device then, and a GPU is nowhere."""
+def test_an_unreadable_sysfs_has_no_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container may hide sysfs: there are then no devices, and a GPU has an empty location."""
     sysfs = two_socket_sysfs(tmp_path)
 
-    def denied(path: object, *rest: object, **named: object) -> None:
+    def denied(path: object, *args: object, **kwargs: object) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
     with monkeypatch.context() as patch:

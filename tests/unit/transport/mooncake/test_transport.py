@@ -1,4 +1,4 @@
-"""Over what the transport runs: decided once for each image, from one look at the machine."""
+"""Protocol selection: decided once per image, from a single scan of the machine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PORT_UP, PORT_DOWN = RdmaDevice("mlx5_0"), RdmaDevice("mlx5_0", state="DOWN")
 
 
 class FakeRdmaDevices:
-    """Looks at sysfs: what each finds, one after the other; the last one stays."""
+    """Scans of sysfs that return these devices one after the other, then repeat the last."""
 
     def __init__(self, *found: RdmaDevice) -> None:
         self._found: Iterator[RdmaDevice] = iter(found)
@@ -40,7 +40,7 @@ class FakeRdmaDevices:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """The protocol and the devices of each engine that was to be started."""
+    """Protocol and devices of each engine that was started."""
     engines: list[tuple[str, str]] = []
 
     def exporter(image: Image, host: str, protocol: str, devices: str, nice: int) -> None:
@@ -71,13 +71,13 @@ def connect(transport: TransferEngineTransport) -> None:
 
 @pytest.mark.parametrize("begin", [export, connect])
 @pytest.mark.parametrize("flips_after", [1, 2, 3, 4])
-def test_a_port_that_goes_down_meanwhile(
+def test_a_port_that_goes_down_during_the_selection(
     monkeypatch: pytest.MonkeyPatch,
     started: list[tuple[str, str]],
     begin: Callable[[TransferEngineTransport], None],
     flips_after: int,
 ) -> None:
-    """One look decides: no engine is started over RDMA without devices, nor with any over TCP."""
+    """A single scan decides: no engine starts over RDMA without devices, or over TCP with devices."""
     fake_devices = FakeRdmaDevices(*[PORT_UP] * flips_after, PORT_DOWN)
     monkeypatch.setattr(topology, "rdma_devices", fake_devices)
     begin(TransferEngineTransport(InstanceSettings(allow_unauthenticated_tcp=True)))
@@ -93,22 +93,24 @@ def test_a_port_that_goes_down_meanwhile(
         (PORT_DOWN, InstanceSettings(rdma_devices="mlx5_0"), False),
     ],
 )
-def test_whether_it_can_run_takes_one_look(
+def test_availability_scans_the_devices_once(
     monkeypatch: pytest.MonkeyPatch,
     started: list[tuple[str, str]],
     found: RdmaDevice,
     settings: InstanceSettings,
     usable: bool,
 ) -> None:
-    """Sysfs is slow where there are many devices."""
+    """Reading sysfs is slow with many devices."""
     fake_devices = FakeRdmaDevices(found)
     monkeypatch.setattr(topology, "rdma_devices", fake_devices)
     available = TransferEngineTransport(settings).availability()
     assert (usable, 1) == (available.usable, fake_devices.scan_count)
 
 
-def test_a_named_device_that_is_down(monkeypatch: pytest.MonkeyPatch, started: list[tuple[str, str]]) -> None:
-    """An image is not given over another one."""
+def test_a_requested_device_that_is_down_raises(
+    monkeypatch: pytest.MonkeyPatch, started: list[tuple[str, str]]
+) -> None:
+    """The image is not exported over another device."""
     monkeypatch.setattr(topology, "rdma_devices", FakeRdmaDevices(PORT_DOWN))
     with pytest.raises(DeviceDown, match="its port is DOWN"):
         export(TransferEngineTransport(InstanceSettings(rdma_devices="mlx5_0", allow_unauthenticated_tcp=True)))

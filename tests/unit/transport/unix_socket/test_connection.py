@@ -1,4 +1,4 @@
-"""Descriptors that came with a message and that nobody wants."""
+"""Received descriptors that are not needed."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from rfork.transport.unix_socket.connection import close_all
 
 
-def test_one_that_cannot_be_closed_keeps_none_of_the_others_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stranger's file may fail as it is closed (FUSE lets it): the rest would be held for ever."""
+def test_an_error_while_closing_does_not_leak_other_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closing a client's file may fail (for example with FUSE); the remaining descriptors are still closed."""
     closed: list[int] = []
 
     def close(descriptor: int) -> None:

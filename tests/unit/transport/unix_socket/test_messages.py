@@ -1,4 +1,4 @@
-"""Messages between processes of one host: what is taken for one, and errors that cross over."""
+"""Messages between processes of one host: encoding, validation and errors."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ from rfork.transport.unix_socket.messages import (
 )
 
 
-def test_a_message_comes_back() -> None:
-    """What is encoded is decoded."""
-    message: Message = {"token": "t", "begin": 5, "wishes": [1, 2]}
+def test_a_message_survives_encoding() -> None:
+    """Decoding an encoded message returns an equal one."""
+    message: Message = {"token": "t", "begin": 5, "alignment": [1, 2]}
     assert message == decode(encode(message))
 
 
 @pytest.mark.parametrize("packet", [b"", b"\xff", b"[]", b"5", b"{", b"[" * 60_000, b'{"a":' + b"9" * 5000 + b"}"])
-def test_what_is_no_message(packet: bytes) -> None:
-    """Whatever a stranger sends is SourceCorrupt at worst."""
+def test_an_invalid_packet_is_source_corrupt(packet: bytes) -> None:
+    """Arbitrary input from a client raises at worst SourceCorrupt."""
     with pytest.raises(SourceCorrupt, match="not a message"):
         decode(packet)
 
 
-def test_a_message_that_is_too_large() -> None:
-    """Is not sent."""
+def test_a_message_that_is_too_large_is_rejected() -> None:
+    """Encoding raises ValueError."""
     with pytest.raises(ValueError, match="more than"):
         encode({"token": "x" * MAX_MESSAGE_BYTES})
 
 
-def test_fields_of_another_kind() -> None:
-    """A field that is missing, or is something else, is SourceCorrupt."""
+def test_a_field_of_the_wrong_type_is_source_corrupt() -> None:
+    """A missing field or one of another type raises SourceCorrupt."""
     messages: list[Message] = [{}, {"a": None}, {"a": True}, {"a": [True]}, {"a": ["x"]}, {"a": {}}]
     for message in messages:
-        for field_in in (get_str, get_int, get_ints):
+        for getter in (get_str, get_int, get_ints):
             with pytest.raises(SourceCorrupt):
-                field_in(message, "a")
+                getter(message, "a")
 
 
 @pytest.mark.parametrize(
@@ -62,13 +62,13 @@ def test_fields_of_another_kind() -> None:
         (RforkError("no"), SourceUnavailable),
     ],
 )
-def test_errors_cross_over(error: RforkError, raised: type[RforkError]) -> None:
-    """As what they are; one that is not the source's or its guard's is SourceUnavailable."""
+def test_errors_are_raised_on_the_other_side(error: RforkError, raised: type[RforkError]) -> None:
+    """Errors of the source and its gate are unchanged; any other becomes SourceUnavailable."""
     with pytest.raises(raised, match="no") as caught:
         raise_error(encode_error(error))
     assert raised is caught.type
 
 
-def test_no_error() -> None:
-    """Any other message raises nothing."""
+def test_a_message_without_an_error_does_not_raise() -> None:
+    """Other messages raise nothing."""
     assert raise_error({"begin": 5}) is None  # type: ignore[func-returns-value]

@@ -1,4 +1,4 @@
-"""A planner and engines that the scaler's tests script, and pages as vLLM and SGLang write them."""
+"""Scriptable planner and engines for the scaler's tests, and metrics pages of vLLM and SGLang."""
 
 from __future__ import annotations
 
@@ -81,14 +81,14 @@ sglang:num_queue_reqs{dp_rank="1",model_name="m",pp_rank="0",priority="",tp_rank
 
 
 def engine(waiting: float) -> str:
-    """The page of a vLLM server with so many requests in its queue."""
+    """Return the page of a vLLM server with this many queued requests."""
     return f'vllm:num_requests_waiting{{engine="0",model_name="{MODEL}"}} {waiting}\n'
 
 
 def instance(
     host: str, state: InstanceState = "serving", *, model: str = MODEL, rank: Rank | None = None
 ) -> InstanceInfo:
-    """One rank of a replica on `host`, as the planner lists it."""
+    """Return one rank of a replica on `host`, as the planner lists it."""
     rank = rank or Rank()
     report = InstanceReport(
         instance_id=f"{host.replace(':', '-')}-{rank.key}-dp{rank.dp}-0a1b2c3d",
@@ -108,7 +108,7 @@ def instance(
 
 
 def scaleup(replicas: int, arrived: int = 0, *, model: str = MODEL, by: str = "u") -> ScaleUpInfo:
-    """One that was announced."""
+    """Return an announced scale-up."""
     request = ScaleUp(scaleup_id=by, model=model, replicas=replicas, announced_by=by)
     return ScaleUpInfo(
         scaleup=request,
@@ -121,7 +121,7 @@ def scaleup(replicas: int, arrived: int = 0, *, model: str = MODEL, by: str = "u
 
 
 def fork(number: int, state: ForkState = "running", *, model: str = MODEL) -> ForkInfo:
-    """A fork as the planner lists it."""
+    """Return a fork as the planner lists it."""
     return ForkInfo(
         fork_id=f"fork-{number}",
         instance_id=f"i-{number}",
@@ -135,7 +135,7 @@ def fork(number: int, state: ForkState = "running", *, model: str = MODEL) -> Fo
 
 
 class ScriptedPlannerApi:
-    """A planner that lists what a test puts into it, and counts how often it is asked."""
+    """A planner with lists set by the test. Counts requests."""
 
     def __init__(self) -> None:
         self.instance_views: tuple[InstanceInfo, ...] = ()
@@ -179,7 +179,7 @@ class ScriptedPlannerApi:
 
 
 class FakeEngines:
-    """Engines by URL; one that is not there does not answer."""
+    """Engines by URL. Other URLs are unreachable."""
 
     def __init__(self, pages: Mapping[str, str] | None = None) -> None:
         self.pages = dict(pages or {})
@@ -190,5 +190,5 @@ class FakeEngines:
         self.requests.append(url)
         await asyncio.sleep(0)
         if host not in self.pages:
-            raise EngineUnreachable(f"did not answer {url}")
+            raise EngineUnreachable(f"did not respond at {url}")
         return parse_metrics(self.pages[host].encode())

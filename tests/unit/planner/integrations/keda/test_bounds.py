@@ -1,4 +1,4 @@
-"""What strangers may send the scaler is bounded: pages, metadata, and what is remembered of both."""
+"""Limits on what clients can send to the scaler: pages, metadata, and remembered state of both."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def samples(number: int) -> bytes:
     return b"".join(b'vllm:num_requests_waiting{engine="%d"} 1\n' % each for each in range(number))
 
 
-def test_a_page_of_many_samples_is_none() -> None:
-    """It would be read for seconds, in which no other trigger is answered."""
+def test_a_page_with_too_many_samples_is_rejected() -> None:
+    """Parsing it would take seconds and block all other triggers."""
     assert MAX_SAMPLES == parse_metrics(samples(MAX_SAMPLES))["waiting"]
     with pytest.raises(ValueError, match="more than"):
         parse_metrics(samples(MAX_SAMPLES + 1))
@@ -38,9 +38,9 @@ def test_a_page_of_many_samples_is_none() -> None:
         parse_metrics(b'vllm:num_requests_waiting{engine="' + b"a" * MAX_SAMPLE_BYTES + b'"} 1\n')
 
 
-def test_metadata_of_many_keys_is_no_trigger() -> None:
-    """Each key that is not known is compared with those that are."""
-    with pytest.raises(InvalidTrigger, match=f"at most {MAX_KEYS}"):
+def test_metadata_with_too_many_keys_is_rejected() -> None:
+    """Each unknown key is compared with the known ones."""
+    with pytest.raises(InvalidTrigger, match=f"the maximum is {MAX_KEYS}"):
         parse_trigger({f"key{number}": "" for number in range(MAX_KEYS + 1)})
 
 
@@ -50,10 +50,10 @@ def lines(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     return caplog
 
 
-async def test_who_was_silent_is_forgotten_at_last(
+async def test_the_oldest_silent_endpoints_are_forgotten(
     monkeypatch: pytest.MonkeyPatch, lines: pytest.LogCaptureFixture
 ) -> None:
-    """Callers may name any path: the way that was looked at longest ago is told anew, and no memory grows."""
+    """Callers may name any path, so memory is bounded: the endpoint polled longest ago is logged again."""
     monkeypatch.setattr(metric_source, "MAX_SILENT_ENDPOINTS", 2)
     planner_api, clock = ScriptedPlannerApi(), FakeClock()
     planner_api.instance_views = (instance("a"), instance("b"))
@@ -67,8 +67,8 @@ async def test_who_was_silent_is_forgotten_at_last(
     assert [("/1", 1), ("/2", 1), ("/1", 0), ("/3", 1), ("/1", 0), ("/2", 1)] == logged
 
 
-async def test_engines_that_are_gone_do_not_answer_again(lines: pytest.LogCaptureFixture) -> None:
-    """Where a silent engine is taken away, and no other is there, nobody is said to answer."""
+async def test_removed_engines_are_not_logged_as_responding(lines: pytest.LogCaptureFixture) -> None:
+    """If a silent engine is removed and no other exists, no line says that all engines respond."""
     planner_api, clock, engines = ScriptedPlannerApi(), FakeClock(), FakeEngines({"b": engine(1)})
     source = MetricSource(planner_api, engines, clock, CollectorRegistry())
     logged = []
@@ -83,7 +83,7 @@ async def test_engines_that_are_gone_do_not_answer_again(lines: pytest.LogCaptur
 
 
 class CountingEngines:
-    """Engines that are counted while they are asked."""
+    """Engines that count concurrent requests."""
 
     def __init__(self) -> None:
         self.in_flight = self.max_in_flight = 0
@@ -96,8 +96,8 @@ class CountingEngines:
         return {"waiting": 1.0}
 
 
-async def test_one_model_takes_no_more_than_its_places() -> None:
-    """All of its engines are asked, a part of them at one time."""
+async def test_requests_to_one_model_are_limited() -> None:
+    """All of its engines are polled, a limited number at a time."""
     planner_api, engines = ScriptedPlannerApi(), CountingEngines()
     planner_api.instance_views = tuple(instance(f"h{number}") for number in range(3 * MAX_CONCURRENT))
     reading = await MetricSource(planner_api, engines, FakeClock(), CollectorRegistry()).read(WAITING)

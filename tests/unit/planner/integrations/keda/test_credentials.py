@@ -1,4 +1,4 @@
-"""The scaler's certificate, read anew at each handshake."""
+"""The scaler's certificate is reloaded at each handshake."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from rfork.grpc_credentials import Files
 from rfork.settings import TlsSettings
 
 
-def test_a_broken_renewal_is_one_line(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """However many handshakes there are meanwhile; one that is broken again later is told again."""
+def test_a_broken_renewal_is_logged_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Only once for any number of handshakes. A later broken renewal is logged again."""
     files: list[Files | None] = [None, None, (b"key", b"chain", None), None]
 
     def read_files(_: TlsSettings) -> Files:
         if (found := files.pop(0)) is None:
-            raise OSError("half a renewal")
+            raise OSError("incomplete renewal")
         return found
 
     monkeypatch.setattr(credentials, "_read", read_files)

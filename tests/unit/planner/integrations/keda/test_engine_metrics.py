@@ -1,4 +1,4 @@
-"""How engines are asked for their metrics, without sockets."""
+"""Requests for an engine's metrics, without sockets."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tests.unit.planner.integrations.keda.fakes import engine
 
 
 async def page() -> AsyncIterator[bytes]:
-    """As it comes over a socket."""
+    """Return a page as received from the network."""
     yield engine(3).encode()
 
 
 @pytest.mark.parametrize("dead", [0, 1, 2])
-async def test_a_connection_that_was_just_closed_silences_no_engine(dead: int) -> None:
-    """It is asked once more, on another; one that is dead again is silent."""
+async def test_a_closed_connection_is_retried_once(dead: int) -> None:
+    """If the second connection is closed too, the engine counts as unreachable."""
     request_count = 0
 
     def handler(request: httpx.Request) -> httpx.Response:
@@ -36,5 +36,5 @@ async def test_a_connection_that_was_just_closed_silences_no_engine(dead: int) -
     except EngineUnreachable as error:
         result = str(error)
     await reader.close()
-    silent = "did not answer http://a:8000/metrics: Server disconnected without sending a response."
+    silent = "did not respond at http://a:8000/metrics: Server disconnected without sending a response."
     assert (3.0 if dead < 2 else silent, min(dead, 1) + 1) == (result, request_count)

@@ -25,7 +25,7 @@ WAITING = Trigger(MODEL, "waiting", 10.0, port=8000)
 
 
 class MetricSourceHarness:
-    """A Load over fakes, at a time that stands still."""
+    """A MetricSource over fakes, with a clock that the test moves."""
 
     def __init__(self, **pages: str) -> None:
         self.planner_api, self.engines, self.clock = ScriptedPlannerApi(), FakeEngines(pages), FakeClock()
@@ -34,16 +34,16 @@ class MetricSourceHarness:
         self.clock.now += WARMUP_S
 
     async def read_after(self, seconds: float = CACHE_TTL_S) -> TriggerReading:
-        """What is read of `waiting` when so much time has passed."""
+        """Advance the clock and read `waiting`."""
         self.clock.now += seconds
         return await self.metric_source.read(WAITING)
 
     def poll_count(self, result: str) -> float | None:
-        return self.registry.get_sample_value("rfork_scaler_engine_looks_total", {"answer": result})
+        return self.registry.get_sample_value("rfork_scaler_engine_requests_total", {"result": result})
 
 
-async def test_engines_are_asked_where_the_planner_says() -> None:
-    """Each server once, at the trigger's port and path; what they tell is summed."""
+async def test_engines_are_polled_at_their_listed_hosts() -> None:
+    """Each server is polled once, at the trigger's port and path; values are summed."""
     harness = MetricSourceHarness(a=engine(3), b=engine(4))
     harness.planner_api.instance_views = (instance("a"), instance("b"), instance("c", "loading"))
     trigger = Trigger(MODEL, "waiting", 10.0, port=9000, path="/m", scheme="https")
@@ -53,8 +53,8 @@ async def test_engines_are_asked_where_the_planner_says() -> None:
     )
 
 
-async def test_many_triggers_share_one_look() -> None:
-    """Of one second: the planner and each engine are asked once, whatever metrics are wanted."""
+async def test_many_triggers_share_one_poll() -> None:
+    """Within a second, the planner and each engine are polled once for all metrics."""
     harness = MetricSourceHarness(a=VLLM)
     harness.planner_api.instance_views = (instance("a"),)
     triggers = [Trigger(MODEL, metric, 1.0, port=8000) for metric in ("waiting", "running", "kv_cache")]
@@ -68,8 +68,8 @@ async def test_many_triggers_share_one_look() -> None:
     assert (20.0, 1.0) == ((await harness.read_after(0.9)).value, (await harness.read_after(0.1)).value)
 
 
-async def test_planner_metrics_ask_no_engine() -> None:
-    """Forks and scale-ups are the planner's to tell."""
+async def test_planner_metrics_need_no_engine() -> None:
+    """Forks and scale-ups come from the planner."""
     harness = MetricSourceHarness()
     harness.planner_api.fork_views, harness.planner_api.scaleup_views = (fork(1), fork(2)), (scaleup(3, 1),)
     assert (TriggerReading(2.0, True), TriggerReading(3.0, True), [], ["forks", "scaleups"]) == (
@@ -81,21 +81,21 @@ async def test_planner_metrics_ask_no_engine() -> None:
 
 
 async def test_silent_engines_are_left_out_and_counted() -> None:
-    """The rest is told; when none answers the value is not known, and why is said."""
+    """The others count. If none responds, the value is unknown, with the reasons."""
     harness = MetricSourceHarness(a=engine(3))
     harness.planner_api.instance_views = (instance("a"), instance("b"))
     assert (TriggerReading(3.0, True), 1.0, 1.0) == (
         await harness.read_after(),
-        harness.poll_count("told"),
-        harness.poll_count("silent"),
+        harness.poll_count("ok"),
+        harness.poll_count("failed"),
     )
     del harness.engines.pages["a"]
-    with pytest.raises(MetricUnavailable, match="a did not answer http://a:8000/metrics; b did not answer"):
+    with pytest.raises(MetricUnavailable, match="a did not respond at http://a:8000/metrics; b did not respond"):
         await harness.read_after()
 
 
-async def test_a_model_at_zero_is_woken_by_an_announcement() -> None:
-    """No engine: inactive, until replicas are announced; active while they load; then as they say."""
+async def test_an_announcement_activates_a_model_without_engines() -> None:
+    """Inactive without engines, active once replicas are announced or load, then by the engines' metrics."""
     harness = MetricSourceHarness(a=engine(0))
     states = [(await harness.read_after()).active]
     harness.planner_api.scaleup_views = (scaleup(1),)
@@ -107,8 +107,8 @@ async def test_a_model_at_zero_is_woken_by_an_announcement() -> None:
     assert [False, True, True, False] == states
 
 
-async def test_a_planner_that_restarted_makes_no_silent_zero() -> None:
-    """Engines that it does not list yet are asked for a while, and count if they answer."""
+async def test_after_a_restart_of_the_planner_unlisted_engines_still_count() -> None:
+    """Engines that it does not list yet are polled for a while, and count if they respond."""
     harness = MetricSourceHarness(a=engine(3), b=engine(4))
     harness.planner_api.instance_views = (instance("a"), instance("b"))
     values = [(await harness.read_after()).value]
@@ -116,11 +116,11 @@ async def test_a_planner_that_restarted_makes_no_silent_zero() -> None:
     values.append((await harness.read_after()).value)
     harness.planner_api.instance_views = (instance("b"),)
     values.append((await harness.read_after()).value)
-    del harness.engines.pages["a"]  # it had ended, and not only the planner forgotten it
+    del harness.engines.pages["a"]  # it ended, which differs from a planner that forgot it
     values.append((await harness.read_after()).value)
     harness.engines.requests.clear()
     values.append((await harness.read_after(HOST_RETENTION_S)).value)
-    harness.planner_api.instance_views, harness.planner_api.unavailable_reason = (), "an hour of no planner"
+    harness.planner_api.instance_views, harness.planner_api.unavailable_reason = (), "an hour without a planner"
     with pytest.raises(PlannerUnavailable):
         await harness.read_after(3600)
     harness.planner_api.unavailable_reason = ""
@@ -131,11 +131,11 @@ async def test_a_planner_that_restarted_makes_no_silent_zero() -> None:
     )
 
 
-async def test_a_planner_that_started_with_the_scaler_makes_none_either() -> None:
-    """Until instances had time to report, none is not known; what is announced counts all the same."""
+async def test_an_empty_list_right_after_the_start_is_unknown() -> None:
+    """Until instances had time to report, an empty list is unknown, not zero. Announcements count."""
     harness = MetricSourceHarness()
     harness.clock.now -= WARMUP_S
-    with pytest.raises(MetricUnavailable, match="the planner lists no instance of org/llama: the scaler has just"):
+    with pytest.raises(MetricUnavailable, match="the planner lists no instance of org/llama, but the scaler has just"):
         await harness.read_after()
     harness.planner_api.scaleup_views = (scaleup(1),)
     assert TriggerReading(0.0, True) == await harness.read_after()
@@ -143,8 +143,8 @@ async def test_a_planner_that_started_with_the_scaler_makes_none_either() -> Non
     assert TriggerReading(0.0, False) == await harness.read_after(WARMUP_S - 2 * CACHE_TTL_S)
 
 
-async def test_the_last_engine_goes() -> None:
-    """The planner lists none and none answers: that is zero, and no error."""
+async def test_without_engines_the_value_is_zero() -> None:
+    """The planner lists none and none responds: the value is zero, without an error."""
     harness = MetricSourceHarness(a=engine(3))
     harness.planner_api.instance_views = (instance("a"),)
     await harness.read_after()
@@ -152,12 +152,12 @@ async def test_the_last_engine_goes() -> None:
     assert TriggerReading(0.0, False) == await harness.read_after()
 
 
-async def test_a_planner_that_is_away_is_said() -> None:
-    """Its error goes to all who asked, and is not kept."""
+async def test_errors_of_the_planner_reach_all_callers() -> None:
+    """The error goes to all concurrent callers and is not cached."""
     harness = MetricSourceHarness(a=engine(3))
     harness.planner_api.instance_views, harness.planner_api.unavailable_reason = (
         (instance("a"),),
-        "planner http://p cannot be reached",
+        "planner http://p is unreachable",
     )
     results = await asyncio.gather(*(harness.metric_source.read(WAITING) for _ in range(3)), return_exceptions=True)
     assert ([PlannerUnavailable] * 3, 1) == (
@@ -168,8 +168,8 @@ async def test_a_planner_that_is_away_is_said() -> None:
     assert TriggerReading(3.0, True) == await harness.read_after()
 
 
-async def test_a_caller_that_goes_away_takes_nobody_with_it() -> None:
-    """Who shares its look gets the answer all the same; what is under way at the end is ended."""
+async def test_a_cancelled_caller_does_not_cancel_shared_requests() -> None:
+    """Other callers of the same request get the response. Requests in progress end with the source."""
     harness = MetricSourceHarness(a=engine(3))
     harness.planner_api.instance_views = (instance("a"),)
     first = asyncio.create_task(harness.metric_source.read(WAITING))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from planner.integrations.keda import signals
 from planner.integrations.keda.signals import (
-    NAMES,
+    METRIC_NAMES,
     AnnouncedReplicas,
     EngineReports,
     MetricPage,
@@ -40,7 +40,7 @@ KV_CACHE = Trigger(MODEL, "kv_cache", 0.8, activation=0.5, port=8000)
         (OLD_VLLM, {"waiting": 2.0, "kv_cache": 0.0625}),
         (SGLANG, {"waiting": 5.0, "running": 9.0, "kv_cache": 0.28}),
         (SGLANG_PRIORITIES, {"waiting": 6.0}),
-        # Both names of one release: the newer counts, and not the two of them.
+        # A release with both names: only the newer one counts.
         (
             'vllm:gpu_cache_usage_perc{a="b"} 0.1\nvllm:kv_cache_usage_perc{a="b"} 0.9\n',
             {"kv_cache": 0.9},
@@ -51,23 +51,23 @@ KV_CACHE = Trigger(MODEL, "kv_cache", 0.8, activation=0.5, port=8000)
         ("<html>not found</html>", {}),
     ],
 )
-def test_what_a_page_says(body: str, expected: MetricPage) -> None:
-    """Label sets of one server are summed, the cache's use is averaged, and what is not there is left out."""
+def test_pages_are_parsed(body: str, expected: MetricPage) -> None:
+    """Label sets of one server are summed, cache usage is averaged, and missing metrics are left out."""
     assert expected == parse_metrics(body.encode())
 
 
 @pytest.mark.parametrize(
     "line", ["sglang:num_running_reqs{,=\\{ee}{", "sglang:num_running_reqs{", "sglang:token_usage x"]
 )
-def test_lines_that_are_none(line: str) -> None:
-    """Each way that the parser fails in is one."""
+def test_malformed_lines_raise_value_error(line: str) -> None:
+    """Every error of the parser is converted."""
     with pytest.raises(ValueError, match=r".+"):
         parse_metrics(line.encode())
 
 
-@given(st.sampled_from(sorted(name for names in NAMES.values() for name in names)), st.binary(max_size=60))
-def test_no_page_does_harm(name: str, rest: bytes) -> None:
-    """Whatever follows a known name, it is a value or a ValueError."""
+@given(st.sampled_from(sorted(name for names in METRIC_NAMES.values() for name in names)), st.binary(max_size=60))
+def test_any_page_gives_values_or_value_error(name: str, rest: bytes) -> None:
+    """Whatever follows a known name, the result is a value or a ValueError."""
     for between in (b" ", b"{", b'{a="'):
         try:
             page = parse_metrics(name.encode() + between + rest)
@@ -81,7 +81,7 @@ def test_no_page_does_harm(name: str, rest: bytes) -> None:
     [
         ([instance("10.0.0.2"), instance("10.0.0.1")], ("10.0.0.1", "10.0.0.2")),
         ([instance("a"), instance("b", "loading"), instance("c", "draining")], ("a",)),
-        # Two nodes of one replica, and the draft beside the target: one server.
+        # Two nodes of one replica, and a speculative model: one server.
         (
             [
                 instance("a", rank=Rank(tp=0, tp_size=2)),
@@ -91,19 +91,19 @@ def test_no_page_does_harm(name: str, rest: bytes) -> None:
             ("a",),
         ),
         ([instance("a", rank=Rank(pp=0, pp_size=2)), instance("b", rank=Rank(pp=1, pp_size=2))], ("a",)),
-        # Data-parallel ranks of one server share its host, those of others have their own.
+        # Data-parallel ranks of one server share its host; other servers have their own.
         ([instance("a"), instance("a", rank=Rank(dp=1)), instance("b", rank=Rank(dp=2))], ("a", "b")),
         ([instance("fd00::1")], ("fd00::1",)),
         ([], ()),
     ],
 )
-def test_where_engines_answer(instances: list[InstanceInfo], expected: tuple[str, ...]) -> None:
-    """One host a server, where its first rank serves."""
+def test_each_server_has_one_host(instances: list[InstanceInfo], expected: tuple[str, ...]) -> None:
+    """The host of its first rank."""
     assert expected == signals.engine_hosts(instances)
 
 
-def test_who_vanished_from_the_planners_list() -> None:
-    """Hosts are asked a while longer of which the planner lists nothing; one that drains is listed."""
+def test_unlisted_hosts_are_polled_for_a_while() -> None:
+    """Hosts that the planner stopped listing are polled a while longer. A draining host is listed."""
     first = signals.hosts_to_poll({}, [instance(host) for host in "abc"], now=100.0, keep_s=20.0)
     second = signals.hosts_to_poll(first, [instance("a"), instance("b", "draining")], now=500.0, keep_s=20.0)
     third = signals.hosts_to_poll(second, [instance("a")], now=519.0, keep_s=20.0)
@@ -118,17 +118,22 @@ def test_who_vanished_from_the_planners_list() -> None:
     [
         ({"a": {"waiting": 4.0}, "b": {"waiting": 9.0}}, {}, WAITING, TriggerReading(13.0, True)),
         ({"a": {"waiting": 0.0}}, {}, WAITING, TriggerReading(0.0, False)),
-        ({"a": {"waiting": 4.0}}, {"b": "is away"}, WAITING, TriggerReading(4.0, True)),
+        ({"a": {"waiting": 4.0}}, {"b": "is unreachable"}, WAITING, TriggerReading(4.0, True)),
         ({"a": {"waiting": 4.0}, "b": {"running": 9.0}}, {}, WAITING, TriggerReading(4.0, True)),
-        # The average of two is 0.5; the HPA gets the sum, and divides it by the replicas.
+        # The average of two is 0.5. The HPA gets the sum and divides it by the number of replicas.
         ({"a": {"kv_cache": 0.75}, "b": {"kv_cache": 0.25}}, {}, KV_CACHE, TriggerReading(1.0, False)),
-        ({"a": {"kv_cache": 0.75}}, {"b": "is away", "c": "is away"}, KV_CACHE, TriggerReading(2.25, True)),
+        (
+            {"a": {"kv_cache": 0.75}},
+            {"b": "is unreachable", "c": "is unreachable"},
+            KV_CACHE,
+            TriggerReading(2.25, True),
+        ),
     ],
 )
-def test_what_engines_add_up_to(
+def test_responding_engines_are_summed(
     reported: dict[str, MetricPage], silent: dict[str, str], trigger: Trigger, expected: TriggerReading
 ) -> None:
-    """Of the engines that answer; the cache's use of the others is taken to be as theirs."""
+    """The cache usage of silent engines is assumed to be the average of the others."""
     assert expected == signals.engine_reading(trigger, EngineReports(reported, silent))
 
 
@@ -137,25 +142,27 @@ def test_what_engines_add_up_to(
     [
         (
             {},
-            {"a": "is away", "b": "is away too"},
-            "waiting of org/llama is not known: a is away; b is away too",
+            {"a": "is unreachable", "b": "is unreachable too"},
+            "waiting of org/llama is unknown: a is unreachable; b is unreachable too",
         ),
         (
             {"a": {"running": 1.0}},
             {},
-            "waiting of org/llama is not known: "
-            "a tells no vllm:num_requests_waiting or sglang:num_queue_reqs; "
-            "SGLang tells metrics if it is started with --enable-metrics",
+            "waiting of org/llama is unknown: "
+            "a does not report vllm:num_requests_waiting or sglang:num_queue_reqs; "
+            "SGLang reports metrics only if started with --enable-metrics",
         ),
         (
             {},
-            dict.fromkeys("abcde", "is away"),
-            "waiting of org/llama is not known: a is away; b is away; c is away; and 2 more",
+            dict.fromkeys("abcde", "is unreachable"),
+            "waiting of org/llama is unknown: a is unreachable; b is unreachable; c is unreachable; and 2 more",
         ),
     ],
 )
-def test_no_engine_tells(reported: dict[str, MetricPage], silent: dict[str, str], expected: str) -> None:
-    """That is an error with its reasons, never a zero."""
+def test_without_any_value_the_metric_is_unavailable(
+    reported: dict[str, MetricPage], silent: dict[str, str], expected: str
+) -> None:
+    """The result is an error with its reasons, not zero."""
     with pytest.raises(MetricUnavailable) as unknown:
         signals.engine_reading(WAITING, EngineReports(reported, silent))
     assert expected == str(unknown.value)
@@ -167,7 +174,7 @@ def test_no_engine_tells(reported: dict[str, MetricPage], silent: dict[str, str]
         ([], {}),
         ([scaleup(3, 1)], {MODEL: AnnouncedReplicas(3, 2)}),
         ([scaleup(3, 3)], {}),
-        # The same three Pods, as the autoscaler and as the controller announce them.
+        # The same three Pods, announced by the autoscaler and by the controller.
         ([scaleup(3, 1), scaleup(2, 0, by="controller")], {MODEL: AnnouncedReplicas(3, 2)}),
         (
             [scaleup(3), scaleup(5, model="other")],
@@ -175,8 +182,10 @@ def test_no_engine_tells(reported: dict[str, MetricPage], silent: dict[str, str]
         ),
     ],
 )
-def test_what_is_announced(scaleups: list[ScaleUpInfo], expected: dict[str, AnnouncedReplicas]) -> None:
-    """Of each model the largest scale-up that somebody is missing of."""
+def test_the_largest_incomplete_scale_up_counts(
+    scaleups: list[ScaleUpInfo], expected: dict[str, AnnouncedReplicas]
+) -> None:
+    """For each model, the largest scale-up that is missing replicas."""
     assert expected == signals.expected_replicas(scaleups)
 
 
@@ -189,12 +198,12 @@ def test_what_is_announced(scaleups: list[ScaleUpInfo], expected: dict[str, Anno
     ],
 )
 def test_expected_replicas(expected_replicas: AnnouncedReplicas, activation: float, expected: TriggerReading) -> None:
-    """The value stays at what was announced until the last has come, so that the HPA goes that far."""
+    """The value is the announced number until the last replica has arrived, so that the HPA scales up to it."""
     assert expected == signals.scaleup_reading(Trigger(MODEL, "expected", 1.0, activation), expected_replicas)
 
 
-def test_forks_under_way() -> None:
-    """Forks that ended do not count."""
+def test_only_forks_in_progress_count() -> None:
+    """Finished forks do not count."""
     forks = [fork(1), fork(2, "planning"), fork(3, "finished"), fork(4, "failed"), fork(5, model="other")]
     running = signals.forking_ranks(forks)
     trigger = Trigger(MODEL, "forks", 1.0, activation=1.0)
@@ -208,6 +217,6 @@ def test_forks_under_way() -> None:
     ("expected_replicas", "loading", "expected"),
     [(AnnouncedReplicas(2, 1), 0, True), (signals.NO_SCALEUP, 1, True), (signals.NO_SCALEUP, 0, False)],
 )
-def test_a_model_at_zero(expected_replicas: AnnouncedReplicas, loading: int, expected: bool) -> None:
-    """Nothing waits where nobody serves; an announcement wakes it, and nobody ends it while it loads."""
+def test_a_model_without_engines(expected_replicas: AnnouncedReplicas, loading: int, expected: bool) -> None:
+    """The value is zero. The trigger is active while replicas are announced or loading."""
     assert TriggerReading(0.0, expected) == signals.reading_without_engines(expected_replicas, loading)

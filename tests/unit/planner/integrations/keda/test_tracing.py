@@ -1,4 +1,4 @@
-"""KEDA's calls as spans."""
+"""Spans of KEDA's calls."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ WAITING = {"model": MODEL, "metric": "waiting", "target": "4", "port": "8000"}
 
 
 class Aborted(Exception):
-    """A call was ended with an error."""
+    """A call was aborted."""
 
 
 @dataclass
 class FakeCallContext:
-    """A call's context."""
+    """Context of a call."""
 
     metadata: tuple[tuple[str, str | bytes], ...] = (("user-agent", "keda"),)
     ended: list[grpc.StatusCode] = field(default_factory=list)
@@ -49,7 +49,7 @@ class FakeCallContext:
 
 
 class ScalerHarness:
-    """A scaler, its planner and its engines."""
+    """A scaler with its planner and engines."""
 
     def __init__(self, tracer: Tracer) -> None:
         self.clock, self.planner_api, self.engines = FakeClock(), ScriptedPlannerApi(), FakeEngines()
@@ -60,17 +60,17 @@ class ScalerHarness:
         self.scaler = Scaler(metric_source, status, tracer)
 
     async def is_active(self, call: FakeCallContext, **metadata: str) -> bool:
-        """KEDA asks whether there is anything to do."""
+        """Call IsActive."""
         scaled_object = pb.ScaledObjectRef(name="llama", namespace="serving", scalerMetadata={**WAITING, **metadata})
         return (await self.scaler.IsActive(scaled_object, call)).result  # type: ignore[arg-type]
 
 
-async def test_a_call_goes_on_with_its_callers_trace() -> None:
-    """Within it the looks at planner and engines; told by the names that OpenTelemetry has for calls."""
+async def test_a_call_continues_the_callers_trace() -> None:
+    """It contains the requests to the planner and the engines, with OpenTelemetry's attribute names."""
     recorder = SpanRecorder()
     assert await ScalerHarness(recorder.tracer).is_active(FakeCallContext((("traceparent", CALLER.traceparent),)))
     name = f"{SERVICE}/IsActive"
-    assert {name: "another process's", "GET /v1/instances": name, "ask engines": name} == {
+    assert {name: "another process's", "GET /v1/instances": name, "poll engines": name} == {
         each: recorder.parent(each) for each in recorder.spans
     }
     assert {
@@ -78,15 +78,15 @@ async def test_a_call_goes_on_with_its_callers_trace() -> None:
         "k8s.namespace.name": "serving", "rfork.scaled_object": "llama", "rfork.model": MODEL,
         "rfork.metric": "waiting", "rfork.value": 3.0, "rfork.active": True,
     } == recorder.attributes(name)  # fmt: skip
-    assert (2, 1) == tuple(recorder.attributes("ask engines")[f"rfork.{key}"] for key in ("engines", "silent"))
+    assert (2, 1) == tuple(recorder.attributes("poll engines")[f"rfork.{key}"] for key in ("engines", "silent"))
 
 
-async def test_whoever_asks_within_a_second_shares_the_looks() -> None:
-    """Which are spans of the first."""
+async def test_shared_requests_belong_to_the_first_callers_span() -> None:
+    """Callers within the same second share the requests."""
     recorder = SpanRecorder()
     harness = ScalerHarness(recorder.tracer)
     await asyncio.gather(*(harness.is_active(FakeCallContext()) for _ in range(5)))
-    assert {f"{SERVICE}/IsActive": 5, "GET /v1/instances": 1, "ask engines": 1} == {
+    assert {f"{SERVICE}/IsActive": 5, "GET /v1/instances": 1, "poll engines": 1} == {
         name: recorder.names.count(name) for name in recorder.spans
     }
 
@@ -95,11 +95,11 @@ async def test_whoever_asks_within_a_second_shares_the_looks() -> None:
     ("metadata", "code", "failed"),
     [({"target": "many"}, "INVALID_ARGUMENT", False), ({"metric": "forks"}, "UNAVAILABLE", True)],
 )
-async def test_what_is_not_answered_says_why(metadata: dict[str, str], code: str, failed: bool) -> None:
-    """By its code; a mistake of the caller's is no failure of the scaler's."""
+async def test_failed_calls_record_the_status(metadata: dict[str, str], code: str, failed: bool) -> None:
+    """The span has the gRPC status. An error of the caller does not fail the span."""
     recorder, call = SpanRecorder(), FakeCallContext()
     harness = ScalerHarness(recorder.tracer)
-    harness.planner_api.unavailable_reason = "the planner is away"
+    harness.planner_api.unavailable_reason = "the planner is unreachable"
     with pytest.raises(Aborted):
         await harness.is_active(call, **metadata)
     span = recorder.spans[f"{SERVICE}/IsActive"]
@@ -107,8 +107,8 @@ async def test_what_is_not_answered_says_why(metadata: dict[str, str], code: str
     assert (code, code, failed) == (call.ended[0].name, status_code, not span.status.is_unset)
 
 
-async def test_a_stream_is_its_first_answer() -> None:
-    """What it looks at from then on, every two seconds, is none."""
+async def test_only_the_first_response_of_a_stream_is_traced() -> None:
+    """The polls that follow get no spans."""
     recorder = SpanRecorder()
     harness = ScalerHarness(recorder.tracer)
     scaled_object = pb.ScaledObjectRef(scalerMetadata={**WAITING, "poll": "0.1"})
@@ -122,6 +122,6 @@ async def test_a_stream_is_its_first_answer() -> None:
     assert (1, before) == (before.count(f"{SERVICE}/StreamIsActive"), recorder.names)
 
 
-async def test_untraced_it_answers_all_the_same() -> None:
-    """And looks at nothing that the caller sent beside."""
+async def test_without_tracing_calls_work() -> None:
+    """The trace context of the caller is ignored."""
     assert await ScalerHarness(NOOP_TRACER).is_active(FakeCallContext((("traceparent", "nonsense"),)))

@@ -1,4 +1,4 @@
-"""A cluster in memory: what happens in it is what the test does, and its clock is the test's."""
+"""A cluster in memory, changed by the test and with the test's clock."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ Phase = Literal["Pending", "Running", "Succeeded", "Failed", "Unknown"]
 
 
 def uid(number: int) -> str:
-    """A UID, the same in every run."""
+    """Return a UID that is equal in every run."""
     return f"{number:08x}-0000-4000-8000-000000000000"
 
 
 def workload(number: int = 1, replicas: int = 1, **changes: object) -> ObservedWorkload:
-    """The Deployment ``default/serve-NUMBER``."""
+    """Return the Deployment ``default/serve-NUMBER``."""
     seen = ObservedWorkload(
         kind="Deployment",
         namespace="default",
@@ -52,7 +52,7 @@ def workload(number: int = 1, replicas: int = 1, **changes: object) -> ObservedW
 
 
 def owner_of(workload: ObservedWorkload, template: str = HASH) -> ObjectRef:
-    """Who controls the workload's Pods."""
+    """Return the owner of the workload's Pods."""
     if workload.kind == "Deployment":
         name = f"{workload.name}-{template}"
         return ObjectRef("ReplicaSet", "apps/v1", workload.namespace, name, f"replicaset-of-{workload.uid}-{template}")
@@ -60,7 +60,7 @@ def owner_of(workload: ObservedWorkload, template: str = HASH) -> ObjectRef:
 
 
 def pod(number: int, of: ObservedWorkload | None = None, *, template: str = HASH, **changes: object) -> ObservedPod:
-    """``default/pod-NUMBER``, as the webhook made it, with a probe; pending, created at 100."""
+    """Return ``default/pod-NUMBER`` after injection, with a probe; pending, created at 100."""
     labels = {names.MODEL: MODEL}
     if of is not None and of.kind == "Deployment":
         labels["pod-template-hash"] = template
@@ -83,7 +83,7 @@ def pod(number: int, of: ObservedWorkload | None = None, *, template: str = HASH
 
 @dataclass(frozen=True)
 class Event:
-    """An Event that was told."""
+    """A written Event."""
 
     about: str
     """``Pod/NAME``"""
@@ -94,7 +94,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Write:
-    """A change that was asked for."""
+    """A requested change."""
 
     operation: str
     """``annotate`` or ``condition``."""
@@ -103,14 +103,14 @@ class Write:
 
 
 class FakeCluster:
-    """See `Cluster`. Of the Pods named in `refused` no change is taken; `unavailable`: nothing is answered."""
+    """Implements `Cluster`. Changes of Pods in `refused` are rejected; while `unavailable`, all calls fail."""
 
     def __init__(self, clock: FakeClock) -> None:
         self.clock = clock
         self.unavailable = False
         self.refused: set[str] = set()
         self.broken: set[str] = set()
-        """Pods whose changes end in a defect."""
+        """Pods whose changes raise an unexpected error."""
         self.events: list[Event] = []
         self.writes: list[Write] = []
         self.pod_objects: dict[str, ObservedPod] = {}
@@ -121,20 +121,20 @@ class FakeCluster:
         self._numbers = iter(range(1000, 1_000_000))
         self._changed = asyncio.Condition()
 
-    # -- what happens in it ------------------------------------------------------------------------
+    # -- changes of the cluster --------------------------------------------------------------------
 
     def deploy(
         self, number: int = 1, replicas: int = 1, *, kind: WorkloadKind = "Deployment", **changes: object
     ) -> ObservedWorkload:
-        """A workload is made or changed; its Pods are not yet."""
+        """Create or change a workload, without its Pods."""
         return self.put_workload(workload(number, replicas, kind=kind, **changes))
 
     def scale(self, workload: ObservedWorkload, replicas: int) -> ObservedWorkload:
-        """Its number of replicas is set; nothing else happens yet."""
+        """Set its number of replicas, without its Pods."""
         return self.put_workload(replace(self.workload_objects[workload.uid], replicas=replicas))
 
     def create(self, of: ObservedWorkload | None = None, count: int = 1, **changes: object) -> list[ObservedPod]:
-        """Pods are made."""
+        """Create Pods."""
         made = [
             pod(next(self._numbers), of, **{"created_at": self.clock.now, **changes})  # type: ignore[arg-type]
             for _ in range(count)
@@ -142,45 +142,45 @@ class FakeCluster:
         return [self.put(each) for each in made]
 
     def change(self, pod: ObservedPod, **changes: object) -> ObservedPod:
-        """Fields of a Pod change."""
+        """Change fields of a Pod."""
         return self.put(replace(self.pod_objects[pod.uid], **changes))  # type: ignore[arg-type]
 
     def run(self, pod: ObservedPod) -> ObservedPod:
-        """Its containers have started."""
+        """Start its containers."""
         return self.change(pod, phase="Running", node="node-1")
 
     def ready(self, pod: ObservedPod) -> ObservedPod:
-        """Its containers are ready."""
+        """Make its containers ready."""
         conditions = {**self.pod_objects[pod.uid].conditions, "ContainersReady": True}
         return self.change(pod, phase="Running", containers_ready_at=self.clock.now, conditions=conditions)
 
     def delete(self, pod: ObservedPod) -> None:
-        """It is deleted, and gone at once."""
+        """Delete it and let it disappear."""
         self.change(pod, deleting=True)
         self.drop(pod)
 
     def drop(self, pod: ObservedPod) -> None:
-        """It is not seen any more; so it is where its label is taken away."""
+        """Let it disappear from the watch, as when its label is removed."""
         removed = self.pod_objects.pop(pod.uid)
         for watch in self._pod_watches:
             watch(Deleted(removed))
 
     def put(self, pod: ObservedPod) -> ObservedPod:
-        """A Pod is as this says."""
+        """Replace a Pod."""
         self.pod_objects[pod.uid] = pod
         for watch in self._pod_watches:
             watch(Upserted(pod))
         return pod
 
     def put_workload(self, workload: ObservedWorkload) -> ObservedWorkload:
-        """A workload is as this says."""
+        """Replace a workload."""
         self.workload_objects[workload.uid] = workload
         for watch in self._workload_watches:
             watch(Upserted(workload))
         return workload
 
     def remove_workload(self, workload: ObservedWorkload) -> None:
-        """It is gone; its Pods are not yet."""
+        """Delete a workload, but not its Pods."""
         removed = self.workload_objects.pop(workload.uid)
         for watch in self._workload_watches:
             watch(Deleted(removed))
@@ -190,22 +190,22 @@ class FakeCluster:
         pods: Callable[[WatchEvent[ObservedPod]], None],
         workloads: Callable[[WatchEvent[ObservedWorkload]], None],
     ) -> None:
-        """Call these with what there is now, and with each change."""
+        """Call these with the current objects, and then with each change."""
         self._pod_watches.append(pods)
         self._workload_watches.append(workloads)
         pods(Synced(tuple(self.pod_objects.values())))
         workloads(Synced(tuple(self.workload_objects.values())))
 
     def current_pod(self, pod: ObservedPod) -> ObservedPod:
-        """The Pod as it is now."""
+        """Return the current Pod."""
         return self.pod_objects[pod.uid]
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait until it holds, which is looked at after each write."""
+        """Wait until the condition is true; it is checked after each write."""
         async with self._changed:
             await self._changed.wait_for(condition)
 
-    # -- as Cluster --------------------------------------------------------------------------------
+    # -- implementation of Cluster -----------------------------------------------------------------
 
     async def pods(self) -> AsyncIterator[WatchEvent[ObservedPod]]:
         queue: asyncio.Queue[WatchEvent[ObservedPod]] = asyncio.Queue()
@@ -274,7 +274,7 @@ class FakeCluster:
 
     def _check_available(self) -> None:
         if self.unavailable:
-            raise ClusterUnavailable("no answer")
+            raise ClusterUnavailable("no response")
 
     async def _record_write(self, write: Write) -> None:
         self.writes.append(write)

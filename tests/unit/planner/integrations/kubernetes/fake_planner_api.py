@@ -1,4 +1,4 @@
-"""A planner in memory, as hooks see it, and the instances and forks that it is told of."""
+"""A planner in memory, and its instances and forks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ALL_CHUNKS: Final = ((0, CHUNKS),)
 
 
 def instance_id(uid: str, rank: Rank | None = None, start: str = "00") -> str:
-    """As an instance names itself whose RFORK_REPLICA is the Pod's UID."""
+    """Return the id of an instance whose RFORK_REPLICA is the Pod's UID."""
     rank = rank or Rank()
     return f"{uid}-{rank.key}-dp{rank.dp}-{start}"
 
@@ -50,7 +50,7 @@ def instance(
     version: str | None = None,
     **changes: object,
 ) -> InstanceInfo:
-    """One rank of a Pod; whole and serving."""
+    """Return one rank of a Pod; by default complete and serving."""
     report = InstanceReport(
         instance_id=instance_id(uid, rank, start),
         model=MODEL,
@@ -84,7 +84,7 @@ def fork(
     reason: str = "",
     version: str | None = None,
 ) -> ForkInfo:
-    """The fork of one rank of a Pod: under way, or ended as `outcome` says. `plan`: whom it reads from."""
+    """Return the fork of one rank of a Pod: active, or finished with `outcome`. `plan`: its sources."""
     finish = None
     state: ForkState = "running" if plan or chunks else "planning"
     if outcome is not None:
@@ -112,7 +112,7 @@ def fork(
 
 
 def scaleup_view(scaleup: ScaleUp, *, seeds: int = 2) -> ScaleUpInfo:
-    """A scale-up as the planner lists it."""
+    """Return a scale-up as the planner lists it."""
     return ScaleUpInfo(
         scaleup=scaleup, arrived_count=0, expires_in_s=scaleup.expires_in_s, seeds=seeds, image_bytes=IMAGE_BYTES,
         reason=f"they fork from {seeds} seeds",
@@ -121,60 +121,60 @@ def scaleup_view(scaleup: ScaleUp, *, seeds: int = 2) -> ScaleUpInfo:
 
 @dataclass
 class FakePlannerApi:
-    """See `Fleet`. Instances live until they are removed; what is asked for and changed is in `calls`."""
+    """Implements `PlannerApi`. Instances stay until they are removed; `calls` has all changes."""
 
     clock: FakeClock
     unavailable: bool = False
     views: dict[str, InstanceInfo] = field(default_factory=dict)
     fork_views: dict[str, ForkInfo] = field(default_factory=dict)
     started_at: dict[str, float] = field(default_factory=dict)
-    """When each fork did."""
+    """Start time of each fork."""
     scaleup_views: dict[str, ScaleUpInfo] = field(default_factory=dict)
     arrived_before: dict[str, set[str]] = field(default_factory=dict)
-    """Who had asked when each scale-up was announced."""
+    """Pods that had arrived when each scale-up was announced."""
     calls: list[str] = field(default_factory=list)
     """``announce ID NUMBER``, ``withdraw ID``, ``remove ID``."""
     poll_count: int = 0
     seeds: int = 2
 
-    # -- what happens in it ------------------------------------------------------------------------
+    # -- changes of the fleet ----------------------------------------------------------------------
 
     def request_fork(self, pod: ObservedPod, *plan: ObservedPod, start: str = "00") -> None:
-        """The Pod's one rank asks for its fork, and reads from these Pods."""
+        """Start a fork of the Pod's only rank, from these Pods."""
         self.put_instance(instance(pod.uid, "loading", chunks=0, start=start))
         self.started_at[f"fork-{instance_id(pod.uid, None, start)}"] = self.clock.now
         self.put_fork(fork(pod.uid, plan=tuple(instance_id(one.uid) for one in plan), start=start))
 
     def receive_chunks(self, pod: ObservedPod, chunks: int, *plan: ObservedPod) -> None:
-        """So many chunks are there."""
+        """Set the number of received chunks."""
         self.put_fork(fork(pod.uid, chunks=chunks, plan=tuple(instance_id(one.uid) for one in plan)))
 
     def finish_fork(self, pod: ObservedPod, *sources: ObservedPod) -> None:
-        """Its fork ends well, with as much from each of these Pods; it serves at once."""
+        """Finish its fork successfully, with equal shares from these Pods; it serves immediately."""
         served_bytes = {instance_id(one.uid): IMAGE_BYTES // len(sources) for one in sources}
         seconds = self.clock.now - self.started_at[f"fork-{instance_id(pod.uid)}"]
         self.put_fork(fork(pod.uid, "forked", sources=served_bytes, seconds=seconds))
         self.become_seed(pod)
 
     def become_seed(self, pod: ObservedPod) -> None:
-        """It is a seed."""
+        """Make it a seed."""
         self.put_instance(instance(pod.uid))
 
     def put_instance(self, view: InstanceInfo) -> None:
-        """An instance is as this says."""
+        """Replace an instance."""
         self.views[view.report.instance_id] = view
 
     def put_fork(self, view: ForkInfo) -> None:
-        """A fork is as this says."""
+        """Replace a fork."""
         self.fork_views[view.fork_id] = view
         self.started_at.setdefault(view.fork_id, self.clock.now - view.age_s)
 
     def restart(self) -> None:
-        """It forgets everything; instances report themselves again, if the test has them do so."""
+        """Forget everything; instances register again if the test lets them."""
         for table in (self.views, self.fork_views, self.started_at, self.scaleup_views):
             table.clear()
 
-    # -- as Fleet ----------------------------------------------------------------------------------
+    # -- implementation of PlannerApi --------------------------------------------------------------
 
     async def instances(self, *, model: str | None = None) -> tuple[InstanceInfo, ...]:
         self._check_available()
@@ -196,7 +196,9 @@ class FakePlannerApi:
         self._check_available()
         return tuple(
             view.model_copy(
-                update={"arrived": min(view.scaleup.replicas, len(self._arrived_pods() - self.arrived_before[uid]))}
+                update={
+                    "arrived_count": min(view.scaleup.replicas, len(self._arrived_pods() - self.arrived_before[uid]))
+                }
             )
             for uid, view in self.scaleup_views.items()
         )
@@ -222,9 +224,9 @@ class FakePlannerApi:
         pass
 
     def _arrived_pods(self) -> set[str]:
-        """UIDs of the Pods that have asked for their forks."""
+        """UIDs of the Pods that have requested their forks."""
         return {view.instance_id[:36] for view in self.fork_views.values()}
 
     def _check_available(self) -> None:
         if self.unavailable:
-            raise PlannerUnavailable("GET /v1/instances: no answer")
+            raise PlannerUnavailable("GET /v1/instances: no response")

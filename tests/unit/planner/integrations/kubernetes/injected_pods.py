@@ -1,4 +1,4 @@
-"""Pods after the webhook, and what to look for in them."""
+"""Pods after injection, and accessors for their parts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.unit.planner.integrations.kubernetes.pod_documents import PLANNER, Do
 
 
 def injected_pod(document: Document, **options: object) -> Document:
-    """The Pod after the webhook, which has nothing to say."""
+    """Return the Pod after injection without notes."""
     patched, notes = inject_pod(document, webhook_settings(**options))
     assert () == notes
     return patched
@@ -20,23 +20,23 @@ def injected_pod(document: Document, **options: object) -> Document:
 def inject_pod(
     document: Document, settings: KubernetesSettings, *, led: bool = True
 ) -> tuple[Document, tuple[str, ...]]:
-    """The Pod after the webhook, and its notes; a controller leads unless told otherwise."""
+    """Return the Pod after injection, and the notes. By default a controller leads."""
     request = parse_request(document)
     assert isinstance(request, InjectionRequest), request
     return inject(document, request, settings, PLANNER, has_leader=led)
 
 
 def engine_container(document: Document) -> Document:
-    """The container of the name that `container` gives."""
+    """Return the container named as `container` names it."""
     request: Document = next(each for each in document["spec"]["containers"] if each["name"] == "engine")
     return request
 
 
 def engine_env(document: Document) -> dict[str, Any]:
-    """Its variables: the value, or where it comes from."""
+    """Return its variables: values or sources."""
     return {each["name"]: each.get("value", each.get("valueFrom")) for each in engine_container(document)["env"]}
 
 
 def field_ref(path: str) -> Document:
-    """Where a variable comes from, of the Pod."""
+    """Return the source of a variable from a Pod's field."""
     return {"fieldRef": {"fieldPath": path}}

@@ -1,4 +1,4 @@
-"""Candidates for one Lease, on one event loop whose time is the test's."""
+"""Candidates for one Lease, on an event loop with virtual time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NO_LEASE = ObservedLease(None, "", 0.0, "")
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop that has no time to lose: where it would wait, its clock jumps."""
+    """An event loop with virtual time: instead of waiting, its clock jumps."""
 
     def __init__(self) -> None:
         super().__init__(_TimeJumpingSelector(self))
@@ -32,7 +32,7 @@ class _TimeJumpingSelector(selectors.DefaultSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None:
-            raise RuntimeError("everything waits for ever")
+            raise RuntimeError("all tasks wait forever")
         self._loop.now += timeout
         return super().select(0)
 
@@ -44,9 +44,9 @@ class LeaseServer:
     lease: ObservedLease = NO_LEASE
     writes: int = 0
     unreachable: set[str] = field(default_factory=set)
-    """Candidates that do not reach it."""
+    """Candidates that cannot reach it."""
     unresponsive: set[str] = field(default_factory=set)
-    """Candidates whose calls are done, but never answered."""
+    """Candidates whose calls are executed but never get a response."""
 
     def view_for(self, name: str) -> LeaseServerView:
         return LeaseServerView(self, name)
@@ -54,7 +54,7 @@ class LeaseServer:
 
 @dataclass
 class LeaseServerView:
-    """The API server, as one candidate reaches it."""
+    """The API server as seen by one candidate."""
 
     lease_server: LeaseServer
     candidate: str
@@ -85,7 +85,7 @@ class LeaseServerView:
 
 
 class Candidates:
-    """Those of one test; `history` has each change of who acts, with its time, and two never act at once."""
+    """The candidates of a test. `history` records changes of leadership; two leaders fail the test."""
 
     def __init__(self) -> None:
         self.lease_server = LeaseServer()
@@ -98,7 +98,7 @@ class Candidates:
         self.frozen_clocks: dict[str, float] = {}
 
     def start(self, name: str) -> LeaderElection:
-        """Another candidate."""
+        """Start a candidate."""
         election = LeaderElection(
             self.lease_server.view_for(name), "controller", "rfork", name, LEASE_S, lambda: self._clock(name)
         )
@@ -107,7 +107,7 @@ class Candidates:
         return election
 
     async def stop(self, name: str) -> None:
-        """Its orderly end."""
+        """Stop a candidate cleanly."""
         self.tasks[name].cancel()
         await asyncio.gather(self.tasks[name], return_exceptions=True)
 
@@ -133,7 +133,7 @@ ElectionScenario = Callable[[Candidates], Coroutine[None, None, None]]
 
 
 def run_scenario(scenario: ElectionScenario) -> Candidates:
-    """Let a story happen, and stop all candidates in order."""
+    """Run a scenario, then stop all candidates cleanly."""
 
     async def run() -> Candidates:
         candidates = Candidates()

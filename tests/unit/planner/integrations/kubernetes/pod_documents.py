@@ -1,4 +1,4 @@
-"""Pods as the API server shows them to the webhook, and Pods as nobody should write them."""
+"""Pods as the API server sends them to the webhook, and malformed Pods."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ SGLANG = ["python3", "-m", "sglang.launch_server", "--model-path", "org/llama"]
 
 
 def webhook_settings(**options: object) -> KubernetesSettings:
-    """What the webhook is told; where files are asked for there is an image of them, and a way to take it."""
+    """Return settings of the webhook; with an injection mode they include an image."""
     image = {} if options.get("injection_mode", "none") == "none" else {"injection_image": "registry/rfork:1"}
     known = {"image_volumes": True} if options.get("injection_mode") == "image" else {}
     return KubernetesSettings(**{**image, **known, **options})  # type: ignore[arg-type]  # each test names options
 
 
 def container(name: str = "engine", **more: object) -> Document:
-    """A container that serves with vLLM, and has a readinessProbe, unless told otherwise."""
+    """Return a container that serves with vLLM and has a readinessProbe by default."""
     more.setdefault("readinessProbe", PROBE)
     if "command" not in more and "args" not in more:
         more["command"] = list(VLLM)
@@ -38,7 +38,7 @@ def container(name: str = "engine", **more: object) -> Document:
 
 
 def pod(*containers: Document, annotations: dict[str, str] | None = None, **spec: object) -> Document:
-    """A Pod with the label, of one container that serves unless told otherwise."""
+    """Return a Pod with the label and one container, which serves by default."""
     metadata: Document = {
         "generateName": "llama-7d9-",
         "namespace": "serving",
@@ -55,7 +55,7 @@ def pod(*containers: Document, annotations: dict[str, str] | None = None, **spec
 
 
 def defaulted(document: Document) -> Document:
-    """As the API server fills it in between two webhooks."""
+    """Add the API server's defaults, as between two webhooks."""
     spec = document["spec"]
     for each in [*spec.get("initContainers", ()), *spec["containers"]]:
         each.setdefault("imagePullPolicy", "IfNotPresent")
@@ -84,8 +84,8 @@ WORDS = st.sampled_from(
 LISTS = st.none() | st.lists(WORDS, max_size=5)
 ANNOTATIONS = st.dictionaries(
     st.sampled_from(
-        [names.MODEL_NAME, names.CONTAINER, names.ENGINE, names.INJECT, names.SNAPSHOT, names.FILES,
-         names.SAME_HOST, names.DRAIN_S, names.REQUIRED, names.INJECTED, names.NOTES, names.REJECTED]
+        [names.MODEL_NAME, names.CONTAINER, names.ENGINE, names.INJECT, names.SNAPSHOT, names.INJECTION_MODE,
+         names.SAME_HOST, names.DRAIN_TIMEOUT_S, names.FAIL_IF_NOT_FORKED, names.INJECTED, names.NOTES, names.REJECTED]
     ),
     st.sampled_from(["vllm", "sglang", "pytorch", "true", "false", "ipc", "none", "init", "image", "a", "b",
                      "5", "-1", "nan", "1e9", "org/model", "s3://x/$(Y)", ""]) | TEXTS,
@@ -145,7 +145,7 @@ SPECS = st.fixed_dictionaries(
 
 @st.composite
 def labelled_pods(draw: st.DrawFn) -> Document:
-    """Pods of the right shape that ask for rfork, in ways that make sense and in others."""
+    """Well-formed Pods that request rfork in valid and invalid ways."""
     metadata: Document = {"labels": {names.MODEL: draw(st.sampled_from(["llama", "a$(B)", ""]))}}
     metadata["annotations"] = draw(st.none() | ANNOTATIONS)
     return {"metadata": metadata, "spec": draw(SPECS)}
@@ -153,8 +153,8 @@ def labelled_pods(draw: st.DrawFn) -> Document:
 
 @st.composite
 def damaged_pods(draw: st.DrawFn) -> object:
-    """A Pod in which something, anywhere, is replaced by any JSON."""
-    # A copy: what `st.just` gives is one object for all examples, and what follows writes into it.
+    """A Pod with one part, at any place, replaced by any JSON."""
+    # Copy it: `st.just` returns the same object for all examples, and it is modified below.
     document: Any = copy.deepcopy(draw(labelled_pods()))
     at: Any = document
     while True:

@@ -1,4 +1,4 @@
-"""A Secret and a MutatingWebhookConfiguration in memory, as the API server guards them."""
+"""A Secret and a MutatingWebhookConfiguration in memory, with the API server's version checks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from planner.integrations.kubernetes.secrets import CaBundles, SecretData
 
 
 class MemorySecretStore:
-    """`SecretStore`; every call lets other tasks run first, so that two replicas come between one another."""
+    """`SecretStore` whose calls yield to other tasks first, so that replicas interleave."""
 
     def __init__(self, *webhooks: str) -> None:
         self.secret: dict[str, bytes] | None = None
@@ -21,24 +21,24 @@ class MemorySecretStore:
         self._versions = {"secret": 1, "bundles": 1}
 
     def break_secret(self, data: dict[str, bytes] | None) -> None:
-        """Somebody else writes the Secret; None: deletes it."""
+        """Overwrite the Secret. None: delete it."""
         self.secret = data
         self._versions["secret"] += 1
 
     def empty_bundles(self) -> None:
-        """A helm upgrade writes the configuration anew."""
+        """Empty the caBundles, as a helm upgrade does."""
         self.bundles = dict.fromkeys(self.bundles or {}, b"")
         self._versions["bundles"] += 1
 
     async def read_secret(self, name: str, namespace: str) -> SecretData:
-        """As in SecretStore."""
+        """See SecretStore."""
         await self._record_call("read_secret")
         if self.secret is None:
             return SecretData({}, "")
         return SecretData(dict(self.secret), str(self._versions["secret"]))
 
     async def write_secret(self, name: str, namespace: str, data: Mapping[str, bytes], version: str) -> SecretData:
-        """As in SecretStore."""
+        """See SecretStore."""
         await self._record_call("write_secret")
         if version != ("" if self.secret is None else str(self._versions["secret"])):
             raise ResourceConflict(name)
@@ -46,14 +46,14 @@ class MemorySecretStore:
         return SecretData(data, str(self._versions["secret"]))
 
     async def read_bundles(self, configuration: str) -> CaBundles:
-        """As in SecretStore."""
+        """See SecretStore."""
         await self._record_call("read_bundles")
         if self.bundles is None:
             raise NotFound(configuration)
         return CaBundles(dict(self.bundles), str(self._versions["bundles"]))
 
     async def write_bundles(self, configuration: str, bundles: Mapping[str, bytes], version: str) -> None:
-        """As in SecretStore."""
+        """See SecretStore."""
         await self._record_call("write_bundles")
         if self.bundles is None:
             raise NotFound(configuration)
@@ -63,10 +63,10 @@ class MemorySecretStore:
         self._versions["bundles"] += 1
 
     async def close(self) -> None:
-        """As in SecretStore."""
+        """See SecretStore."""
 
     async def _record_call(self, call: str) -> None:
         await asyncio.sleep(0)
         if self.unavailable or call in self.denied:
-            raise ClusterUnavailable(f"{call}: {'it is away' if self.unavailable else 'forbidden'}")
+            raise ClusterUnavailable(f"{call}: {'unreachable' if self.unavailable else 'forbidden'}")
         self.calls.append(call)

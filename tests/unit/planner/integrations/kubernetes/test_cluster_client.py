@@ -1,4 +1,4 @@
-"""Events, as the API server is asked to keep them: created once, and then counted up without being read."""
+"""Events are created once, and then incremented without being read."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ POD = ObjectRef("Pod", "v1", "team", "llama-0", "uid-1")
 
 
 class EventServer:
-    """Keeps Events as an API server does, for whoever may create and patch them."""
+    """Stores Events as an API server does, for clients that may create and patch them."""
 
     def __init__(self) -> None:
         self.stored: dict[str, Document] = {}
         self.requests: list[str] = []
         self.between_requests: Callable[[], None] = lambda: None
-        """What others do between two requests."""
+        """Changes by others between two requests."""
 
     def cluster(self, unix: float = 0.0) -> ApiServerCluster:
-        """One replica's seam."""
+        """Return the cluster as seen by one replica."""
         client = httpx2.AsyncClient(base_url="http://k", transport=httpx2.MockTransport(self._respond))
         return ApiServerCluster(ApiServer(client), unix=lambda: unix)
 
@@ -52,8 +52,8 @@ class EventServer:
         return httpx2.Response(200, json=self.stored[name])
 
 
-async def test_what_another_replica_tells_again_is_counted_up() -> None:
-    """One Event, with the first and the last time; nobody gets it."""
+async def test_an_equal_event_of_another_replica_is_incremented() -> None:
+    """One Event, with the first and the last time, without a GET."""
     events = EventServer()
     for unix in (0.0, 60.0, 3600.0):
         await events.cluster(unix).emit_event(POD, "Normal", "Forked", "15.2 GB")
@@ -75,26 +75,26 @@ async def test_what_another_replica_tells_again_is_counted_up() -> None:
         (POD, "Normal", "Forked", "1 GB"),
     ],
 )
-async def test_what_differs_is_another_event(
+async def test_different_events_are_separate(
     about: ObjectRef, event_type: EventType, reason: str, message: str
 ) -> None:
-    """Another Pod of the same name, type, reason or message."""
+    """They differ in the Pod's UID, type, reason or message."""
     events = EventServer()
     await events.cluster().emit_event(POD, "Normal", "Forked", "15.2 GB")
     await events.cluster().emit_event(about, event_type, reason, message)
     assert [1, 1] == [event["count"] for event in events.stored.values()]
 
 
-async def test_a_long_name_is_cut_to_one_that_can_be() -> None:
-    """No part of a name ends in a hyphen or is empty, and all of it has 253 characters at most."""
+async def test_a_long_name_is_truncated_to_a_valid_one() -> None:
+    """No part of a name is empty or ends in a hyphen, and the name has at most 253 characters."""
     events = EventServer()
     await events.cluster().emit_event(dataclasses.replace(POD, name="a" * 228 + "-.b"), "Normal", "Forked", "")
     (name,) = events.stored
     assert ("a" * 228, 228 + 1 + 16) == (name.partition(".")[0], len(name))
 
 
-async def test_an_event_that_ends_meanwhile_is_made_anew() -> None:
-    """Between the try to create it and the patch its time was over."""
+async def test_an_event_that_expires_meanwhile_is_created_again() -> None:
+    """It expired between the attempt to create it and the patch."""
     events = EventServer()
     await events.cluster().emit_event(POD, "Normal", "Forked", "")
     request_count = len(events.requests)
@@ -109,8 +109,8 @@ async def test_an_event_that_ends_meanwhile_is_made_anew() -> None:
     assert [1] == [event["count"] for event in events.stored.values()]
 
 
-async def test_others_that_count_at_the_same_time_lose_nothing() -> None:
-    """Who comes second looks again; where that never ends, the cluster is away for now."""
+async def test_concurrent_increments_are_not_lost() -> None:
+    """The second writer retries; if conflicts do not end, the cluster counts as unavailable."""
     events = EventServer()
     await events.cluster().emit_event(POD, "Normal", "Forked", "")
     times = 1
@@ -127,5 +127,5 @@ async def test_others_that_count_at_the_same_time_lose_nothing() -> None:
     await events.cluster().emit_event(POD, "Normal", "Forked", "")
     assert [3] == [event["count"] for event in events.stored.values()]
     times = 99
-    with pytest.raises(ClusterUnavailable, match="others write it as well"):
+    with pytest.raises(ClusterUnavailable, match="concurrent writes by others"):
         await events.cluster().emit_event(POD, "Normal", "Forked", "")

@@ -1,4 +1,4 @@
-"""What is no answer of an API server's ends no watch: proxies stand between."""
+"""Invalid responses, such as a proxy's, do not end a watch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NODE = {"metadata": {"name": "a", "resourceVersion": "7"}}
 
 
 def server(list_response: httpx2.Response, *events: object) -> ApiServer:
-    """One whose lists are `list_response`, and whose first watch brings these."""
+    """Return a server whose lists are `list_response`, and whose first watch delivers these events."""
     lines = [b"".join(json.dumps(event).encode() + b"\n" for event in events)]
 
     def respond(request: httpx2.Request) -> httpx2.Response:
@@ -40,7 +40,7 @@ def server(list_response: httpx2.Response, *events: object) -> ApiServer:
 
 
 async def first_updates(api: ApiServer, number: int) -> list[WatchEvent[ObservedNode]]:
-    """The first so many news."""
+    """Return the first updates."""
     found: list[WatchEvent[ObservedNode]] = []
     async with contextlib.aclosing(watch_forever(api, NODES)) as updates:  # type: ignore[type-var]
         async for each in updates:
@@ -50,8 +50,8 @@ async def first_updates(api: ApiServer, number: int) -> list[WatchEvent[Observed
     return found
 
 
-async def test_events_that_are_none_are_passed_over(caplog: pytest.LogCaptureFixture) -> None:
-    """Each with a line in the log; what comes after them is heard."""
+async def test_malformed_events_are_ignored(caplog: pytest.LogCaptureFixture) -> None:
+    """Each logs a line, and later events are delivered."""
     odd = [
         {},
         {"type": "ADDED"},
@@ -61,12 +61,14 @@ async def test_events_that_are_none_are_passed_over(caplog: pytest.LogCaptureFix
     listed = httpx2.Response(200, json={"metadata": {"resourceVersion": "5"}, "items": ["x", NODE]})
     api = server(listed, *odd, {"type": "ADDED", "object": NODE})
     assert [Synced((ObservedNode("a", {}),)), Upserted(ObservedNode("a", {}))] == await first_updates(api, 2)
-    assert 1 + len(odd) == sum("object_not_understood" in record.message for record in caplog.records)
+    assert 1 + len(odd) == sum("malformed object ignored" in record.message for record in caplog.records)
 
 
 @pytest.mark.parametrize("error", ["x", None, {"code": "many"}, {"details": "x"}])
-async def test_an_error_that_is_no_status_is_one_all_the_same(error: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The watch begins anew."""
+async def test_an_error_event_without_a_status_restarts_the_watch(
+    error: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The watch starts again."""
     monkeypatch.setattr(informer, "BACKOFF_S", 0.0)
     listed = httpx2.Response(200, json={"metadata": {"resourceVersion": "5"}, "items": []})
     assert [Synced(()), Synced(())] == await first_updates(server(listed, {"type": "ERROR", "object": error}), 2)
@@ -74,8 +76,8 @@ async def test_an_error_that_is_no_status_is_one_all_the_same(error: object, mon
 
 @pytest.mark.parametrize("details", ["x", [], {"causes": "x"}, {"causes": ["x"]}])
 @pytest.mark.parametrize("status", [409, 422, 504])
-async def test_an_answer_that_is_no_status_is_an_error_of_ours(details: object, status: int) -> None:
-    """Whatever a proxy says, callers get what they know."""
+async def test_an_error_response_without_a_status_raises_a_known_error(details: object, status: int) -> None:
+    """Whatever a proxy returns, callers get a documented exception."""
     api = server(httpx2.Response(status, json={"message": "no", "details": details}))
     with pytest.raises((ClusterUnavailable, ResourceConflict), match=f"GET /x: {status} no"):
         await api.call("GET", "/x")

@@ -1,4 +1,4 @@
-"""What becomes of a Pod that asks for rfork."""
+"""Injection into a Pod's document."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from tests.unit.planner.integrations.kubernetes.pod_documents import (
 )
 
 
-def test_a_pod_of_vllm_word_for_word() -> None:
-    """All that the defaults change; what was given stays as it was."""
+def test_the_complete_patch_of_a_vllm_pod() -> None:
+    """All changes of the default settings; existing values stay."""
     before = pod()
     kept = copy.deepcopy(before)
     after = injected_pod(before)
@@ -83,57 +83,59 @@ def test_a_pod_of_vllm_word_for_word() -> None:
     ],
 )
 def test_the_load_format_is_the_last_argument(container_fields: Document, expected: Document) -> None:
-    """Of `args`, or of the command where there are none; once."""
+    """In `args`, or in the command if there are none; only once."""
     made = engine_container(injected_pod(pod(container(**container_fields))))
     assert expected == {key: made[key] for key in ("command", "args") if key in made}
 
 
-def test_pytorch_gets_the_environment_alone() -> None:
-    """Its command stays; it drains, and is ready once its weights are."""
+def test_pytorch_gets_only_the_environment() -> None:
+    """Its command stays; it has the drain hook and the readiness gate."""
     made = injected_pod(pod(container(command=["sh", "-c", "x"]), annotations={names.ENGINE: "pytorch"}))
     assert ["sh", "-c", "x"] == engine_container(made)["command"]
     assert PLANNER == engine_env(made)["RFORK_PLANNER"]
 
 
-def test_what_is_annotated_goes_before_settings() -> None:
-    """Snapshot, required, same-host, files and the seconds of the drain."""
+def test_annotations_override_settings() -> None:
+    """Snapshot, fail-if-not-forked, same-host, injection mode and drain timeout."""
     annotations = {
-        names.MODEL_NAME: "org/$(x)", names.SNAPSHOT: "s3://b/$(MODEL)", names.REQUIRED: "true",
-        names.SAME_HOST: "true", names.FILES: "none", names.DRAIN_S: "1.5",
+        names.MODEL_NAME: "org/$(x)", names.SNAPSHOT: "s3://b/$(MODEL)", names.FAIL_IF_NOT_FORKED: "true",
+        names.SAME_HOST: "true", names.INJECTION_MODE: "none", names.DRAIN_TIMEOUT_S: "1.5",
     }  # fmt: skip
-    made = injected_pod(pod(annotations=annotations, terminationGracePeriodSeconds=10), files="init", same_host=False)
+    made = injected_pod(
+        pod(annotations=annotations, terminationGracePeriodSeconds=10), injection_mode="init", same_host=False
+    )
     seen = engine_env(made)
     expected = ("org/$$(x)", "s3://b/$(MODEL)", "1", "/run/rfork", 12, "1.5")
     assert expected == (
-        *(seen[f"RFORK_{name}"] for name in ("MODEL", "SNAPSHOT", "REQUIRED", "LOCAL_SOCKETS")),
+        *(seen[f"RFORK_{name}"] for name in ("MODEL", "SNAPSHOT", "FAIL_IF_NOT_FORKED", "UNIX_SOCKET_DIR")),
         made["spec"]["terminationGracePeriodSeconds"],
         engine_container(made)["lifecycle"]["preStop"]["exec"]["command"][-1],
     )
     assert ("initContainers" in made["spec"], "PYTHONPATH" in seen) == (False, False)
 
 
-def test_a_stated_version_is_set_as_it_stands() -> None:
-    """Kubernetes expands no reference in it."""
+def test_a_stated_version_is_set_verbatim() -> None:
+    """References in it are escaped."""
     made = engine_env(injected_pod(pod(annotations={names.VERSION: "v1-$(X)"})))
     assert "v1-$$(X)" == made["RFORK_VERSION"]
 
 
 def test_a_pod_that_states_no_version_gets_none() -> None:
-    """The instance then finds out the version of its files."""
+    """The instance then determines the version from its files."""
     assert "RFORK_VERSION" not in engine_env(injected_pod(pod()))
 
 
-def test_a_version_that_the_container_sets_stays() -> None:
+def test_a_version_set_by_the_container_is_kept() -> None:
     """The Pod's notes name the variable."""
     own = pod(container(env=[{"name": "RFORK_VERSION", "value": "v0"}]), annotations={names.VERSION: "v1"})
     made, notes = inject_pod(own, webhook_settings())
     assert "v0" == engine_env(made)["RFORK_VERSION"]
-    assert ("left as the Pod sets them: RFORK_VERSION",) == notes
+    assert ("kept as set by the Pod: RFORK_VERSION",) == notes
 
 
-def test_nothing_drains_where_no_time_is_given() -> None:
-    """Then the server waits for its readers itself, in the time that it had."""
-    made = injected_pod(pod(), drain_s=0)
+def test_a_drain_timeout_of_zero_adds_no_hook() -> None:
+    """The server then waits for its readers itself, within its grace period."""
+    made = injected_pod(pod(), drain_timeout_s=0)
     assert (False, False, False) == (
         "lifecycle" in engine_container(made),
         "RFORK_DRAIN_TIMEOUT_S" in engine_env(made),
@@ -145,8 +147,8 @@ def test_nothing_drains_where_no_time_is_given() -> None:
     ("setting", "led", "expected"),
     [(True, True, [names.WEIGHTS_READY]), (True, False, []), (False, True, []), (False, False, [])],
 )
-def test_only_where_a_controller_leads_is_there_a_gate(setting: bool, led: bool, expected: list[str]) -> None:
-    """Nothing is told of it; reviewed again, the Pod keeps what it got, whoever leads by then."""
+def test_the_gate_is_added_only_while_a_controller_leads(setting: bool, led: bool, expected: list[str]) -> None:
+    """There is no note about it. On reinjection the Pod keeps its state, regardless of the leader."""
     settings = webhook_settings(readiness_gate=setting)
     once, notes = inject_pod(pod(), settings, led=led)
     assert () == notes
@@ -154,12 +156,12 @@ def test_only_where_a_controller_leads_is_there_a_gate(setting: bool, led: bool,
     assert [(once, ())] * 2 == [inject_pod(once, settings, led=later) for later in (True, False)]
 
 
-def test_an_engine_without_a_readiness_probe_is_told() -> None:
-    """Once; what runs PyTorch may answer nobody."""
+def test_a_missing_readiness_probe_is_noted() -> None:
+    """Only once; PyTorch programs need none."""
     bare = pod(container(readinessProbe=None))
     note = (
-        "container engine has no readinessProbe, so the Pod counts as ready before the engine answers: "
-        "give it one that asks the engine's /health"
+        "container engine has no readinessProbe, so the Pod counts as ready before the engine responds: "
+        "add a probe of the engine's /health"
     )
     made, notes = inject_pod(bare, webhook_settings())
     assert ((note,), note) == (notes, made["metadata"]["annotations"][names.NOTES])
@@ -169,8 +171,8 @@ def test_an_engine_without_a_readiness_probe_is_told() -> None:
 
 
 def test_tls_between_instances() -> None:
-    """The Secret's three files; a Pod without the Secret starts all the same."""
-    made = injected_pod(pod(), ca_secret="mtls")
+    """The Secret's three files are mounted; a Pod without the Secret still starts."""
+    made = injected_pod(pod(), tls_secret="mtls")
     seen = engine_env(made)
     assert ["/etc/rfork/tls/tls.crt", "/etc/rfork/tls/tls.key", "/etc/rfork/tls/ca.crt"] == [
         seen[f"RFORK_TLS_{name}"] for name in ("CERTIFICATE", "KEY", "CA")
@@ -191,7 +193,7 @@ def test_tls_between_instances() -> None:
     ],
 )
 def test_same_host(annotation: str | None, setting: bool, spec: Document, expected: tuple[bool, Any, Any]) -> None:
-    """Sockets by setting or annotation; host namespaces by annotation alone, where the Pod allows them."""
+    """Sockets by setting or annotation; host namespaces only by annotation, if the Pod allows them."""
     document = pod(annotations={} if annotation is None else {names.SAME_HOST: annotation}, **spec)
     made, notes = inject_pod(document, webhook_settings(same_host=setting))
     path = {"path": "/run/rfork", "type": "DirectoryOrCreate"}
@@ -200,8 +202,8 @@ def test_same_host(annotation: str | None, setting: bool, spec: Document, expect
     assert bool(spec) == bool(notes)
 
 
-def test_what_a_user_set_stays_and_is_told() -> None:
-    """Variables, preStop, gates and volumes; one that says the same as ours is nothing to tell."""
+def test_existing_values_are_kept_and_noted() -> None:
+    """Variables, preStop, gates and volumes. Values equal to ours cause no note."""
     before = pod(
         container(
             env=[
@@ -225,21 +227,21 @@ def test_what_a_user_set_stays_and_is_told() -> None:
     assert engine_container(before)["lifecycle"] == engine_container(after)["lifecycle"]
     assert ("initContainers" in after["spec"], "RFORK_DRAIN_TIMEOUT_S" in engine_env(after)) == (False, False)
     expected = (
-        "what the container mounts at /opt/rfork is used as it is",
-        "container engine has a preStop hook of its own: have it call `rfork drain --own`, or readers are "
-        "waited for only as the server ends",
-        "the Pod's own volume rfork-sockets is used as it is",
-        "left as the Pod sets them: RFORK_PLANNER, RFORK_REPLICA",
-        "with an RFORK_REPLICA of its own the Pod's instances are not known as this Pod's",
-        "VLLM_PLUGINS is set from elsewhere: it has to name rfork",
+        "the container's own mount at /opt/rfork is used unchanged",
+        "container engine has its own preStop hook: call `rfork drain --own` there, or the server "
+        "waits for readers only while it shuts down",
+        "the Pod's own volume rfork-sockets is used unchanged",
+        "kept as set by the Pod: RFORK_PLANNER, RFORK_REPLICA",
+        "the Pod sets its own RFORK_REPLICA, so its instances cannot be matched to this Pod",
+        "VLLM_PLUGINS is set with valueFrom: it must include rfork",
     )
     assert (expected, "\n".join(expected)) == (notes, after["metadata"]["annotations"][names.NOTES])
 
 
-def test_each_variable_is_one_that_rfork_reads() -> None:
-    """Settings take them as they come: no name is misspelt, no value refused."""
-    annotations = {names.SNAPSHOT: "s3://b/m", names.REQUIRED: "true"}
-    made = injected_pod(pod(annotations=annotations), ca_secret="tls", same_host=True)
+def test_each_variable_is_a_valid_setting() -> None:
+    """Every name is known and every value is accepted."""
+    annotations = {names.SNAPSHOT: "s3://b/m", names.FAIL_IF_NOT_FORKED: "true"}
+    made = injected_pod(pod(annotations=annotations), tls_secret="tls", same_host=True)
     known = {f"RFORK_{name}".upper() for name in InstanceSettings.model_fields}
     helpers = {"RFORK_POD_NAMESPACE", "RFORK_POD_NAME"}
     tls = {"RFORK_TLS_CERTIFICATE", "RFORK_TLS_KEY", "RFORK_TLS_CA"}
@@ -251,9 +253,9 @@ def test_each_variable_is_one_that_rfork_reads() -> None:
     [("1.37", "none"), ("1.37", "init"), ("1.37", "image"), ("1.25", "init"), ("1.25", "none")],
 )
 @pytest.mark.parametrize("engine", [VLLM, SGLANG])
-def test_the_schemas_know_all_of_it(version: str, files: str, engine: list[str]) -> None:
-    """Of the newest Kubernetes, and, without an image volume, of the oldest that there are schemas for."""
-    annotations = {names.SAME_HOST: "ipc", names.SNAPSHOT: "s3://b/m", names.REQUIRED: "true"}
+def test_the_result_matches_kubernetes_schemas(version: str, files: str, engine: list[str]) -> None:
+    """Of the newest Kubernetes and, without image volumes, of the oldest one with published schemas."""
+    annotations = {names.SAME_HOST: "ipc", names.SNAPSHOT: "s3://b/m", names.FAIL_IF_NOT_FORKED: "true"}
     document = pod(container(command=engine), {"name": "b", "image": "b"}, annotations=annotations)
-    made = injected_pod(document, files=files, ca_secret="mtls")
+    made = injected_pod(document, injection_mode=files, tls_secret="mtls")
     assert version == kubernetes_validate.validate(made, version, strict=True)

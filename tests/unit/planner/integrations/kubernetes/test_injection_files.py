@@ -1,4 +1,4 @@
-"""Where a Pod finds rfork's files, and how Python finds them."""
+"""Rfork's files in a Pod, and Python's path to them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from tests.unit.planner.integrations.kubernetes.pod_documents import (
 )
 
 
-def test_files_by_an_init_container() -> None:
-    """It copies them as nobody in particular, into a volume that Python finds them in."""
-    made = injected_pod(pod(container(env=[{"name": "PYTHONPATH", "value": "/app"}])), files="init")
+def test_files_from_an_init_container() -> None:
+    """It runs as a non-root user and copies them to a volume in Python's path."""
+    made = injected_pod(pod(container(env=[{"name": "PYTHONPATH", "value": "/app"}])), injection_mode="init")
     small = {"cpu": "100m", "memory": "64Mi"}
     expected = {
         "name": "rfork-files",
@@ -50,9 +50,9 @@ def test_files_by_an_init_container() -> None:
     )
 
 
-def test_files_by_an_image_volume() -> None:
-    """The whole image, read-only: its files lie where they lie in it."""
-    made = injected_pod(pod(), files="image")
+def test_files_from_an_image_volume() -> None:
+    """The complete image is mounted read-only."""
+    made = injected_pod(pod(), injection_mode="image")
     assert [{"name": "rfork-files", "image": {"reference": "registry/rfork:1"}}] == made["spec"]["volumes"]
     assert [{"name": "rfork-files", "mountPath": "/opt/rfork", "readOnly": True}] == engine_container(made)[
         "volumeMounts"
@@ -61,30 +61,28 @@ def test_files_by_an_image_volume() -> None:
     assert "initContainers" not in made["spec"]
 
 
-def test_a_pod_that_runs_as_root_copies_as_another() -> None:
-    """Or the kubelet would refuse a container that must not be root."""
-    made = injected_pod(pod(securityContext={"runAsUser": 0}), files="init")
+def test_the_init_container_of_a_root_pod_has_its_own_user() -> None:
+    """Otherwise the kubelet would reject a container that must not run as root."""
+    made = injected_pod(pod(securityContext={"runAsUser": 0}), injection_mode="init")
     assert 65532 == made["spec"]["initContainers"][0]["securityContext"]["runAsUser"]
 
 
-def test_files_without_an_image_are_refused() -> None:
-    """The engine would not start: it does not know the load format."""
-    with pytest.raises(SettingsError, match="no image of rfork's files"):
-        inject_pod(pod(annotations={names.FILES: "init"}), webhook_settings())
+def test_files_without_an_image_are_rejected() -> None:
+    """The engine would not start, because it does not know the load format."""
+    with pytest.raises(SettingsError, match="no image with rfork's files"):
+        inject_pod(pod(annotations={names.INJECTION_MODE: "init"}), webhook_settings())
 
 
 @pytest.mark.parametrize(
     ("document", "settings"),
     [
         (pod(), webhook_settings(injection_mode="image", image_volumes=False)),
-        (pod(annotations={names.FILES: "image"}), webhook_settings(injection_mode="init")),
+        (pod(annotations={names.INJECTION_MODE: "image"}), webhook_settings(injection_mode="init")),
     ],
 )
-def test_an_image_volume_where_the_cluster_knows_none_is_refused(
-    document: Document, settings: KubernetesSettings
-) -> None:
-    """By setting or annotation: such a Pod would be refused, or start without the volume."""
-    with pytest.raises(SettingsError, match="as an image volume, which this cluster is not said to know"):
+def test_an_image_volume_is_rejected_if_unsupported(document: Document, settings: KubernetesSettings) -> None:
+    """By setting or annotation: the Pod would be rejected, or start without the volume."""
+    with pytest.raises(SettingsError, match="this cluster is not known to support image volumes"):
         inject_pod(document, settings)
 
 
@@ -109,8 +107,8 @@ def test_an_image_volume_where_the_cluster_knows_none_is_refused(
         ),
     ],
 )
-def test_pythons_path_goes_on(existing_variable: Document, expected: list[Document]) -> None:
-    """Behind rfork's files; from elsewhere it is referred to."""
+def test_the_python_path_is_extended(existing_variable: Document, expected: list[Document]) -> None:
+    """The existing value follows rfork's files; a valueFrom is referenced."""
     made, _ = inject_pod(pod(container(env=[existing_variable])), webhook_settings(injection_mode="init"))
     assert expected == [each for each in engine_container(made)["env"] if "PYTHONPATH" in each["name"]]
 
@@ -126,7 +124,7 @@ def test_pythons_path_goes_on(existing_variable: Document, expected: list[Docume
         (SGLANG, {"name": "SGLANG_PLUGINS", "value": ""}, ""),
     ],
 )
-def test_plugin_lists_let_rfork_through(arguments: list[str], variable: Document, expected: str) -> None:
-    """The engine's own, as it reads it."""
+def test_plugin_lists_include_rfork(arguments: list[str], variable: Document, expected: str) -> None:
+    """In the engine's own format."""
     made = injected_pod(pod(container(command=arguments, env=[variable])))
     assert expected == engine_env(made)[variable["name"]]

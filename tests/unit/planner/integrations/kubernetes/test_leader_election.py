@@ -1,4 +1,4 @@
-"""Who leads, and that never two do: of candidates that start, stop and are cut off."""
+"""At most one candidate leads, while candidates start, stop and lose their connection."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.unit.planner.integrations.kubernetes.leader_candidates import (
 
 
 def test_one_of_two_leads() -> None:
-    """Of two candidates one leads, for as long as it renews, and the other one knows who it is."""
+    """It leads while it renews, and the other candidate knows it."""
 
     async def scenario(candidates: Candidates) -> None:
         first = candidates.start("a")
@@ -34,8 +34,8 @@ def test_one_of_two_leads() -> None:
     assert 600 / (LEASE_S / 5) == pytest.approx(result.lease_server.writes, rel=0.1)
 
 
-def test_an_orderly_stop_gives_the_lease_up() -> None:
-    """The next candidate leads at its next look, not a Lease's duration later."""
+def test_a_clean_stop_releases_the_lease() -> None:
+    """The next candidate leads at its next poll, not after the Lease's duration."""
 
     async def scenario(candidates: Candidates) -> None:
         candidates.start("a")
@@ -52,8 +52,8 @@ def test_an_orderly_stop_gives_the_lease_up() -> None:
 
 
 @pytest.mark.parametrize("after_s", [0.015, 0.025, 3.005, 3.015, 3.025])
-def test_a_stop_while_a_write_is_not_answered_gives_the_lease_up(after_s: float) -> None:
-    """Whether it was to take the Lease or to renew it, and whether the API server has done it already."""
+def test_a_stop_during_an_unanswered_write_releases_the_lease(after_s: float) -> None:
+    """For acquiring and renewing, and regardless of whether the API server has executed it."""
 
     async def scenario(candidates: Candidates) -> None:
         candidates.start("a")
@@ -65,8 +65,8 @@ def test_a_stop_while_a_write_is_not_answered_gives_the_lease_up(after_s: float)
 
 
 @pytest.mark.parametrize("unresponsive", [False, True])
-def test_a_stop_while_the_work_ends_gives_the_lease_up(unresponsive: bool) -> None:
-    """Also a second one, and where the lead was lost by then to an API server that does not answer."""
+def test_a_stop_during_the_cleanup_releases_the_lease(unresponsive: bool) -> None:
+    """Even a second stop, and even if leadership was lost to an unresponsive API server."""
 
     async def scenario(candidates: Candidates) -> None:
         ending, may_end = asyncio.Event(), asyncio.Event()
@@ -106,8 +106,8 @@ def test_a_stop_while_the_work_ends_gives_the_lease_up(unresponsive: bool) -> No
     run_scenario(scenario)
 
 
-def test_a_stop_of_who_never_asked_writes_nothing() -> None:
-    """A candidate that waits leaves the holder's Lease alone when it is stopped."""
+def test_a_waiting_candidate_stops_without_a_write() -> None:
+    """It leaves the holder's Lease alone."""
 
     async def scenario(candidates: Candidates) -> None:
         candidates.lease_server.lease = ObservedLease("other", "1", LEASE_S, "1")
@@ -119,7 +119,7 @@ def test_a_stop_of_who_never_asked_writes_nothing() -> None:
 
 
 def test_a_holder_that_died_is_replaced() -> None:
-    """Who looks at a Lease that nobody renews takes it, after the holder's duration and not before."""
+    """Candidates acquire a Lease that is not renewed, after the holder's duration and not before."""
 
     async def scenario(candidates: Candidates) -> None:
         candidates.lease_server.lease = ObservedLease("dead", "1", LEASE_S, "1")
@@ -131,8 +131,8 @@ def test_a_holder_that_died_is_replaced() -> None:
 
 
 @pytest.mark.parametrize("how", ["away", "silent"])
-def test_a_leader_without_api_server_steps_down_first(how: str) -> None:
-    """It stops acting two thirds into its Lease; the other one begins after the whole of it."""
+def test_a_leader_without_api_server_stops_first(how: str) -> None:
+    """It stops after two thirds of its Lease's duration; another one starts after the full duration."""
 
     async def scenario(candidates: Candidates) -> None:
         candidates.start("a")
@@ -155,8 +155,8 @@ def test_a_leader_without_api_server_steps_down_first(how: str) -> None:
     assert 1 == result.max_active
 
 
-def test_everybody_loses_an_api_server_that_is_away() -> None:
-    """Nobody leads then; once it is back, one does."""
+def test_without_the_api_server_no_candidate_leads() -> None:
+    """When the API server is back, one does."""
 
     async def scenario(candidates: Candidates) -> None:
         candidates.start("a")
@@ -173,7 +173,7 @@ def test_everybody_loses_an_api_server_that_is_away() -> None:
 
 
 def test_a_short_outage_changes_nothing() -> None:
-    """A leader that misses a renewal tries again at once, and leads on."""
+    """A leader that misses a renewal retries soon and stays the leader."""
 
     async def scenario(candidates: Candidates) -> None:
         candidates.start("a")
@@ -187,8 +187,8 @@ def test_a_short_outage_changes_nothing() -> None:
     assert [("a", "begins"), ("a", "ends")] == run_scenario(scenario).history
 
 
-def test_a_renewal_whose_answer_was_lost_is_no_conflict() -> None:
-    """The Lease has another version than the holder knows, but its name: it goes on."""
+def test_a_renewal_with_a_lost_response_is_no_conflict() -> None:
+    """The Lease has another version than expected but the same holder: it continues."""
 
     async def scenario(candidates: Candidates) -> None:
         first = candidates.start("a")
@@ -200,8 +200,8 @@ def test_a_renewal_whose_answer_was_lost_is_no_conflict() -> None:
 
 
 @pytest.mark.parametrize("thief", ["thief", None])
-def test_a_leader_whose_lease_was_taken_ends(thief: str | None) -> None:
-    """A Lease that another one wrote, or emptied, is lost at the next renewal."""
+def test_a_leader_whose_lease_was_overwritten_stops(thief: str | None) -> None:
+    """A Lease that was overwritten or emptied is lost at the next renewal."""
 
     async def scenario(candidates: Candidates) -> None:
         candidates.start("a")
@@ -213,8 +213,8 @@ def test_a_leader_whose_lease_was_taken_ends(thief: str | None) -> None:
     run_scenario(scenario)
 
 
-def test_a_holder_whose_clock_stood_still_ends_at_its_next_renewal() -> None:
-    """It believes in its Lease until it is refused, a fifth of the duration later at most."""
+def test_a_paused_leader_stops_at_its_next_renewal() -> None:
+    """With a paused clock it leads until the renewal is rejected, at most a fifth of the duration later."""
 
     async def scenario(candidates: Candidates) -> None:
         candidates.start("a")
@@ -227,8 +227,8 @@ def test_a_holder_whose_clock_stood_still_ends_at_its_next_renewal() -> None:
     run_scenario(scenario)
 
 
-def test_a_process_that_slept_does_not_lead_when_it_wakes() -> None:
-    """Its clock went on without it: `leads` is false before any of its timers has run."""
+def test_a_suspended_process_does_not_lead_when_it_resumes() -> None:
+    """Its clock continued: `is_leader` is false before any of its timers has run."""
 
     async def scenario(candidates: Candidates) -> None:
         election = candidates.start("a")
@@ -240,8 +240,8 @@ def test_a_process_that_slept_does_not_lead_when_it_wakes() -> None:
     run_scenario(scenario)
 
 
-def test_a_deleted_lease_is_not_taken_from_a_holder_that_has_not_noticed() -> None:
-    """Who saw a holder waits out its duration, although there is no Lease any more."""
+def test_a_deleted_lease_is_acquired_after_the_holders_duration() -> None:
+    """The previous holder may not have noticed the deletion."""
 
     async def scenario(candidates: Candidates) -> None:
         candidates.lease_server.lease = ObservedLease("other", "1", LEASE_S, "1")
@@ -254,8 +254,8 @@ def test_a_deleted_lease_is_not_taken_from_a_holder_that_has_not_noticed() -> No
     assert LEASE_S <= result.times[0] <= LEASE_S + 4
 
 
-def test_many_candidates_and_many_ends() -> None:
-    """Five candidates of which each leader is cut off in turn: never two act, and soon one does again."""
+def test_five_candidates_and_repeated_failures() -> None:
+    """Each leader is disconnected in turn: never two lead, and soon one leads again."""
 
     async def scenario(candidates: Candidates) -> None:
         for name in "abcde":
@@ -268,8 +268,8 @@ def test_many_candidates_and_many_ends() -> None:
     assert 1 == run_scenario(scenario).max_active
 
 
-def test_work_that_ends_gives_the_lease_up() -> None:
-    """What `work` raises comes out of `lead`, and the Lease is nobody's."""
+def test_the_end_of_the_work_releases_the_lease() -> None:
+    """The exception of `work` is raised by `run`, and the Lease is free."""
 
     async def fails() -> None:
         raise RuntimeError("a bug")

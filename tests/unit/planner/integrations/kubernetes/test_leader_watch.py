@@ -1,4 +1,4 @@
-"""Whether a controller leads, as the webhook sees it; its process; and that nothing of it holds Pods up."""
+"""The webhook's view of the controller's Lease."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ NONE = ObservedLease(None, "", 0.0, "")
 
 
 def lease(renewed: str, holder: str | None = "a", duration_s: float = 15.0) -> ObservedLease:
-    """The Lease as its holder renewed it."""
+    """Return the Lease as renewed by its holder."""
     return ObservedLease(holder, renewed, duration_s, renewed)
 
 
 OBSERVATIONS: list[tuple[str, list[tuple[float, ObservedLease]], float, bool]] = [
-    ("before the first look", [], 0, False),
-    ("the first look: when it was renewed is not known", [(0, lease("1"))], 0, False),
+    ("before the first poll", [], 0, False),
+    ("the first poll: time of the renewal unknown", [(0, lease("1"))], 0, False),
     ("renewed meanwhile", [(0, lease("1")), (2, lease("2"))], 2, True),
-    ("one that nobody renews", [(0, lease("1")), (2, lease("1")), (60, lease("1"))], 60, False),
-    ("not renewed since, for a while", [(0, lease("1")), (2, lease("2")), (28, lease("2"))], 29.9, True),
+    ("never renewed", [(0, lease("1")), (2, lease("1")), (60, lease("1"))], 60, False),
+    ("not renewed since, recently", [(0, lease("1")), (2, lease("2")), (28, lease("2"))], 29.9, True),
     ("not renewed since", [(0, lease("1")), (2, lease("2")), (28, lease("2"))], 30, False),
-    ("not looked at since", [(0, lease("1")), (2, lease("2"))], 30, False),
-    ("renewed perhaps long ago, between two looks", [(0, lease("1")), (600, lease("2"))], 600, False),
+    ("not polled since", [(0, lease("1")), (2, lease("2"))], 30, False),
+    ("renewed between two distant polls", [(0, lease("1")), (600, lease("2"))], 600, False),
     ("renewed again", [(0, lease("1")), (600, lease("2")), (602, lease("3"))], 602, True),
-    ("given up", [(0, lease("1")), (2, lease("2")), (4, lease("3", None))], 4, False),
-    ("another took it", [(0, lease("1")), (2, lease("2", None)), (4, lease("3", "b"))], 4, True),
+    ("released", [(0, lease("1")), (2, lease("2")), (4, lease("3", None))], 4, False),
+    ("acquired by another holder", [(0, lease("1")), (2, lease("2", None)), (4, lease("3", "b"))], 4, True),
     ("no Lease", [(0, NONE), (2, NONE)], 2, False),
     ("deleted", [(0, lease("1")), (2, lease("2")), (4, NONE)], 4, False),
     ("made", [(0, NONE), (2, lease("1"))], 2, True),
-    ("by the duration of its own", [(0, lease("1")), (2, lease("2", duration_s=5))], 10, False),
-    ("one without duration", [(0, lease("1")), (2, lease("2", duration_s=0))], 29, True),
+    ("with its own duration", [(0, lease("1")), (2, lease("2", duration_s=5))], 10, False),
+    ("without a duration", [(0, lease("1")), (2, lease("2", duration_s=0))], 29, True),
 ]
 
 
@@ -44,12 +44,12 @@ OBSERVATIONS: list[tuple[str, list[tuple[float, ObservedLease]], float, bool]] =
     [row[1:] for row in OBSERVATIONS],
     ids=[row[0] for row in OBSERVATIONS],
 )
-def test_who_leads_was_surely_there_not_long_ago(
+def test_a_leader_renewed_the_lease_recently(
     observations: list[tuple[float, ObservedLease]], now: float, expected: bool
 ) -> None:
-    """By this process's clock alone, within two durations of the Lease."""
+    """Within two durations of the Lease, by this process's clock only."""
     clock = FakeClock(0.0)
-    leader_watch = LeaderWatch(webhook_settings(lease_s=15), clock)
+    leader_watch = LeaderWatch(webhook_settings(lease_duration_s=15), clock)
     for at, seen in observations:
         clock.now = at
         leader_watch.observe(seen, at)
@@ -58,7 +58,7 @@ def test_who_leads_was_surely_there_not_long_ago(
 
 
 class ScriptedLeaseReader:
-    """What the API server answers, look by look; then nothing more. Each look takes a second."""
+    """Returns scripted responses, one per poll, then ends. Each poll takes a second."""
 
     def __init__(self, clock: FakeClock, leader_watch: LeaderWatch, replies: list[ObservedLease | str]) -> None:
         self.clock, self.leader_watch, self.replies = clock, leader_watch, iter(replies)
@@ -82,10 +82,10 @@ class ScriptedLeaseReader:
         self.clock.now += seconds
 
 
-async def test_it_looks_for_ever_and_says_what_changes(
+async def test_changes_of_the_leadership_are_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An API server that is away, or refuses, is nobody who leads; one line for each change."""
+    """While the API server is unreachable or rejects requests, no controller leads. One line per change."""
     clock = FakeClock()
     leader_watch = LeaderWatch(webhook_settings(lease="it", namespace="rfork", poll_interval_s=2), clock)
     away = "GET it: 403 forbidden"
@@ -109,14 +109,16 @@ async def test_it_looks_for_ever_and_says_what_changes(
 
 
 @pytest.mark.parametrize(
-    ("poll_interval_s", "lease_s", "expected"), [(2.0, 15.0, 2.0), (60.0, 15.0, 5.0), (2.0, 1.0, 0.5)]
+    ("poll_interval_s", "lease_duration_s", "expected"), [(2.0, 15.0, 2.0), (60.0, 15.0, 5.0), (2.0, 1.0, 0.5)]
 )
-async def test_it_looks_often_enough(
-    monkeypatch: pytest.MonkeyPatch, poll_interval_s: float, lease_s: float, expected: float
+async def test_the_poll_interval(
+    monkeypatch: pytest.MonkeyPatch, poll_interval_s: float, lease_duration_s: float, expected: float
 ) -> None:
-    """As often as at the planner, but no more seldom than every five seconds, or twice a duration."""
+    """The configured interval, but at least every five seconds and twice per duration."""
     clock = FakeClock()
-    leader_watch = LeaderWatch(webhook_settings(poll_interval_s=poll_interval_s, lease_s=lease_s), clock)
+    leader_watch = LeaderWatch(
+        webhook_settings(poll_interval_s=poll_interval_s, lease_duration_s=lease_duration_s), clock
+    )
     lease_reader = ScriptedLeaseReader(clock, leader_watch, [NONE])
     monkeypatch.setattr(asyncio, "sleep", lease_reader.sleep)
     with pytest.raises(asyncio.CancelledError):

@@ -13,7 +13,7 @@ CHANGED = [{"name": "RFORK_REPLICA", "valueFrom": {"fieldRef": {"fieldPath": "me
 
 
 def document(*containers: Document, annotations: dict[str, str] | None = None, **status: object) -> Document:
-    """A Pod as the API server tells of it."""
+    """Return a Pod as sent by the API server."""
     return {
         "metadata": {
             "namespace": "default",
@@ -35,33 +35,33 @@ def container(name: str = "engine", **more: object) -> Document:
     ("containers", "annotations", "expected"),
     [
         pytest.param([container()], {}, False, id="none"),
-        pytest.param([container(livenessProbe=PROBE)], {}, False, id="liveness holds nothing back"),
+        pytest.param([container(livenessProbe=PROBE)], {}, False, id="a liveness probe does not count"),
         pytest.param([container(readinessProbe=PROBE)], {}, True, id="readiness"),
         pytest.param([container(startupProbe=PROBE)], {}, True, id="startup"),
-        pytest.param([container(), container("side", readinessProbe=PROBE)], {}, True, id="any of them"),
+        pytest.param([container(), container("side", readinessProbe=PROBE)], {}, True, id="any container"),
         pytest.param(
             [container(env=CHANGED), container("side", readinessProbe=PROBE)], {}, False,
-            id="not that of the one that the webhook changed",
+            id="only the injected container counts",
         ),
         pytest.param(
             [container("a", readinessProbe=PROBE), container("b")], {names.CONTAINER: "a"}, True,
-            id="the one named",
+            id="the named container",
         ),
         pytest.param(
             [container("a"), container("b", readinessProbe=PROBE, env=CHANGED)], {names.CONTAINER: "a"},
             False,
-            id="not that of another than is named",
+            id="only the named container counts",
         ),
         pytest.param(
-            [container(readinessProbe=PROBE)], {names.CONTAINER: "gone"}, True, id="nobody has that name",
+            [container(readinessProbe=PROBE)], {names.CONTAINER: "gone"}, True, id="an unknown name",
         ),
         pytest.param([], None, False, id="no container"),
     ],
 )  # fmt: skip
-def test_whether_somebody_asks_the_engine(
+def test_readiness_probe_of_the_engine(
     containers: list[Document], annotations: dict[str, str] | None, expected: bool
 ) -> None:
-    """A readinessProbe or a startupProbe of its container; of any where nobody knows which that is."""
+    """A readinessProbe or a startupProbe of its container; of any container if the engine's is unknown."""
     assert expected == parse_pod(document(*containers, annotations=annotations)).has_readiness_probe
 
 
@@ -69,8 +69,8 @@ def test_whether_somebody_asks_the_engine(
     ("status", "since", "expected"),
     [("True", "1970-01-01T00:02:00Z", 120.0), ("False", "1970-01-01T00:02:00Z", None), ("True", None, None)],
 )
-def test_since_when_conditions_hold(status: str, since: str | None, expected: float | None) -> None:
-    """Only while they are True, and where somebody says since when."""
+def test_transition_times_of_conditions(status: str, since: str | None, expected: float | None) -> None:
+    """Only if the condition is True and has a time."""
     conditions = [
         {"type": condition_type, "status": status, "lastTransitionTime": since}
         for condition_type in ("ContainersReady", "PodScheduled")

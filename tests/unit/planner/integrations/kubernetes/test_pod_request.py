@@ -1,4 +1,4 @@
-"""What a Pod asks of rfork, and why it cannot have it."""
+"""Parsing of a Pod's request, and reasons for rejection."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ IMAGE = "vllm/vllm-openai:v0.11"
 
 ENGINES = [
     ("vllm serve", pod(), "engine", "vllm"),
-    ("command and args together", pod(container(command=["vllm"], args=["serve", "m"])), "engine", "vllm"),
-    ("args alone, behind an entrypoint that runs them", pod(container(args=SGLANG)), "engine", "sglang"),
+    ("command and args", pod(container(command=["vllm"], args=["serve", "m"])), "engine", "vllm"),
+    ("args only, with an entrypoint that runs them", pod(container(args=SGLANG)), "engine", "sglang"),
     (
         "a path, references in arguments",
         pod(container(command=["/opt/bin/vllm", "serve", "$(MODEL)"])),
         "engine",
         "vllm",
     ),
-    ("behind env", pod(container(command=["env", "A=B", *VLLM])), "engine", "vllm"),
-    ("the load format is there", pod(container(command=[*VLLM, "--load-format=rfork"])), "engine", "vllm"),
-    ("a sidecar beside it", pod(dict(PROXY), container("app", command=SGLANG)), "app", "sglang"),
+    ("with env", pod(container(command=["env", "A=B", *VLLM])), "engine", "vllm"),
+    ("with the load format", pod(container(command=[*VLLM, "--load-format=rfork"])), "engine", "vllm"),
+    ("with a sidecar", pod(dict(PROXY), container("app", command=SGLANG)), "app", "sglang"),
     (
         "two engines, one named",
         pod(container("a"), container("b", command=SGLANG), annotations={names.CONTAINER: "b"}),
@@ -49,7 +49,7 @@ ENGINES = [
     ),
     ("vLLM's own image", pod(container(image=IMAGE, args=["--model", "m"])), "engine", "vllm"),
     (
-        "its model first, a sidecar",
+        "model as first argument, with a sidecar",
         pod(container(image=f"mirror:5000/{IMAGE}@sha256:0", args=["m"]), dict(PROXY)),
         "engine",
         "vllm",
@@ -61,13 +61,13 @@ ENGINES = [
         "sglang",
     ),
     (
-        "the image's own, as annotated",
+        "the image's command, with annotation",
         pod(container(args=["--model", "m"]), annotations={names.ENGINE: "vllm"}),
         "engine",
         "vllm",
     ),
     (
-        "the same, with a sidecar that came later",
+        "the image's command, with a later sidecar",
         pod(
             container(args=["m"]),
             dict(PROXY),
@@ -77,7 +77,7 @@ ENGINES = [
         "vllm",
     ),
     (
-        "a program of one's own",
+        "a custom program",
         pod(container(command=["python3", "train.py"]), annotations={names.ENGINE: "pytorch"}),
         "engine",
         "pytorch",
@@ -93,7 +93,7 @@ ENGINES = [
 
 @pytest.mark.parametrize(("document", "name", "engine"), [row[1:] for row in ENGINES], ids=[row[0] for row in ENGINES])
 def test_the_engine_and_its_container_are_found(document: Document, name: str, engine: str) -> None:
-    """By the annotation, by the command, by the image, or because there is no other."""
+    """By the annotation, by the command, by the image, or because it is the only container."""
     found = parse_request(document)
     assert isinstance(found, InjectionRequest), found
     assert ("llama", name, engine) == (found.model, found.container, found.engine)
@@ -103,7 +103,7 @@ REFUSALS = [
     (
         "an unknown command",
         pod(container(command=["./serve"])),
-        "container engine: the command starts neither vLLM nor SGLang: ./serve: write the engine's own",
+        "container engine: the command starts neither vLLM nor SGLang: ./serve: write the engine's command",
     ),
     (
         "a shell",
@@ -116,7 +116,7 @@ REFUSALS = [
         "container engine: the command is a shell's (bash)",
     ),
     (
-        "a shell, whatever is annotated",
+        "a shell, with annotation",
         pod(container(args=["sh", "x"]), annotations={names.ENGINE: "vllm"}),
         "container engine: the command is a shell's (sh)",
     ),
@@ -126,17 +126,17 @@ REFUSALS = [
         "container engine: the command starts neither",
     ),
     (
-        "a script, though an engine is annotated",
+        "a script, with annotation",
         pod(container(command=["/start.sh"], args=["m"]), annotations={names.ENGINE: "vllm"}),
         "container engine: the command starts neither vLLM nor SGLang: /start.sh m",
     ),
     (
-        "nothing is said",
+        "no command and no annotation",
         pod({"name": "engine", "image": "x"}),
-        "container engine: its command is the image's own",
+        "container engine: it uses the image's own command",
     ),
     (
-        "the image's own command and arguments",
+        "the image's command and arguments",
         pod({"name": "engine"}, annotations={names.ENGINE: "vllm"}),
         "container engine has neither command nor args",
     ),
@@ -146,71 +146,71 @@ REFUSALS = [
         f"several containers start an engine (a and b): name one of them in the annotation {names.CONTAINER}",
     ),
     (
-        "two of vLLM's images",
+        "two containers with vLLM's image",
         pod(container("a", image=IMAGE, args=["m"]), container("b", image=IMAGE, args=["m"])),
         "several containers start an engine (a and b)",
     ),
     (
-        "none of two",
+        "no engine in two containers",
         pod(container("a", command=["x"]), container("b", command=["y"])),
-        "none of the containers a, b starts vLLM or SGLang by its command: name the engine's",
+        "no command of the containers a, b starts vLLM or SGLang: name the engine's",
     ),
-    ("two of one name", pod(container("a"), container("a", command=["x"])), "two of the containers a have"),
+    ("two equal names", pod(container("a"), container("a", command=["x"])), "two containers have the same name, of a"),
     (
-        "a shell beside a sidecar",
+        "a shell and a sidecar",
         pod(container("app", command=["sh", "-c", "vllm serve m"]), dict(PROXY)),
-        "none of the containers app, istio-proxy starts vLLM or SGLang by its command (app: the command is a",
+        "no command of the containers app, istio-proxy starts vLLM or SGLang (app: the command is a",
     ),
     (
-        "any of two",
+        "two candidates",
         pod(container("a"), container("b"), annotations={names.ENGINE: "pytorch"}),
-        "any of the containers a, b could be meant",
+        "the engine's container is ambiguous: a, b",
     ),
     (
-        "no such container",
+        "unknown container",
         pod(annotations={names.CONTAINER: "x"}),
-        f"there is no container x: {names.CONTAINER} has to name one of engine",
+        f"there is no container x: {names.CONTAINER} must name one of engine",
     ),
     (
         "another engine than annotated",
         pod(annotations={names.ENGINE: "sglang"}),
-        f"container engine starts vllm, and not sglang: mend {names.ENGINE}",
+        f"container engine starts vllm, not sglang: correct {names.ENGINE}",
     ),
     (
         "an unknown engine",
         pod(annotations={names.ENGINE: "tgi"}),
-        f"{names.ENGINE} is tgi: it has to be one of vllm, sglang, pytorch",
+        f"{names.ENGINE} is tgi: it must be one of vllm, sglang, pytorch",
     ),
     (
         "another load format",
         pod(container(command=[*VLLM, "--load-format", "dummy"])),
-        "container engine asks for --load-format dummy: leave --load-format out",
+        "container engine sets --load-format dummy: remove --load-format",
     ),
     (
-        "a switch that is none",
-        pod(annotations={names.REQUIRED: "yes"}),
-        f"{names.REQUIRED} is yes: it has to be one of true, false",
+        "an invalid switch",
+        pod(annotations={names.FAIL_IF_NOT_FORKED: "yes"}),
+        f"{names.FAIL_IF_NOT_FORKED} is yes: it must be one of true, false",
     ),
-    ("inject that is no switch", pod(annotations={names.INJECT: "no"}), f"{names.INJECT} is no"),
-    ("files of a third kind", pod(annotations={names.FILES: "pvc"}), f"{names.FILES} is pvc"),
-    ("same-host of a fourth", pod(annotations={names.SAME_HOST: "maybe"}), f"{names.SAME_HOST} is maybe"),
+    ("an invalid value of inject", pod(annotations={names.INJECT: "no"}), f"{names.INJECT} is no"),
+    ("an unknown injection mode", pod(annotations={names.INJECTION_MODE: "pvc"}), f"{names.INJECTION_MODE} is pvc"),
+    ("an unknown same-host mode", pod(annotations={names.SAME_HOST: "maybe"}), f"{names.SAME_HOST} is maybe"),
     (
-        "seconds that are none",
-        pod(annotations={names.DRAIN_S: "1m"}),
-        f"{names.DRAIN_S} is 1m: it has to be seconds",
+        "invalid seconds",
+        pod(annotations={names.DRAIN_TIMEOUT_S: "1m"}),
+        f"{names.DRAIN_TIMEOUT_S} is 1m: it must be seconds",
     ),
-    ("seconds that never end", pod(annotations={names.DRAIN_S: "inf"}), f"{names.DRAIN_S} is inf"),
-    ("no number", pod(annotations={names.DRAIN_S: "nan"}), f"{names.DRAIN_S} is nan"),
-    ("a model without a name", pod(annotations={names.MODEL_NAME: ""}), f"{names.MODEL_NAME} holds no name"),
+    ("infinite seconds", pod(annotations={names.DRAIN_TIMEOUT_S: "inf"}), f"{names.DRAIN_TIMEOUT_S} is inf"),
+    ("not a number", pod(annotations={names.DRAIN_TIMEOUT_S: "nan"}), f"{names.DRAIN_TIMEOUT_S} is nan"),
+    ("an empty model name", pod(annotations={names.MODEL_NAME: ""}), f"{names.MODEL_NAME} is not a valid model name"),
     (
-        "a model's name in two lines",
+        "a model name with a line break",
         pod(annotations={names.MODEL_NAME: "a\nb"}),
-        f"{names.MODEL_NAME} holds no name",
+        f"{names.MODEL_NAME} is not a valid model name",
     ),
     (
-        "a snapshot in two lines",
+        "a snapshot with a line break",
         pod(annotations={names.SNAPSHOT: "s3://a\nb"}),
-        f"{names.SNAPSHOT} holds no URI",
+        f"{names.SNAPSHOT} is not a URI",
     ),
     ("Windows", pod(os={"name": "windows"}), "rfork runs on Linux only"),
     (
@@ -218,49 +218,49 @@ REFUSALS = [
         pod(container(command=["python3", "-I", "-m", "sglang.launch_server"])),
         "container engine: python -I ignores PYTHONPATH",
     ),
-    ("no containers", {**pod(), "spec": {"containers": []}}, "the Pod is not well-formed: spec.containers:"),
-    ("no spec", {"metadata": {"labels": {names.MODEL: "m"}}}, "the Pod is not well-formed: spec:"),
+    ("no containers", {**pod(), "spec": {"containers": []}}, "malformed Pod: spec.containers:"),
+    ("no spec", {"metadata": {"labels": {names.MODEL: "m"}}}, "malformed Pod: spec:"),
     (
-        "a command that is no list",
+        "a command that is not a list",
         pod(container(command="vllm serve m")),
-        "the Pod is not well-formed: spec.containers.0.command:",
+        "malformed Pod: spec.containers.0.command:",
     ),
     (
         "an empty version",
         pod(annotations={names.VERSION: ""}),
-        "rfork.dev/version holds no version of weights: it has to be 1 to 256 printable characters",
+        "rfork.dev/version is not a valid weights version: use 1 to 256 printable characters",
     ),
     (
-        "a version of two lines",
+        "a version with a line break",
         pod(annotations={names.VERSION: "v1\nv2"}),
-        "rfork.dev/version holds no version of weights: it has to be 1 to 256 printable characters",
+        "rfork.dev/version is not a valid weights version: use 1 to 256 printable characters",
     ),
     (
         "a version that is too long",
         pod(annotations={names.VERSION: "v" * 257}),
-        "rfork.dev/version holds no version of weights: it has to be 1 to 256 printable characters",
+        "rfork.dev/version is not a valid weights version: use 1 to 256 printable characters",
     ),
     (
         "a name that is a number",
         pod({**container(), "name": 5}),
-        "the Pod is not well-formed: spec.containers.0.name:",
+        "malformed Pod: spec.containers.0.name:",
     ),
 ]
 
 
 @pytest.mark.parametrize(("document", "reason"), [row[1:] for row in REFUSALS], ids=[row[0] for row in REFUSALS])
-def test_what_cannot_be_forked_is_told_why(document: Document, reason: str) -> None:
-    """In one line, with what to do."""
+def test_a_rejection_has_a_reason_and_a_remedy(document: Document, reason: str) -> None:
+    """In one line."""
     found = parse_request(document)
     assert isinstance(found, InjectionRejected), found
     assert (reason, 1) == (found.reason[: len(reason)], len(found.reason.splitlines()))
 
 
-def test_annotations_are_read() -> None:
-    """Each of them; the model's name in the annotation goes before the label's."""
+def test_annotations_are_parsed() -> None:
+    """All of them; the annotation with the model's name overrides the label."""
     annotations = {
-        names.MODEL_NAME: "org/llama", names.SNAPSHOT: "s3://b/$(M)", names.FILES: "init",
-        names.SAME_HOST: "ipc", names.DRAIN_S: "2.5", names.REQUIRED: "true", names.INJECT: "true",
+        names.MODEL_NAME: "org/llama", names.SNAPSHOT: "s3://b/$(M)", names.INJECTION_MODE: "init",
+        names.SAME_HOST: "ipc", names.DRAIN_TIMEOUT_S: "2.5", names.FAIL_IF_NOT_FORKED: "true", names.INJECT: "true",
         names.VERSION: "2026-11-23",
     }  # fmt: skip
     expected = InjectionRequest(
@@ -268,10 +268,10 @@ def test_annotations_are_read() -> None:
         "engine",
         "vllm",
         snapshot="s3://b/$(M)",
-        files="init",
+        injection_mode="init",
         same_host="ipc",
-        drain_s=2.5,
-        required=True,
+        drain_timeout_s=2.5,
+        fail_if_not_forked=True,
         version="2026-11-23",
     )
     assert expected == parse_request(pod(annotations=annotations))
@@ -286,7 +286,7 @@ def test_annotations_are_read() -> None:
         ({names.VERSION: "v1"}, {names.VERSION: "v2"}, "v2"),
     ],
 )
-def test_the_version_is_the_annotations_else_the_labels(
+def test_the_version_annotation_overrides_the_label(
     labels: dict[str, str], annotations: dict[str, str], expected: str | None
 ) -> None:
     """A Pod without either states no version."""
@@ -311,14 +311,14 @@ def test_the_version_is_the_annotations_else_the_labels(
         pod(annotations={"kubernetes.io/config.mirror": "0"}),
     ],
 )
-def test_who_does_not_ask_gets_nothing(document: object) -> None:
-    """Without the label, with ``inject: false``, and as a static Pod's mirror: no reason is given."""
+def test_pods_without_a_request_are_ignored(document: object) -> None:
+    """Without the label, with ``inject: false``, and mirrors of static Pods: no reason is reported."""
     assert (False, None) == (is_enabled(document), parse_request(document))
 
 
 @given(damaged_pods() | labelled_pods() | ANY_JSON)
-def test_whatever_the_pod_is_nothing_is_raised(document: object) -> None:
-    """There is an answer, and a reason is one line that can be shown."""
+def test_no_pod_raises_an_error(document: object) -> None:
+    """The result is valid, and a reason is one printable line."""
     found = parse_request(document)
     if isinstance(found, InjectionRejected):
         assert TypeAdapter(SanitizedText).validate_python(found.reason) == found.reason != ""

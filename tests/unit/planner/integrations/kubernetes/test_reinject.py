@@ -1,4 +1,4 @@
-"""Pods that are changed a second time, by this webhook or by others between."""
+"""Pods that are injected a second time, after changes by other webhooks."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from tests.unit.planner.integrations.kubernetes.pod_documents import (
 )
 
 
-def test_the_grace_period_grows_by_the_drain_once() -> None:
-    """What the server had to end in is left to it, also when the webhook is called again."""
+def test_the_grace_period_is_extended_once() -> None:
+    """The server keeps its original time to shut down, even if the webhook is called again."""
     once = injected_pod(pod(terminationGracePeriodSeconds=600))
     again = injected_pod(defaulted(once))
     assert (660, 660) == tuple(each["spec"]["terminationGracePeriodSeconds"] for each in (once, again))
 
 
-def test_a_refusal_of_before_is_taken_back() -> None:
-    """A Pod that was copied from one that could not be helped, and mended."""
+def test_a_previous_rejection_is_removed() -> None:
+    """A Pod that was copied from a rejected one and fixed."""
     made = injected_pod(pod(annotations={names.REJECTED: "no", names.NOTES: "stale"}))
     assert {names.INJECTED: rfork.__version__} == made["metadata"]["annotations"]
 
 
 def modified_by_others(document: Document) -> Document:
-    """After another webhook: defaults, a sidecar, variables, mounts, an init container, a label."""
+    """Change the document as another webhook does: defaults, a sidecar, variables, mounts, a label."""
     made = defaulted(copy.deepcopy(document))
     spec = made["spec"]
     for key in ("containers", "initContainers", "volumes"):
@@ -70,17 +70,17 @@ def modified_by_others(document: Document) -> Document:
     ],
 )
 def test_a_second_call_changes_nothing(document: Document, files: str) -> None:
-    """Also after another webhook, and after the API server's own defaults."""
-    settings = webhook_settings(injection_mode=files, ca_secret="mtls", same_host=True)
+    """Even after another webhook and the API server's defaults."""
+    settings = webhook_settings(injection_mode=files, tls_secret="mtls", same_host=True)
     between = modified_by_others(inject_pod(document, settings)[0])
     assert (between, ()) == inject_pod(between, settings)
 
 
 @trying(suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 @given(labelled_pods(), SETTINGS, st.booleans(), st.booleans())
-def test_twice_is_once(document: Document, settings: KubernetesSettings, led: bool, led_later: bool) -> None:
-    """For any Pod that can be helped, whoever leads then; the Pod itself stays as it was."""
-    document = json.loads(json.dumps(document))  # in which no list stands in two places
+def test_injection_is_idempotent(document: Document, settings: KubernetesSettings, led: bool, led_later: bool) -> None:
+    """For any Pod that can be injected, with or without a leader; the input is not modified."""
+    document = json.loads(json.dumps(document))  # without shared lists
     found = parse_request(document)
     assume(isinstance(found, InjectionRequest))
     assert isinstance(found, InjectionRequest)

@@ -1,4 +1,4 @@
-"""What a Pod is told of its node."""
+"""Topology of a Pod's node."""
 
 from __future__ import annotations
 
@@ -35,25 +35,25 @@ ANNOTATIONS_B = {names.ZONE: "z2"}
         ([Synced((A, B)), Synced((B,))], ({}, ANNOTATIONS_B)),
     ],
 )
-def test_the_last_news_of_a_node_counts(
+def test_the_latest_state_of_a_node_counts(
     updates: list[WatchEvent[ObservedNode]], expected: tuple[dict[str, str], dict[str, str]]
 ) -> None:
-    """Labels that a node lacks, and nodes that are not known, are told nothing of."""
+    """Missing labels and unknown nodes give no annotation."""
     topology = NodeTopology(webhook_settings())
     for each in updates:
         topology.apply(each)
     assert expected == tuple(dict(topology.annotations_for(name)) for name in "ab")
 
 
-def test_which_labels_count_is_a_setting() -> None:
-    """An empty one: none."""
+def test_labels_are_configurable() -> None:
+    """An empty setting disables one."""
     topology = NodeTopology(webhook_settings(zone_label="zone", rack_label="", nvlink_label="nvl"))
     topology.apply(Upserted(ObservedNode("a", {"zone": "z", "": "x", "topology.kubernetes.io/rack": "r"})))
     assert {names.ZONE: "z"} == dict(topology.annotations_for("a"))
 
 
 async def test_it_follows_the_cluster() -> None:
-    """Piece by piece, to the end."""
+    """All events of the watch are applied."""
 
     class FakeNodes:
         async def nodes(self) -> AsyncIterator[WatchEvent[ObservedNode]]:
@@ -65,8 +65,8 @@ async def test_it_follows_the_cluster() -> None:
     assert (ANNOTATIONS_A, ANNOTATIONS_B) == tuple(dict(topology.annotations_for(name)) for name in "ab")
 
 
-def test_no_node_is_remembered_where_that_is_off() -> None:
-    """Pods are told nothing."""
+def test_nodes_are_not_stored_if_topology_is_off() -> None:
+    """Pods get no annotations."""
     topology = NodeTopology(webhook_settings(inject_topology=False))
     topology.apply(Upserted(A))
     assert {} == dict(topology.annotations_for("a"))

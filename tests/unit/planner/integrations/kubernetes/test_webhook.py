@@ -1,4 +1,4 @@
-"""What the webhook asks the cluster for beside its certificate, and that it does without."""
+"""The webhook's use of the cluster in addition to its certificate, and its behaviour without one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.unit.planner.integrations.kubernetes.pod_documents import webhook_set
 
 
 class BrokenCluster:
-    """A cluster that is asked, and breaks in a way that it should not."""
+    """A cluster that records calls and raises unexpected errors."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -43,10 +43,10 @@ EXPECTED_CALLS = [
 
 
 @pytest.mark.parametrize(("settings", "expected"), EXPECTED_CALLS)
-async def test_it_asks_for_what_pods_are_to_get(
+async def test_only_needed_resources_are_watched(
     monkeypatch: pytest.MonkeyPatch, settings: KubernetesSettings, expected: list[str]
 ) -> None:
-    """And for no more; what breaks is done without, and takes nothing else with it."""
+    """A failing watch is logged and does not affect the others."""
     cluster, topology, leading = BrokenCluster(), NodeTopology(settings), LeaderWatch(settings)
     monkeypatch.setattr(webhook, "connect", lambda _: cluster)
     await webhook._follow(settings, topology, leading)
@@ -55,22 +55,22 @@ async def test_it_asks_for_what_pods_are_to_get(
 
 
 @pytest.mark.parametrize(("settings", "expected"), [(row[0], len(row[1][1:])) for row in EXPECTED_CALLS])
-async def test_it_does_without_a_cluster(
+async def test_the_webhook_works_without_a_cluster(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     settings: KubernetesSettings,
     expected: int,
 ) -> None:
-    """One line for each thing that Pods do not get then; they get no readiness gate."""
+    """One log line per missing feature; Pods get no readiness gate."""
 
     def connect(_: KubernetesSettings) -> None:
-        raise SettingsError("there is none")
+        raise SettingsError("not configured")
 
     monkeypatch.setattr(webhook, "connect", connect)
     leading = LeaderWatch(settings)
     await webhook._follow(settings, NodeTopology(settings), leading)
     lines = [record.getMessage() for record in caplog.records]
     assert (expected, False) == (
-        sum("no cluster is known why=there is none" in line for line in lines),
+        sum("no cluster configured reason=not configured" in line for line in lines),
         leading(),
     )

@@ -1,4 +1,4 @@
-"""The webhook's answers to the API server."""
+"""The webhook's responses to the API server."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ BINDING = {"group": "", "version": "v1", "kind": "Binding"}
 
 @dataclass
 class Webhook:
-    """The application, and what it tells Prometheus."""
+    """The application and its metrics."""
 
     settings: KubernetesSettings = field(default_factory=webhook_settings)
     led: bool = False
@@ -54,13 +54,13 @@ class Webhook:
         self.app: ASGIApp = webhook_app.admission_app(self.settings, PLANNER, topology, self.registry, lambda: self.led)
 
     async def post(self, path: str, body: bytes | object) -> httpx.Response:
-        """Send a body, as JSON if it is not made yet."""
+        """Send a body; objects are encoded as JSON."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         async with httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="https://webhook") as client:
             return await client.post(path, content=content)
 
     async def send_review(self, path: str, subject: object, **request: object) -> Document:
-        """The response to a review of this object."""
+        """Return the response to a review of this object."""
         response = await self.post(path, review(subject, **request))
         assert 200 == response.status_code
         document: Document = response.json()
@@ -70,7 +70,7 @@ class Webhook:
         return review_response
 
     def counted(self) -> dict[tuple[str, str], float]:
-        """Reviews by path and result, those that came."""
+        """Return the number of reviews by path and result, without zeros."""
         return {
             (sample.labels["path"], sample.labels["result"]): sample.value
             for metric in self.registry.collect()
@@ -80,7 +80,7 @@ class Webhook:
 
 
 def review(subject: object, **request: object) -> Document:
-    """An AdmissionReview for the CREATE of a Pod, unless told otherwise."""
+    """Return an AdmissionReview, by default for the CREATE of a Pod."""
     request_fields = {
         "uid": "u-1",
         "kind": POD,
@@ -96,14 +96,14 @@ def review(subject: object, **request: object) -> Document:
 
 
 def patched(before: Any, review_response: Mapping[str, Any]) -> Document:
-    """The object after the patch."""
+    """Return the object after the patch."""
     assert "JSONPatch" == review_response["patchType"]
     after: Document = jsonpatch.apply_patch(before, json.loads(base64.b64decode(review_response["patch"])))
     return after
 
 
 async def test_a_labelled_pod_is_injected(caplog: pytest.LogCaptureFixture) -> None:
-    """By a patch that leads to it; a second call has nothing to patch."""
+    """The patch leads to the injected Pod; a second call has no patch."""
     webhook = Webhook()
     with caplog.at_level(logging.INFO):
         review_response = await webhook.send_review("/mutate", pod(), dryRun=True)
@@ -118,9 +118,9 @@ async def test_a_labelled_pod_is_injected(caplog: pytest.LogCaptureFixture) -> N
 
 UNTOUCHED: list[tuple[str, object, Document]] = [
     ("no label", {"metadata": {"name": "x"}, "spec": {}}, {}),
-    ("told to leave it", pod(annotations={names.INJECT: "false"}), {}),
+    ("opted out", pod(annotations={names.INJECT: "false"}), {}),
     ("an update", pod(), {"operation": "UPDATE"}),
-    ("a deletion, which holds no object", None, {"operation": "DELETE"}),
+    ("a deletion, without an object", None, {"operation": "DELETE"}),
     ("a subresource", pod(), {"subResource": "ephemeralcontainers"}),
     ("another kind", pod(), {"kind": {"group": "apps", "version": "v1", "kind": "Deployment"}}),
     ("no kind", pod(), {"kind": None}),
@@ -131,15 +131,15 @@ UNTOUCHED: list[tuple[str, object, Document]] = [
 @pytest.mark.parametrize(
     ("subject", "request_of_it"), [row[1:] for row in UNTOUCHED], ids=[row[0] for row in UNTOUCHED]
 )
-async def test_what_is_not_ours_is_left_as_it_is(subject: object, request_of_it: Document) -> None:
-    """Allowed, without a patch, a warning or a word in the log."""
+async def test_other_requests_are_allowed_unchanged(subject: object, request_of_it: Document) -> None:
+    """Without a patch, a warning or a log line."""
     webhook = Webhook()
     assert {"uid": "u-1", "allowed": True} == await webhook.send_review("/mutate", subject, **request_of_it)
     assert {("mutate", "untouched"): 1.0} == webhook.counted()
 
 
-async def test_a_pod_that_cannot_be_helped_starts_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
-    """As annotation, warning and one log line; it is allowed, and else as it was."""
+async def test_a_rejected_pod_starts_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
+    """In an annotation, a warning and one log line; it is allowed and otherwise unchanged."""
     webhook = Webhook()
     before = pod(container(command=["sh", "-c", "vllm serve"]))
     review_response = await webhook.send_review("/mutate", before)
@@ -148,31 +148,31 @@ async def test_a_pod_that_cannot_be_helped_starts_with_the_reason(caplog: pytest
     lines = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert (before, {("mutate", "refused"): 1.0}) == (after, webhook.counted())
     assert reason.startswith("container engine: the command is a shell's (sh)")
-    assert [f"pod not injected pod=serving/llama-7d9-… because={reason}"] == lines
-    assert [f"rfork leaves this Pod as it is: {reason}"[:249] + "…"] == review_response["warnings"]
+    assert [f"pod not injected pod=serving/llama-7d9-… reason={reason}"] == lines
+    assert [f"rfork leaves this Pod unchanged: {reason}"[:249] + "…"] == review_response["warnings"]
 
 
-async def test_files_without_an_image_leave_the_pod_alone() -> None:
-    """The engine would not start with a load format that it does not know."""
-    before = pod(annotations={names.FILES: "init"})
+async def test_without_an_image_of_the_files_the_pod_is_unchanged() -> None:
+    """The engine would not start with an unknown load format."""
+    before = pod(annotations={names.INJECTION_MODE: "init"})
     after = patched(before, await Webhook().send_review("/mutate", before))
     assert before["spec"] == after["spec"]
-    assert after["metadata"]["annotations"][names.REJECTED].startswith("there is no image of rfork's files")
+    assert after["metadata"]["annotations"][names.REJECTED].startswith("no image with rfork's files")
 
 
-async def test_an_image_volume_is_refused_where_the_cluster_knows_none() -> None:
-    """The Pod starts as it was written, and says what to set."""
-    before = pod(annotations={names.FILES: "image"})
+async def test_an_unsupported_image_volume_leaves_the_pod_unchanged() -> None:
+    """The reason names the settings to change."""
+    before = pod(annotations={names.INJECTION_MODE: "image"})
     after = patched(before, await Webhook(webhook_settings(injection_mode="init")).send_review("/mutate", before))
     assert before["spec"] == after["spec"]
     assert after["metadata"]["annotations"][names.REJECTED] == (
-        "rfork's files are to come as an image volume, which this cluster is not said to know: set "
-        "rfork.dev/files: init, or, from Kubernetes 1.35 on, RFORK_K8S_IMAGE_VOLUMES=true for the webhook"
+        "this cluster is not known to support image volumes: set rfork.dev/injection-mode: init, or "
+        "RFORK_K8S_IMAGE_VOLUMES=true for the webhook (Kubernetes 1.35 or newer)"
     )
 
 
-async def test_the_gate_is_given_while_a_controller_leads(caplog: pytest.LogCaptureFixture) -> None:
-    """It is asked anew for each Pod; a Pod that was changed before keeps what it got then."""
+async def test_the_gate_is_added_while_a_controller_leads(caplog: pytest.LogCaptureFixture) -> None:
+    """Leadership is checked for each Pod; an injected Pod keeps its state."""
     webhook = Webhook()
     with caplog.at_level(logging.DEBUG):
         without_gate = patched(pod(), await webhook.send_review("/mutate", pod()))
@@ -188,22 +188,22 @@ async def test_the_gate_is_given_while_a_controller_leads(caplog: pytest.LogCapt
     assert 1 == sum("gets no readiness gate" in record.getMessage() for record in caplog.records)
 
 
-async def test_a_second_engine_that_comes_later_takes_nothing_back() -> None:
-    """A Pod that was changed already gets no word of refusal on top."""
+async def test_a_second_engine_that_is_added_later_changes_nothing() -> None:
+    """An injected Pod does not get a rejection in addition."""
     made = patched(pod(), await Webhook().send_review("/mutate", pod()))
     made["spec"]["containers"].append(container("b"))
     assert "patch" not in await Webhook().send_review("/mutate", made)
 
 
 async def test_notes_are_warnings() -> None:
-    """Each of them, to whoever creates the Pod."""
+    """Each note is a warning for the creator of the Pod."""
     before = pod(container(env=[{"name": "RFORK_PLANNER", "value": "http://mine"}]))
     review_response = await Webhook().send_review("/mutate", before)
-    assert ["left as the Pod sets them: RFORK_PLANNER"] == review_response["warnings"]
+    assert ["kept as set by the Pod: RFORK_PLANNER"] == review_response["warnings"]
 
 
 async def test_a_bug_blocks_no_pod(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever is raised is logged, with the Pod's name; the Pod starts as it was written."""
+    """Any exception is logged with the Pod's name, and the Pod starts unchanged."""
 
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("a bug")
@@ -212,35 +212,35 @@ async def test_a_bug_blocks_no_pod(monkeypatch: pytest.MonkeyPatch, caplog: pyte
     webhook = Webhook()
     assert {"uid": "u-1", "allowed": True} == await webhook.send_review("/mutate", pod(), name="llama-0")
     assert {("mutate", "failed"): 1.0} == webhook.counted()
-    assert ["review failed: the object is left as it is path=mutate pod=serving/llama-0"] == [
+    assert ["review failed, object left unchanged path=mutate pod=serving/llama-0"] == [
         record.getMessage() for record in caplog.records
     ]
 
 
 MALFORMED = [
-    (b"", "it is no JSON (JSONDecodeError)"),
-    (b'"\xff"', "it is no JSON (UnicodeDecodeError)"),
-    (b"[" * 100_000, "it is no JSON (RecursionError)"),
-    (b"[]", "its kind is another"),
-    (b'{"kind": "Pod"}', "its kind is another"),
+    (b"", "the body is not JSON (JSONDecodeError)"),
+    (b'"\xff"', "the body is not JSON (UnicodeDecodeError)"),
+    (b"[" * 100_000, "the body is not JSON (RecursionError)"),
+    (b"[]", "unexpected kind"),
+    (b'{"kind": "Pod"}', "unexpected kind"),
     (
         b'{"kind": "AdmissionReview", "apiVersion": "admission.k8s.io/v1beta1"}',
-        "its apiVersion is not admission.k8s.io/v1",
+        "apiVersion is not admission.k8s.io/v1",
     ),
     (
         b'{"kind": "AdmissionReview", "apiVersion": "admission.k8s.io/v1"}',
-        "it holds no request with a uid",
+        "no request with a uid",
     ),
     (
         b'{"kind": "AdmissionReview", "apiVersion": "admission.k8s.io/v1", "request": {"uid": 1}}',
-        "it holds no request with a uid",
+        "no request with a uid",
     ),
 ]
 
 
 @pytest.mark.parametrize("path", ["/mutate", "/bind"])
 @pytest.mark.parametrize(("body", "reason"), MALFORMED)
-async def test_what_is_no_review_is_a_bad_request(path: str, body: bytes, reason: str) -> None:
+async def test_an_invalid_review_is_a_bad_request(path: str, body: bytes, reason: str) -> None:
     """Status 400 with one line, on both paths."""
     webhook = Webhook()
     response = await webhook.post(path, body)
@@ -248,15 +248,15 @@ async def test_what_is_no_review_is_a_bad_request(path: str, body: bytes, reason
     assert {(path[1:], "malformed"): 1.0} == webhook.counted()
 
 
-async def test_a_body_without_end_is_not_read() -> None:
-    """No review is larger than 16 MiB."""
+async def test_an_oversized_body_is_not_read() -> None:
+    """Reviews have at most 16 MiB."""
     webhook = Webhook()
-    response = await webhook.post("/mutate", b" " * (webhook_app.MAX_BODY + 1))
+    response = await webhook.post("/mutate", b" " * (webhook_app.MAX_BODY_BYTES + 1))
     assert (413, {("other", "malformed"): 1.0}) == (response.status_code, webhook.counted())
 
 
-async def test_health_is_answered() -> None:
-    """Without a review; other paths are not there."""
+async def test_health_endpoint() -> None:
+    """Other paths do not exist."""
     transport = httpx.ASGITransport(Webhook().app)
     async with httpx.AsyncClient(transport=transport, base_url="https://webhook") as client:
         codes = [
@@ -268,7 +268,7 @@ async def test_health_is_answered() -> None:
 
 
 def binding(node: object = "a", **metadata: object) -> Document:
-    """What a scheduler posts."""
+    """Return the Binding that a scheduler posts."""
     return {"metadata": {"name": "llama-0", **metadata}, "target": {"kind": "Node", "name": node}}
 
 
@@ -288,8 +288,8 @@ BINDINGS = [
 
 
 @pytest.mark.parametrize(("subject", "expected"), BINDINGS)
-async def test_a_binding_tells_the_pod_of_its_node(subject: Document, expected: dict[str, str] | None) -> None:
-    """By annotations, which the API server copies to the Pod; what is set already stays."""
+async def test_a_binding_gets_the_topology_of_its_node(subject: Document, expected: dict[str, str] | None) -> None:
+    """In annotations, which the API server copies to the Pod; existing ones stay."""
     review_response = await Webhook().send_review("/bind", subject, kind=BINDING, subResource="binding")
     if expected is None:
         assert {"uid": "u-1", "allowed": True} == review_response
@@ -300,8 +300,8 @@ async def test_a_binding_tells_the_pod_of_its_node(subject: Document, expected: 
 
 @trying(suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 @given(labelled_pods(), SETTINGS)
-async def test_the_patch_leads_to_the_pod_that_is_meant(subject: Document, settings: KubernetesSettings) -> None:
-    """By the rules of RFC 6902, as another implementation of them has it."""
+async def test_patches_are_correct(subject: Document, settings: KubernetesSettings) -> None:
+    """By another implementation of RFC 6902."""
     subject = json.loads(json.dumps(subject))
     found = parse_request(subject)
     assume(isinstance(found, InjectionRequest))
@@ -311,8 +311,8 @@ async def test_the_patch_leads_to_the_pod_that_is_meant(subject: Document, setti
 
 
 @given(damaged_pods() | labelled_pods() | ANY_JSON, ANY_JSON)
-async def test_whatever_is_reviewed_is_allowed(subject: object, other: object) -> None:
-    """Any object and any request with a uid: status 200, allowed, and a patch that applies."""
+async def test_every_review_is_allowed(subject: object, other: object) -> None:
+    """For any object and any request with a uid: status 200, allowed, and a valid patch."""
     webhook = Webhook()
     subject = json.loads(json.dumps(subject))
     review_response = await webhook.send_review("/mutate", subject)

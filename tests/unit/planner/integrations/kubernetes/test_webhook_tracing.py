@@ -1,4 +1,4 @@
-"""Reviews of Pods as spans."""
+"""Spans of reviews."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ API_SERVER = TraceContext("1" * 32, "2" * 16)
 
 
 async def post(tracer: Tracer, *bodies: object, path: str = "/mutate", caller: TraceContext | None = None) -> list[int]:
-    """The statuses of reviews, sent one after the other."""
+    """Send reviews one after the other and return their statuses."""
     settings = webhook_settings()
     app = admission_app(settings, PLANNER, NodeTopology(settings), CollectorRegistry(), tracer=tracer)
     headers = {} if caller is None else {"traceparent": caller.traceparent}
@@ -34,8 +34,8 @@ async def post(tracer: Tracer, *bodies: object, path: str = "/mutate", caller: T
         return [(await client.post(path, content=json.dumps(body))).status_code for body in bodies]
 
 
-async def test_a_review_goes_on_with_the_trace_of_the_api_server() -> None:
-    """By the names that OpenTelemetry has for what it is about."""
+async def test_a_review_continues_the_api_servers_trace() -> None:
+    """With OpenTelemetry's attribute names."""
     recorder = SpanRecorder()
     assert [200] == await post(recorder.tracer, review(pod(), name="llama-0"), caller=API_SERVER)
     span, attributes = recorder.spans["POST /mutate"], recorder.attributes("POST /mutate")
@@ -53,8 +53,8 @@ async def test_a_review_goes_on_with_the_trace_of_the_api_server() -> None:
     assert "rfork.model" in attributes
 
 
-async def test_what_is_no_review_is_a_span_too() -> None:
-    """With its status, which is the caller's own fault."""
+async def test_an_invalid_review_has_a_span() -> None:
+    """With its status, which is an error of the caller."""
     recorder = SpanRecorder()
     assert [400] == await post(recorder.tracer, {"kind": "Pod"})
     attributes = recorder.attributes("POST /mutate")
@@ -65,8 +65,8 @@ async def test_what_is_no_review_is_a_span_too() -> None:
     )
 
 
-async def test_bindings_and_what_is_not_traced_are_no_spans() -> None:
-    """Bindings are those of all Pods of a cluster; a caller that traces asks for nothing where we do not."""
+async def test_bindings_and_untraced_reviews_have_no_spans() -> None:
+    """Bindings exist for all Pods of a cluster. A traced caller does not turn tracing on."""
     recorder = SpanRecorder()
     binding = {"metadata": {"name": "a"}, "target": {"name": "a"}}
     assert [200] == await post(recorder.tracer, review(binding, kind=BINDING), path="/bind", caller=API_SERVER)
@@ -74,15 +74,15 @@ async def test_bindings_and_what_is_not_traced_are_no_spans() -> None:
     assert [] == recorder.names
 
 
-async def test_names_that_are_no_text_are_sent_all_the_same() -> None:
-    """A collector takes UTF-8 alone: half a character would cost it all spans that go with this one."""
+async def test_names_with_invalid_unicode_are_exported() -> None:
+    """Collectors accept only UTF-8: an unpaired surrogate would lose all spans of the batch."""
     recorder = SpanRecorder()
     assert [200] == await post(recorder.tracer, review(pod(), name="a\ud800b"))
     str(recorder.attributes("POST /mutate")["k8s.pod.name"]).encode()
 
 
 class HangingExporter(SpanExporter):
-    """A collector that takes a request and never answers, until the test is over."""
+    """A collector that accepts a request and does not respond before the end of the test."""
 
     def __init__(self) -> None:
         self.export_started, self.released = threading.Event(), threading.Event()
@@ -103,8 +103,8 @@ def hanging_exporter() -> Iterator[HangingExporter]:
     exporter.released.set()
 
 
-async def test_a_collector_that_hangs_holds_no_admission(hanging_exporter: HangingExporter) -> None:
-    """While it holds a request, Pods are answered; what does not fit in the queue is dropped."""
+async def test_an_unresponsive_collector_does_not_delay_admission(hanging_exporter: HangingExporter) -> None:
+    """While it blocks, Pods are admitted; spans that do not fit in the queue are dropped."""
     queue = BoundedSpanProcessor(hanging_exporter, "collector")
     tracer = SdkTracer(queue, "rfork-webhook")
     assert [200] == await post(tracer, review(pod()))

@@ -1,4 +1,4 @@
-"""How a client of vLLM-Ascend's RFork asks its planner."""
+"""Requests of vLLM-Ascend's RFork client to its planner."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ def add_seed(
 
 
 def get_seed(web: httpx.Client, key: str = KEY) -> httpx.Response:
-    """Ask for a seed."""
+    """Request a seed."""
     return web.get("/get_seed", headers={"SEED_KEY": key})
 
 
 def acquire_lease(web: httpx.Client, key: str = KEY) -> dict[str, str]:
-    """The headers that name a lease, as the client sends them back."""
+    """Return the headers that identify a lease, as the client sends them back."""
     response = get_seed(web, key)
     assert 200 == response.status_code
     return {name: response.headers[name] for name in ("SEED_IP", "SEED_PORT", "SEED_RANK", "USER_ID")}
 
 
 def put_seed(web: httpx.Client, lease_headers: dict[str, str]) -> int:
-    """Give a lease back; the status."""
+    """Release a lease and return the status."""
     return web.post("/put_seed", headers=lease_headers).status_code
 
 
 def renew_lease(web: httpx.Client, lease_headers: dict[str, str]) -> int:
-    """Renew a lease; the status."""
+    """Renew a lease and return the status."""
     return web.post("/renew_seed_lease", headers=lease_headers).status_code
 
 
 def remove_seed(web: httpx.Client, seed: dict[str, str] = SEED, key: str = KEY) -> int:
-    """Remove a seed; the status."""
+    """Remove a seed and return the status."""
     return web.post("/remove_seed", headers={**seed, "SEED_KEY": key}).status_code
 
 
 def instance_states(planner: PlannerClient) -> dict[str, str]:
-    """State by id of the instances that the planner lists."""
+    """Return the states of the listed instances by id."""
     return {view.report.instance_id: view.report.state for view in planner.instances()}

@@ -1,4 +1,4 @@
-"""Leases of seeds, as clients of vLLM-Ascend's RFork take them."""
+"""Leases of seeds for clients of vLLM-Ascend's RFork."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.unit.planner.integrations.vllm_ascend.seed_client import (
 )
 
 
-def test_two_clients_never_hold_one_seed(web: httpx.Client) -> None:
-    """Each seed takes one reader; the slot is free again once it is given back."""
+def test_a_seed_has_at_most_one_lease(web: httpx.Client) -> None:
+    """The slot is free again after the release."""
     add_seed(web)
     add_seed(web, OTHER)
     leased = [acquire_lease(web), acquire_lease(web)]
@@ -34,8 +34,8 @@ def test_two_clients_never_hold_one_seed(web: httpx.Client) -> None:
     )  # fmt: skip
 
 
-async def test_of_many_that_ask_at_once_one_gets_the_seed(app: FastAPI) -> None:
-    """The others are told that there is none, without waiting for it."""
+async def test_of_many_concurrent_requests_one_gets_the_seed(app: FastAPI) -> None:
+    """The others get a 404 without waiting."""
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(base_url="http://planner", transport=transport) as client:
         await client.post("/add_seed", headers=ADD)
@@ -45,29 +45,29 @@ async def test_of_many_that_ask_at_once_one_gets_the_seed(app: FastAPI) -> None:
         )
 
 
-def test_a_key_is_matched_whole(web: httpx.Client) -> None:
-    """Rank and address do not matter for the match, one character of the key does."""
+def test_keys_must_be_equal(web: httpx.Client) -> None:
+    """Rank and address do not matter, but every character of the key does."""
     add_seed(web)
     assert [404, 404, 200] == [get_seed(web, key).status_code for key in (KEY + "$draft", KEY.lower()[:-1], KEY)]
 
 
 def test_a_seed_on_the_clients_own_host_comes_first(web: httpx.Client) -> None:
-    """The bytes then pass no network."""
+    """The bytes then stay on the host."""
     add_seed(web)
     add_seed(web, {**SEED, "SEED_IP": "127.0.0.1"})
     add_seed(web, OTHER)
     assert "127.0.0.1" == acquire_lease(web)["SEED_IP"]
 
 
-def test_a_seed_at_an_ipv6_address_is_told_as_it_was(web: httpx.Client) -> None:
-    """What the client connects to, and gives back."""
+def test_an_ipv6_address_is_returned_unchanged(web: httpx.Client) -> None:
+    """The client connects to it and sends it back."""
     add_seed(web, {**SEED, "SEED_IP": "fd00::7"})
     leased = acquire_lease(web)
     assert ("fd00::7", 200) == (leased["SEED_IP"], put_seed(web, leased))
 
 
 def test_a_lease_is_bound_to_its_seed(web: httpx.Client) -> None:
-    """Another seed's address with the right user ends and renews nothing."""
+    """The right user id with another seed's address ends and renews nothing."""
     add_seed(web)
     add_seed(web, OTHER)
     leased = acquire_lease(web)
@@ -76,8 +76,8 @@ def test_a_lease_is_bound_to_its_seed(web: httpx.Client) -> None:
     assert (404, 404, 200) == (put_seed(web, wrong), renew_lease(web, wrong), renew_lease(web, leased))
 
 
-def test_a_lease_lapses_unless_it_is_renewed(web: httpx.Client, time: FakeTime) -> None:
-    """Renewed each third of its time it lives on; left alone its slot is free after the whole."""
+def test_a_lease_expires_unless_renewed(web: httpx.Client, time: FakeTime) -> None:
+    """Renewed every third of its duration it stays valid; otherwise its slot is free after the full duration."""
     add_seed(web)
     leased = acquire_lease(web)
     renewed = []
@@ -96,8 +96,8 @@ def test_a_lease_lapses_unless_it_is_renewed(web: httpx.Client, time: FakeTime) 
     )
 
 
-def test_a_lease_lives_as_long_as_was_told(web: httpx.Client, time: FakeTime) -> None:
-    """Longer than an instance of rfork's own may be silent: these clients send nothing else meanwhile."""
+def test_a_lease_lasts_its_reported_duration(web: httpx.Client, time: FakeTime) -> None:
+    """Even if longer than the time to live of rfork's instances: these clients send nothing else meanwhile."""
     add_seed(web)
     leased = acquire_lease(web)
     add_seed(web)
@@ -105,8 +105,8 @@ def test_a_lease_lives_as_long_as_was_told(web: httpx.Client, time: FakeTime) ->
     assert 200 == renew_lease(web, leased)
 
 
-def test_a_lease_that_lapsed_cannot_be_given_back(web: httpx.Client, time: FakeTime) -> None:
-    """Whoever got the slot since keeps it."""
+def test_an_expired_lease_cannot_be_released(web: httpx.Client, time: FakeTime) -> None:
+    """The new holder of the slot keeps it."""
     add_seed(web)
     leased = acquire_lease(web)
     time.now += 31
@@ -115,7 +115,7 @@ def test_a_lease_that_lapsed_cannot_be_given_back(web: httpx.Client, time: FakeT
 
 
 def test_a_lease_ends_with_its_seed(web: httpx.Client, time: FakeTime) -> None:
-    """A seed that fell silent is not read from for ever, though its reader renews."""
+    """The reader's renewals do not keep a silent seed alive."""
     add_seed(web)
     leased = acquire_lease(web)
     renewed = []

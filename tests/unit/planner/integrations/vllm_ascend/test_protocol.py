@@ -1,4 +1,4 @@
-"""The protocol of vLLM-Ascend's RFork: its table, seeds, and one registry for all."""
+"""vLLM-Ascend's RFork protocol: statuses, seeds, and the shared registry."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from tests.unit.planner.integrations.vllm_ascend.seed_client import (
 )
 
 
-def test_get_seed_answers_in_headers_alone(web: httpx.Client) -> None:
-    """Address and rank of the seed, the lease's name and its time to live; no body."""
+def test_get_seed_responds_with_headers_only(web: httpx.Client) -> None:
+    """Address and rank of the seed, the lease's id and its time to live; no body."""
     add_seed(web)
     response = get_seed(web)
     lease_headers = {name: response.headers[name] for name in (*SEED, "LEASE_TTL_SEC")}
@@ -43,8 +43,8 @@ def test_get_seed_answers_in_headers_alone(web: httpx.Client) -> None:
     )  # fmt: skip
 
 
-def test_keys_that_differ_only_in_a_version_never_meet(web: httpx.Client) -> None:
-    """Each client gets the seed of its own version, and none where only the other version has one."""
+def test_keys_with_different_versions_never_match(web: httpx.Client) -> None:
+    """Each client gets the seed of its own version, and none if only another version has one."""
     old, new = (KEY.replace("qwen3", f"qwen3@{version}") for version in ("v1", "v2"))
     add_seed(web, key=old)
     assert 404 == get_seed(web, new).status_code
@@ -54,7 +54,7 @@ def test_keys_that_differ_only_in_a_version_never_meet(web: httpx.Client) -> Non
 
 
 def test_seed_keys_are_versions(web: httpx.Client, planner: PlannerClient) -> None:
-    """The lists show that two keys stand for different weights."""
+    """The lists show different versions for two keys."""
     add_seed(web, key="qwen3@v1$0")
     add_seed(web, OTHER, key="qwen3@v2$0")
     versions = [view.version or "" for view in planner.instances()]
@@ -62,8 +62,8 @@ def test_seed_keys_are_versions(web: httpx.Client, planner: PlannerClient) -> No
     assert all(version.startswith("seed-key:") for version in versions)
 
 
-def test_the_statuses_of_one_seeds_life(web: httpx.Client) -> None:
-    """Each call of the table, in an order that meets each of its answers."""
+def test_statuses_of_all_calls(web: httpx.Client) -> None:
+    """Each call of the protocol, in an order that produces each of its statuses."""
     never = {**SEED, "USER_ID": "nobody"}
     statuses = [
         get_seed(web).status_code,
@@ -84,8 +84,8 @@ def test_the_statuses_of_one_seeds_life(web: httpx.Client) -> None:
     assert [404, 404, 404, 404, 200, 200, 404, 409, 200, 404, 404, 200, 200, 404] == statuses
 
 
-def test_every_answer_is_without_a_body(web: httpx.Client) -> None:
-    """Granted, refused or malformed: these clients parse no body."""
+def test_responses_have_no_body(web: httpx.Client) -> None:
+    """Granted, rejected or malformed: these clients parse no body."""
     responses = [
         add_seed(web),
         get_seed(web),
@@ -103,43 +103,43 @@ BAD = [
     ("GET", "/get_seed", {}, "SEED_KEY is missing"),
     ("GET", "/get_seed", {"SEED_KEY": ""}, "SEED_KEY is missing"),
     ("GET", "/get_seed", {"SEED_KEY": "k" * 501},
-     "SEED_KEY is not at most 500 printable characters of ASCII"),
+     "SEED_KEY must be at most 500 printable ASCII characters"),
     ("GET", "/get_seed", {"SEED_KEY": "caf\xe9"},
-     "SEED_KEY is not at most 500 printable characters of ASCII"),
+     "SEED_KEY must be at most 500 printable ASCII characters"),
     ("GET", "/get_seed", {"SEED_KEY": "a\x07b"},
-     "SEED_KEY is not at most 500 printable characters of ASCII"),
-    ("POST", "/add_seed", {**ADD, "SEED_IP": "seed.example"}, "SEED_IP is no IP address"),
-    ("POST", "/add_seed", {**ADD, "SEED_IP": "10.0.0.7; x"}, "SEED_IP is no IP address"),
+     "SEED_KEY must be at most 500 printable ASCII characters"),
+    ("POST", "/add_seed", {**ADD, "SEED_IP": "seed.example"}, "SEED_IP is not an IP address"),
+    ("POST", "/add_seed", {**ADD, "SEED_IP": "10.0.0.7; x"}, "SEED_IP is not an IP address"),
     ("POST", "/add_seed", {**ADD, "SEED_IP": "fe80::1%eth0"},
-     "SEED_IP has a scope, which means nothing on another machine"),
-    ("POST", "/add_seed", {**ADD, "SEED_PORT": "0"}, "SEED_PORT is no number from 1 to 65535"),
-    ("POST", "/add_seed", {**ADD, "SEED_PORT": "65536"}, "SEED_PORT is no number from 1 to 65535"),
-    ("POST", "/add_seed", {**ADD, "SEED_PORT": "+80"}, "SEED_PORT is no number from 1 to 65535"),
-    ("POST", "/add_seed", {**ADD, "SEED_RANK": "-1"}, "SEED_RANK is no number from 0 to 999999"),
-    ("POST", "/add_seed", {**ADD, "SEED_RANK": "\xb2"}, "SEED_RANK is no number from 0 to 999999"),
-    ("POST", "/add_seed", {**ADD, "SEED_REFCNT": "9" * 5000}, "SEED_REFCNT is no number from 0 to 999999"),
+     "SEED_IP has a scope, which is meaningless on another machine"),
+    ("POST", "/add_seed", {**ADD, "SEED_PORT": "0"}, "SEED_PORT is not a number from 1 to 65535"),
+    ("POST", "/add_seed", {**ADD, "SEED_PORT": "65536"}, "SEED_PORT is not a number from 1 to 65535"),
+    ("POST", "/add_seed", {**ADD, "SEED_PORT": "+80"}, "SEED_PORT is not a number from 1 to 65535"),
+    ("POST", "/add_seed", {**ADD, "SEED_RANK": "-1"}, "SEED_RANK is not a number from 0 to 999999"),
+    ("POST", "/add_seed", {**ADD, "SEED_RANK": "\xb2"}, "SEED_RANK is not a number from 0 to 999999"),
+    ("POST", "/add_seed", {**ADD, "SEED_REFCNT": "9" * 5000}, "SEED_REFCNT is not a number from 0 to 999999"),
     ("POST", "/add_seed", {**SEED, "SEED_KEY": KEY}, "SEED_REFCNT is missing"),
     ("POST", "/put_seed", SEED, "USER_ID is missing"),
-    ("POST", "/put_seed", {**SEED, "USER_ID": "a b"}, "USER_ID is none that a planner gives"),
+    ("POST", "/put_seed", {**SEED, "USER_ID": "a b"}, "USER_ID was not issued by a planner"),
     ("POST", "/renew_seed_lease", {"USER_ID": "u"}, "SEED_IP is missing"),
     ("POST", "/remove_seed", SEED, "SEED_KEY is missing"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("method", "path", "headers", "reason"), BAD)
-def test_a_header_that_cannot_be_used_is_named(
+def test_an_invalid_header_is_named(
     web: httpx.Client, method: str, path: str, headers: dict[str, str], reason: str
 ) -> None:
-    """400, never 422; the reason stands in a header and repeats no value."""
+    """Status 400, never 422; the reason is in a header and does not contain the value."""
     raw = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
     response = web.request(method, path, headers=raw)
     assert (400, reason) == (response.status_code, response.headers["RFORK_REASON"])
 
 
-def test_a_header_that_comes_twice_is_refused(web: httpx.Client) -> None:
-    """A proxy and the planner could each believe another one."""
+def test_a_duplicate_header_is_rejected(web: httpx.Client) -> None:
+    """A proxy and the planner might use different ones."""
     response = web.request("GET", "/get_seed", headers=[("SEED_KEY", "a"), ("SEED_KEY", "b")])
-    assert (400, "SEED_KEY is given more than once") == (
+    assert (400, "SEED_KEY occurs more than once") == (
         response.status_code,
         response.headers["RFORK_REASON"],
     )
@@ -148,8 +148,8 @@ def test_a_header_that_comes_twice_is_refused(web: httpx.Client) -> None:
 # -- seeds ----------------------------------------------------------------------------------------
 
 
-def test_a_seed_lives_from_heartbeat_to_heartbeat(web: httpx.Client, planner: PlannerClient, time: FakeTime) -> None:
-    """One each 30 s is enough, and one may get lost; after 75 s of silence it is forgotten."""
+def test_a_seed_expires_without_heartbeats(web: httpx.Client, planner: PlannerClient, time: FakeTime) -> None:
+    """One heartbeat per 30 s is enough, and one may be lost; after 75 s of silence it is removed."""
     add_seed(web)
     time.now += 74
     alive = get_seed(web).status_code
@@ -157,8 +157,8 @@ def test_a_seed_lives_from_heartbeat_to_heartbeat(web: httpx.Client, planner: Pl
     assert (200, 404, {}) == (alive, get_seed(web).status_code, instance_states(planner))
 
 
-def test_a_planner_that_restarted_knows_a_seed_again_by_its_heartbeat(web: httpx.Client) -> None:
-    """Leases from before are gone; a reader that the seed counts keeps its slot."""
+def test_a_restarted_planner_learns_of_a_seed_from_its_heartbeat(web: httpx.Client) -> None:
+    """Earlier leases are lost; a reader that the seed reports keeps its slot."""
     add_seed(web)
     leased = acquire_lease(web)
     again = httpx.Client(base_url="http://planner", transport=AppTransport(create_app(PlannerSettings())))
@@ -169,8 +169,8 @@ def test_a_planner_that_restarted_knows_a_seed_again_by_its_heartbeat(web: httpx
     assert ([404, 404, 404], 404, 200) == (lost, while_counted, get_seed(again).status_code)
 
 
-def test_readers_that_the_seed_counts_are_not_counted_twice(web: httpx.Client) -> None:
-    """Of `SEED_REFCNT`, those with a lease of this planner are known already."""
+def test_reported_readers_are_not_counted_twice(web: httpx.Client) -> None:
+    """Readers in `SEED_REFCNT` with a lease of this planner are already counted."""
     add_seed(web)
     leased = acquire_lease(web)
     add_seed(web, references="1")
@@ -178,10 +178,8 @@ def test_readers_that_the_seed_counts_are_not_counted_twice(web: httpx.Client) -
     assert 200 == get_seed(web).status_code
 
 
-def test_a_seed_that_is_removed_while_leased_goes_with_the_last_lease(
-    web: httpx.Client, planner: PlannerClient
-) -> None:
-    """409 at first; its own heartbeats do not bring it back, its reader finishes, nobody else gets it."""
+def test_a_leased_seed_is_removed_with_its_last_lease(web: httpx.Client, planner: PlannerClient) -> None:
+    """409 at first; its heartbeats do not cancel the removal, its reader finishes, and no new reader gets it."""
     add_seed(web)
     leased = acquire_lease(web)
     refused = remove_seed(web)
@@ -195,8 +193,8 @@ def test_a_seed_that_is_removed_while_leased_goes_with_the_last_lease(
     )
 
 
-def test_a_seed_that_wanted_to_leave_may_come_back(web: httpx.Client, time: FakeTime) -> None:
-    """Once the lease that kept it has lapsed, a heartbeat registers it anew."""
+def test_a_seed_that_was_to_be_removed_may_come_back(web: httpx.Client, time: FakeTime) -> None:
+    """Once its lease has expired, a heartbeat registers it again."""
     add_seed(web)
     acquire_lease(web)
     remove_seed(web)
@@ -205,24 +203,24 @@ def test_a_seed_that_wanted_to_leave_may_come_back(web: httpx.Client, time: Fake
     assert 200 == get_seed(web).status_code
 
 
-def test_only_who_knows_the_key_removes_a_seed(web: httpx.Client) -> None:
-    """The key is part of what is asked for."""
+def test_removing_a_seed_requires_its_key(web: httpx.Client) -> None:
+    """The key is part of the request."""
     add_seed(web)
     assert (404, 200) == (remove_seed(web, key="other"), get_seed(web).status_code)
 
 
 def test_a_seed_may_change_its_key(web: httpx.Client) -> None:
-    """A process that came up on the same port seeds something else."""
+    """Another process on the same port serves another model."""
     add_seed(web)
     add_seed(web, key="new")
     assert (404, 200) == (get_seed(web).status_code, get_seed(web, "new").status_code)
 
 
-# -- one registry for all -------------------------------------------------------------------------
+# -- shared registry ------------------------------------------------------------------------------
 
 
-def test_seeds_and_leases_are_listed_with_all_others(web: httpx.Client, planner: PlannerClient) -> None:
-    """An instance with its address; a fork that runs from it, and how it ended."""
+def test_seeds_and_leases_are_in_the_lists(web: httpx.Client, planner: PlannerClient) -> None:
+    """An instance with its address; a fork that reads from it, and its result."""
     add_seed(web)
     leased = acquire_lease(web)
     get_seed(web)
@@ -236,16 +234,16 @@ def test_seeds_and_leases_are_listed_with_all_others(web: httpx.Client, planner:
     assert (["fallback", "forked"], {SEED_ID: "serving"}) == (sorted(ended), instance_states(planner))
 
 
-def test_leases_show_in_the_metrics(web: httpx.Client) -> None:
-    """They count like those of rfork's own forks."""
+def test_leases_are_in_the_metrics(web: httpx.Client) -> None:
+    """They count like rfork's own forks."""
     add_seed(web)
     acquire_lease(web)
     lines = web.get("/metrics").text.splitlines()
     assert {"rfork_planner_active_leases 1.0", 'rfork_planner_instances{state="serving"} 1.0'} <= set(lines)
 
 
-def test_an_operator_drains_such_a_seed(web: httpx.Client) -> None:
-    """The next client gets the other one; its heartbeats do not undo it."""
+def test_an_operator_can_drain_a_seed(web: httpx.Client) -> None:
+    """The next client gets another seed; heartbeats do not undo the drain."""
     add_seed(web)
     add_seed(web, OTHER)
     web.post(f"/v1/instances/{SEED_ID}/drain")
@@ -253,8 +251,8 @@ def test_an_operator_drains_such_a_seed(web: httpx.Client) -> None:
     assert ("10.0.0.8", 404) == (acquire_lease(web)["SEED_IP"], get_seed(web).status_code)
 
 
-def test_rforks_own_forks_and_these_never_meet(web: httpx.Client, planner: PlannerClient) -> None:
-    """Not even where a model is named like a key."""
+def test_rforks_own_forks_and_ascend_leases_never_mix(web: httpx.Client, planner: PlannerClient) -> None:
+    """Not even for a model named like a key."""
     add_seed(web)
     planner.report(seed_report("native", model=KEY))
     plan = planner.request_plan(fork_request("target", model=KEY))
@@ -264,10 +262,10 @@ def test_rforks_own_forks_and_these_never_meet(web: httpx.Client, planner: Plann
 
 
 @pytest.mark.parametrize(("field", "name", "model"), [("model", "s", f"ascend:{KEY}"), ("instance_id", SEED_ID, "m")])
-def test_names_of_this_protocol_are_refused_elsewhere(
+def test_names_of_this_protocol_are_rejected_elsewhere(
     planner: PlannerClient, field: str, name: str, model: str
 ) -> None:
-    """Neither a report nor a request may pass for a seed: who leases it goes by the form of its name."""
+    """A report or request must not look like a seed, because leases identify seeds by their names."""
     refusals = []
     with pytest.raises(PlannerRejected) as refused:
         planner.report(seed_report(name, model=model))
@@ -276,12 +274,12 @@ def test_names_of_this_protocol_are_refused_elsewhere(
         planner.request_plan(ForkRequest(fork_id="f", instance=report(name, model=model)))
     refusals.append(refused.value)
     assert [(422, "invalid-request", True)] * 2 == [
-        (each.status, each.problem, f"{field}: names that begin with ascend:" in str(each)) for each in refusals
+        (each.status, each.problem, f"{field}: names that start with ascend:" in str(each)) for each in refusals
     ]
 
 
-async def test_a_seed_with_a_name_of_another_form_is_not_leased(time: FakeTime) -> None:
-    """Whatever a store holds: 404, and the lease that was begun has ended."""
+async def test_a_seed_with_another_name_format_is_not_leased(time: FakeTime) -> None:
+    """Whatever the store contains: 404, and the new lease has ended."""
     registry = make_registry(time)
     service = AscendLeaseService(registry)
     await service.add(KEY, AscendSeed("10.0.0.7", 4000, 1), 0)
@@ -295,15 +293,15 @@ async def test_a_seed_with_a_name_of_another_form_is_not_leased(time: FakeTime) 
     )  # fmt: skip
 
 
-def test_such_a_seed_is_not_even_compared_with(web: httpx.Client, planner: PlannerClient) -> None:
-    """It has no manifest to show to one who asks for a model of that name."""
+def test_ascend_seeds_are_not_compared_with_rforks(web: httpx.Client, planner: PlannerClient) -> None:
+    """They have no manifest to compare with a request for a model of that name."""
     add_seed(web)
     plan = planner.request_plan(fork_request("target", model=KEY))
     assert ((), None) == (plan.routes, plan.mismatched_source)
 
 
-def test_a_token_is_asked_for_here_too() -> None:
-    """These clients send none: a proxy has to add it, with the role of an instance."""
+def test_a_token_is_required_here_too() -> None:
+    """These clients send none: a proxy must add one with the role of an instance."""
     app = create_app(PlannerSettings(token="right"))  # type: ignore[arg-type]
     web = httpx.Client(base_url="http://planner", transport=AppTransport(app))
     refused = add_seed(web).status_code
@@ -321,10 +319,10 @@ OWN_STATUSES = [
 
 
 @pytest.mark.parametrize(("method", "path", "headers", "statuses"), OWN_STATUSES)
-def test_the_protocol_is_described(
+def test_the_protocol_is_in_the_openapi_document(
     web: httpx.Client, method: str, path: str, headers: list[str], statuses: set[str]
 ) -> None:
-    """Each route of the OpenAPI document names its headers and its statuses, and 422 is none of them."""
+    """Each route documents its headers and statuses, without 422."""
     operation = web.get("/openapi.json").json()["paths"][path][method]
     documented = set(operation["responses"])
     assert (headers, set(), False) == (

@@ -1,4 +1,4 @@
-"""A clock, and a Secret in memory."""
+"""Fixtures: a clock, and a Secret in memory."""
 
 from __future__ import annotations
 

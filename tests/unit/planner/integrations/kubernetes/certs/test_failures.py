@@ -1,4 +1,4 @@
-"""A Secret that somebody broke, an API server that is away, a clock that is wrong, and wrong settings."""
+"""Failures of the webhook's certificate: a broken Secret, no API server, wrong clocks, invalid settings."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import pytest
 
 from planner.integrations.health import IntegrationStatus
 from planner.integrations.kubernetes import certs
-from planner.integrations.kubernetes.cert_source import PROPAGATION_S, SecretCertSource
+from planner.integrations.kubernetes.cert_source import CERTIFICATE_DAYS, PROPAGATION_S, SecretCertSource
 from planner.integrations.kubernetes.certs import InvalidCertificate
 from planner.integrations.kubernetes.reloading_tls import LOG_INTERVAL_S, CertificateMonitor, ReloadingContext
 from planner.leases import Clock
 from rfork.errors import SettingsError
 from rfork.settings import KubernetesSettings
 from tests.unit.planner.integrations.kubernetes.certs.webhook_replicas import (
-    DAYS,
     HOST,
     LIFE_S,
     NOW,
@@ -37,13 +36,13 @@ from tests.unit.planner.integrations.kubernetes.secret_store import MemorySecret
         None,
     ],
 )
-async def test_a_secret_that_somebody_broke_is_replaced(
+async def test_a_broken_secret_is_replaced(
     store: MemorySecretStore,
     time: FakeUnixTime,
     caplog: pytest.LogCaptureFixture,
     broken: dict[str, bytes] | None,
 ) -> None:
-    """A new certificate is made, and what is shown meanwhile stays trusted."""
+    """A new certificate is created, and the CA of the previous one stays trusted."""
     replica = WebhookReplica(store, time)
     await replica.refresh()
     old = stored_bundle(store)
@@ -57,14 +56,14 @@ async def test_a_secret_that_somebody_broke_is_replaced(
     assert (({old.ca, new.ca}, old.pair), new.pair, True) == (
         during,
         replica.context.current,
-        "new certificate made" in caplog.text,
+        "certificate created" in caplog.text,
     )
 
 
 async def test_a_key_of_another_certificate_breaks_the_secret(store: MemorySecretStore, time: FakeUnixTime) -> None:
-    """Parts that are each well, but do not belong together, are replaced too."""
+    """Valid parts that do not belong together are replaced too."""
     await WebhookReplica(store, time).refresh()
-    other = certs.generate_bundle([HOST], DAYS, NOW)
+    other = certs.generate_bundle([HOST], CERTIFICATE_DAYS, NOW)
     mixed = (
         stored_bundle(store).data() | {"tls.key": other.pair.key},
         stored_bundle(store).data() | {"ca.crt": other.ca},
@@ -75,10 +74,10 @@ async def test_a_key_of_another_certificate_breaks_the_secret(store: MemorySecre
         assert stored_bundle(store).data() != data
 
 
-async def test_without_the_api_server_what_is_there_is_shown(
+async def test_without_the_api_server_the_current_certificate_stays(
     store: MemorySecretStore, time: FakeUnixTime, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One error an hour, a counter, and all goes on when it is back; the process stays ready."""
+    """It logs one error an hour and counts each, recovers with the server, and stays ready."""
     replica = WebhookReplica(store, time)
     await replica.refresh()
     current_pair = replica.context.current
@@ -91,7 +90,7 @@ async def test_without_the_api_server_what_is_there_is_shown(
     await replica.refresh()
     assert (2, 4.0, None, current_pair) == (
         error_count,
-        replica.metric("troubles_total"),
+        replica.metric("errors_total"),
         replica.status.not_ready_reason,
         replica.context.current,
     )
@@ -100,19 +99,19 @@ async def test_without_the_api_server_what_is_there_is_shown(
 async def test_without_the_api_server_from_the_start_it_is_not_ready(
     store: MemorySecretStore, time: FakeUnixTime
 ) -> None:
-    """It says why, and is ready as soon as the server is there."""
+    """The status has the reason; it becomes ready once the server responds."""
     replica = WebhookReplica(store, time)
     store.unavailable = True
     await replica.refresh()
     before = replica.status.not_ready_reason or ""
     store.unavailable = False
     await replica.refresh()
-    assert (True, None) == ("it is away" in before, replica.status.not_ready_reason)
+    assert (True, None) == ("unreachable" in before, replica.status.not_ready_reason)
 
 
 @pytest.mark.parametrize("call", ["read_bundles", "write_bundles", "read_secret", "write_secret"])
-async def test_what_it_is_not_allowed_is_said(store: MemorySecretStore, time: FakeUnixTime, call: str) -> None:
-    """No certificate is shown that the API server does not trust; the reason is in /readyz."""
+async def test_missing_permissions_are_reported(store: MemorySecretStore, time: FakeUnixTime, call: str) -> None:
+    """A certificate that the API server does not trust is not used; /readyz has the reason."""
     replica = WebhookReplica(store, time)
     store.denied = {call}
     await replica.refresh()
@@ -122,10 +121,10 @@ async def test_what_it_is_not_allowed_is_said(store: MemorySecretStore, time: Fa
     )
 
 
-async def test_a_clock_far_ahead_does_not_take_the_certificate_from_the_others(
+async def test_a_replica_with_a_fast_clock_does_not_replace_the_others_certificate(
     store: MemorySecretStore, time: FakeUnixTime, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What such a replica made is not valid yet for the others: they keep showing theirs, and say so."""
+    """Its certificate is not valid yet for the others, which keep theirs and report it."""
     right = WebhookReplica(store, time)
     await right.refresh()
     current_pair = right.context.current
@@ -145,7 +144,7 @@ async def test_a_clock_far_ahead_does_not_take_the_certificate_from_the_others(
 async def test_an_expired_certificate_is_an_error_each_hour(
     store: MemorySecretStore, time: FakeUnixTime, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nobody could renew it: it is shown all the same, with an error an hour and a metric."""
+    """It could not be renewed: it stays in use, with an error an hour and a metric."""
     replica = WebhookReplica(store, time)
     await replica.refresh()
     store.unavailable = True
@@ -153,15 +152,13 @@ async def test_an_expired_certificate_is_an_error_each_hour(
     for _ in range(4):
         await replica.refresh()
         time.now += LOG_INTERVAL_S / 2
-    error_count = sum("HAS EXPIRED" in text for text in errors(caplog))
+    error_count = sum("certificate expired" in text for text in errors(caplog))
     assert (2, 0.0, None) == (error_count, replica.metric("valid"), replica.status.not_ready_reason)
 
 
 @pytest.mark.parametrize("hosts", [(), ("two words",), ("https://a.b",)])
-def test_hosts_that_no_certificate_can_be_for_are_refused(
-    store: MemorySecretStore, time: FakeUnixTime, hosts: tuple[str, ...]
-) -> None:
-    """The setting is named."""
+def test_invalid_hosts_are_rejected(store: MemorySecretStore, time: FakeUnixTime, hosts: tuple[str, ...]) -> None:
+    """The error names the setting."""
     settings = KubernetesSettings(webhook_hosts=hosts)
     with pytest.raises(SettingsError, match="RFORK_K8S_WEBHOOK_HOSTS"):
         SecretCertSource(
@@ -169,9 +166,9 @@ def test_hosts_that_no_certificate_can_be_for_are_refused(
         )
 
 
-def test_no_key_is_shown_in_texts(store: MemorySecretStore) -> None:
-    """What is logged or raised by mistake holds no key."""
-    stored = certs.generate_bundle([HOST], DAYS, NOW)
+def test_no_text_contains_a_key(store: MemorySecretStore) -> None:
+    """Neither repr nor error messages contain it."""
+    stored = certs.generate_bundle([HOST], CERTIFICATE_DAYS, NOW)
     assert "PRIVATE" not in repr(stored)
     with pytest.raises(InvalidCertificate) as caught:
         certs.load_pair(stored.pair.chain, stored.pair.key[:-40])

@@ -1,4 +1,4 @@
-"""One certificate of several replicas: made once, renewed once, and trusted before it is shown."""
+"""One certificate for several replicas: created once, renewed once, and trusted before it is used."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.unit.planner.integrations.kubernetes.certs.webhook_replicas import (
 from tests.unit.planner.integrations.kubernetes.secret_store import MemorySecretStore
 
 
-async def test_the_first_replica_makes_a_certificate(store: MemorySecretStore, time: FakeUnixTime) -> None:
-    """It lies in the Secret, every webhook's caBundle is its authority, and it is shown."""
+async def test_the_first_replica_creates_a_certificate(store: MemorySecretStore, time: FakeUnixTime) -> None:
+    """It is stored in the Secret, its CA is in every webhook's caBundle, and it is in use."""
     replica = WebhookReplica(store, time, HOST, "10.0.0.7", "0:0:0:0:0:0:0:1")
     await replica.refresh()
     stored = stored_bundle(store)
@@ -43,10 +43,10 @@ async def test_the_first_replica_makes_a_certificate(store: MemorySecretStore, t
     )
 
 
-async def test_an_empty_secret_is_as_none(
+async def test_an_empty_secret_is_filled(
     store: MemorySecretStore, time: FakeUnixTime, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A Helm chart makes the Secret, so that it goes with the release: it is filled, without a warning."""
+    """A Helm chart creates the Secret empty, so that it is deleted with the release. No warning is logged."""
     store.break_secret({"tls.crt": b"", "tls.key": b""})
     replica = WebhookReplica(store, time)
     with caplog.at_level(logging.WARNING):
@@ -54,10 +54,8 @@ async def test_an_empty_secret_is_as_none(
     assert (stored_bundle(store).pair, []) == (replica.context.current, caplog.records)
 
 
-async def test_two_replicas_that_start_together_share_one_certificate(
-    store: MemorySecretStore, time: FakeUnixTime
-) -> None:
-    """One creates the Secret; the other meets a conflict, reads, and shows the same."""
+async def test_replicas_that_start_together_share_one_certificate(store: MemorySecretStore, time: FakeUnixTime) -> None:
+    """One creates the Secret; the other gets a conflict, reads it, and uses the same certificate."""
     first, second = WebhookReplica(store, time), WebhookReplica(store, time)
     await asyncio.gather(first.refresh(), second.refresh())
     assert (stored_bundle(store).pair, stored_bundle(store).pair, 2) == (
@@ -67,8 +65,8 @@ async def test_two_replicas_that_start_together_share_one_certificate(
     )
 
 
-async def test_nothing_is_written_while_all_is_well(store: MemorySecretStore, time: FakeUnixTime) -> None:
-    """Later looks only read, until two thirds of the certificate's life are over."""
+async def test_nothing_is_written_before_the_renewal(store: MemorySecretStore, time: FakeUnixTime) -> None:
+    """Refreshes only read until two thirds of the lifetime have passed."""
     replica = WebhookReplica(store, time)
     await replica.refresh()
     store.calls.clear()
@@ -78,10 +76,8 @@ async def test_nothing_is_written_while_all_is_well(store: MemorySecretStore, ti
     assert ["read_bundles", "read_secret"] * 3 == store.calls
 
 
-async def test_a_new_authority_is_trusted_before_its_certificate_is_shown(
-    store: MemorySecretStore, time: FakeUnixTime
-) -> None:
-    """On renewal both authorities are trusted at once; replicas show the old until API servers have heard."""
+async def test_a_new_ca_is_trusted_before_its_certificate_is_used(store: MemorySecretStore, time: FakeUnixTime) -> None:
+    """Both CAs are trusted immediately; the old certificate stays in use until API servers have the new CA."""
     first, second = WebhookReplica(store, time), WebhookReplica(store, time)
     await first.refresh()
     await second.refresh()
@@ -101,8 +97,8 @@ async def test_a_new_authority_is_trusted_before_its_certificate_is_shown(
     )
 
 
-async def test_the_authority_before_stays_trusted(store: MemorySecretStore, time: FakeUnixTime) -> None:
-    """Of many renewals, the last three authorities are trusted: one that was cut off may show the second."""
+async def test_previous_cas_stay_trusted(store: MemorySecretStore, time: FakeUnixTime) -> None:
+    """The last three CAs are trusted, because a replica that was cut off may use an old certificate."""
     replica = WebhookReplica(store, time)
     made = []
     for _ in range(5):
@@ -112,8 +108,8 @@ async def test_the_authority_before_stays_trusted(store: MemorySecretStore, time
     assert (5, set(made[-3:])) == (len(set(made)), trusted_cas(store))
 
 
-async def test_replicas_that_renew_together_make_one_certificate(store: MemorySecretStore, time: FakeUnixTime) -> None:
-    """Of three that see it is time, one is first; none throws away what it wrote."""
+async def test_concurrent_renewals_create_one_certificate(store: MemorySecretStore, time: FakeUnixTime) -> None:
+    """Three replicas renew at the same time: one is first, and none overwrites its result."""
     replicas = [WebhookReplica(store, time) for _ in range(3)]
     await asyncio.gather(*(replica.refresh() for replica in replicas))
     old = stored_bundle(store)
@@ -129,8 +125,8 @@ async def test_replicas_that_renew_together_make_one_certificate(store: MemorySe
     )
 
 
-async def test_a_ca_bundle_that_was_emptied_is_set_again(store: MemorySecretStore, time: FakeUnixTime) -> None:
-    """A helm upgrade leaves the caBundle empty: the next look sets it, and makes nothing new."""
+async def test_an_emptied_ca_bundle_is_restored(store: MemorySecretStore, time: FakeUnixTime) -> None:
+    """After a helm upgrade that empties it, the next refresh sets the caBundle and creates nothing."""
     replica = WebhookReplica(store, time)
     await replica.refresh()
     stored = stored_bundle(store)
@@ -139,8 +135,8 @@ async def test_a_ca_bundle_that_was_emptied_is_set_again(store: MemorySecretStor
     assert ({stored.ca}, stored) == (trusted_cas(store), stored_bundle(store))
 
 
-async def test_a_replica_that_saw_less_takes_nothing_back(store: MemorySecretStore, time: FakeUnixTime) -> None:
-    """One that read the Secret before a renewal, and comes to write the caBundle after it, does not."""
+async def test_a_replica_with_stale_data_overwrites_nothing(store: MemorySecretStore, time: FakeUnixTime) -> None:
+    """A replica that read the Secret before a renewal does not write its caBundle after it."""
     late = WebhookReplica(store, time)
     await late.refresh()
     old = stored_bundle(store)
@@ -152,14 +148,16 @@ async def test_a_replica_that_saw_less_takes_nothing_back(store: MemorySecretSto
         store.write_bundles("rfork", dict.fromkeys(seen_late.bundles, old.ca), seen_late.version),
         return_exceptions=True,
     )
-    assert (["Conflict"], {old.ca, stored_bundle(store).ca}) == (
+    assert (["ResourceConflict"], {old.ca, stored_bundle(store).ca}) == (
         [type(error).__name__ for error in wrote],
         trusted_cas(store),
     )
 
 
-async def test_without_a_configuration_it_is_shown_at_once(store: MemorySecretStore, time: FakeUnixTime) -> None:
-    """Nobody calls before there is one; when it comes, its caBundle is set."""
+async def test_without_a_configuration_the_certificate_is_used_immediately(
+    store: MemorySecretStore, time: FakeUnixTime
+) -> None:
+    """There are no callers before the configuration exists. Then its caBundle is set."""
     bundles, store.bundles = store.bundles, None
     replica = WebhookReplica(store, time)
     await replica.refresh()
@@ -168,8 +166,8 @@ async def test_without_a_configuration_it_is_shown_at_once(store: MemorySecretSt
     assert (stored_bundle(store).pair, {stored_bundle(store).ca}) == (current_pair, trusted_cas(store))
 
 
-async def test_hosts_of_two_releases_share_a_certificate(store: MemorySecretStore, time: FakeUnixTime) -> None:
-    """One that misses a host renews for its own and those that were there; the others do not renew back."""
+async def test_two_releases_share_a_certificate(store: MemorySecretStore, time: FakeUnixTime) -> None:
+    """A release with other hosts renews for its own and the existing ones; the other does not renew back."""
     old, new = WebhookReplica(store, time), WebhookReplica(store, time, "new.rfork.svc")
     await old.refresh()
     await new.refresh()
@@ -180,8 +178,8 @@ async def test_hosts_of_two_releases_share_a_certificate(store: MemorySecretStor
 
 
 @pytest.mark.parametrize("days", [0.01, 1.0, 90.0, 3650.0])
-def test_a_new_certificate_is_valid_and_not_to_be_renewed_yet(days: float) -> None:
-    """However short or long its life: valid a while before it was made, and renewed well before its end."""
+def test_a_new_certificate_is_valid_and_not_due_for_renewal(days: float) -> None:
+    """For any lifetime, it is backdated and renewed well before it expires."""
     current_pair = certs.generate_bundle([HOST], days, NOW).pair
     life_s = days * 86_400
     assert (True, True, True) == (

@@ -8,7 +8,7 @@ import pytest
 
 from planner.integrations.health import IntegrationStatus
 from planner.integrations.kubernetes import certs
-from planner.integrations.kubernetes.cert_source import SecretCertSource
+from planner.integrations.kubernetes.cert_source import CERTIFICATE_DAYS, SecretCertSource
 from planner.integrations.kubernetes.certs import CertBundle
 from planner.integrations.kubernetes.reloading_tls import CertificateMonitor, ReloadingContext
 from planner.leases import Clock
@@ -16,8 +16,7 @@ from rfork.settings import KubernetesSettings
 from tests.unit.planner.integrations.kubernetes.secret_store import MemorySecretStore
 
 HOST = "rfork-webhook.rfork.svc"
-DAYS = 90.0
-LIFE_S = DAYS * 86_400
+LIFE_S = CERTIFICATE_DAYS * 86_400
 NOW = 1_800_000_000.0
 
 
@@ -33,7 +32,7 @@ class WebhookReplica:
     """One replica of the webhook."""
 
     def __init__(self, store: MemorySecretStore, time: FakeUnixTime, *hosts: str, clock: Clock | None = None) -> None:
-        settings = KubernetesSettings(webhook_hosts=hosts or (HOST,), certificate_days=DAYS)
+        settings = KubernetesSettings(webhook_hosts=hosts or (HOST,))
         self.status = IntegrationStatus("webhook")
         self.context = ReloadingContext()
         self.cert_source = SecretCertSource(
@@ -48,12 +47,12 @@ class WebhookReplica:
 
 
 def stored_bundle(store: MemorySecretStore) -> CertBundle:
-    """What the Secret holds."""
+    """Return the Secret's bundle."""
     return certs.load_bundle(store.secret or {})
 
 
 def trusted_cas(store: MemorySecretStore) -> set[bytes]:
-    """The authorities that every webhook of the configuration is trusted by."""
+    """Return the CAs that are in every webhook's caBundle."""
     bundles = [set(certs.authorities(bundle)) for bundle in (store.bundles or {}).values()]
     assert bundles[:1] * len(bundles) == bundles
     return bundles[0]

@@ -1,4 +1,4 @@
-"""A cluster and a planner for each test of the controller."""
+"""Fixtures: a cluster and a planner for each test of the controller."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tests.unit.planner.integrations.kubernetes.controller.controller_harness im
 
 @pytest.fixture(autouse=True)
 def _no_action_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However slow this machine is, all that is due is begun: these two go by the real clock."""
+    """Remove the two timeouts by the real clock, so that all due actions start even on a slow machine."""
     monkeypatch.setattr(actions, "TOTAL_TIMEOUT_S", math.inf)
     monkeypatch.setattr(actions, "CALL_TIMEOUT_S", 60.0)
 
 
 @pytest.fixture
 def harness() -> ControllerHarness:
-    """A cluster with nothing in it."""
+    """Return a harness with an empty cluster."""
     return ControllerHarness()

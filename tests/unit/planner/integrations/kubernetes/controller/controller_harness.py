@@ -1,4 +1,4 @@
-"""A cluster, a planner and a controller between them, moved step by step."""
+"""A cluster, a planner and a controller, advanced step by step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NOW: Final = 1000.0
 
 
 class ControllerHarness:
-    """`controller` leads."""
+    """`controller` is the leader."""
 
     def __init__(self, **settings: float) -> None:
         self.clock = FakeClock(NOW)
@@ -31,7 +31,7 @@ class ControllerHarness:
         self.controller = self.new_leader()
 
     def new_leader(self) -> Controller:
-        """A replica of the controller, that sees what there is and leads from now on."""
+        """Return a new replica of the controller that has listed the cluster and becomes the leader."""
         self.registry = CollectorRegistry()
         controller = Controller(
             self.settings,
@@ -50,36 +50,36 @@ class ControllerHarness:
         return controller
 
     async def reconcile(self) -> None:
-        """The controller acts because something happened in the cluster, between two looks."""
+        """Reconcile after a change in the cluster, without polling the planner."""
         await self.controller.reconcile()
 
     async def step(self, seconds: float = POLL_INTERVAL_S, times: int = 1) -> None:
-        """Time passes, and the controller looks at the planner and acts."""
+        """Advance the clock, poll the planner and reconcile."""
         for _ in range(times):
             self.clock.now += seconds
             await self.controller.refresh()
             await self.controller.reconcile()
 
     def calls(self) -> list[str]:
-        """What was asked of the planner since the last time."""
+        """Return the calls to the planner since the last time."""
         calls, self.planner_api.calls = self.planner_api.calls, []
         return calls
 
     def events(self) -> list[str]:
-        """Events since the last time: ``OBJECT REASON: MESSAGE``."""
+        """Return the Events since the last time: ``OBJECT REASON: MESSAGE``."""
         events, self.cluster.events = self.cluster.events, list[Event]()
         return [f"{one.about} {one.reason}: {one.message}" for one in events]
 
     def conditions(self) -> list[str]:
-        """Conditions written since the last time: ``POD STATUS REASON: MESSAGE``."""
+        """Return the conditions written since the last time: ``POD STATUS REASON: MESSAGE``."""
         return self._writes("condition")
 
     def costs(self) -> list[str]:
-        """Costs written since the last time: ``POD VALUE``."""
+        """Return the deletion costs written since the last time: ``POD VALUE``."""
         return self._writes("annotate")
 
     def metric(self, name: str, **labels: str) -> float | None:
-        """A sample of the present controller's metrics."""
+        """Return a sample of the current controller's metrics."""
         return self.registry.get_sample_value(f"rfork_controller_{name}", labels)
 
     def _writes(self, operation: str) -> list[str]:

@@ -10,7 +10,7 @@ WORKLOAD_UID = uid(1)
 
 
 async def deploy_seeds(harness: ControllerHarness, replicas: int = 1) -> tuple[ObservedWorkload, list[ObservedPod]]:
-    """A Deployment whose Pods are seeds, and of which all has been said."""
+    """Create a Deployment whose Pods are seeds, and drop the Events and calls that this caused."""
     deployment = harness.cluster.deploy(1, replicas)
     pods = harness.cluster.create(deployment, replicas)
     for pod in pods:

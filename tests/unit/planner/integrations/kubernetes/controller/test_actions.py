@@ -14,7 +14,7 @@ from tests.unit.fake_clock import FakeClock
 
 
 class ExecutorHarness:
-    """Actions that are counted, at a time that stands still."""
+    """An executor with recorded actions and a clock that the test moves."""
 
     def __init__(self) -> None:
         self.clock = FakeClock()
@@ -22,7 +22,7 @@ class ExecutorHarness:
         self.started: list[str] = []
 
     def action(self, name: str, error: Exception | None = None) -> Action:
-        """One that fails so."""
+        """Return an action that raises `error`."""
 
         async def call() -> None:
             self.started.append(name)
@@ -32,7 +32,7 @@ class ExecutorHarness:
         return Action("event", name, call)
 
     async def run(self, *actions: Action, allowed: Callable[[], bool] = lambda: True) -> list[str]:
-        """Which of them were begun."""
+        """Run the actions and return those that started."""
         self.started = []
         await self.executor.run(actions, allowed)
         return self.started
@@ -41,8 +41,8 @@ class ExecutorHarness:
 @pytest.mark.parametrize(
     "error", [ClusterUnavailable("refused"), PlannerUnavailable("422"), KeyError("defect"), TimeoutError()]
 )
-async def test_a_failure_stops_no_other_and_waits(error: Exception) -> None:
-    """It is tried again after 2 s, then after 4 s more, and so on up to two minutes."""
+async def test_a_failed_action_backs_off_and_others_run(error: Exception) -> None:
+    """It is retried after 2 s, then 4 s, and so on up to two minutes."""
     harness = ExecutorHarness()
     actions = harness.action("bad", error), harness.action("good")
     started = []
@@ -55,16 +55,16 @@ async def test_a_failure_stops_no_other_and_waits(error: Exception) -> None:
 
 
 @pytest.mark.parametrize("error", [NotFound("pod"), ResourceConflict("pod")])
-async def test_what_is_not_there_any_more_is_no_failure(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
-    """The watch will say so; nothing is logged."""
+async def test_a_changed_or_deleted_object_is_no_failure(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    """A watch event will follow, so nothing is logged."""
     harness = ExecutorHarness()
     for _ in range(2):
         assert ["bad"] == await harness.run(harness.action("bad", error))
     assert [] == caplog.records
 
 
-async def test_one_reason_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever is tried: one line for each reason, until something succeeds."""
+async def test_each_reason_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """One line per reason until an action succeeds."""
     harness = ExecutorHarness()
     lines = []
     for error in (
@@ -80,23 +80,23 @@ async def test_one_reason_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
     assert [1, 1, 2, 2, 3] == lines
 
 
-async def test_where_nobody_answers_the_rest_is_left() -> None:
-    """A thousand Pods are not asked about one by one while the API server is away."""
+async def test_many_failures_in_a_row_stop_the_run() -> None:
+    """While the API server is down, a thousand Pods are not tried one by one."""
     harness = ExecutorHarness()
-    away = [harness.action(str(number), ClusterUnavailable("no answer")) for number in range(1000)]
+    away = [harness.action(str(number), ClusterUnavailable("no response")) for number in range(1000)]
     assert len(await harness.run(*away)) in range(2 * MAX_CONCURRENT, 3 * MAX_CONCURRENT)
 
 
-async def test_who_leads_no_more_begins_nothing() -> None:
-    """It is asked before each."""
+async def test_nothing_starts_after_leadership_is_lost() -> None:
+    """Leadership is checked before each action."""
     harness = ExecutorHarness()
     assert ["a", "b"] == await harness.run(
         *(harness.action(name) for name in "abcd"), allowed=lambda: len(harness.started) < 2
     )
 
 
-async def test_few_are_under_way_at_once() -> None:
-    """And all are done."""
+async def test_concurrency_is_limited() -> None:
+    """All actions run, a limited number at a time."""
     in_flight = max_in_flight = done = 0
 
     async def call() -> None:

@@ -37,7 +37,7 @@ S3 = "snapshot s3://models/llama"
 
 
 def observed(forks: Sequence[ForkInfo] = (), *pods: ObservedPod, at: float = NOW) -> ObservedState:
-    """Pod 6 is there, pod 7 is gone, and pod 8 is another cluster's."""
+    """Pod 6 exists, pod 7 was deleted, and pod 8 belongs to another cluster."""
     there = {one.uid: one for one in (*(pods or (POD,)), pod(6, containers_ready_at=1.0))}
     elsewhere = instance(uid(8), placement=Placement(host="x", pod="other/seed"))
     return observe(NOW, there, {}, PlannerSnapshot(at, (elsewhere,), tuple(forks)), deleted={uid(7): pod(7)})
@@ -62,16 +62,16 @@ def emitted(found: ObservedState, already: frozenset[str] = frozenset()) -> list
         (POD, [fork(uid(5), "forked", sources={"unheard-of": 2_000_000_000_000})],
          ["Normal Forked: forked 2.0 TB from unheard-of in 3.1 s, 1 source"]),
         (POD, [fork(uid(5), "forked", sources={"snapshot:s3://m": 15_200_000_000})],
-         ["Normal Loaded: read 15.2 GB from snapshot:s3://m in 3.1 s, for itself and others"]),
+         ["Normal Loaded: read 15.2 GB from snapshot:s3://m in 3.1 s, for itself and other instances"]),
         (POD, [fork(uid(5), "forked")], ["Normal Forked: forked in 3.1 s"]),
         (POD, [fork(uid(5), "fallback", fallback=S3, reasons=NO_SEED)],
          [f"Warning FellBack: fell back to {S3}: no seed with this layout: 1 holds another"]),
         (POD, [fork(uid(5), "fallback")],
-         ["Warning FellBack: fell back to its own loader: no reason was given"]),
-        (POD, [fork(uid(5), "failed", reasons=("its instance fell silent",))],
-         ["Warning ForkFailed: the fork failed: its instance fell silent"]),
+         ["Warning FellBack: fell back to its own loader: no reason reported"]),
+        (POD, [fork(uid(5), "failed", reasons=("the instance stopped sending heartbeats",))],
+         ["Warning ForkFailed: fork failed: the instance stopped sending heartbeats"]),
         (POD, [fork(uid(5), "interrupted")], []),
-        # All ranks are one Event: the bytes of all, the seconds of the slowest.
+        # All ranks share one Event: the sum of the bytes, the time of the slowest.
         (POD, [fork(uid(5), "forked", rank=LEFT, sources={instance_id(uid(6), LEFT): 8_000_000_000}),
                fork(uid(5), "forked", rank=RIGHT, sources={instance_id(uid(6), RIGHT): 8_000_000_000},
                     seconds=4.0)],
@@ -81,13 +81,13 @@ def emitted(found: ObservedState, already: frozenset[str] = frozenset()) -> list
         (POD, [fork(uid(5), "forked", rank=LEFT, age_s=70)], ["Normal Forked: forked in 3.1 s"]),
         (OLD, [fork(uid(5), "forked", rank=LEFT)], ["Normal Forked: forked in 3.1 s"]),
         (POD, [fork(uid(5), "forked", rank=LEFT), fork(uid(5), "fallback", rank=RIGHT, fallback=S3)],
-         [f"Warning FellBack: fell back to {S3}: no reason was given (1 of 2 ranks)"]),
-        # A Pod that nobody knows.
+         [f"Warning FellBack: fell back to {S3}: no reason reported (1 of 2 ranks)"]),
+        # An unknown Pod.
         (POD, [fork(uid(9), "forked")], []),
     ],
 )  # fmt: skip
-def test_how_a_fork_ended(one: ObservedPod, forks: Sequence[ForkInfo], expected: list[str]) -> None:
-    """One Event for each Pod, once all its ranks are done."""
+def test_each_fork_result_has_an_event(one: ObservedPod, forks: Sequence[ForkInfo], expected: list[str]) -> None:
+    """One Event per Pod, once all its ranks have finished."""
     assert expected == emitted(observed(forks, one))
 
 
@@ -100,15 +100,15 @@ CHECKPOINT = {"checkpoint:file:///models/llama": 15_200_000_000}
     ("forks", "expected"),
     [
         ([fork(uid(5), "fallback", fallback="loader", reasons=FIRST, version=NEW)],
-         "Normal FirstOfVersion: loads by itself: first of version files:3f3f3f3f; "
+         "Normal FirstOfVersion: loaded from storage: first of version files:3f3f3f3f; "
          "1 instance serves files:91919191"),
         ([fork(uid(5), "forked", sources=CHECKPOINT, version=NEW)],
-         "Normal FirstOfVersion: loads by itself: first of version files:3f3f3f3f; "
+         "Normal FirstOfVersion: loaded from storage: first of version files:3f3f3f3f; "
          "1 instance serves files:91919191"),
-        # Of the version that is served.
+        # The version that is served.
         ([fork(uid(5), "forked", sources=CHECKPOINT, version=OLD_VERSION)],
-         "Normal Loaded: read 15.2 GB from checkpoint:file:///models/llama in 3.1 s, for itself and others"),
-        # It had sources, and lost them.
+         "Normal Loaded: read 15.2 GB from checkpoint:file:///models/llama in 3.1 s, for itself and other instances"),
+        # It had sources and lost them.
         ([fork(uid(5), "fallback", fallback="loader", reasons=(*FIRST, "SourceUnavailable: why"), version=NEW)],
          "Warning FellBack: fell back to loader: why"),
         ([fork(uid(5), "forked", sources={instance_id(uid(6)): 15_200_000_000}, version=OLD_VERSION)],
@@ -117,15 +117,15 @@ CHECKPOINT = {"checkpoint:file:///models/llama": 15_200_000_000}
          "Normal Forked: forked 15.2 GB from pod-6 in 3.1 s, 1 source"),
     ],
 )  # fmt: skip
-def test_the_event_names_the_version(forks: Sequence[ForkInfo], expected: str) -> None:
-    """The first of a version loads by itself, which is normal; others name the version they forked."""
+def test_events_name_the_version(forks: Sequence[ForkInfo], expected: str) -> None:
+    """The first Pod of a version loads from storage, which is normal; others name the forked version."""
     there = {one.uid: one for one in (POD, pod(6, containers_ready_at=1.0))}
     snapshot = PlannerSnapshot(NOW, (instance(uid(6), version=OLD_VERSION),), tuple(forks))
     assert [expected] == emitted(observe(NOW, there, {}, snapshot))
 
 
-def test_what_had_ended_before_is_not_told() -> None:
-    """A replica that comes to lead tells of the forks that end from its first look on."""
+def test_forks_that_finished_before_the_lead_are_not_reported() -> None:
+    """A new leader reports forks that finish after its first poll."""
     ended, running = fork(uid(5), "forked"), fork(uid(6), chunks=5)
     before = keys_of_finished_forks(PlannerSnapshot(NOW, forks=(ended, running)))
     assert [] == emitted(observed([ended, running]), before)
@@ -137,25 +137,25 @@ def test_what_had_ended_before_is_not_told() -> None:
     [
         (POD, []),
         (pod(5, annotations={names.REJECTED: "two containers start an engine"}, created_at=900.0),
-         ["Warning NotInjected: this Pod is left as it was: two containers start an engine"]),
+         ["Warning NotInjected: Pod left unchanged: two containers start an engine"]),
         (pod(5, annotations={names.INJECTED: "1", names.NOTES: "no IPC\nno hook\n"}, created_at=900.0),
-         ["Warning PartlyInjected: no IPC; no hook"]),
+         ["Warning PartiallyInjected: no IPC; no hook"]),
         (pod(5, annotations={}, created_at=900.0),
-         ["Warning NotSeen: the webhook did not see this Pod: it loads by itself"]),
+         ["Warning WebhookBypassed: the webhook was not called for this Pod; it loads without rfork"]),
         (pod(5, annotations={}, created_at=NOW - 300), []),
         (pod(5, annotations={names.INJECT: "false"}, created_at=900.0), []),
         (pod(5, annotations={names.REJECTED: "why"}, created_at=0.0),
-         ["Warning NotInjected: this Pod is left as it was: why"]),
+         ["Warning NotInjected: Pod left unchanged: why"]),
         (pod(5, annotations={names.REJECTED: "why"}, created_at=900.0, phase="Failed"), []),
     ],
 )  # fmt: skip
-def test_what_the_webhook_did(one: ObservedPod, expected: list[str]) -> None:
-    """Pods that it refused, or could not change wholly, and those that it did not see."""
+def test_webhook_problems_have_events(one: ObservedPod, expected: list[str]) -> None:
+    """For Pods that the webhook rejected, injected partially, or was not called for."""
     assert expected == emitted(observed((), one))
 
 
-def test_each_is_told_once() -> None:
-    """What was told is not told again."""
+def test_each_fact_is_reported_once() -> None:
+    """Reported keys are not reported again."""
     refused = pod(9, annotations={names.REJECTED: "why"}, created_at=900.0)
     found = observed([fork(uid(5), "forked")], POD, refused)
     keys = frozenset[str]().union(*(one.keys for one in decide(found, frozenset())))
@@ -163,21 +163,21 @@ def test_each_is_told_once() -> None:
     assert [] == emitted(found, keys)
 
 
-def test_what_was_made_before_is_not_told() -> None:
-    """A replica that comes to lead tells of Pods that are made from then on."""
+def test_pods_created_before_the_lead_are_not_reported() -> None:
+    """A new leader reports Pods that are created after it took over."""
     refused = pod(5, annotations={names.REJECTED: "why"})
     assert [] == emitted(observed((), refused), keys_of_existing_pods([refused]))
 
 
-def test_a_fork_that_went_on_is_told_again() -> None:
-    """The planner gave it up, but its instance was not dead: that it forked is news."""
+def test_a_fork_that_continued_is_reported_again() -> None:
+    """The planner gave it up, but its instance was alive: the success is reported."""
     failed, went_on = fork(uid(5), "failed"), fork(uid(5), "forked")
     (first,) = decide(observed([failed]), frozenset())
     assert ["Normal Forked: forked in 3.1 s"] == emitted(observed([went_on]), first.keys)
 
 
-def test_a_long_reason_is_cut() -> None:
-    """The API server takes 1,024 bytes."""
+def test_long_reasons_are_truncated() -> None:
+    """The API server accepts 1,024 bytes."""
     (one,) = emitted(observed([fork(uid(5), "failed", reasons=("ü" * 900,))]))
     assert one.endswith("ü…")
     assert len(one.removeprefix("Warning ForkFailed: ").encode()) in range(998, 1001)
@@ -190,8 +190,8 @@ def test_a_long_reason_is_cut() -> None:
         (3, "3 replicas are expected: they fork from 2 seeds"),
     ],
 )
-def test_a_scale_up(replicas: int, message: str) -> None:
-    """Told of the workload, in the planner's words."""
+def test_a_scale_up_event(replicas: int, message: str) -> None:
+    """It is about the workload and contains the planner's reason."""
     scaleup = ScaleUp(scaleup_id="a", model=MODEL, replicas=replicas)
     one = scaleup_event(PendingScaleUp(workload().ref, scaleup), scaleup_view(scaleup))
     assert ("Deployment", "ScaleUp", message) == (one.subject.kind, one.reason, one.message)

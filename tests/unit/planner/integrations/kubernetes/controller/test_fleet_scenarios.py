@@ -1,4 +1,4 @@
-"""Seeds kept, Pods that go, rolling updates."""
+"""Scenarios: protected seeds, deleted Pods, rolling updates."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tests.unit.planner.integrations.kubernetes.fake_cluster import HASH
 from tests.unit.planner.integrations.kubernetes.fake_planner_api import instance, instance_id
 
 
-async def test_instances_of_a_killed_pod_are_removed_at_once(harness: ControllerHarness) -> None:
-    """Once each, and the Pod that comes in its stead is announced."""
+async def test_instances_of_a_killed_pod_are_removed_immediately(harness: ControllerHarness) -> None:
+    """Each is removed once, and the replacement Pod is announced."""
     _, pods = await deploy_seeds(harness, 2)
     harness.planner_api.put_instance(instance(pods[0].uid, start="11"))
     harness.cluster.delete(pods[0])
@@ -24,10 +24,10 @@ async def test_instances_of_a_killed_pod_are_removed_at_once(harness: Controller
     } == set(harness.calls())  # fmt: skip
 
 
-async def test_an_instance_that_comes_back_is_left_alone(harness: ControllerHarness) -> None:
-    """The Pod was deleted by force, its node knows nothing of it: the next heartbeat registers it again.
+async def test_an_instance_that_comes_back_is_kept(harness: ControllerHarness) -> None:
+    """The Pod was force-deleted, but its node does not know that: the next heartbeat registers it again.
 
-    Another replica that comes to lead leaves it alone too, while it is heard of.
+    A new leader keeps it too, while it sends heartbeats.
     """
     _, pods = await deploy_seeds(harness, 2)
     harness.cluster.delete(pods[0])
@@ -43,8 +43,8 @@ async def test_an_instance_that_comes_back_is_left_alone(harness: ControllerHarn
     assert [f"remove {instance_id(pods[0].uid)}"] == harness.calls()
 
 
-async def test_a_seed_whose_label_was_taken_away_serves_on(harness: ControllerHarness) -> None:
-    """To a watch by label its Pod is gone, but nobody deleted it: only once it is silent it is removed."""
+async def test_a_seed_whose_label_was_removed_is_kept(harness: ControllerHarness) -> None:
+    """Its Pod looks deleted to a watch by label but runs: its instance is removed only once it is silent."""
     _, pods = await deploy_seeds(harness, 2)
     harness.cluster.drop(pods[0])
     await harness.reconcile()
@@ -55,8 +55,8 @@ async def test_a_seed_whose_label_was_taken_away_serves_on(harness: ControllerHa
     assert [f"remove {instance_id(pods[0].uid)}"] == [call for call in harness.calls() if "remove" in call]
 
 
-async def test_the_last_seed_goes_last(harness: ControllerHarness) -> None:
-    """Of Pods that come and go, the one that alone holds the weights always costs the most."""
+async def test_the_last_seed_has_the_highest_cost(harness: ControllerHarness) -> None:
+    """While Pods come and go, the only Pod with the weights always has the highest deletion cost."""
     deployment = harness.cluster.deploy(1, 2)
     first, second = harness.cluster.create(deployment, 2)
     harness.planner_api.become_seed(first)
@@ -74,7 +74,7 @@ async def test_the_last_seed_goes_last(harness: ControllerHarness) -> None:
 
 
 async def test_a_rolling_update(harness: ControllerHarness) -> None:
-    """The Pods of the new ReplicaSet are announced as they are made; those that go are removed."""
+    """The Pods of the new ReplicaSet are announced as they are created; those that end are removed."""
     deployment, old = await deploy_seeds(harness, 3)
     event_log: list[list[str]] = []
     for pod in old:
@@ -95,9 +95,9 @@ async def test_a_rolling_update(harness: ControllerHarness) -> None:
     assert {HASH} == {pod.labels["pod-template-hash"] for pod in old}
 
 
-@pytest.mark.parametrize("known", [True, False], ids=["they fork", "the planner never hears of them"])
-async def test_a_rolling_update_of_a_hundred(harness: ControllerHarness, known: bool) -> None:
-    """25 at a time, one of them ready each 4 s: few announcements, and nothing that people are told."""
+@pytest.mark.parametrize("known", [True, False], ids=["they fork", "the planner does not know them"])
+async def test_a_rolling_update_of_a_hundred_pods(harness: ControllerHarness, known: bool) -> None:
+    """25 at a time, one ready every 4 s: few announcements, and no Events."""
     deployment, old = await deploy_seeds(harness, 100)
     coming = harness.cluster.create(deployment, 25, template="77777")
     await harness.step(times=2)
@@ -121,8 +121,8 @@ async def test_a_rolling_update_of_a_hundred(harness: ControllerHarness, known: 
     assert [] == [event for event in harness.events() if "ScaleUp" in event]
 
 
-async def test_pods_of_a_job_are_told_of(harness: ControllerHarness) -> None:
-    """It is not watched: its Pods are what it is; one that comes in another's place is no news."""
+async def test_pods_of_a_job_are_announced(harness: ControllerHarness) -> None:
+    """A Job is not watched, so its Pods count; a replacement Pod is not announced again."""
     await deploy_seeds(harness)
     job = ObjectRef("Job", "batch/v1", "default", "batch", "the-job")
     first, *_ = harness.cluster.create(None, 3, owner=job)
@@ -138,8 +138,8 @@ async def test_pods_of_a_job_are_told_of(harness: ControllerHarness) -> None:
     assert ["Job/batch ScaleUp: 3 replicas are expected: they fork from 2 seeds"] == harness.events()
 
 
-async def test_a_rolling_update_is_told_by_no_new_leader(harness: ControllerHarness) -> None:
-    """It finds the surge announced, and the workload's own replicas as they were."""
+async def test_a_new_leader_does_not_report_a_rolling_update(harness: ControllerHarness) -> None:
+    """It finds the surge announced, and the workload's replicas unchanged."""
     deployment, _ = await deploy_seeds(harness, 4)
     harness.cluster.create(deployment, 2, template="77777")
     await harness.step()

@@ -21,26 +21,26 @@ RANKS = [Rank(tp=0, tp_size=2), Rank(tp=1, tp_size=2)]
 @pytest.mark.parametrize(
     ("pods", "deleted_pods", "instances", "expected"),
     [
-        pytest.param([RUNNING_POD], [], [instance(uid(5))], 0, id="it runs"),
-        pytest.param([RUNNING_POD], [], [instance(uid(5), age_s=500.0)], 0, id="it runs, and is silent"),
-        pytest.param([pod(5, deleting=True)], [], [instance(uid(5))], 0, id="it leaves"),
-        pytest.param([pod(5, phase="Succeeded")], [], [instance(uid(5))], 1, id="it has ended"),
-        pytest.param([pod(5, phase="Failed")], [], [instance(uid(5))], 1, id="it was evicted"),
-        pytest.param([], [DELETED_POD], [instance(uid(5), rank=rank) for rank in RANKS], 2, id="it is gone"),
-        pytest.param([], [pod(5, phase="Failed")], [instance(uid(5))], 1, id="it had ended, and is gone"),
-        pytest.param([], [RUNNING_POD], [instance(uid(5), age_s=7.0)], 0, id="it vanished, and is heard of"),
-        pytest.param([], [RUNNING_POD], [instance(uid(5), age_s=7.1)], 1, id="it vanished, and is silent"),
-        pytest.param([RUNNING_POD], [RUNNING_POD], [instance(uid(5))], 0, id="it was gone, and is back"),
+        pytest.param([RUNNING_POD], [], [instance(uid(5))], 0, id="running"),
+        pytest.param([RUNNING_POD], [], [instance(uid(5), age_s=500.0)], 0, id="running and silent"),
+        pytest.param([pod(5, deleting=True)], [], [instance(uid(5))], 0, id="terminating"),
+        pytest.param([pod(5, phase="Succeeded")], [], [instance(uid(5))], 1, id="finished"),
+        pytest.param([pod(5, phase="Failed")], [], [instance(uid(5))], 1, id="evicted"),
+        pytest.param([], [DELETED_POD], [instance(uid(5), rank=rank) for rank in RANKS], 2, id="deleted"),
+        pytest.param([], [pod(5, phase="Failed")], [instance(uid(5))], 1, id="finished and deleted"),
+        pytest.param([], [RUNNING_POD], [instance(uid(5), age_s=7.0)], 0, id="disappeared, sends heartbeats"),
+        pytest.param([], [RUNNING_POD], [instance(uid(5), age_s=7.1)], 1, id="disappeared, silent"),
+        pytest.param([RUNNING_POD], [RUNNING_POD], [instance(uid(5))], 0, id="disappeared and came back"),
         pytest.param([RUNNING_POD], [], [instance(uid(5)), instance(uid(6), age_s=19.0)], 0, id="a stranger"),
     ],
 )  # fmt: skip
-def test_who_is_removed(
+def test_instances_of_finished_pods_are_removed(
     pods: Sequence[ObservedPod],
     deleted_pods: Sequence[ObservedPod],
     instances: Sequence[InstanceInfo],
     expected: int,
 ) -> None:
-    """Instances of Pods that are over; of those that may live only who is silent; of others none."""
+    """Instances of finished Pods are removed; of Pods that may run, only silent ones; of others, none."""
     seen = observe(
         NOW,
         {one.uid: one for one in pods},
@@ -52,7 +52,7 @@ def test_who_is_removed(
 
 
 def test_each_is_removed_once() -> None:
-    """One that is there again after it was removed lives."""
+    """An instance that reappears after its removal is alive."""
     view = instance(uid(5))
     seen = observe(NOW, {}, {}, PlannerSnapshot(NOW, (view,)), deleted={uid(5): DELETED_POD})
     assert (view.report.instance_id,) == decide(seen, set())
@@ -61,17 +61,17 @@ def test_each_is_removed_once() -> None:
 
 @pytest.mark.parametrize(("age_s", "expected"), [(1.0, 0), (7.0, 0), (7.1, 1)])
 @pytest.mark.parametrize("ended", [pod(5, phase="Failed"), None])
-def test_what_was_over_before_is_removed_once_it_is_silent(
+def test_pods_finished_before_the_lead_are_removed_once_silent(
     ended: ObservedPod | None, age_s: float, expected: int
 ) -> None:
-    """Who led before removed it: what is heard of all the same lives."""
+    """The previous leader removed their instances: any that send heartbeats are alive."""
     pods = {uid(5): ended} if ended is not None else {}
     seen = observe(NOW, pods, {}, PlannerSnapshot(NOW, (instance(uid(5), age_s=age_s),)), deleted={uid(5): DELETED_POD})
     assert expected == len(decide(seen, set(), {uid(5)}))
 
 
-def test_nobody_is_removed_while_the_planner_is_away() -> None:
-    """It could not be asked to."""
+def test_nothing_is_removed_while_the_planner_is_down() -> None:
+    """The request would fail."""
     seen = observe(
         NOW,
         {},

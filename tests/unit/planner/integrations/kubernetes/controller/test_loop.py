@@ -16,11 +16,11 @@ from tests.unit.planner.integrations.kubernetes.fake_cluster import FakeCluster,
 from tests.unit.planner.integrations.kubernetes.fake_planner_api import FakePlannerApi
 
 LEASE_S = 6.0
-"""By the real clock: who leads is to do so still, although the machine was busy for some seconds."""
+"""By the real clock: long enough that a busy machine does not lose the Lease."""
 
 
 class RunningReplicas:
-    """Replicas of the controller that run, over one cluster and one planner."""
+    """Running replicas of the controller, over one cluster and one planner."""
 
     def __init__(self) -> None:
         self.clock = FakeClock(1000.0)
@@ -29,7 +29,7 @@ class RunningReplicas:
 
     @contextlib.asynccontextmanager
     async def replica(self, name: str) -> AsyncIterator[IntegrationStatus]:
-        """One more; it is cancelled in the end, as a process that is told to stop cancels it."""
+        """Start another replica; it is cancelled at the end, as a stopping process does."""
         settings, status = (
             KubernetesSettings(namespace="n", identity=name, poll_interval_s=0.01, lease_duration_s=LEASE_S),
             IntegrationStatus("controller"),
@@ -43,8 +43,8 @@ class RunningReplicas:
                 await task
 
 
-async def test_a_replica_leads_and_acts() -> None:
-    """It sees a scale-up by its watch, announces it, tells people, and says that it is ready and leads."""
+async def test_a_replica_becomes_the_leader_and_acts() -> None:
+    """It sees a scale-up in its watch, announces it, writes an Event, and reports ready and leader."""
     replicas = RunningReplicas()
     async with replicas.replica("one") as status:
         replicas.cluster.deploy(1, 2)
@@ -56,8 +56,8 @@ async def test_a_replica_leads_and_acts() -> None:
         assert 1 == status.registry.get_sample_value("rfork_controller_leader")
 
 
-async def test_the_next_replica_goes_on_when_the_first_is_stopped() -> None:
-    """The first gives up the lead as it ends; the second, which has seen everything, acts from then on."""
+async def test_the_next_replica_takes_over_when_the_first_stops() -> None:
+    """The first releases leadership at its end; the second, which has seen everything, acts from then on."""
     replicas = RunningReplicas()
     deployment = replicas.cluster.deploy(1, 2)
     async with contextlib.AsyncExitStack() as second:
@@ -70,8 +70,8 @@ async def test_the_next_replica_goes_on_when_the_first_is_stopped() -> None:
     assert [f"announce {uid(1)} 2", f"announce {uid(1)} 5"] == replicas.planner_api.calls
 
 
-async def test_a_watch_that_ends_ends_the_controller() -> None:
-    """No watch ends by itself: a controller that is blind fails, to be started again."""
+async def test_the_end_of_a_watch_ends_the_controller() -> None:
+    """Watches never end normally: a controller without one fails and is restarted."""
 
     class EndingWatchCluster(FakeCluster):
         async def pods(self) -> AsyncIterator[WatchEvent[ObservedPod]]:
@@ -89,10 +89,10 @@ async def test_a_watch_that_ends_ends_the_controller() -> None:
     assert failed.group_contains(ClusterUnavailable, match="the watch of pods ended")
 
 
-async def test_what_is_unexpected_does_not_end_it(
+async def test_an_unexpected_error_does_not_end_the_loop(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A planner that answers nonsense is logged once; once it answers, the controller acts."""
+    """An error is logged once; once it is fixed, the controller acts."""
     replicas = RunningReplicas()
     tries = 0
 
@@ -108,16 +108,16 @@ async def test_what_is_unexpected_does_not_end_it(
     async with replicas.replica("one"):
         await replicas.cluster.wait_until(lambda: bool(replicas.cluster.events))
     assert [f"announce {uid(1)} 2"] == replicas.planner_api.calls
-    assert 1 == sum("reconciling failed" in record.message for record in caplog.records)
+    assert 1 == sum("reconcile failed" in record.message for record in caplog.records)
 
 
-async def test_a_leader_that_is_stopped_as_the_planner_fails_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of its three questions at once the failure is told, and not that they were cancelled."""
+async def test_a_leader_that_is_cancelled_during_a_planner_error_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three concurrent requests the error is raised, not their cancellation; the loop stops anyway."""
 
     async def fails(self: FakePlannerApi) -> tuple[()]:
         (leader,) = [task for task in asyncio.all_tasks() if task.get_name() == "rfork-leader"]
         asyncio.get_running_loop().call_soon(leader.cancel)
-        raise PlannerUnavailable("no answer")
+        raise PlannerUnavailable("no response")
 
     async def never_returns(self: FakePlannerApi) -> tuple[()]:
         await asyncio.Event().wait()

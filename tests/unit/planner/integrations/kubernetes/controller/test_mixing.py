@@ -37,7 +37,7 @@ def of(number: int, version: str | None, **changes: object) -> InstanceInfo:
             PODS, [of(5, "v1"), of(6, "v2", state="loading", chunks=0)], {uid(1): {"v1": 1, "v2": 1}},
             id="a new Pod that loads",
         ),
-        pytest.param(PODS, [of(5, "v1"), of(6, None)], {}, id="a version that is not settled"),
+        pytest.param(PODS, [of(5, "v1"), of(6, None)], {}, id="a version that is not determined yet"),
         pytest.param(
             PODS, [of(5, "v1"), of(6, "unnamed:a"), of(7, "update:a:1")], {}, id="versions of one replica",
         ),
@@ -46,29 +46,29 @@ def of(number: int, version: str | None, **changes: object) -> InstanceInfo:
         ),
         pytest.param(
             [pod(5, DEPLOYMENT), pod(6, DEPLOYMENT, deleting=True)], [of(5, "v1"), of(6, "v2")], {},
-            id="the old one ends",
+            id="the old one is terminating",
         ),
-        pytest.param([pod(5), pod(6)], [of(5, "v1"), of(6, "v2")], {}, id="Pods of no workload"),
+        pytest.param([pod(5), pod(6)], [of(5, "v1"), of(6, "v2")], {}, id="Pods without a workload"),
         pytest.param(
-            PODS, [of(5, "v1"), of(5, "d1", rank=Rank(role="speculative"))], {}, id="a model and its draft",
+            PODS, [of(5, "v1"), of(5, "d1", rank=Rank(role="speculative"))], {}, id="a main and a speculative model",
         ),
         pytest.param(
             PODS, [of(5, "v1", model="a"), of(5, "v2", model="b")], {}, id="two models",
         ),
     ],
 )  # fmt: skip
-def test_workloads_with_several_versions(
+def test_workloads_with_several_versions_are_found(
     pods: Sequence[ObservedPod], instances: Sequence[InstanceInfo], expected: dict[str, dict[str, int]]
 ) -> None:
-    """The versions of one model among the living Pods of one workload count, by Pods."""
+    """Counts the versions of one model among the living Pods of one workload."""
     workloads = {one.uid: one for one in (DEPLOYMENT, OTHER)}
     snapshot = PlannerSnapshot(NOW, tuple(instances))
     found = find_mixes(observe(NOW, {one.uid: one for one in pods}, workloads, snapshot))
     assert expected == {name: dict(mix.pods) for name, mix in found.items()}
 
 
-def test_a_mix_begins_when_it_is_first_seen() -> None:
-    """One that is over and comes back begins again."""
+def test_a_mix_starts_when_it_is_first_observed() -> None:
+    """One that ended and comes back starts again."""
     first = mix_start_times({"a", "b"}, {}, 1.0)
     assert {"a": 1.0, "b": 1.0} == first
     assert {"a": 1.0} == mix_start_times({"a"}, first, 2.0)
@@ -76,7 +76,7 @@ def test_a_mix_begins_when_it_is_first_seen() -> None:
 
 
 async def _mixed(harness: ControllerHarness) -> None:
-    """One of two Pods has another version."""
+    """Give one of two Pods another version."""
     _, pods = await deploy_seeds(harness, 2)
     for number, one in enumerate(pods):
         harness.planner_api.put_instance(instance(one.uid, version=f"v{number}"))
@@ -91,18 +91,18 @@ async def test_a_rollout_is_not_reported(harness: ControllerHarness) -> None:
     assert 0 == harness.metric("mixed_versions")
 
 
-async def test_two_versions_for_longer_are_reported_once(harness: ControllerHarness) -> None:
+async def test_a_lasting_mix_is_reported_once(harness: ControllerHarness) -> None:
     """A Warning on the workload names the versions, and the metric counts the workload."""
     await _mixed(harness)
     await harness.step(2)
     await harness.step(3600, times=3)
-    expected = f"2 versions of {MODEL} for more than 1 h: 1 Pod has v0, 1 Pod has v1: finish the rollout, or roll back"
+    expected = f"2 versions of {MODEL} for more than 1 h: 1 Pod has v0, 1 Pod has v1: finish the rollout or roll back"
     assert [f"Deployment/serve-1 MixedVersions: {expected}"] == harness.events()
     assert 1 == harness.metric("mixed_versions")
 
 
-async def test_a_rollout_that_ends_is_reported_no_more(harness: ControllerHarness) -> None:
-    """The metric falls back to 0."""
+async def test_a_mix_that_ends_resets_the_metric(harness: ControllerHarness) -> None:
+    """The metric returns to 0."""
     await _mixed(harness)
     await harness.step(2)
     await harness.step(3600)

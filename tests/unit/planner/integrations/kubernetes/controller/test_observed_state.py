@@ -41,19 +41,19 @@ ODD = "static-pod-of-node-1"
         ("", None),
     ],
 )
-def test_whose_an_instance_is(instance_id: str, expected: str | None) -> None:
-    """Its id begins with the UID of its Pod, and a dash."""
+def test_instance_ids_map_to_pod_uids(instance_id: str, expected: str | None) -> None:
+    """The id begins with the UID of its Pod, and a dash."""
     assert expected == pod_uid(instance_id, {uid(5): pod(5)}, {ODD: pod(6)})
 
 
-def test_instances_and_forks_stand_beside_their_pods() -> None:
-    """Those of Pods that are gone too; the rest are strangers."""
+def test_instances_and_forks_are_joined_with_their_pods() -> None:
+    """Deleted Pods are included; the rest are unmatched."""
     views = [instance(uid(5)), instance(uid(5), start="11"), instance(uid(6)), instance(uid(7))]
     ended = fork(uid(5), "forked")
     found = observe(1.0, {uid(5): pod(5)}, {}, PlannerSnapshot(1.0, tuple(views), (ended,)), deleted={uid(6): pod(6)})
     assert {uid(5): tuple(views[:2]), uid(6): (views[2],)} == found.instances
     assert {uid(5): (ended,)} == found.forks
-    assert (views[3],) == found.unknown_pods
+    assert (views[3],) == found.unmatched_instances
 
 
 @pytest.mark.parametrize(
@@ -68,10 +68,10 @@ def test_instances_and_forks_stand_beside_their_pods() -> None:
         ({}, {names.REPLICA_PODS: "2"}, [Rank(tp=0, tp_size=2)], True),
     ],
 )
-def test_whether_all_ranks_of_a_pod_are_there(
+def test_all_ranks_of_a_pod(
     labels: dict[str, str], annotations: dict[str, str], ranks: list[Rank], expected: bool
 ) -> None:
-    """Of a Pod that is a replica by itself; of others nobody can tell."""
+    """Known only if the Pod is a complete replica."""
     assert expected == all_ranks(pod(5, labels=labels, annotations=annotations), ranks)
 
 
@@ -80,7 +80,7 @@ def test_whether_all_ranks_of_a_pod_are_there(
     [(15_200_000_000, "15.2 GB"), (2e12, "2.0 TB"), (1_000_000, "1.0 MB"), (0, "0.0 kB")],
 )
 def test_sizes(nbytes: float, expected: str) -> None:
-    """In the units of disks and networks."""
+    """In decimal units."""
     assert expected == format_size(nbytes)
 
 
@@ -104,8 +104,8 @@ FOREIGN = ObjectRef("StatefulSet", "apps/v1", "default", "serve-3-0", "unknown")
         (pod(5), None),
     ],
 )
-def test_whose_a_pod_is(one: ObservedPod, expected: str | None) -> None:
-    """A Deployment's by the name of its ReplicaSet, a LeaderWorkerSet's by its label, else by its owner."""
+def test_the_workload_of_a_pod(one: ObservedPod, expected: str | None) -> None:
+    """By the ReplicaSet's name for Deployments, by the label for LeaderWorkerSets, else by the owner."""
     found = OwnerIndex((DEPLOYMENT, SET, LWS)).of(one)
     assert expected == (found.name if found else None)
 
@@ -114,7 +114,7 @@ def test_whose_a_pod_is(one: ObservedPod, expected: str | None) -> None:
     ("annotation", "expected"), [(None, 1), ("2", 2), ("0", 1), ("-1", 1), ("two", 1), ("²", 1), ("99999", 1)]
 )
 def test_pods_of_a_replica(annotation: str | None, expected: int) -> None:
-    """What is no number of Pods counts as one."""
+    """An invalid number counts as one."""
     annotations = {names.REPLICA_PODS: annotation} if annotation is not None else {}
     assert expected == pods_of_replica(workload(1, template_annotations=annotations))
 
@@ -123,30 +123,30 @@ def test_pods_of_a_replica(annotation: str | None, expected: int) -> None:
     ("kubelet_ready_at", "observed_ready_at", "expected"),
     [
         pytest.param(None, None, None, id="not ready"),
-        pytest.param(990.0, 992.0, 10.0, id="clocks are alike"),
-        pytest.param(990.0, None, 10.0, id="a controller that was started anew"),
-        pytest.param(4600.0, 992.0, 8.0, id="the node is an hour ahead"),
-        pytest.param(4600.0, None, 0.0, id="ahead, and not seen before"),
-        pytest.param(-2600.0, 992.0, 900.0, id="the node is an hour behind"),
+        pytest.param(990.0, 992.0, 10.0, id="equal clocks"),
+        pytest.param(990.0, None, 10.0, id="a restarted controller"),
+        pytest.param(4600.0, 992.0, 8.0, id="the node's clock is an hour ahead"),
+        pytest.param(4600.0, None, 0.0, id="ahead, and not observed before"),
+        pytest.param(-2600.0, 992.0, 900.0, id="the node's clock is an hour behind"),
         pytest.param(990.0, 1001.0, 10.0, id="the controller's clock was set back"),
     ],
 )
-def test_how_long_containers_are_ready(
+def test_ready_time_of_containers(
     kubelet_ready_at: float | None, observed_ready_at: float | None, expected: float | None
 ) -> None:
-    """By the node's clock or by the controller's, whichever is longer; never less than nothing."""
+    """The maximum of the node's and the controller's measurement; never negative."""
     one = pod(5, containers_ready_at=kubelet_ready_at)
     seen = observe(1000.0, {one.uid: one}, ready={one.uid: observed_ready_at} if observed_ready_at is not None else {})
     assert expected == seen.ready_s(one)
 
 
-def test_since_when_containers_are_ready_is_kept() -> None:
-    """From the first time that they were seen so; anew where they were not, as far as the kubelet says."""
+def test_the_start_of_readiness_is_remembered() -> None:
+    """Since the first observation; again after the kubelet reported not ready."""
     cache, found = PodCache(), list[dict[str, float]]()
     ready, again = pod(5, containers_ready_at=50.0), pod(5, containers_ready_at=60.0)
     updates: list[WatchEvent[ObservedPod]] = [
-        Synced((pod(5),)), Upserted(ready), Upserted(ready), Synced((ready,)), Upserted(again), Upserted(pod(5)), Upserted(again),
-        Deleted(again), Upserted(again), Synced(()),
+        Synced((pod(5),)), Upserted(ready), Upserted(ready), Synced((ready,)), Upserted(again), Upserted(pod(5)),
+        Upserted(again), Deleted(again), Upserted(again), Synced(()),
     ]  # fmt: skip
     for now, update in enumerate(updates):
         cache.apply(update, float(now))
@@ -155,8 +155,8 @@ def test_since_when_containers_are_ready_is_kept() -> None:
     assert [{}, *[{one: 1.0}] * 3, {one: 4.0}, {}, {one: 6.0}, {}, {one: 8.0}, {}] == found
 
 
-def test_what_a_watch_says_is_kept() -> None:
-    """What is not in a new list, or was removed, is gone, and remembered for a while."""
+def test_watch_events_update_the_cache() -> None:
+    """Objects that were removed, or are missing from a new list, are remembered as deleted for a while."""
     cache: ResourceCache[ObservedPod] = ResourceCache()
     before = cache.listed
     cache.apply(Synced((pod(5), pod(6))), 0.0)
@@ -170,8 +170,8 @@ def test_what_a_watch_says_is_kept() -> None:
     assert {uid(6)} == set(cache.deleted)
 
 
-def test_a_pod_whose_label_came_back_is_not_gone() -> None:
-    """A watch by label takes a Pod for gone that only lost it."""
+def test_a_pod_whose_label_came_back_is_not_deleted() -> None:
+    """Removing the label looks like a deletion to a watch by label."""
     cache: ResourceCache[ObservedPod] = ResourceCache()
     cache.apply(Synced((pod(5),)), 0.0)
     cache.apply(Deleted(pod(5)), 1.0)
@@ -179,8 +179,8 @@ def test_a_pod_whose_label_came_back_is_not_gone() -> None:
     assert {} == cache.deleted
 
 
-def test_what_is_gone_is_remembered_of_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that went first are forgotten first, however many go at once."""
+def test_only_a_limited_number_of_deleted_pods_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest are dropped first."""
     monkeypatch.setattr(caches, "MAX_DELETED", 2)
     cache: ResourceCache[ObservedPod] = ResourceCache()
     cache.apply(Synced(tuple(map(pod, (5, 6, 7, 8)))), 0.0)

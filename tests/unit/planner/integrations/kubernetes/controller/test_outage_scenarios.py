@@ -1,4 +1,4 @@
-"""The planner is away, the API server refuses, clocks differ: what the controller does then."""
+"""Scenarios: the planner is down, the API server rejects requests, clocks differ."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from tests.unit.planner.integrations.kubernetes.controller.serving_workload impo
 from tests.unit.planner.integrations.kubernetes.fake_planner_api import instance
 
 
-async def test_the_planner_is_away_during_a_scale_up(
+async def test_the_planner_is_down_during_a_scale_up(
     harness: ControllerHarness, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The gate opens after the grace; the workload is told once; what waited is announced once it is back."""
+    """The gate opens after the grace period, with one Event; the rest is announced after the recovery."""
     caplog.set_level("INFO")
     deployment, _ = await deploy_seeds(harness)
     harness.planner_api.unavailable = True
@@ -22,30 +22,30 @@ async def test_the_planner_is_away_during_a_scale_up(
     pods = harness.cluster.create(deployment, 2)
     await harness.reconcile()
     await harness.step(times=10)
-    outage_message = "the planner does not answer: replicas that start now load by themselves"
-    assert ([], [f"Deployment/serve-1 PlannerAway: {outage_message}"]) == (harness.calls(), harness.events())
+    outage_message = "the planner does not respond; replicas that start now load from storage"
+    assert ([], [f"Deployment/serve-1 PlannerUnavailable: {outage_message}"]) == (harness.calls(), harness.events())
     harness.conditions()
     harness.cluster.ready(pods[0])
     await harness.step(harness.settings.readiness_grace_s - 1)
     assert [] == harness.conditions()
     await harness.step(1)
     assert [
-        f"{pods[0].name} True UnknownToPlanner: the planner does not answer, and the containers are ready"
+        f"{pods[0].name} True UnknownToPlanner: the planner does not respond, and the containers are ready"
     ] == harness.conditions()
     assert [] == harness.costs()
     harness.planner_api.unavailable = False
     await harness.step(times=2)
-    # The other one is ready: it does not come any more.
+    # The other one is ready and no longer expected.
     assert [f"announce {WORKLOAD_UID} 1"] == harness.calls()
     assert [
-        "Deployment/serve-1 PlannerBack: the planner answers again",
+        "Deployment/serve-1 PlannerRecovered: the planner responds again",
         "Deployment/serve-1 ScaleUp: 1 replica is expected: they fork from 2 seeds",
     ] == sorted(harness.events())
     assert 2 == sum("planner" in record.message for record in caplog.records)
 
 
-async def test_a_pod_that_starts_without_a_planner(harness: ControllerHarness) -> None:
-    """Its workload is told also where it was ready before the silence was long enough; others are not."""
+async def test_a_pod_starts_without_a_planner(harness: ControllerHarness) -> None:
+    """Its workload gets an Event even if the Pod was ready before the outage was long enough."""
     harness = ControllerHarness(grace_s=0)
     await deploy_seeds(harness)
     harness.planner_api.unavailable = True
@@ -56,11 +56,11 @@ async def test_a_pod_that_starts_without_a_planner(harness: ControllerHarness) -
     await harness.step()
     assert [] == harness.events()
     await harness.step(times=5)
-    assert ["Deployment/serve-2 PlannerAway"] == [event.partition(":")[0] for event in harness.events()]
+    assert ["Deployment/serve-2 PlannerUnavailable"] == [event.partition(":")[0] for event in harness.events()]
 
 
-async def test_a_short_silence_is_not_told(harness: ControllerHarness) -> None:
-    """A planner that restarts within seconds is no news to those who start meanwhile."""
+async def test_a_short_outage_is_not_reported(harness: ControllerHarness) -> None:
+    """A planner that restarts within seconds does not affect starting Pods."""
     harness.cluster.deploy(1, 2)
     harness.planner_api.unavailable = True
     await harness.step(times=5)
@@ -71,10 +71,10 @@ async def test_a_short_silence_is_not_told(harness: ControllerHarness) -> None:
 
 @pytest.mark.parametrize("away", [False, True])
 async def test_the_gate_of_a_pod_without_a_probe(harness: ControllerHarness, away: bool) -> None:
-    """Its container is ready as soon as it starts, which says nothing: the planner has the word."""
+    """Its container is ready as soon as it starts, which proves nothing: only the planner's state counts."""
     deployment, _ = await deploy_seeds(harness)
     harness.planner_api.unavailable = away
-    (pod,) = harness.cluster.create(deployment, probed=False)
+    (pod,) = harness.cluster.create(deployment, has_readiness_probe=False)
     harness.cluster.ready(pod)
     await harness.step(times=20)
     assert {"False"} == {line.split()[1] for line in harness.conditions()}
@@ -88,8 +88,8 @@ async def test_the_gate_of_a_pod_without_a_probe(harness: ControllerHarness, awa
     assert ("UnknownToPlanner:" if away else "Forked:") == harness.conditions()[-1].split()[2]
 
 
-async def test_a_node_whose_clock_is_ahead(harness: ControllerHarness) -> None:
-    """The grace is counted from when the controller saw the Pod ready; a new one goes on by the kubelet's."""
+async def test_a_node_with_a_fast_clock(harness: ControllerHarness) -> None:
+    """The grace period counts from the controller's observation; after a restart, from the kubelet's time."""
     deployment, _ = await deploy_seeds(harness)
     (pod,) = harness.cluster.create(deployment)
     harness.cluster.ready(pod)
@@ -100,8 +100,10 @@ async def test_a_node_whose_clock_is_ahead(harness: ControllerHarness) -> None:
     assert [f"{pod.name} True UnknownToPlanner"] == [line.partition(":")[0] for line in harness.conditions()]
 
 
-async def test_api_server_refuses_some_pods(harness: ControllerHarness, caplog: pytest.LogCaptureFixture) -> None:
-    """What cannot be done for one Pod is done for the others, tried more and more rarely, and logged once."""
+async def test_the_api_server_rejects_writes_to_some_pods(
+    harness: ControllerHarness, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Other Pods are not affected; failed writes back off and are logged once."""
     deployment = harness.cluster.deploy(1, 40)
     pods = harness.cluster.create(deployment, 40)
     for pod in pods:
@@ -120,14 +122,14 @@ async def test_api_server_refuses_some_pods(harness: ControllerHarness, caplog: 
 
 
 async def test_nothing_is_written_while_nothing_changes(harness: ControllerHarness) -> None:
-    """A fleet that serves costs the API server and the planner's records nothing."""
+    """A serving fleet causes no writes to the API server or the planner."""
     await deploy_seeds(harness, 5)
     await harness.step(times=50)
     assert ([], [], [], []) == (harness.calls(), harness.events(), harness.conditions(), harness.costs())
 
 
-async def test_before_all_is_seen_nothing_is_done(harness: ControllerHarness) -> None:
-    """A new controller whose watches have brought nothing takes nobody for gone."""
+async def test_nothing_happens_before_the_first_list(harness: ControllerHarness) -> None:
+    """A new controller whose watches have delivered nothing considers no Pod deleted."""
     _, pods = await deploy_seeds(harness)
     harness.cluster.pod_objects.clear()
     harness.controller = harness.new_leader()
@@ -137,10 +139,10 @@ async def test_before_all_is_seen_nothing_is_done(harness: ControllerHarness) ->
     assert ([], []) == (harness.calls(), harness.conditions())
 
 
-async def test_a_part_that_fails_does_not_stop_the_others(
+async def test_a_failing_step_does_not_stop_the_others(
     harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A defect in one decision is logged once, withdraws nothing, and all others are made."""
+    """A bug in one step is logged once and withdraws nothing, and all other steps run."""
     deployment, _ = await deploy_seeds(harness)
     harness.cluster.scale(deployment, 2)
     await harness.step()
@@ -154,11 +156,11 @@ async def test_a_part_that_fails_does_not_stop_the_others(
     await harness.step(times=6)
     assert [] == harness.calls()
     assert any(f"{pod.name} True UnknownToPlanner" in line for line in harness.conditions())
-    assert 1 == sum("does not work" in record.message for record in caplog.records)
+    assert 1 == sum("controller step failed" in record.message for record in caplog.records)
 
 
 async def test_metrics(harness: ControllerHarness) -> None:
-    """What was done is counted."""
+    """Completed actions are counted."""
     deployment, _ = await deploy_seeds(harness)
     harness.cluster.scale(deployment, 3)
     await harness.reconcile()
@@ -167,5 +169,5 @@ async def test_metrics(harness: ControllerHarness) -> None:
     assert 1 == harness.metric("actions_total", action="event")
     assert 1 == harness.metric("actions_total", action="condition")
     assert 0 == harness.metric("failed_actions_total", action="announce")
-    assert 2 == harness.metric("coming_replicas")
+    assert 2 == harness.metric("pending_replicas")
     assert 1 == harness.metric("pods")

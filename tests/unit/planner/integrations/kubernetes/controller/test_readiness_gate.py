@@ -29,7 +29,7 @@ SLOW = pod(5, phase="Running", containers_ready_at=NOW - MAX_WAIT_S)
 GROUPED = replace(POD, labels={**POD.labels, names.LWS_GROUP: "a"})
 LEFT, RIGHT = Rank(tp=0, tp_size=2), Rank(tp=1, tp_size=2)
 UNKNOWN = "UnknownToPlanner"
-NO_PROBE = "no rank has asked for its weights yet, and there is no readinessProbe that tells whether the engine serves"
+NO_PROBE = "no rank has requested its weights yet, and no readinessProbe shows whether the engine serves"
 NO_PROBE_GRACED, NO_PROBE_STARTED, NO_PROBE_SLOW = (
     replace(one, has_readiness_probe=False) for one in (GRACED, STARTED, SLOW)
 )
@@ -58,7 +58,7 @@ RECEIVING = fork(UID, chunks=43)
 @pytest.mark.parametrize(
     ("one", "instances", "forks", "expected"),
     [
-        (POD, [], [], (False, "Waiting", "no rank has asked for its weights yet")),
+        (POD, [], [], (False, "Waiting", "no rank has requested its weights yet")),
         (POD, [instance(UID, "loading", chunks=0)], [fork(UID, reason="its seeds are full")],
          (False, "Planning", "no plan yet: its seeds are full")),
         (POD, [LOADING], [RECEIVING], (False, "Receiving", "receiving: 43 % of 15.2 GB")),
@@ -67,53 +67,53 @@ RECEIVING = fork(UID, chunks=43)
          [fork(UID, "forked", rank=LEFT), fork(UID, rank=RIGHT, chunks=20)],
          (False, "Receiving", "receiving: 60 % of 30.4 GB")),
         (POD, [instance(UID, "loading")], [fork(UID, "forked")],
-         (False, "Starting", "the weights are whole or loading; the engine does not serve yet")),
+         (False, "Starting", "the weights are complete or loading; the engine does not serve yet")),
         (POD, [instance(UID, "loading")], [fork(UID, "fallback")],
-         (False, "FallingBack", "a fallback loaded the weights; the engine does not serve yet")),
-        (POD, [LOADING], [fork(UID, "failed", reasons=("NoSource: nobody is left",))],
-         (False, "ForkFailed", "the fork failed: NoSource: nobody is left")),
-        (POD, [instance(UID)], [fork(UID, "forked")], (True, "Forked", "1 rank is whole: 15.2 GB")),
-        (POD, [instance(UID)], [], (True, "Serving", "1 rank is whole: 15.2 GB")),
-        (POD, [instance(UID, "draining")], [], (True, "Serving", "1 rank is whole: 15.2 GB")),
+         (False, "FallingBack", "the weights were loaded by a fallback; the engine does not serve yet")),
+        (POD, [LOADING], [fork(UID, "failed", reasons=("NoSource: no seed is left",))],
+         (False, "ForkFailed", "fork failed: NoSource: no seed is left")),
+        (POD, [instance(UID)], [fork(UID, "forked")], (True, "Forked", "1 rank is complete: 15.2 GB")),
+        (POD, [instance(UID)], [], (True, "Serving", "1 rank is complete: 15.2 GB")),
+        (POD, [instance(UID, "draining")], [], (True, "Serving", "1 rank is complete: 15.2 GB")),
         (POD, [instance(UID, chunks=0)], [fork(UID, "fallback")],
          (True, "FellBack", "the weights were loaded by a fallback")),
         (POD, [instance(UID, chunks=50)], [fork(UID, chunks=50)],
          (False, "Receiving", "receiving: 50 % of 15.2 GB")),
         (POD, [instance(UID, rank=LEFT)], [],
-         (False, "RanksMissing", "1 rank is whole; others have not asked yet")),
-        (GROUPED, [instance(UID, rank=LEFT)], [], (True, "Serving", "1 rank is whole: 15.2 GB")),
+         (False, "RanksMissing", "1 rank is complete; the others have not requested their weights yet")),
+        (GROUPED, [instance(UID, rank=LEFT)], [], (True, "Serving", "1 rank is complete: 15.2 GB")),
         (GRACED, [instance(UID, rank=LEFT)], [],
          (True, UNKNOWN, "the planner does not know all of the Pod's ranks")),
-        (STARTED, [], [], (False, "Waiting", "no rank has asked for its weights yet")),
-        (GRACED, [], [], (True, UNKNOWN, "the planner does not know the Pod: it loaded by itself")),
+        (STARTED, [], [], (False, "Waiting", "no rank has requested its weights yet")),
+        (GRACED, [], [], (True, UNKNOWN, "the planner does not know the Pod; it loaded without rfork")),
         (STARTED, [], [fork(UID, "fallback")], (True, "FellBack", "the weights were loaded by a fallback")),
         (POD, [], [fork(UID, "fallback")],
-         (False, "FallingBack", "a fallback loaded the weights; the engine does not serve yet")),
+         (False, "FallingBack", "the weights were loaded by a fallback; the engine does not serve yet")),
         (GRACED, [LOADING], [RECEIVING], (False, "Receiving", "receiving: 43 % of 15.2 GB")),
         (SLOW, [LOADING], [RECEIVING],
-         (True, "TookTooLong",
-          "the containers have been ready for 900 s, though ranks are said to be loading")),
-        # Without a probe ready containers say nothing.
-        (NO_PROBE_STARTED, [], [], (False, "Waiting", "no rank has asked for its weights yet")),
+         (True, "LoadTimeout",
+          "the containers have been ready for 900 s, although the planner reports ranks as loading")),
+        # Without a probe, ready containers prove nothing.
+        (NO_PROBE_STARTED, [], [], (False, "Waiting", "no rank has requested its weights yet")),
         (NO_PROBE_GRACED, [], [], (False, "Waiting", NO_PROBE)),
-        (NO_PROBE_SLOW, [], [], (True, UNKNOWN, "the planner does not know the Pod: it loaded by itself")),
+        (NO_PROBE_SLOW, [], [], (True, UNKNOWN, "the planner does not know the Pod; it loaded without rfork")),
         (NO_PROBE_GRACED, [], [fork(UID, "fallback")],
-         (False, "FallingBack", "a fallback loaded the weights; the engine does not serve yet")),
+         (False, "FallingBack", "the weights were loaded by a fallback; the engine does not serve yet")),
         (NO_PROBE_GRACED, [instance(UID, rank=LEFT)], [],
-         (False, "RanksMissing", "1 rank is whole; others have not asked yet")),
-        (NO_PROBE_GRACED, [instance(UID)], [fork(UID, "forked")], (True, "Forked", "1 rank is whole: 15.2 GB")),
-        # A container that was started again: what it was before it says nothing of what it is now.
+         (False, "RanksMissing", "1 rank is complete; the others have not requested their weights yet")),
+        (NO_PROBE_GRACED, [instance(UID)], [fork(UID, "forked")], (True, "Forked", "1 rank is complete: 15.2 GB")),
+        # A restarted container: its earlier state is irrelevant.
         (POD, [instance(UID, "loading", start="11")], [fork(UID, "forked"), fork(UID, start="11", chunks=10)],
          (False, "Receiving", "receiving: 10 % of 15.2 GB")),
     ],
 )  # fmt: skip
-def test_the_condition(
+def test_conditions(
     one: ObservedPod,
     instances: Sequence[InstanceInfo],
     forks: Sequence[ForkInfo],
     expected: tuple[bool, str, str],
 ) -> None:
-    """True once all that the planner knows of the Pod serves; before that, how far it is."""
+    """True once all known ranks of the Pod serve; until then, the message shows the progress."""
     assert GateDecision(*expected) == decide_gate(observed(one, instances, forks), one, GRACE_S, MAX_WAIT_S)
 
 
@@ -128,8 +128,8 @@ def test_the_condition(
         (NO_PROBE_SLOW, GRACE_S, UNKNOWN),
     ],
 )
-def test_the_planner_is_away(one: ObservedPod, planner_down_s: float, expected: str) -> None:
-    """It holds a Pod back no longer than the grace, of the Pod's readiness and of its own silence."""
+def test_the_gate_while_the_planner_is_down(one: ObservedPod, planner_down_s: float, expected: str) -> None:
+    """A ready Pod is blocked only for the grace period, measured for both the Pod and the outage."""
     planner_down = observed(one, [LOADING], [RECEIVING], planner_down_since=NOW - planner_down_s)
     assert expected == decide_gate(planner_down, one, GRACE_S, MAX_WAIT_S).reason
 
@@ -150,10 +150,8 @@ def written_condition(status: bool, message: str, age_s: float) -> WrittenCondit
         (written_condition(True, "whole", 10), [instance(UID)], True),
     ],
 )
-def test_how_often_it_is_written(
-    before: WrittenCondition | None, instances: Sequence[InstanceInfo], expected: bool
-) -> None:
-    """A message only when it changed, and rarely; that it is whole at once, and again if it got lost."""
+def test_write_intervals(before: WrittenCondition | None, instances: Sequence[InstanceInfo], expected: bool) -> None:
+    """Messages are written rarely and only if changed; completion immediately, and again if it was lost."""
     forks = [RECEIVING] if instances == [LOADING] else []
     found = decide(observed(POD, instances, forks), {UID: before} if before else {}, GRACE_S, MAX_WAIT_S)
     assert expected == bool(found)
@@ -168,14 +166,14 @@ def test_how_often_it_is_written(
         (WrittenCondition(GateDecision(False, "Receiving", "…"), NOW - GRACE_S), False),
     ],
 )
-def test_a_planner_that_was_started_anew(before: WrittenCondition | None, expected: bool) -> None:
-    """A Pod that it does not know yet is not taken for one that it never hears of."""
+def test_a_restarted_planner(before: WrittenCondition | None, expected: bool) -> None:
+    """A Pod that it does not know yet does not count as unknown."""
     (found,) = decide(observed(GRACED), {UID: before} if before else {}, GRACE_S, MAX_WAIT_S)
     assert expected == found.decision.status
 
 
-def test_many_pods_are_told_of_more_rarely() -> None:
-    """Of a thousand that wait each has a message every 50 seconds: 20 writes a second in all."""
+def test_with_many_pods_messages_are_rarer() -> None:
+    """With a thousand waiting Pods, each gets a message every 50 seconds: 20 writes per second in total."""
     pods = {one.uid: one for one in (pod(number) for number in range(1000))}
     before = {name: written_condition(False, "other", 49.9) for name in pods}
     assert 0 == len(decide(observe(NOW, pods), before, GRACE_S, MAX_WAIT_S))
@@ -192,6 +190,6 @@ def test_many_pods_are_told_of_more_rarely() -> None:
         pod(5, phase="Succeeded"),
     ],
 )
-def test_whom_it_does_not_concern(one: ObservedPod) -> None:
-    """Pods without the gate, those where it is open (it never closes), and those that end."""
+def test_pods_without_a_closed_gate_are_ignored(one: ObservedPod) -> None:
+    """Pods without the gate, with an open gate (which never closes), and terminating Pods."""
     assert () == decide(observed(one, [LOADING], [RECEIVING]), {}, GRACE_S, MAX_WAIT_S)

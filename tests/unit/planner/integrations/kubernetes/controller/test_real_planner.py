@@ -1,4 +1,4 @@
-"""The controller beside the planner itself, in one process and without sockets: they mean the same."""
+"""The controller with the real planner, in one process and without sockets."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WORKLOAD_UID = uid(1)
 
 @dataclass
 class RealPlannerHarness:
-    """A cluster in memory, a controller, and a planner behind its REST interface."""
+    """A cluster in memory, a controller, and a planner with its REST API."""
 
     clock: FakeClock
     cluster: FakeCluster
@@ -37,7 +37,7 @@ class RealPlannerHarness:
     controller: Controller
 
     async def step(self, seconds: float = 2.0) -> list[tuple[int, int]]:
-        """Time passes; scale-ups as the planner then lists them: replicas, and how many came since."""
+        """Advance the clock. Return the planner's scale-ups: replicas, and how many have arrived."""
         self.clock.now += seconds
         await self.controller.refresh()
         await self.controller.reconcile()
@@ -48,17 +48,17 @@ class RealPlannerHarness:
         return response.raise_for_status()
 
     async def report_instance(self, report: InstanceReport) -> None:
-        """A heartbeat."""
+        """Send a heartbeat."""
         await self.send("PUT", f"/v1/instances/{report.instance_id}", report)
 
     async def request_fork(self, pod: ObservedPod) -> Plan:
-        """The Pod's rank asks for its fork."""
+        """Request a fork for the Pod's rank."""
         report = instance(pod.uid, "loading", chunks=0, weights_id=None).report
         request = ForkRequest(fork_id=f"fork-{pod.uid}", instance=report)
         return Plan.model_validate_json((await self.send("POST", "/v1/forks", request)).content)
 
     async def finish_fork(self, pod: ObservedPod, source: ObservedPod) -> None:
-        """Its fork ends, and it serves."""
+        """Finish its fork; it serves."""
         finish = ForkResult(
             outcome="forked",
             seconds=3.1,
@@ -71,7 +71,7 @@ class RealPlannerHarness:
 
 @pytest.fixture
 async def harness() -> AsyncIterator[RealPlannerHarness]:
-    """A planner that waits for nobody, and looks at the time that the test sets."""
+    """A planner without batching delays, with the test's clock."""
     clock = FakeClock(1000.0)
     planner_clock = PlannerClock(monotonic=clock, unix=clock)
     app = create_app(PlannerSettings(lease_keys="s" * 32, batch_window_s=0, scaleup_wait_s=0), planner_clock)  # type: ignore[arg-type]
@@ -88,8 +88,8 @@ async def harness() -> AsyncIterator[RealPlannerHarness]:
     await planner_api.close()
 
 
-async def test_scaled_from_one_to_four(harness: RealPlannerHarness) -> None:
-    """Three are announced, planned and counted down, and a Pod's fork is told with its source's name."""
+async def test_scale_up_from_one_to_four(harness: RealPlannerHarness) -> None:
+    """Three replicas are announced, planned and counted down; the Event of a fork names its source."""
     deployment = harness.cluster.deploy(1, 1)
     (seed,) = harness.cluster.create(deployment)
     await harness.report_instance(instance(seed.uid).report)
@@ -122,7 +122,7 @@ async def test_scaled_from_one_to_four(harness: RealPlannerHarness) -> None:
 
 
 async def test_a_killed_pod(harness: RealPlannerHarness) -> None:
-    """Its instance and its fork are gone from the planner's lists at once."""
+    """Its instance and its fork are removed from the planner's lists immediately."""
     deployment = harness.cluster.deploy(1, 2)
     seed, pod = harness.cluster.create(deployment, 2)
     await harness.report_instance(instance(seed.uid).report)
@@ -137,7 +137,7 @@ async def test_a_killed_pod(harness: RealPlannerHarness) -> None:
 
 
 async def _exit_reason(harness: RealPlannerHarness, pod: ObservedPod) -> str | None:
-    """Return why the Pod's instance may not end yet; None: it may."""
+    """Return why the Pod's instance may not exit yet. None: it may."""
     response = (await harness.web.get(f"/v1/instances/{instance_id(pod.uid)}/exit")).raise_for_status().json()
     return None if response["can_exit"] else response["reason"]
 
@@ -146,14 +146,14 @@ async def _exit_reason(harness: RealPlannerHarness, pod: ObservedPod) -> str | N
     ("template", "expected"),
     [
         ("v2", None),
-        ("v1", "it is the last that holds version v1 of these weights, and 1 replica is expected"),
+        ("v1", "it is the last seed of version v1 of these weights, and 1 replica is expected"),
     ],
     ids=["new weights", "the same weights"],
 )
-async def test_the_last_seed_waits_for_replicas_of_its_version_only(
+async def test_the_last_seed_waits_only_for_replicas_of_its_version(
     harness: RealPlannerHarness, template: str, expected: str | None
 ) -> None:
-    """A rollout to a new version does not hold back the last Pod of the old one."""
+    """A rollout to a new version does not delay the last Pod of the old one."""
     deployment = harness.cluster.deploy(1, 1, template_annotations={names.VERSION: "v1"})
     annotations = {names.INJECTED: "1", names.VERSION: "v1"}
     (old,) = harness.cluster.create(deployment, annotations=annotations)
@@ -166,8 +166,8 @@ async def test_the_last_seed_waits_for_replicas_of_its_version_only(
     assert expected == await _exit_reason(harness, old)
 
 
-async def test_old_replicas_that_come_are_not_counted_as_new_ones(harness: RealPlannerHarness) -> None:
-    """A Deployment is scaled up in the middle of its rollout: each version is a scale-up of its own."""
+async def test_replicas_of_different_versions_are_counted_separately(harness: RealPlannerHarness) -> None:
+    """A Deployment is scaled up during its rollout: each version is a separate scale-up."""
     deployment = harness.cluster.deploy(1, 4, template_annotations={names.VERSION: "v2"})
     for version, hashed in (("v1", "11111"), ("v2", "22222")):
         annotations = {names.INJECTED: "1", names.VERSION: version}

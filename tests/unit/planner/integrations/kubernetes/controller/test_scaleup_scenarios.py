@@ -1,4 +1,4 @@
-"""Scale-ups as the controller sees them go: announced, counted down, withdrawn."""
+"""Scenarios of scale-ups: announced, counted down, withdrawn."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tests.unit.planner.integrations.kubernetes.controller.serving_workload impo
 
 
 async def test_a_scale_up_is_announced_before_its_pods_exist(harness: ControllerHarness) -> None:
-    """As soon as spec.replicas rises from 1 to 4, three are announced; people are told on the workload."""
+    """When spec.replicas rises from 1 to 4, three are announced immediately, with an Event on the workload."""
     deployment, _ = await deploy_seeds(harness)
     harness.cluster.scale(deployment, 4)
     await harness.reconcile()
@@ -17,8 +17,8 @@ async def test_a_scale_up_is_announced_before_its_pods_exist(harness: Controller
     assert harness.planner_api.scaleup_views[WORKLOAD_UID].scaleup.expires_in_s == harness.settings.scaleup_ttl_s
 
 
-async def test_what_could_not_be_told_is_told_later(harness: ControllerHarness) -> None:
-    """The API server takes no Event for a while: once it does, people are told, once."""
+async def test_a_failed_event_is_written_later(harness: ControllerHarness) -> None:
+    """While the API server rejects Events, they are kept; afterwards they are written once."""
     deployment, _ = await deploy_seeds(harness)
     harness.cluster.unavailable = True
     harness.cluster.scale(deployment, 4)
@@ -29,8 +29,8 @@ async def test_what_could_not_be_told_is_told_later(harness: ControllerHarness) 
     assert ["Deployment/serve-1 ScaleUp: 3 replicas are expected: they fork from 2 seeds"] == harness.events()
 
 
-async def test_what_is_gone_is_not_told_of_for_ever(harness: ControllerHarness) -> None:
-    """A workload that went before it could be told: its namespace may be gone, which takes no Event again."""
+async def test_events_of_deleted_workloads_are_dropped(harness: ControllerHarness) -> None:
+    """The namespace may be deleted too and would never accept the Event."""
     deployment, _ = await deploy_seeds(harness)
     harness.cluster.unavailable = True
     harness.cluster.scale(deployment, 4)
@@ -42,8 +42,8 @@ async def test_what_is_gone_is_not_told_of_for_ever(harness: ControllerHarness) 
     assert failed == harness.metric("failed_actions_total", action="event")
 
 
-async def test_pods_that_are_made_change_nothing_that_was_announced(harness: ControllerHarness) -> None:
-    """The Pods of an announced scale-up are those that were announced."""
+async def test_created_pods_do_not_change_the_announcement(harness: ControllerHarness) -> None:
+    """The Pods of an announced scale-up are the announced replicas."""
     deployment, _ = await deploy_seeds(harness)
     harness.cluster.scale(deployment, 4)
     await harness.reconcile()
@@ -56,7 +56,7 @@ async def test_pods_that_are_made_change_nothing_that_was_announced(harness: Con
 
 
 async def test_arrivals_are_counted_down(harness: ControllerHarness) -> None:
-    """The planner does it by itself: it is told only that nobody is waited for any more."""
+    """The planner counts them itself; the controller only withdraws the scale-up at the end."""
     deployment, _ = await deploy_seeds(harness)
     harness.cluster.scale(deployment, 4)
     await harness.reconcile()
@@ -71,8 +71,8 @@ async def test_arrivals_are_counted_down(harness: ControllerHarness) -> None:
     assert [] == [event for event in harness.events() if "ScaleUp" in event]
 
 
-async def test_a_fork_is_followed_to_its_end(harness: ControllerHarness) -> None:
-    """The gate says how far it is, and opens; the Event names a source; then the Pod is worth keeping."""
+async def test_a_fork_from_start_to_end(harness: ControllerHarness) -> None:
+    """The gate shows the progress and opens; the Event names a source; then the Pod gets a deletion cost."""
     deployment, seeds = await deploy_seeds(harness, 2)
     harness.cluster.scale(deployment, 3)
     (pod,) = harness.cluster.create(deployment)
@@ -84,10 +84,10 @@ async def test_a_fork_is_followed_to_its_end(harness: ControllerHarness) -> None
     harness.planner_api.finish_fork(pod, *seeds)
     await harness.step(0.4)
     assert [
-        f"{pod.name} False Waiting: no rank has asked for its weights yet",
+        f"{pod.name} False Waiting: no rank has requested its weights yet",
         f"{pod.name} False Receiving: receiving: 0 % of 15.2 GB",
         f"{pod.name} False Receiving: receiving: 43 % of 15.2 GB",
-        f"{pod.name} True Forked: 1 rank is whole: 15.2 GB",
+        f"{pod.name} True Forked: 1 rank is complete: 15.2 GB",
     ] == harness.conditions()
     first = min(seeds, key=lambda seed: seed.name)
     assert f"Pod/{pod.name} Forked: forked 15.2 GB from {first.name} in 12.0 s, 2 sources" in harness.events()
@@ -97,8 +97,8 @@ async def test_a_fork_is_followed_to_its_end(harness: ControllerHarness) -> None
     assert [] == harness.events()
 
 
-async def test_a_new_start_of_the_controller_goes_on(harness: ControllerHarness) -> None:
-    """In the middle of a scale-up it announces and tells nothing a second time, and counts on."""
+async def test_a_restarted_controller_continues(harness: ControllerHarness) -> None:
+    """During a scale-up it announces and reports nothing twice, and keeps counting."""
     deployment, seeds = await deploy_seeds(harness, 2)
     harness.cluster.scale(deployment, 5)
     await harness.reconcile()
@@ -119,8 +119,8 @@ async def test_a_new_start_of_the_controller_goes_on(harness: ControllerHarness)
     assert [f"Pod/{pods[1].name} Forked"] == [event.partition(":")[0] for event in harness.events()]
 
 
-async def test_the_lead_is_handed_over(harness: ControllerHarness) -> None:
-    """Who leads no more does nothing; who leads now does it once."""
+async def test_leadership_moves_to_another_replica(harness: ControllerHarness) -> None:
+    """The previous leader does nothing; the new one does everything once."""
     deployment, _ = await deploy_seeds(harness)
     before = harness.controller
     harness.controller = harness.new_leader()
@@ -132,8 +132,8 @@ async def test_the_lead_is_handed_over(harness: ControllerHarness) -> None:
     assert [f"announce {WORKLOAD_UID} 1"] == harness.calls()
 
 
-async def test_a_scale_up_that_falls_is_withdrawn(harness: ControllerHarness) -> None:
-    """Scaled up, and down again before any Pod came."""
+async def test_a_scale_down_withdraws_the_scale_up(harness: ControllerHarness) -> None:
+    """Scaled up, and down again before any Pod existed."""
     deployment, _ = await deploy_seeds(harness)
     harness.cluster.scale(deployment, 4)
     await harness.reconcile()
@@ -143,8 +143,8 @@ async def test_a_scale_up_that_falls_is_withdrawn(harness: ControllerHarness) ->
     assert [f"announce {WORKLOAD_UID} 3", f"withdraw {WORKLOAD_UID}"] == harness.calls()
 
 
-async def test_what_a_workload_that_is_gone_announced_is_withdrawn(harness: ControllerHarness) -> None:
-    """Also by a controller that started anew in between."""
+async def test_scale_ups_of_deleted_workloads_are_withdrawn(harness: ControllerHarness) -> None:
+    """Also by a controller that restarted in between."""
     deployment, _ = await deploy_seeds(harness)
     harness.cluster.scale(deployment, 4)
     await harness.reconcile()
@@ -155,8 +155,8 @@ async def test_what_a_workload_that_is_gone_announced_is_withdrawn(harness: Cont
     assert f"withdraw {WORKLOAD_UID}" in harness.calls()
 
 
-async def test_replicas_that_never_come_are_not_waited_for_any_more(harness: ControllerHarness) -> None:
-    """After `scaleup_ttl_s` nothing is announced, though they are still wanted, until more are."""
+async def test_replicas_that_never_appear_are_not_expected_forever(harness: ControllerHarness) -> None:
+    """After `scaleup_ttl_s` nothing is announced, although they are still wanted, until the workload grows."""
     deployment, _ = await deploy_seeds(harness)
     harness.cluster.scale(deployment, 3)
     await harness.reconcile()
@@ -170,8 +170,8 @@ async def test_replicas_that_never_come_are_not_waited_for_any_more(harness: Con
     assert [f"announce {WORKLOAD_UID} 3"] == harness.calls()
 
 
-async def test_a_planner_that_lost_its_memory_is_told_again(harness: ControllerHarness) -> None:
-    """A scale-up that it does not know is announced once more, for the time that is left; people are not."""
+async def test_a_planner_without_its_state_gets_the_announcement_again(harness: ControllerHarness) -> None:
+    """A scale-up that it does not know is announced again for the remaining time, without another Event."""
     deployment, pods = await deploy_seeds(harness)
     harness.cluster.scale(deployment, 4)
     await harness.reconcile()
@@ -184,8 +184,8 @@ async def test_a_planner_that_lost_its_memory_is_told_again(harness: ControllerH
     assert [] == harness.events()
 
 
-async def test_a_planner_that_was_started_anew_is_no_scale_up(harness: ControllerHarness) -> None:
-    """It knows nobody for a moment: nothing is announced, written or told because of that."""
+async def test_a_restarted_planner_causes_no_scale_up(harness: ControllerHarness) -> None:
+    """It knows no instance for a moment: nothing is announced, written or reported because of that."""
     deployment, seeds = await deploy_seeds(harness, 2)
     harness.cluster.scale(deployment, 3)
     (pod,) = harness.cluster.create(deployment)
@@ -203,8 +203,8 @@ async def test_a_planner_that_was_started_anew_is_no_scale_up(harness: Controlle
     assert ([], [], []) == (harness.calls(), harness.events(), harness.costs())
 
 
-async def test_a_fall_is_told_after_two_looks(harness: ControllerHarness) -> None:
-    """One that is over by the next look was none: the planner's lists were fetched at different moments."""
+async def test_a_decrease_is_announced_after_two_polls(harness: ControllerHarness) -> None:
+    """A difference in only one poll is ignored, because the planner's lists are not fetched atomically."""
     deployment, _ = await deploy_seeds(harness)
     harness.cluster.scale(deployment, 4)
     await harness.reconcile()
@@ -222,8 +222,8 @@ async def test_a_fall_is_told_after_two_looks(harness: ControllerHarness) -> Non
     assert 1 == len(harness.events())
 
 
-async def test_pods_that_no_node_takes_are_not_waited_for(harness: ControllerHarness) -> None:
-    """Those that have a node come without them; once they get one too, they are announced."""
+async def test_unschedulable_pods_are_not_expected(harness: ControllerHarness) -> None:
+    """Others do not wait for them; once they get a node, they are announced."""
     deployment, _ = await deploy_seeds(harness)
     harness.cluster.scale(deployment, 4)
     await harness.reconcile()

@@ -44,12 +44,12 @@ NO_NODE, BOUND = {"PodScheduled": False}, {"PodScheduled": True}
 
 
 def new_pod(number: int, of: ObservedWorkload | None = DEPLOYMENT, **changes: object) -> ObservedPod:
-    """A Pod that was made ten seconds ago."""
+    """Return a Pod that was created ten seconds ago."""
     return pod(number, of, **{"created_at": NOW - 10, **changes})  # type: ignore[arg-type]
 
 
 def member(number: int, group: str, **changes: object) -> ObservedPod:
-    """A Pod of a group of `LWS`, whose owner is a StatefulSet that nobody watches."""
+    """Return a Pod of a group of `LWS`, owned by a StatefulSet that is not watched."""
     labels = {names.MODEL: MODEL, GROUP: LWS.name, names.LWS_GROUP: group}
     owner = ObjectRef("StatefulSet", "apps/v1", "default", f"serve-1-{group}", f"of-{group}")
     return replace(new_pod(number, None, **changes), labels=labels, owner=owner)
@@ -64,12 +64,12 @@ def replica_counts(found: Mapping[str, PendingScaleUp]) -> dict[str, int]:
     [
         pytest.param([DEPLOYMENT], [], [], {uid(1): 4}, id="wanted, no Pods yet"),
         pytest.param([workload(1, 0)], [], [], {}, id="none wanted"),
-        pytest.param([DEPLOYMENT], [new_pod(n) for n in (5, 6, 7)], [], {uid(1): 4}, id="some made"),
-        pytest.param([DEPLOYMENT], [new_pod(n) for n in (5, 6, 7)], [5, 6], {uid(1): 2}, id="some came"),
-        pytest.param([DEPLOYMENT], [new_pod(n) for n in (5, 6, 7, 8)], [5, 6, 7, 8], {}, id="all came"),
+        pytest.param([DEPLOYMENT], [new_pod(n) for n in (5, 6, 7)], [], {uid(1): 4}, id="some created"),
+        pytest.param([DEPLOYMENT], [new_pod(n) for n in (5, 6, 7)], [5, 6], {uid(1): 2}, id="some arrived"),
+        pytest.param([DEPLOYMENT], [new_pod(n) for n in (5, 6, 7, 8)], [5, 6, 7, 8], {}, id="all arrived"),
         pytest.param(
             [DEPLOYMENT], [new_pod(n, containers_ready_at=READY) for n in (5, 6, 7, 8)], [], {},
-            id="ready, though the planner does not know them",
+            id="ready, but unknown to the planner",
         ),
         pytest.param(
             [DEPLOYMENT], [*(new_pod(n) for n in (5, 6, 7, 8)), new_pod(9, template="77777")], [5, 6, 7, 8],
@@ -77,44 +77,44 @@ def replica_counts(found: Mapping[str, PendingScaleUp]) -> dict[str, int]:
         ),
         pytest.param(
             [DEPLOYMENT], [*(new_pod(n) for n in (5, 6, 7)), new_pod(8, deleting=True)], [5, 6, 7, 8],
-            {uid(1): 1}, id="one leaves: another comes",
+            {uid(1): 1}, id="one is terminating: a replacement is expected",
         ),
         pytest.param(
             [DEPLOYMENT], [*(new_pod(n) for n in (5, 6, 7)), new_pod(8, phase="Failed")], [5, 6, 7, 8],
-            {uid(1): 1}, id="one was evicted: another comes",
+            {uid(1): 1}, id="one was evicted: a replacement is expected",
         ),
         pytest.param(
             [DEPLOYMENT], [*(new_pod(n) for n in (5, 6, 7)), new_pod(8, created_at=NOW - TTL_S)], [5, 6, 7], {},
             id="pending for too long",
         ),
         pytest.param(
-            [DEPLOYMENT], [new_pod(n, containers_ready_at=READY, probed=False) for n in (5, 6, 7, 8)], [5],
-            {uid(1): 3}, id="nobody asks whether they are ready",
+            [DEPLOYMENT], [new_pod(n, containers_ready_at=READY, has_readiness_probe=False) for n in (5, 6, 7, 8)], [5],
+            {uid(1): 3}, id="no readiness probe",
         ),
         pytest.param(
             [DEPLOYMENT], [new_pod(5), *(new_pod(n, conditions=NO_NODE) for n in (6, 7, 8))], [], {uid(1): 1},
-            id="no node takes three of them",
+            id="three are unschedulable",
         ),
         pytest.param(
             [DEPLOYMENT],
             [new_pod(n, conditions=BOUND, created_at=NOW - 2000, scheduled_at=NOW - 5) for n in (5, 6, 7, 8)],
-            [5], {uid(1): 3}, id="they waited long for nodes, and have them now",
+            [5], {uid(1): 3}, id="scheduled after a long wait",
         ),
         pytest.param(
             [DEPLOYMENT], [new_pod(n, annotations={names.REJECTED: "why"}) for n in (5, 6, 7, 8)], [], {},
-            id="the webhook left them alone: they never ask",
+            id="not injected: they never fork",
         ),
         pytest.param(
             [workload(1, 4, template_annotations={names.INJECT: "false"})], [], [], {},
-            id="not to be injected",
+            id="injection is off",
         ),
-        pytest.param([workload(1, 4, deleting=True)], [], [], {}, id="it is deleted"),
-        pytest.param([STATEFUL], [], [], {uid(1): 2}, id="two Pods make a replica"),
+        pytest.param([workload(1, 4, deleting=True)], [], [], {}, id="being deleted"),
+        pytest.param([STATEFUL], [], [], {uid(1): 2}, id="two Pods per replica"),
         pytest.param(
-            [STATEFUL], [new_pod(n, STATEFUL) for n in (5, 6, 7, 8)], [5], {uid(1): 2}, id="half of one came",
+            [STATEFUL], [new_pod(n, STATEFUL) for n in (5, 6, 7, 8)], [5], {uid(1): 2}, id="half of one arrived",
         ),
         pytest.param(
-            [STATEFUL], [new_pod(n, STATEFUL) for n in (5, 6, 7, 8)], [5, 6], {uid(1): 1}, id="one of two came",
+            [STATEFUL], [new_pod(n, STATEFUL) for n in (5, 6, 7, 8)], [5, 6], {uid(1): 1}, id="one of two arrived",
         ),
         pytest.param([LWS], [], [], {uid(1): 3}, id="groups"),
         pytest.param(
@@ -122,15 +122,15 @@ def replica_counts(found: Mapping[str, PendingScaleUp]) -> dict[str, int]:
         ),
         pytest.param(
             [LWS], [member(5, "a"), member(6, "a"), member(7, "b"), member(8, "b")], [5], {uid(1): 2},
-            id="a rank of a group came",
+            id="a rank of a group arrived",
         ),
         pytest.param(
             [LWS], [member(5, "a"), member(6, "a", conditions=NO_NODE), member(7, "b")], [], {uid(1): 2},
-            id="no node takes one of a group",
+            id="one Pod of a group is unschedulable",
         ),
         pytest.param(
             [], [new_pod(5, None, owner=JOB), new_pod(6, None, owner=JOB), new_pod(7, None)], [6],
-            {"the-job": 1, uid(7): 1}, id="a Job's Pods, and one that nobody made",
+            {"the-job": 1, uid(7): 1}, id="a Job's Pods, and a bare Pod",
         ),
         pytest.param(
             [], [new_pod(n) for n in (5, 6)], [], {f"replicaset-of-{uid(1)}-5d4f8": 2},
@@ -138,21 +138,21 @@ def replica_counts(found: Mapping[str, PendingScaleUp]) -> dict[str, int]:
         ),
     ],
 )  # fmt: skip
-def test_who_is_waited_for(
+def test_expected_replicas(
     workloads: Sequence[ObservedWorkload],
     pods: Sequence[ObservedPod],
     known: Sequence[int],
     expected: dict[str, int],
 ) -> None:
-    """Replicas that are wanted and have not asked for their forks, by the UID of what they are of."""
+    """Wanted replicas that have not requested their forks, by the UID of their workload."""
     snapshot = PlannerSnapshot(NOW, tuple(instance(uid(number), "loading", chunks=0) for number in known))
     seen = observe(NOW, {one.uid: one for one in pods}, {one.uid: one for one in workloads}, snapshot)
     found = pending_replicas(seen, {}, TTL_S).pending_replicas
     assert expected == replica_counts(found)
 
 
-def test_a_fork_is_enough_to_have_come() -> None:
-    """An instance that was forgotten has asked for its fork all the same."""
+def test_a_fork_counts_as_arrival() -> None:
+    """Even if the planner has forgotten the instance."""
     pods = {one.uid: one for one in (new_pod(5), new_pod(6))}
     snapshot = PlannerSnapshot(NOW, forks=(fork(uid(5), "failed"),))
     found = pending_replicas(observe(NOW, pods, {uid(1): workload(1, 2)}, snapshot), {}, TTL_S).pending_replicas
@@ -168,8 +168,8 @@ def test_a_fork_is_enough_to_have_come() -> None:
         (({}, {}), None),
     ],
 )
-def test_the_models_name(template: tuple[dict[str, str], dict[str, str]], expected: str | None) -> None:
-    """An annotation of the template goes before the label; what no model is called is not announced."""
+def test_the_model_name(template: tuple[dict[str, str], dict[str, str]], expected: str | None) -> None:
+    """The template's annotation overrides the label; an invalid name is not announced."""
     one = workload(1, 1, template_labels=template[0], template_annotations=template[1])
     found = pending_replicas(observe(NOW, {}, {one.uid: one}), {}, TTL_S).pending_replicas
     assert ([expected] if expected else []) == [each.scaleup.model for each in found.values()]
@@ -182,10 +182,10 @@ ROLLING = workload(1, 4, template_annotations={names.VERSION: "v2"})
 @pytest.mark.parametrize(
     ("one", "pods", "known", "expected"),
     [
-        pytest.param(ROLLING, [], [], {"v2": 4}, id="no Pods yet: all of the template's"),
+        pytest.param(ROLLING, [], [], {"v2": 4}, id="no Pods yet: all with the template's version"),
         pytest.param(
             ROLLING, [new_pod(5, annotations=V1), new_pod(6, annotations=V1), new_pod(7, annotations=V2)], [],
-            {"v1": 2, "v2": 2}, id="old Pods that have not come, one that is new, and one that is missing",
+            {"v1": 2, "v2": 2}, id="old Pods that have not arrived, one new, and one missing",
         ),
         pytest.param(
             ROLLING, [*(new_pod(n, annotations=V1) for n in (5, 6, 7, 8)), new_pod(9, annotations=V2)],
@@ -200,7 +200,7 @@ ROLLING = workload(1, 4, template_annotations={names.VERSION: "v2"})
         ),
         pytest.param(
             workload(1, 2, template_annotations={names.VERSION: "two\nlines"}), [], [], {},
-            id="no version: the webhook leaves such Pods alone",
+            id="an invalid version: the webhook rejects these Pods",
         ),
         pytest.param(
             LWS, [member(5, "a", annotations=V1), member(6, "a", annotations=V1)], [], {"v1": 1, None: 2},
@@ -208,7 +208,7 @@ ROLLING = workload(1, 4, template_annotations={names.VERSION: "v2"})
         ),
     ],
 )  # fmt: skip
-def test_each_version_is_a_scale_up_of_its_own(
+def test_each_version_is_a_separate_scale_up(
     one: ObservedWorkload, pods: Sequence[ObservedPod], known: Sequence[int], expected: dict[str | None, int]
 ) -> None:
     """Pods count for the version that they state, and replicas without Pods for the template's."""
@@ -220,21 +220,21 @@ def test_each_version_is_a_scale_up_of_its_own(
 
 
 def test_pods_of_a_job_are_counted_by_version() -> None:
-    """A Job has no template that is known here."""
+    """A Job's template is unknown here."""
     pods = [new_pod(5, None, owner=JOB, annotations=V1), new_pod(6, None, owner=JOB, annotations=V2)]
     found = pending_replicas(observe(NOW, {pod.uid: pod for pod in pods}), {}, TTL_S).pending_replicas
     assert {"v1": 1, "v2": 1} == {each.scaleup.version: each.scaleup.replicas for each in found.values()}
 
 
-def test_the_id_of_a_scale_up_names_its_workload() -> None:
-    """A version makes another id of the same workload, and no version leaves the UID as it is."""
+def test_scale_up_ids_contain_the_workload_uid() -> None:
+    """A version extends the id; without a version the id is the UID."""
     assert uid(1) == scaleup_id(uid(1), None)
     assert scaleup_id(uid(1), "v1") != scaleup_id(uid(1), "v2")
     assert [uid(1)] * 2 == [workload_uid(scaleup_id(uid(1), version)) for version in (None, "v1")]
 
 
-def test_a_version_that_is_no_longer_awaited_is_withdrawn() -> None:
-    """Its scale-up is this controller's, though its id is none of a workload that is there."""
+def test_a_version_that_is_no_longer_expected_is_withdrawn() -> None:
+    """Its scale-up belongs to this controller, although its id is not the UID of an existing workload."""
     name = scaleup_id(uid(1), "v1")
     reported = {name: scaleup_view(ScaleUp(scaleup_id=name, model=MODEL, version="v1", replicas=1))}
     first = find_mismatches({}, reported, (uid(1),), {}, POLLED_AT - 2)
@@ -253,13 +253,13 @@ def test_a_version_that_is_no_longer_awaited_is_withdrawn() -> None:
         (MissingReplicas(3, NOW - 100), 0, NOW, (None, None, None)),
     ],
 )
-def test_how_long_replicas_without_pods_are_waited_for(
+def test_missing_replicas_expire(
     before: MissingReplicas | None,
     replicas: int,
     now: float,
     expected: tuple[MissingReplicas | None, int | None, float | None],
 ) -> None:
-    """From the moment that there came to be so many, also if some of them have come since."""
+    """Counted from the moment when this many were missing, even if some have arrived since."""
     one = workload(1, replicas)
     waited = pending_replicas(observe(now, {}, {one.uid: one}), {one.uid: before} if before is not None else {}, TTL_S)
     found, rises = waited.pending_replicas, waited.missing_replicas
@@ -274,9 +274,9 @@ def pending(replicas: int, model: str = MODEL) -> PendingScaleUp:
 
 
 def known(replicas: int, arrived: int = 0, model: str = MODEL) -> dict[str, ScaleUpInfo]:
-    """What the planner lists."""
+    """Return the planner's list."""
     view = scaleup_view(pending(replicas, model).scaleup)
-    return {"a": view.model_copy(update={"arrived": arrived})}
+    return {"a": view.model_copy(update={"arrived_count": arrived})}
 
 
 POLLED_AT: Final = NOW
@@ -286,29 +286,29 @@ UP, DOWN = ScaleUpMismatch(True, POLLED_AT - 2), ScaleUpMismatch(False, POLLED_A
 @pytest.mark.parametrize(
     ("reported", "differs", "urgent", "announced_s", "expected"),
     [
-        pytest.param({}, None, False, None, True, id="not known"),
-        pytest.param({}, None, False, 9.9, False, id="not known, a moment after it was announced"),
-        pytest.param({}, None, True, 0.1, True, id="not known, and more are wanted"),
+        pytest.param({}, None, False, None, True, id="unknown"),
+        pytest.param({}, None, False, 9.9, False, id="unknown, just after it was announced"),
+        pytest.param({}, None, True, 0.1, True, id="unknown, and the workload grew"),
         pytest.param(known(3), None, True, None, False, id="known"),
-        pytest.param(known(5, 2), None, True, None, False, id="those that are left"),
+        pytest.param(known(5, 2), None, True, None, False, id="the remaining number"),
         pytest.param(known(3, 0, "other"), None, False, None, True, id="another model"),
-        pytest.param(known(3, 1), replace(UP, snapshot_at=POLLED_AT), False, None, False, id="too few, at one look"),
-        pytest.param(known(3, 1), UP, False, None, True, id="too few, at two looks"),
-        pytest.param(known(3, 1), UP, False, 9.9, False, id="too few, but told lately"),
-        pytest.param(known(3, 1), UP, False, REANNOUNCE_INTERVAL_S, True, id="too few, for long enough"),
-        pytest.param(known(2), replace(UP, snapshot_at=POLLED_AT), True, 0.1, True, id="more are wanted"),
-        pytest.param(known(5, 1), replace(DOWN, snapshot_at=POLLED_AT), True, None, False, id="too many, at one look"),
-        pytest.param(known(5, 1), DOWN, False, 0.1, True, id="too many, at two looks"),
+        pytest.param(known(3, 1), replace(UP, snapshot_at=POLLED_AT), False, None, False, id="too few, in one poll"),
+        pytest.param(known(3, 1), UP, False, None, True, id="too few, in two polls"),
+        pytest.param(known(3, 1), UP, False, 9.9, False, id="too few, but announced recently"),
+        pytest.param(known(3, 1), UP, False, REANNOUNCE_INTERVAL_S, True, id="too few, long after the announcement"),
+        pytest.param(known(2), replace(UP, snapshot_at=POLLED_AT), True, 0.1, True, id="the workload grew"),
+        pytest.param(known(5, 1), replace(DOWN, snapshot_at=POLLED_AT), True, None, False, id="too many, in one poll"),
+        pytest.param(known(5, 1), DOWN, False, 0.1, True, id="too many, in two polls"),
     ],
 )
-def test_only_what_changed_is_announced(
+def test_only_differences_are_announced(
     reported: dict[str, ScaleUpInfo],
     differs: ScaleUpMismatch | None,
     urgent: bool,
     announced_s: float | None,
     expected: bool,
 ) -> None:
-    """What the planner still expects is not said again; a rise of Pods rarely, and a fall not at once."""
+    """What the planner expects is not announced again; increases are rate-limited, decreases need two polls."""
     found = to_announce(
         {"a": pending(3)},
         reported,
@@ -333,13 +333,13 @@ def test_only_what_changed_is_announced(
         (None, {}, {"a": DOWN}, {}),
     ],
 )
-def test_where_the_planner_expects_others(
+def test_mismatches(
     one: PendingScaleUp | None,
     reported: dict[str, ScaleUpInfo],
     before: dict[str, ScaleUpMismatch],
     expected: dict[str, ScaleUpMismatch],
 ) -> None:
-    """Since which look, in the same direction, without a look at which it was not so."""
+    """Since when the difference has had the same sign in every poll."""
     assert expected == find_mismatches({"a": one} if one else {}, reported, ("a",), before, POLLED_AT)
 
 
@@ -356,16 +356,16 @@ def test_where_the_planner_expects_others(
         (None, 5, known(2), 6),
     ],
 )
-def test_which_size_is_no_news(
+def test_reported_sizes(
     before: dict[str, int] | None, pending_count: int | None, reported: dict[str, ScaleUpInfo], expected: int
 ) -> None:
-    """One that was told of, or of which nobody is waited for; for a new leader what the planner knows of."""
+    """Sizes that were reported or that nothing is expected of; for a new leader, what the planner knows."""
     waited = PendingState({"a": pending(pending_count)} if pending_count is not None else {}, {}, {"a": 9})
     assert {"a": expected} == announced_sizes(before, waited, reported)
 
 
-def test_only_own_names_are_withdrawn() -> None:
-    """What others announced to the same planner is theirs; and it takes two looks."""
+def test_only_own_scale_ups_are_withdrawn() -> None:
+    """Those that others announced stay, and a withdrawal needs two polls."""
     reported = {
         name: scaleup_view(ScaleUp(scaleup_id=name, model=MODEL, replicas=1)) for name in ("a", "b", "late", "other")
     }
@@ -374,8 +374,8 @@ def test_only_own_names_are_withdrawn() -> None:
     assert ("b",) == to_withdraw({"a": pending(1)}, reported, differs, POLLED_AT)
 
 
-def test_own_names() -> None:
-    """Those of workloads, of who made the Pods, and of Pods that nobody made; of Pods that are gone too."""
+def test_own_ids() -> None:
+    """The UIDs of workloads, of owners, and of Pods without an owner, deleted ones included."""
     pods = {uid(5): new_pod(5, None, owner=JOB), uid(6): new_pod(6, None)}
     seen = observe(NOW, pods, {uid(1): DEPLOYMENT}, deleted={uid(7): new_pod(7, None)})
     assert {uid(1), "the-job", uid(6), uid(7)} == known_ids(seen)

@@ -1,4 +1,4 @@
-"""What the controller does, as spans."""
+"""Spans of the controller."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tests.unit.tracing.span_recorder import SpanRecorder
 
 
 def with_recorder(harness: ControllerHarness, recorder: SpanRecorder) -> ControllerHarness:
-    """The stage, with a controller whose spans are kept."""
+    """Return the harness with a traced controller."""
     harness.tracer = recorder.tracer
     harness.controller = harness.new_leader()
     return harness
 
 
-async def test_a_scale_up_is_announced_within_a_reconcile(harness: ControllerHarness) -> None:
-    """With what it is about, by OpenTelemetry's names; the planner's call is made in its trace."""
+async def test_announcing_is_a_span_within_the_reconcile(harness: ControllerHarness) -> None:
+    """With OpenTelemetry's attribute names; the request to the planner is in the same trace."""
     recorder, contexts = SpanRecorder(), list[TraceContext | None]()
     with_recorder(harness, recorder)
     announce = harness.planner_api.announce
@@ -48,8 +48,8 @@ async def test_a_scale_up_is_announced_within_a_reconcile(harness: ControllerHar
     assert [TraceContext(f"{own.trace_id:032x}", f"{own.span_id:016x}")] == contexts
 
 
-async def test_a_pod_is_named_as_others_name_it(harness: ControllerHarness) -> None:
-    """The condition and the cost that are written, by the Pod's name and UID."""
+async def test_spans_name_their_pod(harness: ControllerHarness) -> None:
+    """The spans for a condition and a deletion cost have the Pod's name and UID."""
     recorder = SpanRecorder()
     _, (pod,) = await deploy_seeds(with_recorder(harness, recorder))
     for name in ("set pod condition", "annotate pod"):
@@ -59,8 +59,8 @@ async def test_a_pod_is_named_as_others_name_it(harness: ControllerHarness) -> N
         )  # fmt: skip
 
 
-async def test_where_nothing_is_done_there_are_no_spans(harness: ControllerHarness) -> None:
-    """Looks at the planner, every two seconds for ever, are none."""
+async def test_an_idle_reconcile_has_no_span(harness: ControllerHarness) -> None:
+    """Polls of the planner every two seconds get no spans."""
     recorder = SpanRecorder()
     await deploy_seeds(with_recorder(harness, recorder))
     before = len(recorder.names)
@@ -68,29 +68,29 @@ async def test_where_nothing_is_done_there_are_no_spans(harness: ControllerHarne
     assert before == len(recorder.names)
 
 
-async def test_what_fails_says_so(harness: ControllerHarness) -> None:
-    """The reconcile goes on; the action's span says why it failed, and it is none while it has to wait."""
+async def test_a_failed_action_fails_its_span(harness: ControllerHarness) -> None:
+    """The reconcile continues. The action's span has the reason, and there is none while it backs off."""
     recorder = SpanRecorder()
     with_recorder(harness, recorder)
     harness.cluster.deploy(1, 3)
     await harness.controller.refresh()
 
     async def refuses(scaleup: ScaleUp) -> ScaleUpInfo:
-        raise PlannerUnavailable("it refuses")
+        raise PlannerUnavailable("rejected")
 
     harness.planner_api.announce = refuses  # type: ignore[method-assign]
     await harness.controller.reconcile()
     await harness.controller.reconcile()
     (span,) = recorder.all_named("announce scale-up")
-    assert (False, "PlannerAway: it refuses", True) == (
+    assert (False, "PlannerUnavailable: rejected", True) == (
         span.status.is_ok,
         span.status.description,
         recorder.spans["reconcile"].status.is_unset,
     )
 
 
-async def test_a_permission_that_is_missing_is_few_lines(caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever each reason names, until something succeeds: memory and log are bounded."""
+async def test_a_missing_permission_logs_few_lines(caplog: pytest.LogCaptureFixture) -> None:
+    """The number of logged reasons is bounded until an action succeeds."""
     clock = FakeClock()
     acting = ActionExecutor(clock, ControllerMetrics(CollectorRegistry()))
 

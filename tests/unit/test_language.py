@@ -1,0 +1,236 @@
+"""The vocabulary of the project: names, docstrings, comments, log events and pages use the field's standard terms."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TREES = ("rfork", "planner", "tests", "benchmarks", "deploy", "docs")
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "deploy").rglob("*.md")])
+
+FORBIDDEN_IN_NAMES = {
+    "told tell tells telling say says said saying news hear hears heard": "report, notify, log, message, update",
+    "give giver givers gives giving gave": "serve, source, send",
+    "take takes taking took taken": "receive, acquire, load",
+    "ask asks asking asked": "request",
+    "look looks looking looked": "poll, check",
+    "hold holds holding held": "own, cache; throttled, limited",
+    "way ways": "strategy, access path",
+    "place places placed placing": "location, slot, placement",
+    "whole": "complete",
+    "most least longest shortest largest smallest": "max, min",
+    "beside behind anew over gone": "concurrent, downstream, again, finished, removed",
+    "patience": "timeout",
+    "room rooms house seam stranger strangers": "package, codebase, interface, unauthenticated client",
+    "who whom whose whoever nobody somebody anybody": "source, target, caller",
+}
+"""Words that no name contains, and the terms to use instead."""
+
+ALLOWED_NAMES = {
+    "take": "a parameter of a library's callback",
+}
+"""Names that keep a forbidden word, each with its reason."""
+
+PROSE = re.compile(
+    r"""
+    \b(?P<word>
+      told | tells? | telling | said | says? | saying | hears? | heard | news
+    | givers? | gave | (?:gives? | giving) (?!\s+up\b)
+    | asks? | asked | asking
+    | (?:looks? | looked | looking) (?!\s+up\b)
+    | patience | whole | anew | beside | bell | stead
+    | seams? | strangers? | whoever | whomever | nobody | somebody | anybody
+    )\b
+    """,
+    re.VERBOSE | re.IGNORECASE,
+)
+"""Words that no docstring, comment, log event or page contains.
+
+`take`, `place`, `way`, `most`, `over` and the like are ordinary English in a sentence, so they are forbidden in names only.
+"""
+
+GERUND = re.compile(
+    r"(?!string|ring|timing|tracing|hashing|hedging|pricing|testing|monitoring|staging|streaming)\w+ing"
+)
+"""A module is a noun: the thing that it defines. Excepted are nouns of the field that end in -ing."""
+
+ENGINE_STAND_INS = ROOT / "tests/engines/setup"
+"""Files whose names belong to an engine's own interface."""
+
+
+class Name(NamedTuple):
+    """A name that a module defines."""
+
+    text: str
+    path: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.text}"
+
+
+@cache
+def sources() -> dict[str, str]:
+    """Return the text of each Python file of the repository, by path; generated code excluded."""
+    return {
+        str(path.relative_to(ROOT)): path.read_text()
+        for tree in TREES
+        for path in sorted((ROOT / tree).rglob("*.py"))
+        if "_pb2" not in path.name and ENGINE_STAND_INS not in path.parents and "build" not in path.parts
+    }
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    """Return the syntax tree of each file of `sources`."""
+    return {path: ast.parse(text) for path, text in sources().items()}
+
+
+def words_of(name: str) -> list[str]:
+    """Return the words of an identifier, in lower case: `MostOf_a` has `most`, `of`, `a`."""
+    return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]
+
+
+def names_of(path: str) -> Iterator[Name]:
+    """Yield each class, function, parameter, variable and attribute that a file defines."""
+    for node in ast.walk(trees()[path]):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield Name(node.name, path, node.lineno)
+        elif isinstance(node, ast.arg):
+            yield Name(node.arg, path, node.lineno)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield Name(node.id, path, node.lineno)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield Name(node.attr, path, node.lineno)
+        elif isinstance(node, ast.alias) and node.asname:
+            yield Name(node.asname, path, node.lineno)
+
+
+def docstrings_of(path: str) -> Iterator[tuple[int, str]]:
+    """Yield line and text of each docstring, those below attributes included."""
+    for node in ast.walk(trees()[path]):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        first = ast.get_docstring(node)
+        if first is not None:
+            yield node.body[0].lineno, first
+        for before, after in pairwise(node.body):
+            if (
+                isinstance(before, ast.Assign | ast.AnnAssign)
+                and isinstance(after, ast.Expr)
+                and isinstance(after.value, ast.Constant)
+                and isinstance(after.value.value, str)
+            ):
+                yield after.lineno, after.value.value
+
+
+def comments_of(path: str) -> Iterator[tuple[int, str]]:
+    """Yield line and text of each comment."""
+    for token in tokenize.generate_tokens(io.StringIO(sources()[path]).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+
+
+def log_events_of(path: str) -> Iterator[tuple[int, str]]:
+    """Yield line and text of the event of each call to a logger."""
+    for node in ast.walk(trees()[path]):
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr in {"debug", "info", "warning", "error", "exception"}
+            and node.args
+            and isinstance(node.args[0], ast.Constant)
+            and isinstance(node.args[0].value, str)
+        ):
+            yield node.lineno, node.args[0].value
+
+
+def forbidden_words(text: str) -> list[str]:
+    """Return the forbidden words of a text; quoted code is not checked."""
+    plain = re.sub(r"``.+?``|`[^`]+`|\"[^\"\n]+\"", "", text, flags=re.DOTALL)
+    return [found["word"] for found in PROSE.finditer(plain)]
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_names_use_standard_terms(tree: str) -> None:
+    """No name contains a word for which the field has a standard term."""
+    forbidden = {word: use for words, use in FORBIDDEN_IN_NAMES.items() for word in words.split()}
+    found = sorted(
+        {
+            f"{name} (use {forbidden[word]})"
+            for path in sources()
+            if path.startswith(f"{tree}/")
+            for name in names_of(path)
+            if name.text not in ALLOWED_NAMES
+            for word in words_of(name.text)
+            if word in forbidden
+        }
+    )
+    assert [] == found
+
+
+def test_modules_are_nouns() -> None:
+    """No module or package is named after an activity."""
+    parts = {
+        part.removesuffix(".py")
+        for path in sources()
+        if path.startswith(("rfork/", "planner/"))
+        for part in path.split("/")
+    }
+    assert [] == sorted(part for part in parts if GERUND.fullmatch(part.split("_")[-1]))
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_prose_uses_standard_terms(tree: str) -> None:
+    """Docstrings, comments and log events contain no word for which the field has a standard term."""
+    found = [
+        f"{path}:{line}: {word}"
+        for path in sources()
+        if path.startswith(f"{tree}/") and path != "tests/unit/test_language.py"
+        for texts in (docstrings_of(path), comments_of(path), log_events_of(path))
+        for line, text in texts
+        for word in forbidden_words(text)
+    ]
+    assert [] == found
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_docstrings_start_with_a_statement(tree: str) -> None:
+    """A docstring's first line says what the thing is or does; it is no question in disguise."""
+    found = [
+        f"{path}:{line}: {text.splitlines()[0]}"
+        for path in sources()
+        if path.startswith(f"{tree}/")
+        for line, text in docstrings_of(path)
+        if re.match(r"(What|Who|Whom|Whose|Whether|Which|Where|Why|How)\b", text)
+    ]
+    assert [] == found
+
+
+def test_public_class_names_are_unique() -> None:
+    """No public class name is defined twice in the product."""
+    definitions: defaultdict[str, list[str]] = defaultdict(list)
+    for path, tree in trees().items():
+        if path.startswith(("rfork/", "planner/")):
+            for node in ast.walk(tree):
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    definitions[node.name].append(path)
+    assert {} == {name: paths for name, paths in definitions.items() if len(paths) > 1}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_pages_use_standard_terms(page: Path) -> None:
+    """Pages contain no word for which the field has a standard term; code blocks and comments are not checked."""
+    text = re.sub(r"```.*?```|<!--.*?-->", "", page.read_text(), flags=re.DOTALL)
+    assert [] == forbidden_words(text)

@@ -98,7 +98,7 @@ class TracedPlanner:
         if not self._tracer.enabled:
             return await add(context)
         with self._tracer.span(
-            "wait for the plan",
+            "wait for plan",
             model=context.group.model,
             version=context.group.version,
             rank=context.group.rank_key,

@@ -118,14 +118,15 @@ class AccessControl(SuspendableImage):
 
     def version_after_update(self, stated: str | None, count: int) -> VersionOf:
         """See `ImageState.version_after_update`: the stated version, else one that only these weights have."""
-        identity, before, sealed = self.identity, self.version, self._complete_weights_id
+        identity, before = self.identity, self.version
+        before_weights_id = self._complete_weights_id
 
         def choose(manifest: Manifest) -> str | None:
             if stated is not None and stated != before:
                 return stated
             if not is_single(identity.rank):
                 return of_update(identity.replica or identity.instance_id, count)
-            return before if manifest.weights_id == sealed else of_weights(manifest.weights_id)
+            return before if manifest.weights_id == before_weights_id else of_weights(manifest.weights_id)
 
         return choose
 

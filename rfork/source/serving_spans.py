@@ -30,13 +30,13 @@ class ServingSpans:
         with self._lock:
             self._channels[fork_id] += 1
         return self._tracer.start_span(
-            "give",
+            "serve",
             kind="server",
             instance=self._instance_id,
             fork=fork_id,
             transport=transport,
             reader=address,
-            held_bytes_per_s=self._current_limit(),
+            rate_limit_bytes_per_s=self._current_limit(),
         )
 
     def add(self, fork_id: str, nbytes: int) -> None:
@@ -55,5 +55,5 @@ class ServingSpans:
             self._channels[fork_id] -= 1
             if self._channels[fork_id] <= 0:
                 del self._channels[fork_id], self._bytes[fork_id]
-        span.set(bytes=nbytes or None, held_bytes_per_s=self._current_limit())
+        span.set(bytes=nbytes or None, rate_limit_bytes_per_s=self._current_limit())
         span.end()

@@ -42,7 +42,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Availability:
-    """Tells `rfork doctor` if a transport can run on this machine, and the reason."""
+    """Availability of a transport on this machine, with the reason; shown by `rfork doctor`."""
 
     usable: bool
     reason: str
@@ -212,7 +212,7 @@ class Transport(Protocol):
 
     @property
     def one_sided(self) -> bool:
-        """True if reads run no code on the source, which then asks its readers to limit their own rate."""
+        """True if reads run no code on the source, which then requests its readers to limit their own rate."""
         ...
 
     def availability(self) -> Availability:

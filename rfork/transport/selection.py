@@ -32,7 +32,7 @@ TRANSPORTS: TransportRegistry = {
 
 @dataclass(frozen=True, slots=True)
 class TransportStatus:
-    """One row of the `rfork doctor` output: a transport, whether it is used, and the reason."""
+    """One row of the `rfork doctor` output: a transport, its use, and the reason."""
 
     name: str
     used: bool

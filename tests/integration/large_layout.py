@@ -1,8 +1,8 @@
-"""Both sides of a fork of a million tensors, each in a process of its own, without a byte of weights.
+"""Both sides of a fork of a million tensors, each in its own process, without any weight bytes.
 
-``python -m tests.integration.large_layout source`` seeds an image whose memory is reserved and never
-touched; with ``target ADDRESS TOKEN`` it asks that seed for all that it says. Each prints lines of JSON; the
-last has the most memory that the process ever held.
+``python -m tests.integration.large_layout source`` seeds an image whose memory is reserved but never touched.
+With ``target ADDRESS TOKEN`` it reads everything that the seed's peer service serves. Each prints lines of
+JSON; the last line contains the process's peak memory.
 """
 
 from __future__ import annotations
@@ -40,11 +40,13 @@ EXPERTS = 256
 LAST_TENSOR = f"model.layers.{(TENSORS - 1) // (EXPERTS * len(PARTS))}.mlp.experts.{(TENSORS - 1) // 4 % EXPERTS}.scale"
 WAIT_S = 60.0
 MAP_NORESERVE = 0x4000
-"""Of Linux; `mmap` has it from Python 3.13 on."""
+"""Linux only; `mmap` defines it from Python 3.13."""
 
 
 def layout_of(last_dtype: str = "bfloat16") -> Layout:
-    """A mixture of experts of 100 GB in a million tensors, the last of this type (of two bytes)."""
+    """Return a 100 GB mixture-of-experts layout of a million tensors; the last tensor has `last_dtype` (two
+    bytes wide).
+    """
     end = 0
 
     def specs() -> Iterator[TensorSpec]:
@@ -63,31 +65,31 @@ def layout_of(last_dtype: str = "bfloat16") -> Layout:
 
 
 def manifest_of(layout: Layout) -> Manifest:
-    """A manifest of bytes that are nowhere."""
+    """Return a manifest of bytes that do not exist."""
     numbers = range(len(layout.chunks))
     return Manifest(layout, tuple(hashlib.blake2b(b"%d" % number, digest_size=16).digest() for number in numbers))
 
 
 def reserve_memory(size: int) -> torch.Tensor:
-    """Memory that has addresses, and takes none as long as it is not touched."""
+    """Reserve address space that uses no memory until it is touched."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
     return torch.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=torch.uint8)
 
 
 def print_json(**fields: str | int | None) -> None:
-    """One line of JSON."""
+    """Print one line of JSON."""
     print(json.dumps(fields), flush=True)
 
 
 def print_cost() -> None:
-    """The peak of this process's memory, and its processor time."""
+    """Print this process's peak memory and its CPU time."""
     status = Path("/proc/self/status").read_text()
     peak = re.search(r"VmHWM:\s+([0-9]+) kB", status)
     print_json(peak_bytes=int(peak.group(1)) * 1024 if peak else None, cpu_ms=round(time.process_time() * 1000))
 
 
 def source() -> None:
-    """Seed it until standard input ends."""
+    """Serve the image until standard input is closed."""
     layout = layout_of()
     image = Image(layout, [reserve_memory(layout.image_bytes)])
     settings = InstanceSettings(drain_timeout_s=0)
@@ -110,7 +112,7 @@ def source() -> None:
 
 
 def target(address: str, token: str) -> None:
-    """Compare layouts, plan, open a channel, and go through the books of a fork chunk by chunk."""
+    """Compare layouts, plan, open a channel and run a fork's bookkeeping chunk by chunk."""
     built = layout_of("float16")
     peer = PeerClient(address, lambda: token, TlsSettings())
     until = time.monotonic() + WAIT_S
@@ -118,7 +120,7 @@ def target(address: str, token: str) -> None:
     difference = built.first_difference(other)
     differs = built.layout_id != other.layout_id
 
-    own = other  # from here on as if it had been built as the source's
+    own = other  # from here on as if built with the source's dtype
     manifest = peer.manifest(own, until)
     count = len(own.chunks)
     target_instance = loading("target", layout_id=own.layout_id, chunk_count=count)

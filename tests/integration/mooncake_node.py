@@ -1,4 +1,4 @@
-"""A seed over TransferEngine in a process of its own, and images that tests know byte for byte."""
+"""A TransferEngine seed in its own process, and images with known bytes."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ SETTINGS = InstanceSettings(allow_unauthenticated_tcp=True)
 
 
 class UnusedGate:
-    """A gate that a one-sided transport never asks."""
+    """A gate that a one-sided transport never calls."""
 
     def authorize(self, token: str, begin: int, end: int) -> str:
-        raise AssertionError("one-sided reads do not pass the gate")
+        raise AssertionError("one-sided reads bypass the gate")
 
     def read_guard(self, token: str, begin: int, end: int, cut: Callable[[], None]) -> AbstractContextManager[None]:
-        raise AssertionError("one-sided reads do not pass the gate")
+        raise AssertionError("one-sided reads bypass the gate")
 
     def acquire_bytes(self, max_bytes: int, fork_id: str) -> int:
-        raise AssertionError("one-sided reads do not pass the gate")
+        raise AssertionError("one-sided reads bypass the gate")
 
     def version_tag(self) -> str:
-        raise AssertionError("one-sided reads do not pass the gate")
+        raise AssertionError("one-sided reads bypass the gate")
 
 
 def image_of(sizes: list[int], tensors: list[torch.Tensor]) -> Image:
-    """An image of separately allocated byte tensors, one behind the other."""
+    """Return an image of separately allocated byte tensors, in order."""
     specs, offset = [], 0
     for index, size in enumerate(sizes):
         specs.append(TensorSpec(f"t{index}", "uint8", (size,), (1,), offset))
@@ -52,13 +52,13 @@ def image_of(sizes: list[int], tensors: list[torch.Tensor]) -> Image:
 
 
 def pattern(index: int, size: int, salt: int) -> torch.Tensor:
-    """Bytes that differ between tensors, between places and between salts."""
+    """Return bytes that differ between tensors, positions and salts."""
     period = ((torch.arange(251) * 7 + index * 13 + salt) % 251).to(torch.uint8)
     return period.repeat(size // 251 + 1)[:size].clone()
 
 
 class MooncakeSeedProcess:
-    """A seed in a process of its own."""
+    """A seed in its own process."""
 
     def __init__(self, sizes: list[int], salt: int = 0) -> None:
         self.process = subprocess.Popen(
@@ -86,7 +86,7 @@ class MooncakeSeedProcess:
         send(self.process, number)
 
     def kill(self) -> None:
-        """Kill the seed, if it lives."""
+        """Kill the seed if it is running."""
         self.process.kill()
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):

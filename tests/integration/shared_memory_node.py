@@ -1,6 +1,7 @@
-"""One source of the shared_memory transport in a process of its own; `SharedMemoryNode` is its other side.
+"""A shared_memory source in its own process, and `SharedMemoryNode`, which controls it.
 
-A command is one line on standard input, its answer one line on standard output. It ends with its input.
+Each command is one line on standard input, and its response one line on standard output. The process exits
+when its standard input is closed.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from tests.transport_contract import FakeGate, image_of
 
 SIZES = (3 * MIB + 17, 5, *(1000 + index for index in range(50)), 2 * MIB, 4096)
 OLD, NEW = 1, 1000
-"""Seeds of the weights that it begins with, and of those that an update brings."""
+"""Random seeds of the initial weights, and of those after an update."""
 
 
 class SharedMemoryNode:
-    """The test's side. Close it."""
+    """The test's handle of the process. Close it after use."""
 
     def __init__(self, **options: str) -> None:
         self._process = subprocess.Popen(
@@ -38,9 +39,9 @@ class SharedMemoryNode:
         self.endpoint = Endpoint("shared_memory", json.loads(self._line()))
 
     def request(self, command: str) -> str:
-        """Have it done; what it says when it is."""
+        """Execute a command in the process and return its response."""
         if self._process.stdin is None:
-            raise RuntimeError("there is no way to tell it")
+            raise RuntimeError("the process has no standard input")
         print(command, file=self._process.stdin, flush=True)
         return self._line()
 
@@ -49,9 +50,9 @@ class SharedMemoryNode:
         send(self._process, number)
 
     def wait_until_blocked(self) -> None:
-        """Block until a reader is held back, after `block_reader`."""
+        """Block until a reader is blocked, after `block_reader`."""
         if self._line() != "held":
-            raise RuntimeError("it said something else")
+            raise RuntimeError("unexpected response")
 
     def _line(self) -> str:
         if self._process.stdout is None or not (line := self._process.stdout.readline()):
@@ -67,12 +68,12 @@ class SharedMemoryNode:
 
 
 def print_line(text: str) -> None:
-    """One line on standard output, from any thread."""
+    """Print one line to standard output; may be called from any thread."""
     os.write(1, f"{text}\n".encode())
 
 
 def main() -> None:
-    """Obey until standard input ends."""
+    """Execute commands until standard input is closed."""
     image, gate = image_of(SIZES, seed=OLD), FakeGate()
     exporter = SharedMemoryTransport(InstanceSettings()).export(image, gate)
     print_line(json.dumps(dict(exporter.endpoint().parameters)))

@@ -66,17 +66,17 @@ print(json.dumps({
 UNPACK = """
 import os, signal, sys
 from pathlib import Path
-from rfork.artifacts import stored, unpacking
+from rfork import artifacts
 from rfork.settings import ArtifactSettings, load
 
-moves, name = [], unpacking.os.rename
-def dies(source, target):
+moves, rename = [], os.rename
+def rename_or_die(source, target):
     if len(moves) == int(sys.argv[2]):
         os.kill(os.getpid(), signal.SIGKILL)
     moves.append(target)
-    name(source, target)
-unpacking.os.rename = dies
-stored.load(sys.argv[1], artifacts=load(ArtifactSettings, kinds="inductor"))
+    rename(source, target)
+os.rename = rename_or_die
+artifacts.load(sys.argv[1], artifacts=load(ArtifactSettings, kinds="inductor"))
 """
 """Takes a saved cache and is killed when that many entries are in place."""
 
@@ -269,14 +269,14 @@ def test_another_key_is_no_error_and_is_named(
     """The report says what differs, from a running instance and from storage alike; nothing is written."""
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "k.so").write_bytes(b"elf")
-    here = artifacts.local_key()
-    for module_name in ("giving", "stored"):
-        monkeypatch.setattr(f"rfork.artifacts.{module_name}.key_of_here", lambda engine=None: ArtifactKey(gpu="B200"))
+    local_key = artifacts.local_key()
+    for module_name in ("server", "storage"):
+        monkeypatch.setattr(f"rfork.artifacts.{module_name}.local_key", lambda engine=None: ArtifactKey(gpu="B200"))
     artifacts.save(str(tmp_path / "s"), artifacts=artifact_settings(tmp_path / "a"))
     with artifacts.seed(model=MODEL, settings=instance, artifacts=artifact_settings(tmp_path / "a")) as seed:
         assert seed.wait_registered(10)
         fetched = artifacts.fetch(model=MODEL, settings=instance, artifacts=artifact_settings(tmp_path / "b"))
-    monkeypatch.setattr("rfork.artifacts.storage.key_of_here", lambda engine=None: here)
+    monkeypatch.setattr("rfork.artifacts.storage.local_key", lambda engine=None: local_key)
     loaded = artifacts.load(str(tmp_path / "s"), artifacts=artifact_settings(tmp_path / "b"))
     for reason in (fetched.reason or "", loaded.reason or ""):
         assert "only for another machine: gpu: here none, there B200; " in reason
@@ -347,7 +347,7 @@ def test_a_disk_that_is_full_is_asked_once(
     def full(*_: Any) -> None:
         raise StorageFull("no space")
 
-    monkeypatch.setattr("rfork.artifacts.client.fetch_reported", counting_fetch)
+    monkeypatch.setattr("rfork.artifacts.client.fetch_with_report", counting_fetch)
     monkeypatch.setattr(_Unpacking, "run", full)
     for name in ("one", "two"):
         (tmp_path / name).mkdir()

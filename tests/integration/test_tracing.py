@@ -57,7 +57,7 @@ def test_one_trace_over_three_processes(rfork_process: StartRfork, tiny_model: P
         f"{instance}give": f"{instance}read from peer",
         f"{coordinator}POST /v1/forks/{{fork_id}}/finish": f"{instance}fork",
     } == {name: parent for name, parent in parents_of(spans).items() if "progress" not in name}
-    (fork,), (serve_span,) = collector.spans_named("fork"), collector.spans_named("give")
+    (fork,), (serve_span,) = collector.spans_named("fork"), collector.spans_named("serve")
     assert (report["fork_id"], report["image_bytes"], "forked", False) == (
         serve_span.attributes["rfork.fork"],
         serve_span.attributes["rfork.bytes"],

@@ -144,7 +144,7 @@ def wait_until_known(url: str, *, forks: int, ended: int) -> None:
 
 def test_two_planners_over_one_redis_give_no_seed_twice(redis_server: RedisServer) -> None:
     """Six clients ask each of two replicas for three seeds at once; what one leased the other takes back."""
-    shared = settings(store=redis_server.url, secret="s" * 32)
+    shared = settings(store=redis_server.url, lease_keys="s" * 32)
     with run_in_thread(shared) as left, run_in_thread(shared) as right, ThreadPoolExecutor(12) as clients:
         for number in (1, 2, 3):
             register_seed(left, number)

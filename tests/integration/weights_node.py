@@ -1,7 +1,9 @@
-"""One instance in a process of its own, for tests that change weights under a fork; `WeightsNode` is its other side.
+"""An instance in its own process, for tests that change weights during a fork, and `WeightsNode`, which
+controls it.
 
-A command is one line of JSON on standard input, its answer one line on standard output; how a fork goes
-is told between them. Options are rfork's own environment variables. It ends with its standard input.
+Each command is one line of JSON on standard input, and its response one line on standard output; a fork's
+progress messages come in between. Options are rfork's own environment variables. The process exits when its
+standard input is closed.
 """
 
 from __future__ import annotations
@@ -32,15 +34,15 @@ Message = dict[str, str | int | list[str] | None]
 MODEL = "weights"
 CHUNKS = 12
 SIZES = (5 * MIB + 3, 17, 4 * MIB, 3 * MIB - 20)
-"""Bytes of each tensor: some chunks hold several, some tensors several chunks."""
+"""Bytes of each tensor: some chunks cover several tensors, some tensors several chunks."""
 CHECKPOINT = 0
-"""The version of the weights that the loader gives."""
+"""The version of the weights that the loader produces."""
 RESPONSE_TIMEOUT_S = 120.0
-"""It may have to start first; see `tests.processes.START_S`."""
+"""The process may have to start first; see `tests.processes.START_S`."""
 
 
 def module_of(version: int | None) -> nn.Module:
-    """A module with the weights of this version, or zeros."""
+    """Return a module with the weights of this version, or zeros."""
     module = nn.Module()
     for number, size in enumerate(SIZES):
         module.register_buffer(f"layer{number}", torch.zeros(size, dtype=torch.uint8))
@@ -50,19 +52,19 @@ def module_of(version: int | None) -> nn.Module:
 
 
 def fill(module: nn.Module, version: int) -> None:
-    """Write the weights of this version in place; no byte range is the same in two of them."""
+    """Write the weights of this version in place; no byte range is equal in two versions."""
     generator = torch.Generator().manual_seed(version)
     for buffer in module.buffers():
         buffer.random_(generator=generator)
 
 
 def sha256_of(version: int) -> str:
-    """The proof of a module that holds this version."""
+    """Return the hash of a module with this version."""
     return image_sha256(capture(module_of(version)))
 
 
 class WeightsProcess:
-    """The process's own side: one module, and what is open around it."""
+    """State of the process: one module, and its open source and target."""
 
     def __init__(self) -> None:
         self._module = module_of(None)
@@ -72,7 +74,7 @@ class WeightsProcess:
         self._fork = threading.Thread(target=self._run_fork)
 
     def execute(self, command: str, number: int) -> Message:
-        """Do it; `number` is a version or a chunk."""
+        """Execute a command; `number` is a version or a chunk."""
         match command:
             case "seed":
                 fill(self._module, number)
@@ -85,24 +87,24 @@ class WeightsProcess:
                 return {"id": self._seed.identity.instance_id if self._seed is not None else None}
             case "update":
                 if self._seed is None:
-                    raise ValueError("only a seed is updated")
+                    raise ValueError("only a seed can be updated")
                 with self._seed.updating():
                     fill(self._module, number)
                 return {"acknowledged": self._seed.wait_registered(RESPONSE_TIMEOUT_S)}
             case "fence":
                 if self._seed is None:
-                    raise ValueError("only a seed is fenced")
+                    raise ValueError("only a seed can be fenced")
                 self._seed.fence()
                 return {}
             case "suspend":
                 if self._seed is None:
-                    raise ValueError("only a seed is suspended")
+                    raise ValueError("only a seed can be suspended")
                 self._seed.suspend()
-                fill(self._module, CHECKPOINT)  # what lay there is gone: whoever still read it would see
+                fill(self._module, CHECKPOINT)  # the old memory is released: a stale read would be noticed
                 return {}
             case "resume":
                 if self._seed is None:
-                    raise ValueError("only a seed is resumed")
+                    raise ValueError("only a seed can be resumed")
                 self._module = module_of(number)  # at other addresses
                 self._seed.resume(capture(self._module))
                 return {"acknowledged": self._seed.wait_registered(RESPONSE_TIMEOUT_S)}
@@ -145,24 +147,24 @@ class WeightsProcess:
         }
 
     def close(self) -> None:
-        """End the fork, and what is given."""
+        """End the fork and stop serving."""
         if self._fork.ident is not None:
             self._fork.join()
         self._open_seeds.close()
 
 
 def progress_message(progress: ForkProgress) -> Message:
-    """How many chunks are there."""
+    """Return the number of verified chunks as a message."""
     return {"chunks": sum(end - begin for begin, end in progress.verified)}
 
 
 def print_message(message: Message) -> None:
-    """One line on standard output."""
+    """Print one message line to standard output."""
     os.write(1, json.dumps(message).encode() + b"\n")
 
 
 class WeightsNode:
-    """The test's side: an `WeightsProcess` in a process of its own. Close it."""
+    """The test's handle of a `WeightsProcess` in its own process. Close it after use."""
 
     def __init__(self, planner: str, options: Mapping[str, str]) -> None:
         self._process = subprocess.Popen(
@@ -179,29 +181,29 @@ class WeightsNode:
         self._watch.start()
 
     def request(self, command: str, number: int = 0) -> Message:
-        """Have it done; the answer. Raises RuntimeError when the process ends instead."""
+        """Execute a command and return its response. Raise RuntimeError if the process exits instead."""
         self.start_request(command, number)
         return self.next_response()
 
     def start_request(self, command: str, number: int = 0) -> None:
-        """Tell it, and do not wait."""
+        """Send a command without waiting for the response."""
         if self._process.stdin is None:
-            raise RuntimeError("there is no way to tell it")
+            raise RuntimeError("the process has no standard input")
         self._process.stdin.write(json.dumps([command, number]) + "\n")
         self._process.stdin.flush()
 
     def next_response(self) -> Message:
-        """The answer to the oldest command that has none. Raises RuntimeError when the process ends."""
+        """Return the response to the oldest pending command. Raise RuntimeError if the process exits."""
         response = self._responses.get(timeout=RESPONSE_TIMEOUT_S)
         if response is None:
             raise RuntimeError(f"the process ended with {self._process.wait()}")
         return response
 
     def wait_for_chunks(self, min_chunks: int) -> None:
-        """Block until its fork has so many chunks; TimeoutError when it takes for ever."""
+        """Block until its fork has `min_chunks` chunks; raise TimeoutError if that takes too long."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._chunks >= min_chunks, RESPONSE_TIMEOUT_S):
-                raise TimeoutError(f"{self._chunks} of {min_chunks} chunks came")
+                raise TimeoutError(f"{self._chunks} of {min_chunks} chunks arrived")
 
     def signal(self, number: int) -> None:
         """Send a signal."""
@@ -221,7 +223,7 @@ class WeightsNode:
         self._responses.put(None)
 
     def close(self) -> None:
-        """End it."""
+        """Stop the process."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         try:
@@ -239,7 +241,7 @@ class WeightsNode:
 
 
 def main() -> None:
-    """Obey until standard input ends."""
+    """Execute commands until standard input is closed."""
     torch.set_num_threads(1)
     instance = WeightsProcess()
     for line in sys.stdin:

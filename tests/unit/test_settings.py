@@ -1,4 +1,4 @@
-"""Options as users give them: by variable, by argument, and wrong."""
+"""Settings from variables and arguments, and their errors."""
 
 from __future__ import annotations
 
@@ -7,8 +7,22 @@ from pathlib import Path
 
 import pytest
 
+from rfork.engines import flags
 from rfork.errors import SettingsError
-from rfork.settings import InstanceSettings, PlannerSettings, addresses, load, node_name, redacted
+from rfork.settings import (
+    InstanceSettings,
+    PlannerSettings,
+    StorageSettings,
+    addresses,
+    load,
+    node_name,
+    redacted,
+)
+from rfork.settings.cache_dirs import CacheDirs
+from rfork.settings.env import is_advanced, is_external
+from rfork.settings.unknown_variables import SETTINGS_CLASSES
+
+MAX_DOCUMENTED = 65
 
 
 @pytest.mark.parametrize(
@@ -17,19 +31,19 @@ from rfork.settings import InstanceSettings, PlannerSettings, addresses, load, n
         ("RFORK_TRANSPORTS", "transfer_engine, http", "transports", ("transfer_engine", "http")),
         ("RFORK_PLANNER", "http://p:1", "planner", "http://p:1"),
         ("RFORK_PLANNER", "", "planner", None),
-        ("RFORK_MAX_INFLIGHT_CHUNKS", "7", "window", 7),
+        ("RFORK_MAX_INFLIGHT_CHUNKS", "7", "max_inflight_chunks", 7),
     ],
 )
 def test_a_variable_sets_its_option(
     monkeypatch: pytest.MonkeyPatch, variable: str, value: str, option: str, expected: object
 ) -> None:
-    """Lists are comma separated, and an empty variable is one that is not set."""
+    """Lists are comma separated, and an empty variable counts as unset."""
     monkeypatch.setenv(variable, value)
     assert expected == getattr(load(InstanceSettings), option)
 
 
 def test_an_argument_wins_over_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And an argument that was not given (None) leaves the variable its say."""
+    """An argument of None leaves the variable in effect."""
     monkeypatch.setenv("RFORK_PLANNER_PORT", "1")
     assert [1, 2] == [load(PlannerSettings, port=port).port for port in (None, 2)]
 
@@ -43,22 +57,71 @@ def test_an_argument_wins_over_a_variable(monkeypatch: pytest.MonkeyPatch) -> No
         ("RFORK_PEER_PORT", "70000", "RFORK_PEER_PORT: Input should be less than or equal to 65535"),
     ],
 )
-def test_a_value_that_cannot_be_used_is_one_line_that_names_its_variable(
+def test_an_invalid_value_is_a_one_line_error_that_names_its_variable(
     monkeypatch: pytest.MonkeyPatch, variable: str, value: str, expected: str
 ) -> None:
-    """Whatever pydantic found, the user reads which variable to mend."""
+    """The text of pydantic follows the variable to correct."""
     monkeypatch.setenv(variable, value)
     with pytest.raises(SettingsError) as caught:
         load(InstanceSettings)
-    assert (True, 1) == (str(caught.value).startswith(expected), len(str(caught.value).splitlines()))
+    assert str(caught.value).startswith(expected)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_variable_of_another_project_sets_its_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of several variables that is set counts."""
+    for name in ("AWS_REGION", "AWS_DEFAULT_REGION"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-west-1")
+    assert "eu-west-1" == load(StorageSettings).s3_region
+    monkeypatch.setenv("AWS_REGION", "eu-central-1")
+    assert "eu-central-1" == load(StorageSettings).s3_region
+
+
+def test_an_argument_wins_over_a_variable_of_another_project(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both for `load` and for the constructor, by the field's name."""
+    monkeypatch.setenv("AWS_REGION", "eu-central-1")
+    assert "us-east-2" == load(StorageSettings, s3_region="us-east-2").s3_region
+    assert "us-east-2" == StorageSettings(s3_region="us-east-2").s3_region
+
+
+def test_an_invalid_variable_of_another_project_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error begins with that variable, without rfork's prefix."""
+    monkeypatch.setenv("AWS_SKIP_SIGNATURE", "perhaps")
+    with pytest.raises(SettingsError, match=r"^AWS_SKIP_SIGNATURE: Input should be a valid boolean"):
+        load(StorageSettings)
+
+
+def test_cache_directories_are_those_of_their_projects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """rfork has no variables of its own for them."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/cache/triton")
+    assert Path("/cache/triton") == load(CacheDirs).triton_cache_dir
+
+
+def test_the_number_of_documented_settings_is_bounded() -> None:
+    """A further setting must be advanced, a constant or a variable that already exists elsewhere."""
+    documented = [
+        name
+        for settings_class in SETTINGS_CLASSES
+        for name, field in settings_class.model_fields.items()
+        if not is_advanced(field) and not is_external(settings_class, name)
+    ]
+    assert len(documented) <= MAX_DOCUMENTED
+
+
+def test_advanced_settings_are_not_launcher_flags() -> None:
+    """They are set by their variables."""
+    flag_names = {name for name, _ in flags.fields()}
+    assert "planner" in flag_names
+    assert set() == {name for name, field in InstanceSettings.model_fields.items() if is_advanced(field)} & flag_names
 
 
 @pytest.mark.parametrize(
     ("bind", "advertise", "expected"),
     [("127.0.0.1", None, "127.0.0.1"), ("10.0.0.1", "seed-7", "seed-7"), ("10.0.0.1", None, "10.0.0.1")],
 )
-def test_others_are_told_an_address_they_can_reach(bind: str, advertise: str | None, expected: str) -> None:
-    """What is advertised wins over what is bound."""
+def test_the_advertised_address(bind: str, advertise: str | None, expected: str) -> None:
+    """`advertise` has precedence over `bind`."""
     assert expected == InstanceSettings(bind=bind, advertise=advertise).advertised_host
 
 
@@ -66,13 +129,13 @@ BOOT_ID = "25b1112e-111c-4543-81c4-4fa2ecce3d13"
 NODES = [
     ("the node itself", "uts:[4026531838]", BOOT_ID, "pod-x"),
     ("a container", "uts:[4026532177]", BOOT_ID, "boot-25b1112e111c4543"),
-    ("a sandbox that tells no boot id", "uts:[4026532177]", "", "pod-x"),
-    ("no Linux", None, None, "pod-x"),
+    ("a sandbox without a boot id", "uts:[4026532177]", "", "pod-x"),
+    ("not Linux", None, None, "pod-x"),
 ]
 
 
 @pytest.mark.parametrize(("where", "namespace", "boot_id", "expected"), NODES)
-def test_containers_of_one_node_call_it_by_one_name(
+def test_containers_of_a_node_agree_on_its_name(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     where: str,
@@ -80,7 +143,7 @@ def test_containers_of_one_node_call_it_by_one_name(
     boot_id: str | None,
     expected: str,
 ) -> None:
-    """The host name where that is the node's own, else what the kernel says to all of them."""
+    """The name is the host name, or the boot id in a container, which has its own host name."""
     monkeypatch.setattr("socket.gethostname", lambda: "pod-x")
     if namespace is not None and boot_id is not None:
         (tmp_path / "self/ns").mkdir(parents=True)
@@ -90,14 +153,14 @@ def test_containers_of_one_node_call_it_by_one_name(
     assert expected == node_name(tmp_path)
 
 
-def test_a_host_that_is_named_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a deployment knows better, it says."""
+def test_a_configured_node_name_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """RFORK_NODE_NAME has precedence over the detected name."""
     monkeypatch.setenv("RFORK_NODE_NAME", "gpu-17")
     assert "gpu-17" == load(InstanceSettings).node_name
 
 
-def probing(found: dict[socket.AddressFamily, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the host's default routes lead out from these addresses."""
+def set_source_addresses(found: dict[socket.AddressFamily, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let packets on the default routes have these source addresses."""
     monkeypatch.setattr(addresses, "_source_of", lambda family, _: found.get(family))
 
 
@@ -113,20 +176,20 @@ IPV4, IPV6 = "10.0.0.7", "fd00::7"
         ({}, "::", "127.0.0.1"),
     ],
 )
-def test_a_wildcard_bind_is_reached_at_an_address_of_this_host(
+def test_a_wildcard_bind_advertises_an_address_of_this_host(
     found: dict[socket.AddressFamily, str], bind: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the family that there is; loopback where there is none, and no planner elsewhere."""
-    probing(found, monkeypatch)
+    """IPv4 is preferred; without any address, and with a local planner, it is loopback."""
+    set_source_addresses(found, monkeypatch)
     assert expected == InstanceSettings(bind=bind, planner="http://127.0.0.1:8700").advertised_host
 
 
 @pytest.mark.parametrize(("found", "bind"), [({}, "::"), ({}, "0.0.0.0"), ({socket.AF_INET6: IPV6}, "0.0.0.0")])
-def test_loopback_is_not_told_to_a_planner_elsewhere(
+def test_loopback_is_not_advertised_to_a_remote_planner(
     found: dict[socket.AddressFamily, str], bind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No fork could read from there: the settings that help are named."""
-    probing(found, monkeypatch)
+    """No fork could read from there, so the error names the settings that help."""
+    set_source_addresses(found, monkeypatch)
     with pytest.raises(SettingsError, match="RFORK_BIND") as raised:
         _ = InstanceSettings(bind=bind, planner="http://planner.ai:8700").advertised_host
     assert "RFORK_ADVERTISE" in raised.value.hint
@@ -142,5 +205,5 @@ def test_loopback_is_not_told_to_a_planner_elsewhere(
     ],
 )
 def test_passwords_of_urls_are_redacted(text: str, expected: str) -> None:
-    """Whatever characters they hold."""
+    """Any characters may be in them."""
     assert expected == redacted(text)

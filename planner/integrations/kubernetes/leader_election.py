@@ -69,7 +69,7 @@ class LeaderElection:
         self._renew_interval_s = lease_duration_s * RENEW_FRACTION
         self._clock = clock
         self._until: float | None = None
-        self._may_hold_lease = False
+        self._may_own_lease = False
         self._version = ""
         self._holder: str | None = None
         self._failures: dict[str, str] = {}
@@ -156,7 +156,7 @@ class LeaderElection:
 
         Raises ResourceConflict.
         """
-        requested_at, self._may_hold_lease, self._version = self._clock(), True, version
+        requested_at, self._may_own_lease, self._version = self._clock(), True, version
         request = self._cluster.write_lease(self._name, self._namespace, self.identity, self._lease_duration_s, version)
         lease = await self._call_with_deadline("write", request)
         if lease is None:
@@ -177,8 +177,8 @@ class LeaderElection:
 
         A Lease of another holder is left alone.
         """
-        while self._may_hold_lease:
-            self._may_hold_lease = False
+        while self._may_own_lease:
+            self._may_own_lease = False
             request = self._cluster.write_lease(
                 self._name, self._namespace, None, self._lease_duration_s, self._version
             )
@@ -187,7 +187,7 @@ class LeaderElection:
             except ResourceConflict:
                 seen = await self._observe_lease()
                 if seen is not None and seen.holder == self.identity:
-                    self._may_hold_lease, self._version = True, seen.version
+                    self._may_own_lease, self._version = True, seen.version
 
     async def _call_with_deadline(self, what: str, call: Awaitable[ResultT]) -> ResultT | None:
         """Return the result of a call within the deadline. Otherwise log once per cause and return None."""

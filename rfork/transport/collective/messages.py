@@ -1,6 +1,6 @@
 """Messages on the control stream of a group: JSON, each validated on receipt.
 
-A reader asks to join, is placed in a group of one or more readers, and then requests blocks. The source
+A reader requests to join, is placed in a group of one or more readers, and then requests blocks. The source
 announces each piece of a block before sending it, so that all ranks of the group run the same operation.
 """
 

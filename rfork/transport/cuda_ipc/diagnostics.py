@@ -61,7 +61,7 @@ def explain_open_error(
         )
     if handle_type == "fabric":
         return TransportUnavailable(
-            message, hint="give the container access to the IMEX channel (/dev/nvidia-caps-imex-channels)"
+            message, hint="grant the container access to the IMEX channel (/dev/nvidia-caps-imex-channels)"
         )
     return TransportUnavailable(message, hint="both instances need the same driver, and GPUs with unified addressing")
 

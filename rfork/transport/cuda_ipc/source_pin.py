@@ -29,7 +29,7 @@ class SourcePin:
     """Connection and descriptor that coordinate the release of a source's memory.
 
     The source closes the connection to request the release: `on_end` is then called on the pin's thread and
-    must release the memory. Closing the descriptor tells the source that the memory has been released. The
+    must release the memory. Closing the descriptor signals the source that the memory has been released. The
     constructor sets the pin; raises as `Reader.read`.
     """
 

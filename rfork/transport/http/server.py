@@ -158,7 +158,7 @@ class HttpExporter(StatelessExporter):
                 self._threads.discard(threading.current_thread())
 
     def _acquire_slot(self, connection: ServerConnection, fork_id: str) -> bool:
-        """Give an unauthenticated connection one of the slots of this fork; return True if it has one now."""
+        """Assign one of the slots of this fork to an unauthenticated connection; return True if it has one now."""
         with self._lock:
             if connection in self._slots:
                 return True

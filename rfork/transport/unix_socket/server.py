@@ -102,7 +102,7 @@ class LocalServer:
         return self._parameters
 
     def acquire_slot(self, connection: UnixSocketConnection, fork_id: str) -> bool:
-        """Give an unauthenticated connection one of the slots of this fork; return True if it has one now."""
+        """Assign one of the slots of this fork to an unauthenticated connection; return True if it has one now."""
         return self._promote(connection, fork_id, self._slots, MAX_CONNECTIONS_PER_FORK)
 
     def pin(self, connection: UnixSocketConnection, fork_id: str) -> bool:

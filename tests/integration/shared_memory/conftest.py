@@ -1,4 +1,4 @@
-"""What holds for each test of shared_memory."""
+"""Fixtures for every shared_memory test."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from rfork.transport.shared_memory import exporter
 
 @pytest.fixture(autouse=True, scope="module")
 def mmap_large_allocations() -> None:
-    """As in a process that begins: glibc takes larger and larger ones from its heap as tests free them."""
+    """Reset glibc's mmap threshold to that of a fresh process: glibc raises it as tests free large
+    allocations.
+    """
     ctypes.CDLL(None).mallopt(-3, 128 << 10)  # M_MMAP_THRESHOLD
 
 
 @pytest.fixture(autouse=True)
 def enough_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever else runs on this machine takes: sources in this process find enough memory."""
+    """Make sources in this process find enough free memory, whatever else runs on the machine."""
     monkeypatch.setattr(exporter, "fits_in_memory", lambda nbytes: True)

@@ -43,7 +43,7 @@ def open_reader(endpoint: Endpoint, image: Image, **settings: str) -> Iterator[R
 
 
 def fork_of(endpoint: Endpoint, sizes: tuple[int, ...] = SIZES) -> Image:
-    """A target that has read all."""
+    """Return a target that has read the complete image."""
     image = image_of(sizes)
     with open_reader(endpoint, image) as reader:
         reader.read(0, image.layout.image_bytes, soon())
@@ -51,8 +51,8 @@ def fork_of(endpoint: Endpoint, sizes: tuple[int, ...] = SIZES) -> Image:
 
 
 def mapped_chunk_bytes(pid: int | str = "self") -> dict[str, int]:
-    """Bytes of a process's mappings of chunks: resident, its share of those, its own (Anonymous)."""
-    gc.collect()  # what tests before have left behind is not to go in the middle of one
+    """Return a process's mapped chunk bytes: resident, proportional share, and private (Anonymous)."""
+    gc.collect()  # garbage from earlier tests must not be collected during a measurement
     sums = dict.fromkeys(("Rss", "Pss", "Anonymous"), 0)
     ours = False
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
@@ -64,7 +64,7 @@ def mapped_chunk_bytes(pid: int | str = "self") -> dict[str, int]:
 
 
 def send_request(endpoint: Endpoint, message: Message) -> tuple[Message, list[int]]:
-    """What the source answers to a message of one's own; the descriptors are the caller's."""
+    """Send a custom message and return the source's reply; the caller owns the descriptors."""
     connections = ConnectionPool(endpoint.parameters, 30)
     with contextlib.closing(connections), connections.lease(soon()) as connection:
         connection.send(message, deadline=soon())
@@ -72,7 +72,7 @@ def send_request(endpoint: Endpoint, message: Message) -> tuple[Message, list[in
 
 
 def receive_reply(connection: UnixSocketConnection) -> tuple[Message, list[int]]:
-    """What is answered in the end: a source that is slow asks for patience first, as often as it takes."""
+    """Return the final reply; a slow source may send any number of "please wait" replies first."""
     while True:
         message, descriptors = connection.receive(soon())
         if "wait" not in message:

@@ -1,4 +1,6 @@
-"""Copies that a source of shared_memory keeps for readers yet to come, and memory that is short."""
+"""The chunk copies that a shared_memory source caches for later readers, and its behaviour when memory is
+low.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ from tests.transport_contract import TOKEN, FakeGate, content, image_of, soon
 
 
 def cache_poll_waiter(gate: FakeGate, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Let an exporter that is made from now on look often; blocks until it has looked once more, in full."""
+    """Make exporters created from now on poll often; the returned function blocks until one more poll has
+    completed.
+    """
     polls = threading.Semaphore(0)
     etag = gate.version_tag
 
@@ -54,8 +58,8 @@ def cache_poll_waiter(gate: FakeGate, monkeypatch: pytest.MonkeyPatch) -> Callab
     return wait
 
 
-def test_forks_that_come_far_apart_share_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long nobody asked: what the first one maps is what the second one gets."""
+def test_readers_far_apart_share_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later reader maps the same file as the first reader, however much time passes in between."""
     gc.collect()  # images of other tests
     before = mapped_chunk_bytes()["Pss"]
     gate, source = FakeGate(), image_of(LARGE, seed=1)
@@ -68,8 +72,8 @@ def test_forks_that_come_far_apart_share_one_copy(monkeypatch: pytest.MonkeyPatc
         assert mapped_chunk_bytes()["Pss"] - before < 1.1 * source.layout.image_bytes
 
 
-def test_what_is_kept_goes_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The source lets go of its copy, and gives by pieces until there is room again."""
+def test_cached_copies_are_dropped_when_memory_is_low(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The source drops its cached copies and serves in pieces until memory is available again."""
     gate, source = FakeGate(), image_of(LARGE, seed=1)
     wait = cache_poll_waiter(gate, monkeypatch)
     request: Message = {"token": TOKEN, "begin": 0, "end": MIB, "alignment": []}
@@ -84,8 +88,10 @@ def test_what_is_kept_goes_where_memory_is_short(monkeypatch: pytest.MonkeyPatch
     assert [True, False, True] == sealed_replies
 
 
-def test_a_full_shelf_makes_no_more_and_drops_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks beyond those that may be kept come by pieces: they cost the source nothing, however many ask."""
+def test_a_full_cache_neither_adds_nor_drops_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks beyond the cache limit are served in pieces; they cost the source no memory, however many
+    readers request them.
+    """
     monkeypatch.setattr(chunk_cache, "MAX_CACHED_CHUNKS", 3)
     with pair() as made:
         files = []
@@ -103,8 +109,10 @@ def test_a_full_shelf_makes_no_more_and_drops_none(monkeypatch: pytest.MonkeyPat
         assert (files[:5], [0, 0], 3) == (files[5:], files[3:5], len(set(files[:3])))
 
 
-def test_readers_that_come_at_once_take_no_more_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Room for four chunks is that for four, though all readers ask before the first file is made."""
+def test_concurrent_readers_use_no_more_memory_than_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With memory for four chunks, exactly four are cached, even if all readers send requests before the
+    first file exists.
+    """
     readers = 12
     begun, allocated = threading.Barrier(readers), list[int]()
     monkeypatch.setattr(exporter, "fits_in_memory", lambda nbytes: sum(allocated) + nbytes <= 4 * MIB)
@@ -118,7 +126,7 @@ def test_readers_that_come_at_once_take_no_more_than_there_is(monkeypatch: pytes
         make = made.exporter._build  # type: ignore[attr-defined]
 
         def count(*arguments: object) -> SealedChunk:
-            # As the memory is: taken before the promise of it ends.
+            # Models real memory: the pages are used before the reservation ends.
             sealed: SealedChunk = make(*arguments)
             allocated.append(sealed.layout.size)
             return sealed
@@ -142,7 +150,9 @@ def test_readers_that_come_at_once_take_no_more_than_there_is(monkeypatch: pytes
 
 
 def test_a_reader_that_keeps_pieces_keeps_no_memory() -> None:
-    """They are empty once the connection has ended, and cannot be sealed against that."""
+    """Pieces that a reader keeps are empty after the connection ends; the reader cannot seal them against
+    truncation.
+    """
     with pair() as made:
         _, descriptors = send_request(made.exporter.endpoint(), {"token": TOKEN, "begin": 0, "end": MIB})
         with pytest.raises(PermissionError):
@@ -153,8 +163,8 @@ def test_a_reader_that_keeps_pieces_keeps_no_memory() -> None:
 
 
 @pytest.mark.parametrize(("ends", "expected"), [(True, SourceUnavailable), (False, SourceCorrupt)])
-def test_a_piece_that_is_empty(ends: bool, expected: type[SourceError], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A source that ended took it back; one that did not has broken its word."""
+def test_an_empty_piece_is_a_source_error(ends: bool, expected: type[SourceError], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A source that has closed truncated the piece; one that is still open has broken the protocol."""
     done, ended = threading.Event(), threading.Event()
     really = read
 
@@ -182,8 +192,8 @@ def test_a_piece_that_is_empty(ends: bool, expected: type[SourceError], monkeypa
     server.close()
 
 
-def test_a_chunk_that_is_given_whole_is_metered_whole() -> None:
-    """Whatever part of it was asked for."""
+def test_a_chunk_that_is_served_complete_is_metered_complete() -> None:
+    """The meter counts all bytes of the chunk, whichever part was requested."""
     granted: list[int] = []
     with pair() as made:
         made.gate.before_slice = granted.append
@@ -195,10 +205,10 @@ def test_a_chunk_that_is_given_whole_is_metered_whole() -> None:
     assert MIB == sum(granted)
 
 
-def test_a_chunk_that_is_dropped_while_it_is_paid_for_is_paid_for_once(
+def test_a_chunk_dropped_while_it_is_metered_is_metered_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its pieces are those that were paid for."""
+    """Its pieces are not charged a second time."""
     monkeypatch.setattr(exporter, "PIECE_BYTES", MIB // 4)
     granted: list[int] = []
     with pair(shm_mode="copy") as made:

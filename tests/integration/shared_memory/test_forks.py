@@ -1,4 +1,4 @@
-"""Whole forks over shared_memory: processes of one host have the weights in memory once."""
+"""End-to-end forks over shared_memory: processes of one host keep the weights in memory once."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ READY = r'"event": ?"ready"'
 
 @pytest.fixture
 def planner(rfork_process: StartRfork) -> str:
-    """The URL of a planner that knows nobody yet."""
+    """Return the URL of an empty planner."""
     process = rfork_process("planner", "--port", "0", "--json", until=READY)
     return str(json.loads(process.wait_for(rf"^.*{READY}.*$").group())["url"])
 
 
 def mapped_by_children() -> list[int]:
-    """Bytes of chunks that each process has mapped which this one started."""
+    """Return the chunk bytes that each child process of this one has mapped."""
     tasks = Path("/proc/self/task").glob("*/children")
     return [mapped_chunk_bytes(pid)["Rss"] for task in tasks for pid in task.read_text().split()]
 
 
 def chunk_files_of_children() -> list[str]:
-    """Files of whole chunks that processes which this one started have open."""
+    """Return the complete-chunk files that child processes of this one have open."""
     tasks = Path("/proc/self/task").glob("*/children")
     folders = [Path(f"/proc/{pid}/fd") for task in tasks for pid in task.read_text().split()]
     targets = [os.readlink(file) for folder in folders for file in folder.iterdir()]
@@ -44,7 +44,7 @@ def chunk_files_of_children() -> list[str]:
 
 
 def test_forks_of_one_host_share_the_memory(planner: str) -> None:
-    """Two targets fork from a seed, or one from the other, and both have mapped the chunks."""
+    """Two targets fork from a seed, or one from the other, and both map the chunks."""
     options = {"RFORK_TRANSPORTS": "shared_memory,http", "RFORK_DRAIN_TIMEOUT_S": "0"}
     with contextlib.ExitStack() as stack:
         seed, *targets = (stack.enter_context(WeightsNode(planner, options)) for _ in range(3))
@@ -59,8 +59,8 @@ def test_forks_of_one_host_share_the_memory(planner: str) -> None:
         assert 2 == len(large)
 
 
-def test_who_only_passes_through_leaves_nothing_behind(planner: str) -> None:
-    """A snapshot of a seed's weights is read from it without a file that it would keep for others."""
+def test_a_snapshot_writer_leaves_no_cached_files(planner: str) -> None:
+    """Writing a snapshot of a seed's weights makes the seed cache no chunk file for other readers."""
     options = {"RFORK_TRANSPORTS": "shared_memory,http", "RFORK_DRAIN_TIMEOUT_S": "0"}
     with WeightsNode(planner, options) as seed:
         seed.request("seed", 1)
@@ -74,8 +74,10 @@ def test_who_only_passes_through_leaves_nothing_behind(planner: str) -> None:
         assert [] == chunk_files_of_children()
 
 
-def test_a_target_that_does_not_share_the_folder_goes_by_http(planner: str, tmp_path: Path) -> None:
-    """A container without the seed's folder of sockets takes the next transport, and says why."""
+def test_a_target_without_the_shared_dir_uses_http(planner: str, tmp_path: Path) -> None:
+    """A container that does not share the seed's socket directory falls back to the next transport and logs
+    the reason.
+    """
     folders = [tmp_path / name for name in ("a", "b")]
     for folder in folders:
         folder.mkdir()

@@ -1,4 +1,4 @@
-"""Who asks a source of shared_memory for what it must not have, or from where it cannot."""
+"""Invalid and forbidden requests to a shared_memory source."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.transport_contract import TOKEN, content, soon
 
 
 def test_a_reader_cannot_write() -> None:
-    """What it is given is sealed: it cannot be written, cut or mapped to be written."""
+    """The descriptor that a reader receives is sealed: it cannot be written, truncated or mapped writable."""
     with pair() as made:
         message, descriptors = send_request(
             made.exporter.endpoint(), {"token": TOKEN, "begin": 0, "end": MIB, "alignment": [0, 64]}
@@ -54,7 +54,7 @@ def test_a_reader_cannot_write() -> None:
         {"token": "forged", "begin": 0, "end": MIB},
     ],
 )
-def test_a_request_that_makes_no_sense(message: Message) -> None:
+def test_a_malformed_request_is_refused(message: Message) -> None:
     """It is refused without a descriptor, and the next reader is served."""
     with pair() as made:
         reply, descriptors = send_request(made.exporter.endpoint(), message)
@@ -63,8 +63,8 @@ def test_a_request_that_makes_no_sense(message: Message) -> None:
         assert content(made.source, 0, MIB) == content(made.target, 0, MIB)
 
 
-def test_an_image_that_is_not_on_this_host() -> None:
-    """The reader is told so at once: another kernel, or another network namespace."""
+def test_an_image_on_another_host_is_refused() -> None:
+    """The reader gets an immediate error when it runs on another kernel or in another network namespace."""
     with pair() as made:
         parameters = dict(made.exporter.endpoint().parameters)
         for other in (
@@ -82,8 +82,8 @@ def test_an_image_that_is_not_on_this_host() -> None:
                 )
 
 
-def test_a_source_out_of_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is busy, not broken."""
+def test_a_source_out_of_descriptors_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reports that it is busy, and is not treated as broken."""
 
     def refuse(*, sealable: bool = True) -> None:
         raise OSError(24, "Too many open files")

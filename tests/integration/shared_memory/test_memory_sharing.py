@@ -1,4 +1,4 @@
-"""The shared_memory transport within this process: the contract, and memory that is shared or copied."""
+"""The shared_memory transport within this process: the transport contract, and shared or copied memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.transport_contract import CONTRACT, TOKEN, FakeGate, TransportPair, c
 @pytest.mark.parametrize("shm_mode", ["map", "copy"])
 @pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.__name__)
 def test_contract(check: Callable[[TransportPair], None], shm_mode: str) -> None:
-    """What every transport promises."""
+    """The guarantees of every transport."""
     made = TransportPair.create(transport(shm_mode=shm_mode))
     try:
         check(made)
@@ -42,7 +42,7 @@ def test_contract(check: Callable[[TransportPair], None], shm_mode: str) -> None
 
 
 def test_two_targets_have_the_bytes_in_memory_once() -> None:
-    """Both map the same pages; neither has a copy of its own."""
+    """Both map the same pages; neither has its own copy."""
     with pair() as made:
         targets = [fork_of(made.exporter.endpoint(), LARGE) for _ in range(2)]
         size, known = made.source.layout.image_bytes, mapped_chunk_bytes()
@@ -54,8 +54,8 @@ def test_two_targets_have_the_bytes_in_memory_once() -> None:
         )
 
 
-def test_a_target_that_is_told_to_copy_maps_nothing() -> None:
-    """With `copy`, its memory stays its own, and the source makes no copy of the image."""
+def test_a_target_in_copy_mode_maps_nothing() -> None:
+    """With `copy` the target's memory stays private, and the source makes no copy of the image."""
     before = mapped_chunk_bytes()
     with pair(shm_mode="copy") as made:
         made.connect().read(0, made.source.layout.image_bytes, soon())
@@ -63,8 +63,8 @@ def test_a_target_that_is_told_to_copy_maps_nothing() -> None:
         assert before == mapped_chunk_bytes()
 
 
-def test_a_source_short_of_memory_gives_by_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It makes no file of a chunk then, and the bytes are right."""
+def test_a_source_low_on_memory_serves_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It creates no chunk file, and the bytes are correct."""
     monkeypatch.setattr(exporter, "fits_in_memory", lambda nbytes: False)
     before = mapped_chunk_bytes()
     with pair() as made:
@@ -73,8 +73,8 @@ def test_a_source_short_of_memory_gives_by_pieces(monkeypatch: pytest.MonkeyPatc
         assert before == mapped_chunk_bytes()
 
 
-def test_what_cannot_be_mapped_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that refuses costs time, and no byte."""
+def test_chunks_are_copied_if_the_kernel_refuses_to_map_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reads take longer, and the bytes are correct."""
 
     def refuse(*arguments: object) -> None:
         raise OSError(12, "no")
@@ -87,8 +87,8 @@ def test_what_cannot_be_mapped_is_copied(monkeypatch: pytest.MonkeyPatch) -> Non
         assert before == mapped_chunk_bytes()
 
 
-def test_memory_that_is_not_an_allocation_of_its_own_is_copied() -> None:
-    """Files and shared memory are not mapped over: others see what is written to them."""
+def test_file_backed_and_shared_memory_is_copied() -> None:
+    """Files and shared memory are never mapped over, because other processes see what is written to them."""
     with pair() as made:
         shared = mmap.mmap(-1, LARGE[0])
         regions = [torch.frombuffer(shared, dtype=torch.uint8), *image_of(LARGE[1:]).regions]
@@ -98,8 +98,8 @@ def test_memory_that_is_not_an_allocation_of_its_own_is_copied() -> None:
         assert content(made.source, 0, LARGE[0]) == shared[:]
 
 
-def test_a_write_of_a_target_is_its_own() -> None:
-    """Neither the source nor another target sees it."""
+def test_a_targets_writes_are_private() -> None:
+    """Neither the source nor another target sees them."""
     with pair() as made:
         one, other = (fork_of(made.exporter.endpoint(), LARGE) for _ in range(2))
         one.regions[0].fill_(7)
@@ -109,8 +109,8 @@ def test_a_write_of_a_target_is_its_own() -> None:
         ]
 
 
-def test_a_relay_gives_the_memory_that_it_mapped() -> None:
-    """The file that its reader gets is the one that it got itself."""
+def test_a_relay_serves_the_memory_that_it_mapped() -> None:
+    """Its reader receives the same file that the relay received."""
     with pair() as made:
         relay = made.transport.export(made.target, FakeGate())
         request: Message = {"token": TOKEN, "begin": 0, "end": MIB, "alignment": []}
@@ -124,8 +124,8 @@ def test_a_relay_gives_the_memory_that_it_mapped() -> None:
             assert files[0] == files[1]
 
 
-def test_a_relay_whose_memory_is_other_than_what_it_received_gives_its_memory() -> None:
-    """What came with a source that was wrong is not given onwards after it was mended."""
+def test_a_relay_serves_its_own_memory_if_it_differs_from_the_received_file() -> None:
+    """A file from a faulty source is not forwarded after the relay has repaired the chunk."""
     with pair() as made:
         relay = made.transport.export(made.target, FakeGate())
         with contextlib.closing(relay):
@@ -134,8 +134,10 @@ def test_a_relay_whose_memory_is_other_than_what_it_received_gives_its_memory() 
             assert content(made.target) == content(fork_of(relay.endpoint(), LARGE))
 
 
-def test_a_relay_compares_a_little_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A change of its weights waits for a slice at most, and what was compared across it is not given."""
+def test_a_relay_compares_in_short_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A change of its weights waits for at most one slice, and a chunk that changed during the comparison is
+    not served.
+    """
     monkeypatch.setattr(exporter, "SLICE_BYTES", MIB // 4)
     with pair() as made:
         gate = FakeGate()
@@ -156,8 +158,8 @@ def test_a_relay_compares_a_little_at_a_time(monkeypatch: pytest.MonkeyPatch) ->
                 fork_of(relay.endpoint(), LARGE)
 
 
-def test_a_kernel_that_brings_no_pages_in_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before Linux 5.14 chunks are mapped all the same."""
+def test_a_kernel_without_madvise_populate_maps_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks are mapped on kernels before Linux 5.14 too."""
     monkeypatch.setattr(remap, "MADV_POPULATE_READ", 222)
     with pair() as made:
         made.connect().read(0, made.source.layout.image_bytes, soon())
@@ -166,7 +168,7 @@ def test_a_kernel_that_brings_no_pages_in_beforehand(monkeypatch: pytest.MonkeyP
 
 
 def test_nothing_is_left_open() -> None:
-    """Once both sides are closed and the images are gone, so are the descriptors and the mappings."""
+    """Once both sides are closed and the images are freed, no descriptor or mapping remains."""
     gc.collect()
     before = len(os.listdir("/proc/self/fd")), mapped_chunk_bytes()["Rss"]
     with pair() as made:

@@ -1,4 +1,4 @@
-"""Sources of shared_memory in another process: they die, stand still, change."""
+"""shared_memory sources in another process that die, stop or change their weights."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.integration.shared_memory_node import NEW, OLD, SIZES, SharedMemoryNo
 from tests.transport_contract import TOKEN, FakeGate, content, image_of, soon
 
 
-def test_a_source_that_is_killed() -> None:
-    """Who waits for it gets SourceUnavailable; what was mapped is still right."""
+def test_a_killed_source_is_unavailable() -> None:
+    """A waiting reader gets SourceUnavailable; chunks that are already mapped stay correct."""
     expected, target = image_of(SIZES, seed=OLD), image_of(SIZES)
     with (
         SharedMemoryNode() as source,
@@ -40,8 +40,8 @@ def test_a_source_that_is_killed() -> None:
     assert content(expected, 0, MIB) + bytes(MIB) == content(target, 0, 2 * MIB)
 
 
-def test_a_source_that_stands_still() -> None:
-    """Its reader gives up at the deadline."""
+def test_a_stopped_source_times_out() -> None:
+    """Its reader fails at the deadline."""
     with SharedMemoryNode() as source, open_reader(source.endpoint, image_of(SIZES)) as reader:
         reader.read(0, MIB, soon())
         source.signal(signal.SIGSTOP)
@@ -49,8 +49,8 @@ def test_a_source_that_stands_still() -> None:
             reader.read(MIB, 2 * MIB, soon(0.3))
 
 
-def test_an_update_in_place() -> None:
-    """Who has forked keeps the weights that it has; who comes later gets the new ones."""
+def test_readers_keep_their_weights_across_an_in_place_update() -> None:
+    """A target that has forked keeps its weights; later targets get the new ones."""
     with SharedMemoryNode() as source:
         old = fork_of(source.endpoint)
         source.request("update")
@@ -60,7 +60,7 @@ def test_an_update_in_place() -> None:
 
 
 def test_weights_that_change_while_a_chunk_waits_for_its_turn() -> None:
-    """A chunk that was made before the change is not given after it."""
+    """A chunk that was prepared before the change is not served after it."""
     with pair() as made:
         made.connect().read(0, MIB, soon())
 
@@ -72,8 +72,8 @@ def test_weights_that_change_while_a_chunk_waits_for_its_turn() -> None:
             made.connect().read(0, MIB, soon())
 
 
-def test_who_waits_for_a_chunk_that_another_has_made_hears_so() -> None:
-    """Memory may be found slowly: a source that makes a chunk is not taken for one that stands still."""
+def test_a_reader_waiting_for_a_chunk_in_progress_is_kept_alive() -> None:
+    """Allocating memory may be slow: a source that is preparing a chunk does not count as stopped."""
     shelf, image = SealedChunkCache(), image_of((MIB,), seed=OLD)
     exporter = SharedMemoryExporter(image, FakeGate(), shelf, InstanceSettings())
     connections = ConnectionPool(exporter.endpoint().parameters, 30)

@@ -1,4 +1,4 @@
-"""A Chromium, and a planner that is told of fleets."""
+"""Fixtures: Chromium, and a planner that receives the reports of simulated fleets."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def context(browser: Browser) -> Iterator[BrowserContext]:
-    """A window of a desktop."""
+    """A desktop-sized browser context."""
     with browser.new_context(viewport={"width": 1280, "height": 800}, reduced_motion="reduce") as context:
         yield context
 
 
 @pytest.fixture
 def page(context: BrowserContext) -> Iterator[Page]:
-    """A tab in which no script fails, and the page breaks no rule of its own policy."""
+    """A tab that fails the test on any script error or violation of the page's content security policy."""
     page, wrong = context.new_page(), list[str]()
     page.on("pageerror", lambda error: wrong.append(str(error)))
     page.on(
@@ -55,13 +55,13 @@ def page(context: BrowserContext) -> Iterator[Page]:
 
 @pytest.fixture
 def planner() -> Iterator[str]:
-    """The URL of a planner that forgets nobody while a test looks."""
+    """The URL of a planner that expires nothing during a test."""
     with run_in_thread(settings()) as url:
         yield url
 
 
 @pytest.fixture
 def fleet(planner: str) -> Iterator[FleetPlayer]:
-    """Everybody who reports to it."""
+    """A simulated fleet that reports to the planner."""
     with FleetPlayer(planner) as fleet:
         yield fleet

@@ -1,4 +1,4 @@
-"""How tests look at the planner's page."""
+"""Helpers to drive the planner's page in a browser."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from playwright.sync_api import Locator, Page, expect
 from rfork.settings import PlannerSettings
 
 TIMEOUT_S = 30
-"""For what the page is to show soon: the machine may be busy."""
+"""For updates that the page shows soon; the machine may be busy."""
 SERIOUS_IMPACTS = ("serious", "critical")
 
 
 def settings(**options: str | int | float) -> PlannerSettings:
-    """Of a planner that forgets nobody while a test looks."""
+    """Settings of a planner that expires nothing during a test."""
     return PlannerSettings.model_validate(
         {
             "port": 0,
@@ -28,18 +28,18 @@ def settings(**options: str | int | float) -> PlannerSettings:
 
 
 def open_page(page: Page, url: str) -> Page:
-    """The page of the planner at `url`, once it is live."""
+    """Open the page of the planner at `url` and wait until it is live."""
     page.goto(f"{url}/ui")
     expect(page.locator("#link-words")).to_have_text("live")
     return page
 
 
 def drawn_rows(page: Page) -> Locator:
-    """Those of the fork tree's table that are drawn."""
+    """Return the rows of the fork tree's table that are rendered."""
     return page.locator("#treegrid .grid-body [role=row]")
 
 
 def accessibility_violations(page: Page) -> list[str]:
-    """What axe-core finds that keeps somebody out: the rule, and the first element that breaks it."""
+    """Return axe-core's accessibility violations: each rule with the first element that violates it."""
     found = Axe().run(page).response["violations"]
     return [f"{each['id']}: {each['nodes'][0]['html']}" for each in found if each["impact"] in SERIOUS_IMPACTS]

@@ -1,4 +1,4 @@
-"""What the planner's page shows of a fleet, in a real Chromium, over a real planner."""
+"""The planner's page in Chromium, for fleets in various states."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ WATCH_EDGES = """
     return stroke.apply(this, path);
   };
 """
-"""Keeps the widths of the edges of the fork tree as it was drawn last."""
+"""Records the edge widths of the fork tree as it was last drawn."""
 
 
 def edges(page: Page) -> list[float]:
-    """How wide the edges of the fork tree are, the thinnest first; after `WATCH_EDGES`."""
+    """Return the edge widths of the fork tree in ascending order; needs `WATCH_EDGES`."""
     page.evaluate("new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)))")
     return sorted(page.evaluate("window.edges"))
 
 
 @contextlib.contextmanager
 def repeating_progress(fleet: FleetPlayer) -> Iterator[None]:
-    """Its forks go on telling, as forks do: the page takes a rate that is some seconds old for none."""
+    """Keep reporting the forks' progress, because the page treats a rate that is a few seconds old as none."""
     stopped = threading.Event()
 
     def resend_progress() -> None:
@@ -66,8 +66,8 @@ def repeating_progress(fleet: FleetPlayer) -> Iterator[None]:
     future.result()
 
 
-def test_an_empty_fleet_says_how_to_begin(page: Page, planner: str) -> None:
-    """Nobody is there: the page says so, and names the commands with this planner's URL in them."""
+def test_an_empty_fleet_shows_how_to_start(page: Page, planner: str) -> None:
+    """Without instances the page shows the commands to start some, with this planner's URL."""
     open_page(page, planner)
     expect(page.locator("#headline")).to_have_text("No instances yet")
     assert planner in page.locator("#commands").inner_text()
@@ -75,8 +75,10 @@ def test_an_empty_fleet_says_how_to_begin(page: Page, planner: str) -> None:
     assert [] == accessibility_violations(page)
 
 
-def test_a_fleet_at_work(page: Page, fleet: FleetPlayer, planner: str) -> None:
-    """Under way, how fast, how long yet, who reads from whom; η and what was saved; and it is live."""
+def test_a_busy_fleet(page: Page, fleet: FleetPlayer, planner: str) -> None:
+    """The page shows running forks, rates, remaining time, sources, efficiency and time saved, and updates
+    live.
+    """
     open_page(page, planner)
     with repeating_progress(fleet):
         play_busy_fleet(fleet)
@@ -94,13 +96,13 @@ def test_a_fleet_at_work(page: Page, fleet: FleetPlayer, planner: str) -> None:
         page.locator("#model-rows button", has_text="Mistral").click()
         expect(drawn_rows(page).first).to_contain_text("checkpoint /models/checkpoint")
         assert [] == accessibility_violations(page)
-    # Its reader has not told since that it is held to this.
+    # Its reader has not reported progress since the rate limit was set.
     fleet.report(llama(4), "a2-n11", egress_rate=int(1.4 * GB))
     expect(page.locator("#source-rows")).to_contain_text("1.40 GB/s")
 
 
 def test_a_rollout_of_new_weights(page: Page, fleet: FleetPlayer, planner: str) -> None:
-    """Both versions are counted, each has its row and its own fork tree, and nothing needs a look."""
+    """Both versions are counted, each has its own row and its own fork tree, and no problem is listed."""
     open_page(page, planner)
     before, after = play_rollout(fleet)
     rollout = page.locator("#rollout-list > li")
@@ -120,8 +122,10 @@ def test_a_rollout_of_new_weights(page: Page, fleet: FleetPlayer, planner: str) 
     assert [] == accessibility_violations(page)
 
 
-def test_the_first_of_a_version_needs_no_look(page: Page, fleet: FleetPlayer, planner: str) -> None:
-    """It has no source and loads by itself, while others serve the version before: so a rollout begins."""
+def test_the_first_instance_of_a_version_is_no_problem(page: Page, fleet: FleetPlayer, planner: str) -> None:
+    """It has no source and loads from storage while others serve the previous version: the start of a
+    rollout.
+    """
     open_page(page, planner)
     fleet.seed("old", "a1-n1", version="v1")
     for name in ("waits", "loaded"):
@@ -137,14 +141,14 @@ def test_the_first_of_a_version_needs_no_look(page: Page, fleet: FleetPlayer, pl
     "version", ["2026-11-23", f"files:{'a' * 32}", f"commit:{'b' * 40}", "update:llama-7c9f:12", "files:", ""]
 )
 def test_the_page_shortens_versions_as_commands_do(page: Page, planner: str, version: str) -> None:
-    """One version reads the same on the page and in a terminal."""
+    """A version reads the same on the page and in a terminal."""
     open_page(page, planner)
     shortened = page.evaluate("(v) => import('./page/format.js').then((format) => format.shortVersion(v))", version)
     assert (short(version) if version else "") == shortened
 
 
-def test_a_fleet_in_trouble(page: Page, fleet: FleetPlayer, planner: str) -> None:
-    """What is wrong stands first, with its reason; fallbacks are counted by reason."""
+def test_problems_come_first(page: Page, fleet: FleetPlayer, planner: str) -> None:
+    """Problems are listed first, with their reasons; fallbacks are counted by reason."""
     play_unhealthy_fleet(fleet)
     open_page(page, planner)
     troubles = page.locator("#problem-list")
@@ -168,7 +172,7 @@ def test_a_fleet_in_trouble(page: Page, fleet: FleetPlayer, planner: str) -> Non
 
 
 def test_a_fork_is_explained_in_a_dialog(page: Page, fleet: FleetPlayer, planner: str) -> None:
-    """A click on a trouble opens all that is known of its instance; Escape closes it."""
+    """A click on a problem opens the details of its instance; Escape closes them."""
     play_unhealthy_fleet(fleet)
     open_page(page, planner)
     page.locator("#problem-list button", has_text="llama-7c9f-40").click()
@@ -180,8 +184,8 @@ def test_a_fork_is_explained_in_a_dialog(page: Page, fleet: FleetPlayer, planner
     expect(details).to_be_hidden()
 
 
-def test_each_edge_is_as_thick_as_the_fork_told(page: Page, fleet: FleetPlayer, planner: str) -> None:
-    """Of two sources each has the rate that its reader told, and none where that tells of none."""
+def test_edge_width_shows_the_reported_rate(page: Page, fleet: FleetPlayer, planner: str) -> None:
+    """Each of two sources shows the rate that its reader reported, and no rate if the reader reported none."""
     for name, capped in (("fast", 3 * GB), ("slow", GB)):
         fleet.seed(name, f"a1-{name}", egress_rate=int(capped))
     plan = fleet.request_fork("target", "a2-n1", storage=())
@@ -194,7 +198,7 @@ def test_each_edge_is_as_thick_as_the_fork_told(page: Page, fleet: FleetPlayer, 
         for text in ("3.02 GB/s", "1.01 GB/s"):
             expect(source_rows).to_contain_text(text)
         thin, thick = edges(page)
-        # An edge's width goes by the root of its rate.
+        # An edge's width is proportional to the square root of its rate.
         assert round(3.02 / 1.01, 2) == round((thick / thin) ** 2, 2)
         drawn_rows(page).filter(has_text="target").first.click()
         expect(page.locator("#details")).to_contain_text("fast over http at 3.02 GB/s")
@@ -203,8 +207,8 @@ def test_each_edge_is_as_thick_as_the_fork_told(page: Page, fleet: FleetPlayer, 
         assert [1, thick] == edges(page)
 
 
-def test_a_thousand_instances_are_drawn_as_far_as_they_are_seen(page: Page, fleet: FleetPlayer, planner: str) -> None:
-    """The table holds rows for what is seen alone, says how many there are, and goes to its end by key."""
+def test_only_visible_rows_of_a_thousand_instances_are_rendered(page: Page, fleet: FleetPlayer, planner: str) -> None:
+    """The table renders only visible rows, shows the total count, and scrolls to its end with the End key."""
     plans = play_large_fleet(fleet)
     advance_forks(fleet, plans, 1, random.Random(1))
     open_page(page, planner)

@@ -1,4 +1,4 @@
-"""Who looks at the planner's page, and how: by phone, by keyboard, with a token, while it dies."""
+"""Use of the planner's page: on a phone, by keyboard, with a token, and while the planner restarts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HOSTILE = "<img src=x onerror=alert(1)>"
 
 
 def enter_token(page: Page) -> None:
-    """A wrong one, of which the page says so; then ``secret``."""
+    """Enter an invalid token, which the page rejects, and then ``secret``."""
     token, wrong = page.locator("#token"), page.locator("#token-error")
     expect(token).to_be_focused()
     assert [] == accessibility_violations(page)
@@ -33,8 +33,8 @@ def enter_token(page: Page) -> None:
     page.keyboard.press("Enter")
 
 
-def test_a_phone_shows_it_all_without_scrolling_sideways(browser: Browser, fleet: FleetPlayer, planner: str) -> None:
-    """At 360 px nothing is wider than the screen, in the dark either, and contrast holds."""
+def test_a_phone_shows_everything_without_horizontal_scrolling(browser: Browser, fleet: FleetPlayer, planner: str) -> None:
+    """At 360 px nothing is wider than the screen, and the contrast is sufficient, also in dark mode."""
     play_unhealthy_fleet(fleet)
     options = {"viewport": {"width": 360, "height": 740}, "color_scheme": "dark", "is_mobile": True}
     with browser.new_context(**options) as context:  # type: ignore[arg-type]  # a mapping of its options
@@ -46,7 +46,7 @@ def test_a_phone_shows_it_all_without_scrolling_sideways(browser: Browser, fleet
 
 
 def test_the_colours_are_chosen_and_kept(page: Page, planner: str) -> None:
-    """The switch goes before what the system says, also after the page was loaded anew."""
+    """The switch overrides the system's colour scheme and persists after a reload."""
     open_page(page, planner)
     ground = "getComputedStyle(document.body).backgroundColor"
     assert "rgb(243, 245, 247)" == page.evaluate(ground)
@@ -58,7 +58,7 @@ def test_the_colours_are_chosen_and_kept(page: Page, planner: str) -> None:
 
 
 def test_the_keyboard_alone_is_enough(page: Page, fleet: FleetPlayer, planner: str) -> None:
-    """Skip link, filter by /, and the tree by arrows: in, out, open, to one's details and back."""
+    """Skip link, filter with /, and arrow keys in the tree: in, out, open, to the details and back."""
     play_busy_fleet(fleet)
     open_page(page, planner)
     page.keyboard.press("Tab")
@@ -85,7 +85,7 @@ def test_the_keyboard_alone_is_enough(page: Page, fleet: FleetPlayer, planner: s
 
 
 def test_names_of_callers_are_text(page: Page, fleet: FleetPlayer, planner: str) -> None:
-    """Markup in a model's name, a host and a reason is shown as it is written."""
+    """Markup in model names, host names and reasons is displayed as text."""
     fleet.seed("s", HOSTILE, model=HOSTILE)
     plan = fleet.request_fork("t", f"{HOSTILE}2", model=HOSTILE)
     fleet.end("t", plan, 2.0, outcome="failed", reasons=(f"{HOSTILE}: so it was",))
@@ -95,8 +95,10 @@ def test_names_of_callers_are_text(page: Page, fleet: FleetPlayer, planner: str)
     assert 0 == page.locator("main img").count()
 
 
-def test_a_planner_that_dies_is_told_of_and_found_again(page: Page, rfork_process: StartRfork, free_port: int) -> None:
-    """The old picture stays, and says how old it is; a new planner on the same port is taken up by itself."""
+def test_a_planner_that_dies_is_shown_and_reconnected(page: Page, rfork_process: StartRfork, free_port: int) -> None:
+    """The last state stays visible with its age; the page connects automatically to a new planner on the same
+    port.
+    """
     options = {"RFORK_PLANNER_HEARTBEAT_INTERVAL_S": "600", "RFORK_PLANNER_INSTANCE_TTL_S": "6000"}
     first = rfork_process("planner", "--port", str(free_port), until=PLANNER, environment=options)
     url = f"http://127.0.0.1:{free_port}"
@@ -118,8 +120,8 @@ def test_a_planner_that_dies_is_told_of_and_found_again(page: Page, rfork_proces
         expect(page.locator("#racks")).not_to_contain_text("a1-n1")
 
 
-def test_a_token_is_asked_for_once(page: Page) -> None:
-    """The page itself is open; a wrong token is said to be wrong; a right one stays with the tab."""
+def test_a_token_is_requested_once(page: Page) -> None:
+    """The page itself is public; an invalid token is rejected, and a valid one is kept for the tab."""
     with run_in_thread(settings(token="secret")) as url, FleetPlayer(url, token="secret") as fleet:
         fleet.seed(identity("s"), "a1-n1")
         page.goto(f"{url}/ui")
@@ -139,8 +141,10 @@ def test_a_token_is_asked_for_once(page: Page) -> None:
         expect(metrics.locator(".live-responses-table")).to_contain_text("rfork_")
 
 
-def test_the_api_is_shown_and_tried(page: Page) -> None:
-    """Nothing comes from elsewhere; the token is asked for once, and shown with each call that is tried."""
+def test_the_api_page_can_send_requests(page: Page) -> None:
+    """Nothing is loaded from other hosts; the token is requested once and shown with each request that is
+    tried.
+    """
     request_text = list[str]()
     page.on("request", lambda request: request_text.append(request.url))
     with run_in_thread(settings(token="secret")) as url:
@@ -160,10 +164,10 @@ def test_the_api_is_shown_and_tried(page: Page) -> None:
     ("path", "prompts", "displayed_text"),
     [("ui", "ui/feed", "#empty-title"), ("docs", "openapi.json", ".opblock >> nth=0")],
 )
-def test_a_token_that_is_given_while_another_is_looked_at(
+def test_a_token_entered_while_another_is_checked_wins(
     page: Page, path: str, prompts: str, displayed_text: str
 ) -> None:
-    """The last one counts, however late the first one is refused."""
+    """The last token counts, however late the first one is rejected."""
     late = list[Route]()
     with run_in_thread(settings(token="secret")) as url:
         page.goto(f"{url}/{path}")

@@ -1,4 +1,4 @@
-"""A server of either kind."""
+"""Fixture: a server with or without a socket file."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 from tests.integration.unix_socket.echo_server import EchoServer
 
 
-@pytest.fixture(params=["without a file", "in a folder"])
+@pytest.fixture(params=["without a file", "in a directory"])
 def echo(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[EchoServer]:
-    """A server of either kind."""
-    made = EchoServer(tmp_path if request.param == "in a folder" else None)
+    """A server of either type."""
+    made = EchoServer(tmp_path if request.param == "in a directory" else None)
     yield made
     made.server.close()

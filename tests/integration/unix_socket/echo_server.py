@@ -1,4 +1,4 @@
-"""A server that sends back what it gets, and ways to reach it."""
+"""An echo server, and functions to connect to it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from tests.transport_contract import soon
 
 
 class EchoServer:
-    """A server that sends back what it gets, with its descriptors; a slot for whoever names a fork."""
+    """A server that echoes each message with its descriptors, and reserves a slot for a client that names a
+    fork.
+    """
 
     def __init__(self, folder: Path | None = None) -> None:
         self.ended: list[str] = []
@@ -39,7 +41,7 @@ class EchoServer:
 
 
 def exchange_message(connections: ConnectionPool, fork: str = "") -> bool:
-    """One message there and back; whether the connection has a place now."""
+    """Exchange one message and return whether the connection has a slot now."""
     with connections.lease(soon()) as connection:
         connection.send({"fork": fork} if fork else {}, deadline=soon())
         return bool(connection.receive(soon())[0]["slot"])
@@ -47,7 +49,7 @@ def exchange_message(connections: ConnectionPool, fork: str = "") -> bool:
 
 @contextlib.contextmanager
 def raw_pair() -> Iterator[tuple[socket.socket, UnixSocketConnection]]:
-    """A socket of one's own, and the connection at its other end."""
+    """Return a raw socket and the connection at its other end."""
     one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection = UnixSocketConnection(other)
     with one, contextlib.closing(connection):
@@ -55,7 +57,7 @@ def raw_pair() -> Iterator[tuple[socket.socket, UnixSocketConnection]]:
 
 
 def connect_raw(echo: EchoServer) -> socket.socket:
-    """A socket that is connected to the server, without a word."""
+    """Return a raw socket that is connected to the server and has sent nothing."""
     address = echo.server.parameters["socket"]
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.settimeout(30)

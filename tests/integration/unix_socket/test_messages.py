@@ -1,4 +1,4 @@
-"""Messages, their descriptors and their deadlines, between two ends."""
+"""Messages, descriptors and deadlines between two endpoints."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from tests.integration.unix_socket.echo_server import EchoServer, exchange_messa
 from tests.transport_contract import soon
 
 
-def test_messages_cross(echo: EchoServer) -> None:
-    """Both ways."""
+def test_messages_are_exchanged(echo: EchoServer) -> None:
+    """In both directions."""
     with contextlib.closing(echo.connections()) as connections, connections.lease(soon()) as connection:
         connection.send({"text": "é", "numbers": [1, 2]}, deadline=soon())
         message, descriptors = connection.receive(soon())
     assert ({"text": "é", "numbers": [1, 2], "slot": False}, []) == (message, descriptors)
 
 
-def test_descriptors_cross() -> None:
-    """What arrives is closed by an exec."""
+def test_descriptors_are_passed() -> None:
+    """Received descriptors are close-on-exec."""
     read_end, write_end = os.pipe()
     with raw_pair() as (source, connection):
         socket.send_fds(source, [b"{}"], [write_end])
@@ -37,8 +37,8 @@ def test_descriptors_cross() -> None:
     close_all([read_end, write_end, received])
 
 
-def test_descriptors_that_the_kernel_keeps_back() -> None:
-    """The limit of open files, or a security module: both are named."""
+def test_descriptors_dropped_by_the_kernel_are_an_error() -> None:
+    """The error names both possible causes: the limit of open files, or a security module."""
     with raw_pair() as (source, connection):
         socket.send_fds(source, [b"{}"], [0] * 5)
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -54,8 +54,8 @@ def test_descriptors_that_the_kernel_keeps_back() -> None:
 @pytest.mark.parametrize(
     "packet", [b"\xff\xfe", b"[1]", b"{", b"x" * (MAX_MESSAGE_BYTES + 1), b"[" * MAX_MESSAGE_BYTES]
 )
-def test_what_is_no_message_ends_that_connection_alone(echo: EchoServer, packet: bytes) -> None:
-    """The server goes on."""
+def test_an_invalid_packet_ends_only_its_connection(echo: EchoServer, packet: bytes) -> None:
+    """The server continues to serve others."""
     address = echo.server.parameters["socket"]
     with contextlib.closing(echo.connections()) as connections:
         assert exchange_message(connections, "fork-1")
@@ -72,8 +72,8 @@ def test_what_is_no_message_ends_that_connection_alone(echo: EchoServer, packet:
     assert "SourceCorrupt" in echo.ended
 
 
-def test_descriptors_of_what_is_refused_are_closed() -> None:
-    """Too many, or beside something that is no message: this process keeps none."""
+def test_descriptors_of_refused_messages_are_closed() -> None:
+    """This process keeps none of them, whether there are too many or the message is invalid."""
     for packet, count in ((b"{}", MAX_FDS + 1), (b"nothing", 3)):
         read_end, write_end = os.pipe2(os.O_NONBLOCK)
         with raw_pair() as (raw_socket, connection):
@@ -81,13 +81,14 @@ def test_descriptors_of_what_is_refused_are_closed() -> None:
             os.close(write_end)
             with pytest.raises(SourceCorrupt):
                 connection.receive(soon())
-            # Its end is read once no copy of the other end is open; until then a read would have to wait.
+            # The read returns end-of-file once every copy of the other end is closed; until then it would
+            # block.
             assert b"" == os.read(read_end, 1)
         os.close(read_end)
 
 
 def test_deadlines_are_kept() -> None:
-    """Who hears nothing, or is not listened to, gives up."""
+    """A read without data and a write without a reader both fail at the deadline."""
     with raw_pair() as (_, connection):
         with pytest.raises(SourceTimeout):
             connection.receive(soon(0.1))
@@ -101,7 +102,7 @@ def test_deadlines_are_kept() -> None:
             fill()
 
 
-def test_a_cut_wakes_who_waits() -> None:
+def test_shutdown_wakes_a_blocked_reader() -> None:
     """From another thread."""
     with raw_pair() as (_, connection):
         cutter = threading.Timer(0.05, connection.abort)

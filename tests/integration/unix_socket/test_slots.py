@@ -1,4 +1,4 @@
-"""Who is let in, who is put out, what strangers can do, and what `close` waits for."""
+"""Reader slots: admission, eviction, unauthenticated clients, and what `close` waits for."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.integration.unix_socket.echo_server import EchoServer, connect_raw, e
 from tests.transport_contract import soon
 
 LINGER_S = 10
-"""Seconds that a stranger's socket takes to close."""
+"""Seconds that an unauthenticated client's socket takes to close."""
 
 
 def _kernel_can_refuse() -> bool:
@@ -39,7 +39,7 @@ PASSRIGHTS = _kernel_can_refuse()
 
 
 def lingering_socket(linger_s: int) -> tuple[socket.socket, list[socket.socket]]:
-    """A TCP socket whose last close takes so long, and what keeps it so."""
+    """Return a TCP socket whose last close takes `linger_s`, and the socket that keeps it lingering."""
     listener = socket.create_server(("127.0.0.1", 0))
     sender = socket.create_connection(listener.getsockname())
     sender.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
@@ -52,8 +52,8 @@ def lingering_socket(linger_s: int) -> tuple[socket.socket, list[socket.socket]]
 
 
 @pytest.mark.skipif(not PASSRIGHTS, reason="needs Linux 6.16")
-def test_the_kernel_refuses_descriptors_of_strangers(echo: EchoServer) -> None:
-    """Before the server hears of them, and after it; who sends none is served."""
+def test_the_kernel_refuses_descriptors_of_unauthenticated_clients(echo: EchoServer) -> None:
+    """Both before and after the server accepts the connection; a client that sends none is served."""
     with connect_raw(echo) as raw_socket, contextlib.closing(echo.connections()) as connections:
         for _ in range(2):
             with pytest.raises(PermissionError):
@@ -62,8 +62,10 @@ def test_the_kernel_refuses_descriptors_of_strangers(echo: EchoServer) -> None:
 
 
 @pytest.mark.parametrize("packets", [1, 3], ids=["received", "not received"])
-def test_a_descriptor_that_is_slow_to_close_holds_up_no_close(packets: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stranger's socket lingers where it is closed last, on a kernel that lets it in; `close` returns."""
+def test_a_descriptor_that_is_slow_to_close_does_not_delay_close(packets: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a kernel that delivers a client's lingering socket, the last close of it lingers; `close` returns
+    anyway.
+    """
     monkeypatch.setattr(listener, "_SO_PASSRIGHTS", -1)
     monkeypatch.setattr(server, "CLOSE_TIMEOUT_S", 0.1)
     sent, got = threading.Event(), threading.Event()
@@ -83,7 +85,8 @@ def test_a_descriptor_that_is_slow_to_close_holds_up_no_close(packets: int, monk
         for _ in range(packets):
             socket.send_fds(raw_socket, [b"{}"], [slow.fileno()])
         sent.set()
-        # The message's copy is now the last: this side's is closed without lingering, as it is not.
+        # The message now has the last copy: this side's copy was not the last one, so its close does not
+        # linger.
         slow.close()
         assert got.wait(30)
         closing = threading.Thread(target=echo.server.close, daemon=True)
@@ -94,8 +97,8 @@ def test_a_descriptor_that_is_slow_to_close_holds_up_no_close(packets: int, monk
         other.close()
 
 
-def test_close_waits_for_who_touches_memory() -> None:
-    """However long that takes, and nobody begins to after it."""
+def test_close_waits_for_memory_access() -> None:
+    """It waits for as long as memory is in use, and no access starts afterwards."""
     begun, release = threading.Event(), threading.Event()
     late: list[str] = []
 
@@ -123,8 +126,8 @@ def test_close_waits_for_who_touches_memory() -> None:
     assert (True, ["SourceUnavailable"]) == (waited, late)
 
 
-def test_holds_take_no_places() -> None:
-    """A fork that holds on still has all of its places, and no more than a few holds."""
+def test_lease_holds_use_no_slots() -> None:
+    """A fork with holds still has all of its slots, and the number of holds is bounded."""
     made = LocalServer("hold", None, lambda connection: None, nice=0)
     crowd = [UnixSocketConnection(socket.socket()) for _ in range(MAX_CONNECTIONS_PER_FORK + MAX_PINS_PER_FORK + 2)]
     made._unauthenticated |= dict.fromkeys(crowd)
@@ -137,8 +140,8 @@ def test_holds_take_no_places() -> None:
     assert (MAX_CONNECTIONS_PER_FORK, False) == (slot_results.count(True), slot_results[-1])
 
 
-def test_a_connection_is_kept_for_the_next_read(echo: EchoServer) -> None:
-    """But not one on which something failed."""
+def test_a_connection_is_reused_for_the_next_read(echo: EchoServer) -> None:
+    """Unless something failed on it."""
     with contextlib.closing(echo.connections()) as connections:
         with connections.lease(soon()) as first:
             pass
@@ -148,8 +151,8 @@ def test_a_connection_is_kept_for_the_next_read(echo: EchoServer) -> None:
             assert (True, False) == (first is second, second is third)
 
 
-def test_strangers_keep_no_reader_out(echo: EchoServer) -> None:
-    """The lobby loses its oldest; who has a place stays, and who comes is served."""
+def test_unauthenticated_clients_do_not_block_readers(echo: EchoServer) -> None:
+    """The oldest waiting connection is dropped; readers with a slot stay, and new readers are served."""
     with contextlib.closing(echo.connections()) as connections, contextlib.ExitStack() as crowd:
         assert exchange_message(connections, "fork-1")
         idle_connections = [
@@ -161,8 +164,8 @@ def test_strangers_keep_no_reader_out(echo: EchoServer) -> None:
         assert (True, True) == (exchange_message(connections, "fork-1"), exchange_message(newest, "fork-2"))
 
 
-def test_one_fork_has_a_bounded_number_of_places(echo: EchoServer) -> None:
-    """However many connections it opens; others still get one."""
+def test_one_fork_has_a_bounded_number_of_slots(echo: EchoServer) -> None:
+    """However many connections it opens; other forks still get one."""
     with contextlib.ExitStack() as crowd:
         fork_connections = [
             crowd.enter_context(contextlib.closing(echo.connections())) for _ in range(MAX_CONNECTIONS_PER_FORK + 2)

@@ -1,4 +1,4 @@
-"""Sockets with and without a file: where they lie, who may reach them, and what is said where nobody can."""
+"""Unix sockets with and without a file: their paths, permissions and errors."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.integration.unix_socket.echo_server import EchoServer, exchange_messa
 from tests.transport_contract import soon
 
 
-def test_another_process_at_the_sources_socket(echo: EchoServer) -> None:
-    """Who took the name of a source that died is not believed, where the numbers of processes compare."""
+def test_another_process_at_the_sources_socket_is_rejected(echo: EchoServer) -> None:
+    """A process that took over the address of a dead source is rejected if process ids are comparable."""
     parameters = {**echo.server.parameters, "process": "1 0"}
     with pytest.raises(SourceUnavailable, match="another process"):
         ConnectionPool(parameters, 30).open(soon())
@@ -29,8 +29,10 @@ def test_another_process_at_the_sources_socket(echo: EchoServer) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM])
-def test_a_socket_that_may_not_be_connected_to(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another user's, or one with another label: the next transport is taken, and the hint says why."""
+def test_a_socket_without_permission_falls_back(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With another user's socket, or one with another security label, the next transport is used and the hint
+    gives the reason.
+    """
     echo = EchoServer()
 
     def refuse(*arguments: object) -> None:
@@ -44,15 +46,15 @@ def test_a_socket_that_may_not_be_connected_to(number: int, monkeypatch: pytest.
     assert all(word in caught.value.hint for word in ("user", "SELinux"))
 
 
-def test_a_socket_that_cannot_be() -> None:
-    """What a source says is its socket is no path: that is its fault."""
+def test_an_invalid_socket_path_is_the_sources_fault() -> None:
+    """A source that advertises an invalid path is at fault."""
     echo = EchoServer()
     with pytest.raises(SourceCorrupt):
         ConnectionPool({**echo.server.parameters, "socket": "/a\0b/c"}, 30).open(soon())
     echo.server.close()
 
 
-def test_a_side_without_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_out_of_descriptors_is_at_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     """It blames itself, and neither the source nor the host."""
     echo = EchoServer()
     connections = echo.connections()
@@ -67,16 +69,16 @@ def test_a_side_without_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     echo.server.close()
 
 
-def test_a_socket_in_a_folder_is_this_users_alone(tmp_path: Path) -> None:
-    """Its file has mode 0600, and is gone with the server."""
+def test_a_socket_file_is_private_to_its_user(tmp_path: Path) -> None:
+    """Its file has mode 0600 and is removed with the server."""
     echo = EchoServer(tmp_path)
     modes = [stat.S_IMODE(file.stat().st_mode) for file in tmp_path.iterdir()]
     echo.server.close()
     assert ([0o600], []) == (modes, list(tmp_path.iterdir()))
 
 
-def test_a_folder_with_a_long_name(tmp_path: Path) -> None:
-    """The kernel's limit on the paths of sockets is not the folder's."""
+def test_a_long_directory_name_works(tmp_path: Path) -> None:
+    """The kernel's limit on socket paths does not limit the directory's name."""
     folder = tmp_path / ("long-" * 40)
     folder.mkdir()
     echo = EchoServer(folder)
@@ -86,8 +88,8 @@ def test_a_folder_with_a_long_name(tmp_path: Path) -> None:
     echo.server.close()
 
 
-def test_sockets_of_the_dead_are_swept(tmp_path: Path) -> None:
-    """What nobody listens on any more is removed; what somebody does is not, nor what is no socket."""
+def test_sockets_of_dead_processes_are_removed(tmp_path: Path) -> None:
+    """Sockets without a listener are removed; live sockets and other files stay."""
     with (
         socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dead,
         socket_path(tmp_path / "rfork-dead.socket") as path,
@@ -103,14 +105,14 @@ def test_sockets_of_the_dead_are_swept(tmp_path: Path) -> None:
     assert alive | {"rfork-notes.socket"} == names
 
 
-def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
-    """Is an error that names the setting."""
+def test_a_missing_directory_is_a_settings_error(tmp_path: Path) -> None:
+    """The error names the setting."""
     with pytest.raises(SettingsError, match="RFORK_UNIX_SOCKET_DIR"):
         EchoServer(tmp_path / "nowhere")
 
 
-def test_a_folder_that_is_mounted_elsewhere(tmp_path: Path) -> None:
-    """The reader looks where it sees the folder itself."""
+def test_a_directory_mounted_at_another_path_works(tmp_path: Path) -> None:
+    """The reader uses the path at which it sees the directory."""
     folder, other = tmp_path / "a", tmp_path / "b"
     folder.mkdir()
     other.symlink_to(folder)
@@ -127,8 +129,10 @@ def test_a_folder_that_is_mounted_elsewhere(tmp_path: Path) -> None:
         ConnectionPool(parameters, 30, folder=other).open(soon())
 
 
-def test_a_source_that_has_gone_and_one_elsewhere(echo: EchoServer) -> None:
-    """A closed server is SourceUnavailable; one that this side cannot see is NotSameHost, and says what to share."""
+def test_a_closed_source_and_a_source_on_another_host(echo: EchoServer) -> None:
+    """A closed server is SourceUnavailable; a socket that is not visible here is NotSameHost, with a hint on
+    what to share.
+    """
     reached = echo.connections()
     reached.open(soon())
     echo.server.close()

@@ -46,8 +46,8 @@ async def test_a_request_continues_the_trace_of_its_caller() -> None:
     assert [200] == await request_forks(recorder, CALLERS[0], batch_s=0.0)
     assert {
         "POST /v1/forks": "another process's",
-        "wait for the plan": "POST /v1/forks",
-        "make plan": "wait for the plan",
+        "wait for plan": "POST /v1/forks",
+        "make plan": "wait for plan",
         "POST /v1/forks/{fork_id}/finish": None,
     } == {name: recorder.parent(name) for name in recorder.spans}
     plan, request = recorder.attributes("make plan"), recorder.attributes("POST /v1/forks")
@@ -64,7 +64,7 @@ async def test_a_plan_of_several_forks_links_to_the_other_traces() -> None:
     recorder = SpanRecorder()
     assert [200] * 3 == await request_forks(recorder, *CALLERS, batch_s=0.05)
     (plan,) = recorder.all_named("make plan")
-    waits = recorder.all_named("wait for the plan")
+    waits = recorder.all_named("wait for plan")
     own = f"{plan.context.trace_id:032x}"
     linked = [f"{link.context.trace_id:032x}" for link in plan.links]
     assert (3, {caller.trace_id for caller in CALLERS}, 3) == (

@@ -195,7 +195,7 @@ def test_a_reader_keeps_to_the_rate_that_its_source_tells(fleet: Fleet, monkeypa
         assert listener.offered.wait(NEVER_S)
         clock_reads = count()  # a second passes with each look at the clock
         monkeypatch.setattr(transport, "time", SimpleNamespace(monotonic=lambda: next(clock_reads)))
-        with pytest.raises(SourceTimeout, match="held back"):
+        with pytest.raises(SourceTimeout, match="throttled"):
             peer_source.read(0, 2 << 20, 3.0)
         peer_source.close()
         peer_source.join()

@@ -29,7 +29,7 @@ def test_the_spans_of_a_fork(fleet: Fleet) -> None:
     report = traced_session(fleet, planner, recorder).run()
     assert {
         "fork": None, "capture": "fork", "transfer": "fork", "plan": "transfer", "read from peer": "transfer",
-        "give": "read from peer",
+        "serve": "read from peer",
     } == {name: recorder.parent(name) for name in recorder.spans}  # fmt: skip
     fork, read = recorder.attributes("fork"), recorder.attributes("read from peer")
     assert ("forked", "model", report.image_bytes, 0, ()) == (
@@ -40,7 +40,7 @@ def test_the_spans_of_a_fork(fleet: Fleet) -> None:
         read["rfork.source"], read["rfork.transport"], read["rfork.chunks"], read["rfork.bytes"],
         read["rfork.planned_chunks"],
     )  # fmt: skip
-    serve_attributes = recorder.attributes("give")
+    serve_attributes = recorder.attributes("serve")
     assert ("a", FORK_ID, "memory", report.image_bytes) == (
         serve_attributes["rfork.instance"], serve_attributes["rfork.fork"], serve_attributes["rfork.transport"], serve_attributes["rfork.bytes"],
     )  # fmt: skip
@@ -95,7 +95,7 @@ def test_a_fallback_is_a_phase_that_says_why(fleet: Fleet) -> None:
     fork, fallback = recorder.attributes("fork"), recorder.attributes("fallback")
     assert ("fallback", "twos", "twos", "fork", list(report.reasons)) == (
         fork["rfork.outcome"], fork["rfork.fallback"], fallback["rfork.source"], recorder.parent("fallback"),
-        [fallback["rfork.because"]],
+        [fallback["rfork.reason"]],
     )  # fmt: skip
     assert report.seed is not None
     report.seed.close()

@@ -18,7 +18,7 @@ MAX_ENTRIES: Final = 20_000
 
 @dataclass
 class LeaderState:
-    """What a leader has done since it became the leader."""
+    """Actions of a leader since it became the leader."""
 
     missing_replicas: dict[str, MissingReplicas] = field(default_factory=dict)
     known_pods: frozenset[str] = frozenset()

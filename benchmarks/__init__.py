@@ -1,1 +1,3 @@
-"""One file a question. Each runs as ``python -m benchmarks.NAME [--quick] [--json FILE] [--plot FILE]``."""
+"""Benchmarks, one module per question. Each runs as ``python -m benchmarks.NAME [--quick] [--json FILE]
+[--plot FILE]``.
+"""

@@ -1,18 +1,18 @@
-"""What does the webhook add to the creation of 500 Pods at once, and what do 500 forks cost the planner?
+"""Measure what the webhook adds to creating 500 Pods, and what 500 concurrent forks cost the planner.
 
-A real kube-apiserver and etcd (KUBEBUILDER_ASSETS), the chart installed by real helm (RFORK_TEST_HELM), and
-its planner, webhook and controller as processes beside them, all on this machine. Pods are created by this
-process over 32 connections, as fast as they are answered: with the label, so that the API server asks the
-webhook, and without, interleaved. They belong to one Job, so that rfork's controller announces them as one
-scale-up. No Pod starts: there is no kubelet.
+It runs a real kube-apiserver and etcd (KUBEBUILDER_ASSETS), installs the chart with real helm
+(RFORK_TEST_HELM), and runs the chart's planner, webhook and controller as processes, all on this machine.
+This process creates the Pods over 32 connections as fast as the API server responds: with the label, so that
+the API server calls the webhook, and without it, interleaved. All Pods belong to one Job, so rfork's
+controller announces them as one scale-up. No Pod starts, because there is no kubelet.
 
-- "Pods, labelled" and "Pods, plain": p50 and p99 of one creation, and seconds until all are there. "webhook"
-  is within what bound the API server waited for 99 of 100 answers of the webhook, by its own histogram.
-- "forks": each labelled Pod asks for its fork, all at once, when the planner knows of all of them. p50 and
-  p99 of one answer, which is given when the last has asked; "CPU s" is the planner's own, "plans" into how
-  many plans they came.
+- "Pods, labelled" and "Pods, plain": p50 and p99 of one creation, and seconds until all exist. "webhook" is the
+  bound within which 99 of 100 webhook calls completed, from the API server's own histogram.
+- "forks": every labelled Pod requests its fork, all concurrently, once the planner knows of all of them. p50 and
+  p99 of one response, which is sent after the last request has arrived; "CPU s" is the planner's own CPU time,
+  "plans" is the number of plans that served all of them.
 
-`admission_p99_ms` is the median over rounds of p99 with the label less p99 without.
+`admission_p99_ms` is the median over rounds of p99 with the label minus p99 without it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ CHUNKS: Final = 64
 JOBS: Final = "/apis/batch/v1/namespaces/burst/jobs"
 ANNOUNCED_S: Final = 60.0
 OWNER: Final = "o" * 32
-"""Secret of all instances."""
+"""Secret shared by all instances."""
 """How long the controller may take to announce what was created, and to withdraw what is gone."""
 SEED: Final = InstanceReport(
     instance_id="seed",
@@ -71,7 +71,7 @@ SEED: Final = InstanceReport(
 
 @dataclass
 class AdmissionRound:
-    """What one contender took in one round."""
+    """Measurements of one contender in one round."""
 
     latencies: list[float] = field(default_factory=list)
     seconds: float = 0.0
@@ -80,17 +80,19 @@ class AdmissionRound:
 
     @property
     def p50_ms(self) -> float:
-        """Of one call."""
+        """Median time of a call."""
         return statistics.median(self.latencies) * 1e3
 
     @property
     def p99_ms(self) -> float:
-        """Of one call."""
+        """99th percentile of the time of a call."""
         return statistics.quantiles(self.latencies, n=100)[98] * 1e3
 
 
 def main() -> None:
-    """Measure, print, and write what was asked for."""
+    """Run the benchmark, print the table and write the requested files. Run the benchmark, print the table
+    and write the requested files.
+    """
     options = harness.options("admission", __doc__)
     harness.exit_on_sigterm()
     count = QUICK_PODS if options.quick else PODS
@@ -101,8 +103,8 @@ def main() -> None:
         kubeconfig_admin.create(Namespace(metadata=ObjectMeta(name="burst")))
         helm = Path(os.environ.get("RFORK_TEST_HELM", "helm"))
         installation = exit_stack.enter_context(installed(plane, kubeconfig_admin, helm, "burst", Path(folder)))
-        # As the chart has them, not as tests do, which look four times as often.
-        installation.values["planner"]["settings"] = {"gather_s": 4}
+        # The chart's intervals; tests poll four times as often.
+        installation.values["planner"]["settings"] = {"scaleup_wait_s": 4}
         installation.values["controller"] |= {"pollIntervalSeconds": 2, "leaseDurationSeconds": 15}
         installation.start("planner")
         installation.start("webhook")
@@ -186,18 +188,18 @@ async def _create(plane: ControlPlane, count: int, *, labelled: bool) -> tuple[A
         created, pods = await _run_concurrently([lambda: api.post(post, json=pod) for _ in range(count)])
     changed = sum(names.INJECTED in (each["metadata"].get("annotations") or {}) for each in pods)
     if changed != (count if labelled else 0):
-        raise RforkError(f"of {count} Pods {'with' if labelled else 'without'} the label {changed} were changed")
+        raise RforkError(f"{changed} of {count} Pods {'with' if labelled else 'without'} the label were changed")
     return created, [each["metadata"]["uid"] for each in pods]
 
 
 async def _run_forks(installation: Installation, uids: Sequence[str]) -> AdmissionRound:
-    """Each Pod asks for its fork, once the controller has announced all of them."""
+    """Request a fork for each Pod once the controller has announced all of them."""
     token = installation.secret(f"{installation.release}-planner", "operator-token")
     async with _planner(installation) as planner:
         await _wait_until_expected(planner, len(uids))
         before = await _plans(planner)
         (await planner.put("/v1/instances/seed", json=SEED.model_dump(mode="json"))).raise_for_status()
-        # Instances are processes of their own: what one client costs for all of them is not to count.
+        # Instances are separate processes, so the cost of one client for all of them must not count.
         requests = [_request(installation, token, uid) for uid in uids]
         cpu_s, began = installation.cpu_s("planner"), time.perf_counter()
         created = AdmissionRound(
@@ -209,14 +211,14 @@ async def _run_forks(installation: Installation, uids: Sequence[str]) -> Admissi
 
 
 async def _remove_instances(installation: Installation, uids: Sequence[str]) -> None:
-    """The planner forgets all of them, and nobody is expected any more."""
+    """Remove all instances, so that the planner expects none."""
     async with _planner(installation) as planner:
         await _run_concurrently([_removal(planner, uid) for uid in uids])
         await _wait_until_expected(planner, 0)
 
 
 async def _wait_until_expected(planner: httpx.AsyncClient, count: int) -> None:
-    """Wait until the planner expects so many replicas. Raises RforkError where it never does."""
+    """Wait until the planner expects `count` replicas. Raises RforkError if it never does."""
     until, expected = time.monotonic() + ANNOUNCED_S, -1
     while expected != count:
         if time.monotonic() > until:
@@ -252,7 +254,7 @@ def _request(installation: Installation, token: str, uid: str) -> bytes:
 
 
 async def _send_request(installation: Installation, request: bytes) -> float:
-    """Seconds until the whole answer is there. Raises RforkError where it is no plan."""
+    """Return the seconds until the complete response arrived. Raises RforkError if it contains no plan."""
     began = time.perf_counter()
     reader, writer = await asyncio.open_connection("127.0.0.1", installation.planner_port)
     writer.write(request)
@@ -275,7 +277,7 @@ def _removal(planner: httpx.AsyncClient, uid: str) -> Callable[[], Awaitable[htt
 
 
 async def _plans(planner: httpx.AsyncClient) -> float:
-    """How many plans the planner has made."""
+    """Return the number of plans that the planner has made."""
     return sum(
         sample.value
         for family in text_string_to_metric_families((await planner.get("/metrics")).text)
@@ -294,7 +296,7 @@ async def _delete(plane: ControlPlane) -> None:
 
 
 async def _webhook_p99(plane: ControlPlane) -> str:
-    """Within what bound the API server waited for 99 of 100 answers of the webhook."""
+    """Return the bound within which 99 of 100 webhook calls completed, measured by the API server."""
     async with _api(plane) as api:
         text = (await api.get("/metrics")).text
     buckets: dict[float, float] = {}

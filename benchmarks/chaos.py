@@ -1,31 +1,32 @@
-"""Does every fork end right, whatever dies, hangs, loses its link or its disk while it runs?
+"""Check that every fork ends correctly while processes die or hang, links fail and disks fill up.
 
-Each round is drawn from its number (`benchmarks.chaos_scenarios`): 3 to 5 targets, on links of 160 Mbit/s
+Each round is generated from its number (`benchmarks.chaos_scenarios`): 3 to 5 targets, on links of 160 Mbit/s
 between network namespaces (`benchmarks.netlab`), fork an image of 32 to 64 MiB from one or two seeds, or
-start cold from a checkpoint or a snapshot; the planner keeps its books in memory or in Redis. Once a
-target has a drawn share of the image, one or two of these are done:
+start cold from a checkpoint or a snapshot. The planner keeps its state in memory or in Redis. Once a target
+has a given share of the image, one or two faults are injected:
 
-- kill: SIGKILL to a seed, a relay (a target that others read from), a target, the planner or Redis; the
-  last two come back, empty, up to 3 s later. stop: SIGSTOP, and SIGCONT after a source that is silent
-  counts as stalled (2 s).
-- cut: a link carries nothing, either way, for 1 to 6 s or to the end of the round. loss: it loses one
-  packet in twenty, either way, to the end of the round.
-- full: no byte is left on the disk that a target keeps what it has on (`RFORK_RESUME_DIR`), or that a seed
-  writes a snapshot to. Reading a snapshot writes nothing. torn: the checkpoint or snapshot that a target
-  reads, for all that wait, is cut in half under it.
+- kill: SIGKILL to a seed, a relay (a target that others read from), a target, the planner or Redis; the planner
+  and Redis restart, empty, up to 3 s later.
+- stop: SIGSTOP, and SIGCONT after a silent source counts as stalled (2 s).
+- cut: a link carries nothing in either direction for 1 to 6 s, or to the end of the round.
+- loss: a link loses one packet in twenty in both directions, to the end of the round.
+- full: the disk that a target keeps its chunks on (`RFORK_RESUME_DIR`), or that a seed writes a snapshot to, has
+  no byte left. Reading a snapshot writes nothing.
+- torn: the checkpoint or snapshot that one target reads for all others is truncated to half its size.
 
-After each round (`benchmarks.chaos_checks`) every target that was not killed has the seed's bytes, by a
-SHA-256 that the transfer never used, or says why it has none; each was done by its deadline (30 s, and
-10 s to fall back); no process has a thread or a file more than at its birth, nor grows; what was asked
-for again is, for each fault, no more than was in flight and one chunk; nobody failed ("lost") who had files
-of its own, or a seed that nothing was done to; no process died or logged a traceback; and the planners
-forgot what is gone ("books") and leaked nothing. The table has a row for each fault and role: "rounds"; of
-the targets how many "forked", "fell back", "failed" (said so, with every reason) and were "killed"; what is
-wrong; and "recovery s", the longest from the last fault to the end of the last fork. A round with two
-faults counts in both their rows, and once in "all".
+After each round `benchmarks.chaos_checks` verifies the following. Every target that was not killed has the
+seed's bytes, by a SHA-256 that the transfer never used, or reports why it has none. Each finished by its
+deadline (30 s, and 10 s to fall back). No process has more threads or files than when it started, nor has its
+memory grown. The bytes requested twice are at most, for each fault, those in flight and one chunk. No target
+failed ("lost") that had its own files or an unaffected seed. No process died or logged a traceback. The
+planners removed all expired records ("stale") and leaked nothing.
 
-`--only SEED` runs one round again, and shows what its processes logged. Needs root, `ip` and `tc`; without
-them it says so, and measures nothing. Rounds with Redis need `redis-server`.
+The table has a row for each fault and role: "rounds"; how many targets "forked", "fell back", "failed" (and
+reported every reason) or were "killed"; the findings; and "recovery s", the longest time from the last fault
+to the end of the last fork. A round with two faults counts in both rows, and once in "all".
+
+`--only SEED` repeats one round and shows the logs of its processes. Needs root, `ip` and `tc`; without them
+it prints the reason and measures nothing. Rounds with Redis need `redis-server`.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ QUICK: Final = SHORT_STOP_S[:4]
 
 @dataclass(frozen=True)
 class ChaosOptions:
-    """What the command line asked for: numbers of rounds, and whether to show what was logged."""
+    """Options of the command line: the numbers of the rounds, and whether to show logs."""
 
     options: Options
     numbers: Sequence[int]
@@ -62,7 +63,7 @@ class ChaosOptions:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the rounds, print, write what was asked for; `arguments` are the command line's unless given."""
+    """Run the rounds, print the table and write the requested files. `arguments` default to the command line."""
     chaos_options = parse(arguments)
     if missing := unavailable_reason():
         print(f"SKIPPED: {missing}")
@@ -101,21 +102,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def unavailable_reason() -> str:
-    """Why no round can be run on this machine, in one line; empty where one can."""
+    """Return in one line why this machine cannot run rounds; empty if it can."""
     if shutil.which("redis-server") is None:
         return "chaos rounds need `redis-server` (Debian and Ubuntu: apt-get install redis-server)"
     return netlab.unavailable_reason()
 
 
 def parse(arguments: Sequence[str] | None = None) -> ChaosOptions:
-    """The options of all benchmarks, and the numbers of the rounds."""
+    """Parse the common benchmark options and the numbers of the rounds."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.chaos", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("--rounds", type=int, help=f"rounds [{ROUNDS}; --quick: {len(QUICK)} chosen ones]")
-    parser.add_argument("--first", type=int, default=0, metavar="SEED", help="number of the first [0]")
-    parser.add_argument("--only", type=int, metavar="SEED", help="run the round of this number alone")
+    parser.add_argument("--rounds", type=int, help=f"number of rounds [{ROUNDS}; --quick: {len(QUICK)} chosen ones]")
+    parser.add_argument("--first", type=int, default=0, metavar="SEED", help="number of the first round [0]")
+    parser.add_argument("--only", type=int, metavar="SEED", help="run only the round with this number")
     parsed, rest = parser.parse_known_args(arguments)
     numbers: Sequence[int] = range(parsed.first, parsed.first + (parsed.rounds or ROUNDS))
     if parsed.only is not None:
@@ -127,7 +128,7 @@ def parse(arguments: Sequence[str] | None = None) -> ChaosOptions:
 
 
 def _print_round(console: Console, observation: RoundObservation, findings: Sequence[Finding]) -> None:
-    """What was done, how each target ended, and what is wrong."""
+    """Print the injected faults, how each target ended, and the findings."""
     struck = ", ".join(f"{struck.fault_type} {struck.host} ({struck.role})" for struck in observation.injected)
     ends = ", ".join(f"{ending.host} {ending.ending_type}" for ending in observation.endings)
     console.print(f"    {struck}: {ends}; {observation.recovery_s:.1f} s")

@@ -1,6 +1,6 @@
-"""The hosts of `benchmarks.chaos`: a lab, a process on each host, two planners and a Redis.
+"""Cluster of `benchmarks.chaos`: a network lab, one process per host, two planners and a Redis.
 
-Processes live from round to round, so that what leaks adds up; one that was killed is replaced.
+Processes live for many rounds, so that leaks add up; a killed process is replaced.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ TARGETS: Final = ("t0", "t1", "t2", "t3", "t4")
 PORTS: Final[Mapping[StoreType, int]] = {"memory": 8700, "redis": 8701}
 REDIS_PORT: Final = 6390
 RATE: Final = 160e6
-"""Bits a second of each link: 48 MiB take two and a half seconds."""
+"""Bits per second of each link: 48 MiB take 2.5 seconds."""
 DEADLINE_S: Final = 30.0
 WINDOW: Final = 4
 START_S: Final = 90.0
 STEP_S: Final = 20.0
-"""Most seconds for any command that moves no weights."""
+"""Timeout of a command that transfers no weights."""
 POLL_INTERVAL_S: Final = 0.05
 FORKSERVER: Final = "from benchmarks.chaos_forkserver import main; main()"
 NODE: Final = {
@@ -59,14 +59,14 @@ SERVICE: Final = {
 
 
 class ChaosError(RforkError):
-    """The crew itself could not do what a round needs."""
+    """The cluster could not do what a round needs."""
 
 
 class ChaosCluster:
-    """A context manager; everything is up inside the block, and gone after it whatever happens."""
+    """Context manager of the cluster: everything runs inside the block and is removed after it."""
 
     def __init__(self, log_level: str = "warning") -> None:
-        """`log_level`: what its processes log at least."""
+        """`log_level` is the minimum log level of its processes."""
         self._log_level = log_level
         self.lab = NetworkLab([PLANNER, *SEEDS, *TARGETS], rate=RATE)
         self.nodes: dict[str, NodeHandle] = {}
@@ -88,10 +88,12 @@ class ChaosCluster:
     ) -> None:
         self._open.close()
 
-    # -- talk ---------------------------------------------------------------------------------------
+    # -- messages -----------------------------------------------------------------------------------
 
     def receive(self, seconds: float) -> list[tuple[str, ChaosResponse]]:
-        """What nodes say within that time, as soon as one does. A node that ended is in `nodes` no more."""
+        """Wait up to `seconds` for responses and return the first ones. A node that ended is removed from
+        `nodes`.
+        """
         messages: list[tuple[str, ChaosResponse]] = []
         for key, _ in self._selector.select(max(0.0, seconds)):
             name = str(key.data)
@@ -103,7 +105,7 @@ class ChaosCluster:
         return messages
 
     def request(self, names: Iterable[str], command: ChaosCommand, seconds: float = STEP_S) -> dict[str, ChaosResponse]:
-        """What these nodes answer; those that have ended, or are silent for so long, are left out."""
+        """Return the responses of these nodes; nodes that ended or do not respond in time are left out."""
         waiting, responses = {name for name in names if name in self.nodes}, dict[str, ChaosResponse]()
         for name in waiting:
             self.nodes[name].send(command)
@@ -116,27 +118,27 @@ class ChaosCluster:
         return responses
 
     def request_all(self, names: Sequence[str], command: ChaosCommand) -> dict[str, ChaosResponse]:
-        """`request`, where each has to do it: raises ChaosError otherwise."""
+        """Like `request`, but raises ChaosError unless every node succeeds."""
         responses = self.request(names, command)
         for name in names:
             response = responses.get(name)
             if response is None or response.error:
-                detail = response.error if response is not None else f"{name} is silent: {tail(self.log(name))}"
+                detail = response.error if response is not None else f"{name} does not respond: {tail(self.log(name))}"
                 raise ChaosError(f"{command.verb}: {detail}")
         return responses
 
     # -- processes ----------------------------------------------------------------------------------
 
     def url(self, store: StoreType) -> str:
-        """Where the planner with that store is."""
+        """Return the URL of the planner with that store."""
         return f"http://{self.lab.address(PLANNER)}:{PORTS[store]}"
 
     def log(self, name: str) -> Path:
-        """What a process wrote."""
+        """Return the path of a process's log."""
         return self.folder / f"{name}.log"
 
     def disk(self, name: str, *, inside: bool) -> Path:
-        """A host's disk: as the processes there (`inside`) or as this one finds it."""
+        """Return the path of a host's disk, as seen by the host's processes (`inside`) or by this process."""
         path = self.folder / "disks" / name
         return path if inside else Path(f"/proc/{self._forkserver.pid}/root{path}")
 
@@ -156,7 +158,7 @@ class ChaosCluster:
             self._drop_node(name)
 
     def start_planner(self, store: StoreType) -> None:
-        """Start the planner with that store, if it does not run."""
+        """Start the planner with that store unless it is running."""
         if (before := self.planners.get(store)) is not None:
             if not before.wait(0.0):
                 return
@@ -173,31 +175,31 @@ class ChaosCluster:
         )
 
     def start_redis(self) -> None:
-        """Start Redis, empty, if it does not run."""
+        """Start an empty Redis unless it is running."""
         if self.redis is not None and self.redis.poll() is None:
             return
         command = ["redis-server", "--bind", "127.0.0.1", "--port", str(REDIS_PORT)]
         self.redis = self.lab.start(PLANNER, [*command, "--save", "", "--appendonly", "no"])
 
     def signal_redis(self, number: signal.Signals) -> None:
-        """Send Redis a signal; a kill is over when this returns."""
+        """Send Redis a signal; after SIGKILL, wait until it has ended."""
         if self.redis is not None:
             self.redis.send_signal(number)
             if number == signal.SIGKILL:
                 self.redis.wait(STEP_S)
 
     def wait_planner(self, store: StoreType) -> None:
-        """Wait until the planner with that store answers; raises ChaosError."""
+        """Wait until the planner with that store responds; raises ChaosError."""
         until = time.monotonic() + STEP_S
         while True:
             responses = self.request([PLANNER], ChaosCommand("look", model="none", planner=self.url(store)))
             if PLANNER in responses and not responses[PLANNER].error:
                 return
             if time.monotonic() > until:
-                raise ChaosError(f"the planner does not answer: {tail(self.log(f'{PLANNER}-{store}'))}")
+                raise ChaosError(f"the planner does not respond: {tail(self.log(f'{PLANNER}-{store}'))}")
             self.receive(POLL_INTERVAL_S)
 
-    # -- the start ----------------------------------------------------------------------------------
+    # -- start-up -----------------------------------------------------------------------------------
 
     def _start(self) -> None:
         self._open.callback(self._selector.close)
@@ -228,7 +230,7 @@ class ChaosCluster:
             self._drop_node(name)
         for planner in self.planners.values():
             planner.close()
-        self._forkserver.kill()  # and with it all that it made
+        self._forkserver.kill()  # and with it all its children
         self._forkserver.wait()
 
     def _node(self, name: str) -> SpawnRequest:
@@ -243,11 +245,11 @@ class ChaosCluster:
         self._spawn_socket.sendall(encode_line(spawn_request))
         reply = self._spawn_socket.recv(64)
         if not reply.strip().isdigit():
-            raise ChaosError(f"the nursery has ended: {tail(self.log('nursery'))}")
+            raise ChaosError(f"the fork server has ended: {tail(self.log('forkserver'))}")
         return ChaosProcess(spawn_request.name, int(reply), Path(spawn_request.log))
 
     def _accept_node(self) -> tuple[str, socket.socket]:
-        """The next process that says its name."""
+        """Return the next process that connects and sends its name."""
         self._listener.settimeout(1.0)
         until = time.monotonic() + START_S
         while True:
@@ -256,7 +258,7 @@ class ChaosCluster:
                 break
             except TimeoutError:
                 if self._forkserver.poll() is not None or time.monotonic() > until:
-                    raise ChaosError(f"a process did not start: {tail(self.log('nursery'))}") from None
+                    raise ChaosError(f"a process did not start: {tail(self.log('forkserver'))}") from None
         connection.settimeout(STEP_S)
         name = b""
         while not name.endswith(b"\n"):

@@ -1,6 +1,6 @@
-"""Disks of `benchmarks.chaos`: one that is as slow as a link, one that is full, one that loses its end.
+"""Disk faults of `benchmarks.chaos`: a disk as slow as a link, a full disk, a truncated file.
 
-`rate_limited_reads` runs in a node; the rest in the process that runs the rounds.
+`rate_limited_reads` runs in a node; the rest runs in the process that runs the rounds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FILLER: Final = "filler"
 
 
 class _RateLimiter:
-    """Spreads reads over time, whoever reads."""
+    """Rate limiter for the reads of all threads together."""
 
     def __init__(self, rate: int) -> None:
         self._rate = rate
@@ -37,9 +37,9 @@ class _RateLimiter:
 
 @contextlib.contextmanager
 def rate_limited_reads(rate: int) -> Iterator[None]:
-    """Have this process read files by position at `rate` bytes a second in all; 0: as fast as it can.
+    """Limit this process's positional file reads to `rate` bytes per second in total; 0 means unlimited.
 
-    Cold starts of a lab would otherwise be over before anything can happen to them.
+    Without it a cold start would finish before a fault can be injected.
     """
     if not rate:
         yield
@@ -58,7 +58,7 @@ def rate_limited_reads(rate: int) -> Iterator[None]:
 
 
 def fill(folder: Path) -> None:
-    """Write until the disk that `folder` is on has no byte left."""
+    """Fill the disk of `folder` until no byte is left."""
     block = bytes(BLOCK)
     with (folder / FILLER).open("wb", buffering=0) as file:
         for size in (BLOCK, 4096):
@@ -68,12 +68,12 @@ def fill(folder: Path) -> None:
 
 
 def clear(folder: Path) -> None:
-    """Remove all files in `folder`, which has no folders."""
+    """Remove all files in `folder`, which has no subfolders."""
     for path in list(folder.rglob("*")):
         if path.is_file():
             path.unlink()
 
 
 def truncate(path: Path) -> None:
-    """Cut a file in half, as when the disk or the volume under a reader loses its end."""
+    """Truncate a file to half its size, as if its disk or volume had lost the end."""
     os.truncate(path, path.stat().st_size // 2)

@@ -1,11 +1,12 @@
-"""Makes the processes of `benchmarks.chaos`: it has imported all they need, and forks (as in the kernel).
+"""Fork server of `benchmarks.chaos`: forks (as in the kernel) processes that have already imported
+everything.
 
-To import torch takes seconds of a core, a fork of this process some milliseconds: processes can be
-killed in every round and replaced. Nothing here starts a thread or opens a socket but the one to the
-crew; each child enters the network namespace of its host by `setns` before it does either.
+Importing torch takes seconds of CPU time, a fork takes milliseconds, so processes can be killed and replaced
+in every round. The fork server starts no thread and opens no socket except the one to the cluster; each child
+enters the network namespace of its host with `setns` before it opens any.
 
-The nursery has a mount namespace of its own with a small disk for each node: it is gone with the last
-process in it, whatever happens. Its children end with it.
+The fork server has its own mount namespace with a small disk for each node, which disappears with its last
+process. Its children end when it ends.
 """
 
 from __future__ import annotations
@@ -44,14 +45,16 @@ _kernel = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
-    """Make processes until the connection ends. Arguments: the crew's socket, folder of the disks, hosts."""
+    """Fork processes until the connection closes. Arguments: the cluster's socket, folder of the disks,
+    hosts.
+    """
     path, folder, *hosts = sys.argv[1:]
     torch.set_num_threads(1)  # the hosts of a lab share the cores of one machine
     _own_mounts()
     for host in hosts:
         _mount_disk(Path(folder) / host)
     gc.collect()
-    gc.freeze()  # what is shared with the children stays shared
+    gc.freeze()  # pages shared with the children stay shared
     connection = connect(path, "nursery")
     children: set[int] = set()
     try:
@@ -92,7 +95,7 @@ def _reap(children: set[int]) -> None:
 
 
 def _run_child(spawn_request: SpawnRequest, path: str) -> NoReturn:
-    """A child, from its first to its last step."""
+    """Run a child process from start to end."""
     code = 1
     try:
         _kernel.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -110,7 +113,7 @@ def _run_child(spawn_request: SpawnRequest, path: str) -> NoReturn:
             case "planner":
                 serve(settings.load(PlannerSettings))
         code = 0
-    except BaseException:  # the last line of a process: its log says why it ended
+    except BaseException:  # last line of a process: its log shows why it ended
         traceback.print_exc()
     finally:
         sys.stderr.flush()
@@ -118,7 +121,7 @@ def _run_child(spawn_request: SpawnRequest, path: str) -> NoReturn:
 
 
 def _enter(namespace: str) -> None:
-    """Have this process, which has no socket yet, open all of them in a network namespace."""
+    """Move this process, which has no socket yet, into a network namespace."""
     descriptor = os.open(NAMESPACES / namespace, os.O_RDONLY | os.O_CLOEXEC)
     try:
         _check(_kernel.setns(descriptor, CLONE_NEWNET), f"setns {namespace}")

@@ -1,4 +1,4 @@
-"""Does to the crew of `benchmarks.chaos` what a round says, when it says so, and undoes it in time."""
+"""Injects the faults of a round of `benchmarks.chaos` when they are due, and undoes them in time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOSS: Final = 0.05
 
 
 class FaultInjector:
-    """The faults of one round on their way. One thread; `run_due` is called often."""
+    """Injects the faults of one round. Single-threaded; call `run_due` often."""
 
     def __init__(
         self,
@@ -30,13 +30,13 @@ class FaultInjector:
         files: Mapping[str, Path],
         restart_node: Callable[[str], None],
     ) -> None:
-        """`files`: by host the file that it reads where nobody has the image.
+        """`files` maps each host to the file that it reads if no instance has the image.
 
-        `restart_node` has a host that was killed fork again.
+        `restart_node` makes a host that was killed fork again.
         """
         self.injected: list[InjectedFault] = []
         self.first_injected_at: float | None = None
-        """When the last fault began (`time.monotonic`)."""
+        """When the last fault was injected (`time.monotonic`)."""
         self.killed: set[str] = set()
         self._cluster = cluster
         self._round = round_
@@ -52,25 +52,28 @@ class FaultInjector:
 
     @property
     def needs_graph(self) -> bool:
-        """Whether it has to be known who reads from whom."""
+        """Return whether the graph of sources and targets is needed."""
         return any(fault.role == "relay" or fault.fault_type == "torn" for fault in self._waiting)
 
     @property
     def has_pending_restarts(self) -> bool:
-        """Whether somebody who was killed will come back."""
+        """Return whether a killed host is still to be restarted."""
         return bool(self._pending_restarts)
 
     @property
     def has_pending_snapshots(self) -> bool:
-        """Whether a seed has not said yet what became of its snapshot."""
+        """Return whether a seed has not reported its snapshot yet."""
         return any(host in self._cluster.nodes for host in self._writing)
 
     def set_graph(self, graph: Sequence[PlannerForkInfo]) -> None:
-        """Who reads from whom now."""
+        """Set the graph of which target reads from which source."""
         self._graph = tuple(graph)
 
     def on_response(self, host: str, response: ChaosResponse) -> None:
-        """A seed has tried to write a snapshot. It must say so, leave no piece behind, and give on."""
+        """Handle the result of a seed's attempt to write a snapshot.
+
+        The seed must report the error, leave no temporary file, and continue to serve.
+        """
         if (index := self._writing.pop(host, None)) is None:
             return
         left = {path.name for path in self._cluster.disk(host, inside=False).iterdir()} - {chaos_disk.FILLER}
@@ -80,11 +83,13 @@ class FaultInjector:
 
     @property
     def max_duration_s(self) -> float:
-        """How much later than the others somebody began who came back."""
+        """Return how much later than the others a restarted host began."""
         return max((each.duration_s or 0.0 for each in self._round.faults if each.fault_type == "kill"), default=0.0)
 
     def run_due(self, progress: Mapping[str, float], ended: Collection[str]) -> None:
-        """Do what is due: `progress` is each target's share of the image, `ended` those that are done."""
+        """Inject due faults. `progress` is each target's share of the image, `ended` are the finished
+        targets.
+        """
         now = time.monotonic()
         while self._undo and self._undo[0][0] <= now:
             heapq.heappop(self._undo)[2]()
@@ -95,13 +100,13 @@ class FaultInjector:
                 self._inject(fault, ended)
 
     def undo_all(self) -> None:
-        """Undo what is still to be undone; nobody strikes or comes back any more."""
+        """Undo all remaining faults; nothing is injected or restarted afterwards."""
         self._waiting.clear()
         self._pending_restarts.clear()
         while self._undo:
             heapq.heappop(self._undo)[2]()
 
-    # -- who ----------------------------------------------------------------------------------------
+    # -- hosts --------------------------------------------------------------------------------------
 
     def _inject(self, fault: ChaosFault, ended: Collection[str]) -> None:
         role, candidates = fault_candidates(self._round, fault, self._graph, ended, self._hit_hosts)
@@ -113,7 +118,7 @@ class FaultInjector:
         self.injected.append(InjectedFault(fault.fault_type, role, host))
         self._apply(fault, host)
 
-    # -- what ---------------------------------------------------------------------------------------
+    # -- faults -------------------------------------------------------------------------------------
 
     def _apply(self, fault: ChaosFault, host: str) -> None:
         lab = self._cluster.lab
@@ -172,7 +177,7 @@ class FaultInjector:
         disk = self._cluster.disk(host, inside=False)
         chaos_disk.fill(disk)
         self._schedule(None, lambda: chaos_disk.clear(disk))
-        if fault.role == "seed":  # what a seed writes to a disk is a snapshot
+        if fault.role == "seed":  # a seed writes only snapshots to disk
             self._writing[host] = len(self.injected) - 1
             inside = str(self._cluster.disk(host, inside=True))
             self._cluster.nodes[host].send(ChaosCommand("snapshot", folder=inside))
@@ -189,10 +194,10 @@ def fault_candidates(
     ended: Collection[str],
     hit_hosts: Collection[str],
 ) -> tuple[str, list[str]]:
-    """The role, and who has it now and is not `hit_hosts` yet.
+    """Return the role, and the hosts that have it and are not in `hit_hosts`.
 
-    Where no target has readers any target stands in for a relay, and where none reads storage for a reader.
-    Targets that still fork (not `ended`) come before all others.
+    If no target has readers, any target stands in for a relay; if none reads storage, any target stands in
+    for a reader. Targets that are still forking (not in `ended`) come first.
     """
     if fault.role in ("planner", "redis"):
         return fault.role, [PLANNER]

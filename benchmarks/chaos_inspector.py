@@ -1,4 +1,4 @@
-"""What is left of a round of `benchmarks.chaos` once it is over: in processes, logs and planners' books."""
+"""Inspects what remains after a round of `benchmarks.chaos` in processes, logs and planners."""
 
 from __future__ import annotations
 
@@ -14,23 +14,25 @@ from benchmarks.chaos_messages import ChaosCommand
 from benchmarks.chaos_scenarios import StoreType
 
 SETTLE_S: Final = 3.0
-"""What a process may take until nothing is open in it."""
+"""Timeout for a process to become idle."""
 RECORD_TTL_S: Final = 12.0
-"""After this long a planner must have forgotten what is gone: a lease's time, and an instance's, and some."""
+"""A planner must have removed an expired record after this time: the TTL of a lease, that of an instance, and
+a margin.
+"""
 PAUSE_S: Final = 0.05
 MAX_LINE_CHARS: Final = 200
 MAX_TRACE_CHARS: Final = 4000
-"""Characters of a log that are shown of a traceback."""
+"""Maximum characters of a traceback that are shown."""
 POOLED_FILES: Final = 8
-"""Connections to Redis that a planner may keep: as many as it had calls at once."""
+"""Connections to Redis that a planner may keep: its maximum number of concurrent calls."""
 
 
 class Inspector:
-    """Keeps what processes were at their birth, and what the planners should have forgotten by when."""
+    """Compares processes with their resources at start, and planners with the records that they should keep."""
 
     def __init__(self, cluster: ChaosCluster) -> None:
         self.baseline: dict[str, ProcessResources] = {}
-        """Nodes by host; what they have in memory is counted from their first rest on."""
+        """Resources of nodes by host; memory is counted from the first time that a node is idle."""
         self._cluster = cluster
         self._pids: dict[str, int] = {}
         self._planners: dict[StoreType, tuple[int, ProcessResources]] = {}
@@ -38,7 +40,7 @@ class Inspector:
         self._finished_rounds: list[tuple[float, str, StoreType]] = []
 
     def record_baseline(self) -> None:
-        """Take the census of each process that is new."""
+        """Record the resources of each new process."""
         nodes = self._cluster.nodes
         fresh = [name for name, node in nodes.items() if self._pids.get(name) != node.process.pid]
         for name, resources in self._resource_snapshots(fresh).items():
@@ -46,11 +48,11 @@ class Inspector:
             self.baseline[name] = replace(resources, memory=0)
         for store, planner in self._cluster.planners.items():
             if self._planners.get(store, (0,))[0] != planner.pid:
-                # Once it has answered: what it has in memory then is what it starts from.
+                # After its first response: its memory at that point is the baseline.
                 self._planners[store] = (planner.pid, ProcessResources.of(planner.pid))
 
     def wait_until_settled(self, hosts: Iterable[str]) -> dict[str, ProcessResources]:
-        """Censuses of nodes at rest, taken again while something is still open."""
+        """Return the resources of idle nodes, measured again while something is still open."""
         left, found, until = set(hosts), dict[str, ProcessResources](), time.monotonic() + SETTLE_S
         while left and time.monotonic() < until:
             found |= self._resource_snapshots(left)
@@ -62,7 +64,7 @@ class Inspector:
         return found
 
     def tracebacks(self) -> tuple[str, ...]:
-        """What processes logged since the last call that has a traceback in it, by the process's name."""
+        """Return by process name the tracebacks logged since the last call."""
         found: list[str] = []
         for log in sorted(self._cluster.folder.glob("*.log")):
             with log.open(errors="replace") as lines:
@@ -74,30 +76,30 @@ class Inspector:
         return tuple(found)
 
     def end_round(self, model: str, store: StoreType) -> None:
-        """A round is over: its planner is to forget its model in time."""
+        """Record that a round has ended: its planner must remove the model in time."""
         self._finished_rounds.append((time.monotonic() + RECORD_TTL_S, model, store))
 
     def stale_records(self) -> tuple[str, ...]:
-        """What planners hold of rounds that they should have forgotten by now. Raises ChaosError."""
+        """Return expired records that planners still keep. Raises ChaosError."""
         now, problems = time.monotonic(), list[str]()
         for _, model, store in [finished_round for finished_round in self._finished_rounds if finished_round[0] <= now]:
-            self._cluster.wait_planner(store)  # it may have come back only just now
+            self._cluster.wait_planner(store)  # it may have restarted only just now
             responses = self._cluster.request_all(
                 [PLANNER], ChaosCommand("look", model=model, planner=self._cluster.url(store))
             )
             problems += [
-                f"{model}: the planner ({store}) still holds a fork of {fork_info.host or 'nobody'}"
+                f"{model}: the planner ({store}) still has a fork on {fork_info.host or 'no host'}"
                 for fork_info in responses[PLANNER].forks
             ]
             problems += [
-                f"{model}: the planner ({store}) still holds the instance on {host}"
+                f"{model}: the planner ({store}) still has the instance on {host}"
                 for host in responses[PLANNER].instances
             ]
         self._finished_rounds = [finished_round for finished_round in self._finished_rounds if finished_round[0] > now]
         return tuple(problems)
 
     def final_findings(self) -> tuple[Finding, ...]:
-        """Once all rounds are over: what planners still hold of them, and what they have leaked."""
+        """Return, after all rounds, the records that planners still keep and the resources that they leaked."""
         while self._finished_rounds and (left := self._finished_rounds[-1][0] - time.monotonic()) > 0:
             self._cluster.receive(left)
         found = [Finding("books", text) for text in self.stale_records()]

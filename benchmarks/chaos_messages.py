@@ -1,8 +1,8 @@
-"""What `benchmarks.chaos` and its nodes say to each other: one JSON object a line, on a Unix socket.
+"""Messages between `benchmarks.chaos` and its nodes: one JSON object per line, on a Unix socket.
 
-A node does one command after the other and answers each with one line; while it forks it also says how
-far it is (verb "progress"). Unix sockets do not belong to a network namespace: a host whose link is cut
-still hears its commands.
+A node runs one command at a time and sends one response for each; while it forks it also reports progress
+(verb "progress"). Unix sockets do not belong to a network namespace, so a host whose link is cut still
+receives its commands.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ ForkOutcome = Literal["forked", "fallback", "failed", "unclean"]
 
 @dataclass(frozen=True)
 class ChaosCommand:
-    """What a node is to do.
+    """Command to a node.
 
-    prepare: build the module of `size` bytes, empty or, with `weights`, filled with those; store: write
-    them as a checkpoint and a snapshot into `folder`; seed: give the module to the forks of `model`, and
-    answer once the planner at `planner` knows; snapshot: write the module to `folder`; fork: fill it;
-    check: hash it; rest: give nothing any more, and drop the module; census: count what is open in the
-    process; look: say what the planner knows of `model`.
+    prepare: build the module of `size` bytes, empty or filled with `weights`; store: write the weights as a
+    checkpoint and a snapshot into `folder`; seed: serve the module to forks of `model`, and respond once the
+    planner at `planner` knows; snapshot: write the module to `folder`; fork: fill it; check: hash it;
+    release: stop serving and drop the module; measure: count the resources of the process; query: return what
+    the planner knows of `model`.
 
-    A fork may read `checkpoint` (a folder) and `snapshot` (a URI), from a disk of `disk_rate` bytes a
-    second (0: as fast as it is), and keeps what it has in `resume` (a folder; empty: it does not).
+    A fork may read `checkpoint` (a folder) and `snapshot` (a URI) from a disk of `disk_rate` bytes per second
+    (0: unlimited), and keeps its chunks in `resume` (a folder; empty: it keeps none).
     """
 
     verb: Verb
@@ -46,7 +46,7 @@ class ChaosCommand:
 
 @dataclass(frozen=True)
 class PlannerForkInfo:
-    """A fork under way as the planner tells it: on which host, and on which hosts its sources are."""
+    """A running fork as reported by the planner: its host, and the hosts of its sources."""
 
     host: str
     sources: tuple[str, ...]
@@ -54,11 +54,10 @@ class PlannerForkInfo:
 
 @dataclass(frozen=True)
 class ChaosResponse:
-    """What a node has done; `error` says why it could not, empty where it could.
+    """Result of a command; `error` is empty if it succeeded.
 
-    `verified` is a share of the image; `repeated` bytes that were asked for again; `threads` the names
-    of Python's threads; `forks` and `instances` what the planner holds for a model: forks under way, and
-    the hosts of its instances.
+    `verified` is a share of the image; `repeated` are bytes requested twice; `threads` are the names of
+    Python threads; `forks` and `instances` are the planner's running forks and the hosts of its instances.
     """
 
     verb: ResponseVerb
@@ -78,9 +77,9 @@ class ChaosResponse:
 
 @dataclass(frozen=True)
 class SpawnRequest:
-    """A process that the nursery is to make, in the network namespace of a host.
+    """Request to the fork server to start a process in the network namespace of a host.
 
-    `process_type` node obeys commands; planner serves until it is killed. Its output goes to `log`.
+    A process of type node executes commands; a planner serves until it is killed. Its output goes to `log`.
     """
 
     process_type: Literal["node", "planner"]

@@ -1,8 +1,8 @@
-"""One host of `benchmarks.chaos`: seeds and forks by rfork's public functions, as it is told.
+"""One host of `benchmarks.chaos`: seeds and forks with rfork's public functions, on command.
 
-Runs in a process that the nursery made, inside a host of a lab; its options are rfork's own environment
-variables. It says its name on the Unix socket, obeys (`benchmarks.chaos_messages`), and ends with the
-connection.
+Runs in a process that the fork server started inside a host of the lab; its options are rfork's own
+environment variables. It sends its name on the Unix socket, executes commands (`benchmarks.chaos_messages`),
+and ends when the connection closes.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ SendResponse = Callable[[ChaosResponse], None]
 
 
 class ChaosNode:
-    """The module of one host, and what is open around it."""
+    """The module of one host and its open resources."""
 
     def __init__(self, send_response: SendResponse) -> None:
-        """`send_response` is called with what is said before a command's answer, on any thread."""
+        """`send_response` is called on any thread with messages that precede a command's response."""
         self._send_response = send_response
         self._settings = settings.load(InstanceSettings)
         self._module = nn.Module()
         self._seed_stack = contextlib.ExitStack()
 
     def handle(self, command: ChaosCommand) -> ChaosResponse:
-        """Do it; raises RforkError or OSError."""
+        """Execute a command; raises RforkError or OSError."""
         match command.verb:
             case "prepare":
                 self._module = module_of(command.size, filled=bool(command.weights), weights=command.weights)
@@ -93,7 +93,7 @@ class ChaosNode:
         fork_settings = self._settings.model_copy(update={"planner": command.planner})
         seed_handle = self._seed_stack.enter_context(seed(self._module, model=command.model, settings=fork_settings))
         if not seed_handle.wait_registered(NO_SOURCE_TIMEOUT_S):
-            raise RforkError(f"the planner did not answer a seed within {NO_SOURCE_TIMEOUT_S:g} s")
+            raise RforkError(f"the planner did not respond to a seed within {NO_SOURCE_TIMEOUT_S:g} s")
         return ChaosResponse("seed")
 
     def _fork(self, command: ChaosCommand) -> ChaosResponse:
@@ -123,7 +123,7 @@ class ChaosNode:
             reasons = tuple(f"{reason.kind}: {reason}" for reason in error.reasons)
             return ChaosResponse("fork", outcome="failed", seconds=time.monotonic() - began, reasons=reasons)
         except Exception as error:
-            # Nothing else may come out of a fork that was called right: the judge counts it.
+            # A fork called correctly must raise nothing else: the checks count it as an error.
             traceback.print_exc()
             return ChaosResponse("fork", outcome="unclean", reasons=(f"{type(error).__name__}: {error}",))
         if report.seed is not None:
@@ -140,7 +140,9 @@ class ChaosNode:
 
 
 def main(path: str, name: str) -> None:
-    """Connect to the crew at `path` and obey until the connection ends. SIGUSR1: log where threads are."""
+    """Connect to the cluster at `path` and execute commands until the connection closes. SIGUSR1 logs all
+    stacks.
+    """
     faulthandler.register(signal.SIGUSR1)
     with connect(path, name) as connection, connection.makefile("rb") as lines:
         send_response = _response_sender(connection)
@@ -165,7 +167,7 @@ def _response_sender(connection: socket.socket) -> SendResponse:
 
 
 def _thread_names() -> ChaosResponse:
-    """What is alive, once nothing is kept only because nobody looked."""
+    """Return the names of live threads, after a garbage collection."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     return ChaosResponse("census", threads=tuple(sorted(thread.name for thread in threading.enumerate())))

@@ -1,4 +1,4 @@
-"""The processes of `benchmarks.chaos` as the one that runs the rounds holds them."""
+"""Processes of `benchmarks.chaos` as seen by the process that runs the rounds."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from benchmarks.chaos_messages import RESPONSE_ADAPTER, ChaosCommand, ChaosRespo
 from benchmarks.fanout_messages import encode_line
 
 STOP_TIMEOUT_S: Final = 20.0
-"""What a process that was killed may take to be gone."""
+"""Timeout for a killed process to end."""
 
 
 class ChaosProcess:
-    """A process that the nursery made; signals reach it and nobody else."""
+    """A process started by the fork server; signals are sent by pidfd and reach no other process."""
 
     def __init__(self, name: str, pid: int, log: Path) -> None:
         self.name = name
@@ -27,23 +27,23 @@ class ChaosProcess:
         self._handle = os.pidfd_open(pid)
 
     def signal(self, number: signal.Signals) -> None:
-        """Send it a signal; one that has ended gets none."""
+        """Send it a signal; does nothing if it has ended."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._handle, number)
 
     def wait(self, seconds: float) -> bool:
-        """Whether it has ended within that time."""
+        """Return whether it ended within `seconds`."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._handle, selectors.EVENT_READ)
             return bool(selector.select(seconds))
 
     def kill(self) -> None:
-        """End it at once, and wait for that."""
+        """Kill it and wait until it has ended."""
         self.signal(signal.SIGKILL)
         self.wait(STOP_TIMEOUT_S)
 
     def close(self) -> None:
-        """Forget it."""
+        """Release its pidfd."""
         os.close(self._handle)
 
 
@@ -56,12 +56,12 @@ class NodeHandle:
         self._pending = b""
 
     def send(self, command: ChaosCommand) -> None:
-        """Have it begin; one that has ended does nothing."""
+        """Send it a command; does nothing if it has ended."""
         with contextlib.suppress(OSError):
             self.connection.sendall(encode_line(command))
 
     def receive_responses(self) -> list[ChaosResponse] | None:
-        """What it said since the last call; None: it has ended."""
+        """Return its responses since the last call; None if it has ended."""
         try:
             data = self.connection.recv(1 << 20)
         except OSError:
@@ -72,6 +72,6 @@ class NodeHandle:
         return [RESPONSE_ADAPTER.validate_json(text) for text in lines]
 
     def close(self) -> None:
-        """End the connection, which ends the process."""
+        """Close the connection, which ends the process."""
         self.connection.close()
         self.process.close()

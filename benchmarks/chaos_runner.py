@@ -1,4 +1,4 @@
-"""Runs the rounds of `benchmarks.chaos` on its crew, one at a time, and sees what came of them."""
+"""Runs the rounds of `benchmarks.chaos` one at a time and collects the observations."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from benchmarks.chaos_node import CHECKPOINT, SNAPSHOT
 from benchmarks.chaos_scenarios import ChaosRound
 
 GRACE_S: Final = 10.0
-"""What a fork may take after its deadline, to fall back or to say that it cannot."""
+"""Seconds after its deadline that a fork may use to fall back or to report that it cannot."""
 REST_TIMEOUT_S: Final = 10.0
 DUMP_S: Final = 0.5
 POLL_INTERVAL_S: Final = 0.2
 POLL_TIMEOUT_S: Final = 2.0
-"""When a planner that did not answer is asked again who reads from whom."""
+"""Seconds until a planner that did not respond is queried again for the graph."""
 TICK_S: Final = 0.05
 DISK_RATE: Final = 16 << 20
-"""Bytes a second that a disk gives: less than a link."""
+"""Bytes per second of a disk: less than a link."""
 
 
 class ChaosRunner:
@@ -38,7 +38,7 @@ class ChaosRunner:
         self._inspector = Inspector(cluster)
 
     def run(self, round_: ChaosRound) -> RoundObservation:
-        """One round. Raises ChaosError where it could not even begin."""
+        """Run one round. Raises ChaosError if it could not begin."""
         cluster, inspector = self._cluster, self._inspector
         cluster.replace()
         cluster.wait_planner(round_.store)
@@ -90,13 +90,13 @@ class ChaosRunner:
         )
 
     def final_findings(self) -> tuple[Finding, ...]:
-        """Once all rounds are over: what is still wrong with what outlived them, the planners."""
+        """Return, after all rounds, the findings about the planners, which outlive the rounds."""
         return self._inspector.final_findings()
 
-    # -- before -------------------------------------------------------------------------------------
+    # -- preparation --------------------------------------------------------------------------------
 
     def _prepare(self, round_: ChaosRound) -> tuple[str, dict[str, Path]]:
-        """The right hash, and by host the file that a target could read."""
+        """Return the expected hash, and by host the file that a target can read."""
         cluster, size = self._cluster, round_.size_mib << 20
         seed_hosts = round_.seed_hosts or ("seed0",)
         filled = cluster.request_all(seed_hosts, ChaosCommand("prepare", size=size, weights=round_.number + 1))
@@ -109,7 +109,7 @@ class ChaosRunner:
         return filled[seed_hosts[0]].sha256, files
 
     def _command(self, round_: ChaosRound, host: str, file: Path | None) -> ChaosCommand:
-        """What has a target fork."""
+        """Return the fork command of a target."""
         snapshot = file is not None and round_.start == "snapshot"
         return ChaosCommand(
             "fork",
@@ -123,7 +123,7 @@ class ChaosRunner:
         )
 
     def _store(self, round_: ChaosRound) -> dict[str, Path]:
-        """Each target's file; where one is to be torn, each has one of its own."""
+        """Return each target's file; if one is to be torn, each target has its own copy."""
         folder = self._cluster.folder / "files"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
@@ -136,7 +136,7 @@ class ChaosRunner:
             shutil.copytree(folder, folder / host, ignore=shutil.ignore_patterns("t*"))
         return {host: folder / host / name for host in round_.target_hosts}
 
-    # -- the round itself ---------------------------------------------------------------------------
+    # -- forks --------------------------------------------------------------------------------------
 
     def _fork(
         self,
@@ -145,7 +145,7 @@ class ChaosRunner:
         commands: Mapping[str, ChaosCommand],
         responses: dict[str, ChaosResponse],
     ) -> set[str]:
-        """Have all targets fork, and keep the answers of those that end; returns those that hang."""
+        """Start all forks and collect their responses; returns the hosts that hang."""
         cluster, progress = self._cluster, dict.fromkeys(round_.target_hosts, 0.0)
         for host, command in commands.items():
             cluster.nodes[host].send(command)
@@ -180,10 +180,10 @@ class ChaosRunner:
                 if response.verb == "snapshot":
                     injector.on_response(host, response)
 
-    # -- after --------------------------------------------------------------------------------------
+    # -- after the round ----------------------------------------------------------------------------
 
     def _kill_hung(self, hosts: set[str]) -> None:
-        """Have them log where their threads are, and end them."""
+        """Make these nodes log their stacks, then kill them."""
         for host in hosts & self._cluster.nodes.keys():
             process = self._cluster.nodes[host].process
             process.signal(signal.SIGUSR1)
@@ -191,7 +191,7 @@ class ChaosRunner:
             self._cluster.end(host)
 
     def _died(self, hosts: set[str]) -> tuple[str, ...]:
-        """Who has ended and was not killed; a planner that has is started again."""
+        """Return the processes that ended without being killed; restart a planner that did."""
         self._cluster.receive(0.0)
         died = sorted(hosts - self._cluster.nodes.keys())
         for store in PORTS:
@@ -209,7 +209,7 @@ def _ending(
     killed: set[str],
     hung: set[str],
 ) -> ForkEnding:
-    if host in killed:  # maybe after it was done: nobody can look at its bytes any more
+    if host in killed:  # maybe after it finished: its bytes cannot be checked any more
         return ForkEnding(host, "killed")
     if response is None or host in hung:
         return ForkEnding(host, "hung")

@@ -1,6 +1,6 @@
-"""The rounds of `benchmarks.chaos`: what stands where, and what is done to whom and when. Values only.
+"""Rounds of `benchmarks.chaos`: hosts, and the time and role of each fault. Values only.
 
-A round is drawn from its number alone, so that one that went wrong can be run again.
+A round is generated from its number alone, so that a failed one can be repeated.
 """
 
 from __future__ import annotations
@@ -23,27 +23,29 @@ FAULT_ROLES: Final[Sequence[tuple[FaultType, Role]]] = (
     ("full", "seed"), ("full", "target"),
     ("torn", "target"),
 )  # fmt: skip
-"""What can be done to whom. full: no byte is left on the disk that a target keeps what it has on, or that
-a seed writes a snapshot to; torn: the file that a target reads for all loses its second half."""
+"""Faults and the roles they apply to. full: the disk that a target keeps its chunks on, or that a seed writes
+a snapshot to, has no byte left; torn: the file that one target reads for all loses its second half.
+"""
 SHORT_STOP_S: Final = (1085, 1291, 288, 1216, 281, 158, 698)
-"""Rounds that do each kind once, to each role, on links that carry their image in two seconds; the first
-four do so by themselves."""
+"""Rounds that cover each fault and each role on links that carry their image in two seconds; the first four
+cover each fault.
+"""
 COLD_PROBABILITY: Final = 0.4
-"""Share of the rounds, of those where it is left open, that start from storage."""
+"""Share of rounds that start from storage, where the fault allows both."""
 SECOND_FAULT_PROBABILITY: Final = 0.4
-"""Share of the rounds in which two things are done."""
+"""Share of rounds with two faults."""
 SIZES_MIB: Final = (32, 40, 48, 64)
 NEVER: Final = 0.3
-"""Share of the links that stay cut to the end of the round."""
+"""Share of cut links that stay cut to the end of the round."""
 
 
 @dataclass(frozen=True)
 class ChaosFault:
-    """What is done to whom, once target number `trigger_target` has `trigger_fraction` of the image (0 to 1).
+    """A fault, injected once target number `trigger_target` has `trigger_fraction` of the image (0 to 1).
 
-    `choice` (0 to 1) says which of those of that role it is. `duration_s` seconds later it is undone: the
-    stopped goes on, the cut link carries again, the planner and Redis are back, and so is a target that
-    kept what it had, to fork again; None: not before the round's end.
+    `choice` (0 to 1) selects one of the hosts with that role. The fault is undone `duration_s` seconds later:
+    the stopped process continues, the cut link carries again, the planner and Redis restart, and so does a
+    target that kept its chunks, to fork again. None means not before the end of the round.
     """
 
     fault_type: FaultType
@@ -56,10 +58,10 @@ class ChaosFault:
 
 @dataclass(frozen=True)
 class ChaosRound:
-    """One round. Without seeds (`start`) the targets find a checkpoint, or a snapshot, and no peer.
+    """One round. Without seeds (`start`) the targets find a checkpoint or a snapshot, and no peer.
 
-    `fallback`: targets of a round with seeds have a checkpoint to fall back to; `resumes`: targets keep what
-    they have on a disk.
+    `fallback`: targets of a round with seeds have a checkpoint to fall back to; `resumes`: targets keep their
+    chunks on disk.
     """
 
     number: int
@@ -74,7 +76,7 @@ class ChaosRound:
 
     @property
     def name(self) -> str:
-        """As its model is called."""
+        """Name of the round, which is also the name of its model."""
         return f"round{self.number}"
 
     @property
@@ -89,7 +91,7 @@ class ChaosRound:
 
     @property
     def description(self) -> str:
-        """The round on one line."""
+        """The round in one line."""
         start = f"{self.seeds} seeds" if self.start == "seeds" else f"cold from a {self.start}"
         more = (", fallback" if self.fallback else "") + (", keeps" if self.resumes else "")
         faults = "; ".join(
@@ -101,7 +103,7 @@ class ChaosRound:
 
 
 def generate_round(number: int) -> ChaosRound:
-    """The round of this number."""
+    """Generate the round with this number."""
     rng = random.Random(number)
     fault_type, role = rng.choice(FAULT_ROLES)
     start = _start(rng, fault_type, role)

@@ -1,4 +1,4 @@
-"""What many rounds of `benchmarks.chaos` come to: a table by what was done to whom, and the figures."""
+"""Summary of many rounds of `benchmarks.chaos`: a table by fault and role, and the figures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FINDING_LABELS: Final[Mapping[FindingType, str]] = {
 
 @dataclass
 class FaultCount:
-    """Some rounds, added up."""
+    """Totals of several rounds."""
 
     rounds: int = 0
     endings: Counter[EndingType] = field(default_factory=Counter)
@@ -30,14 +30,14 @@ class FaultCount:
     recovery_s: float = 0.0
 
     def add(self, observation: RoundObservation, findings: Sequence[Finding]) -> None:
-        """One more round."""
+        """Add a round."""
         self.rounds += 1
         self.endings.update(ending.ending_type for ending in observation.endings)
         self.findings_by_type.update(finding.finding_type for finding in findings)
         self.recovery_s = max(self.recovery_s, observation.recovery_s)
 
     def row(self, name: str) -> Row:
-        """As the table shows it."""
+        """Return the table row."""
         return {
             "fault": name,
             "rounds": self.rounds,
@@ -48,31 +48,31 @@ class FaultCount:
 
 
 class ChaosSummary:
-    """All rounds so far. A round in which two things were done counts in both rows, and in "all" once."""
+    """Summary of all rounds so far. A round with two faults counts in both rows, and once in "all"."""
 
     def __init__(self) -> None:
         self._all = FaultCount()
         self._by_fault: dict[tuple[str, str], FaultCount] = {}
 
     def add(self, observation: RoundObservation, findings: Sequence[Finding]) -> None:
-        """One more round, and what the judge found."""
+        """Add a round and its findings."""
         self._all.add(observation, findings)
         for fault in {(injected.fault_type, injected.role) for injected in observation.injected}:
             self._by_fault.setdefault(fault, FaultCount()).add(observation, findings)
 
     def add_findings(self, findings: Sequence[Finding]) -> None:
-        """What was found that belongs to no round alone."""
+        """Add findings that belong to no single round."""
         self._all.findings_by_type.update(finding.finding_type for finding in findings)
 
     @property
     def rows(self) -> list[Row]:
-        """The table: a row for each fault and role that there was."""
+        """Table with a row for each fault and role that occurred."""
         rows = [self._by_fault[fault].row(" ".join(fault)) for fault in FAULT_ROLES if fault in self._by_fault]
         return [*rows, self._all.row("all")]
 
     @property
     def figures(self) -> dict[str, float]:
-        """The figures; each but the first three is a count of what must not be."""
+        """Figures; all but the first three count violated guarantees."""
         endings, findings_by_type = self._all.endings, self._all.findings_by_type
         return {
             "chaos_rounds": self._all.rounds,

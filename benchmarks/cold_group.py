@@ -1,23 +1,24 @@
-"""How long until N processes that start at once, with no seed, have their weights from one object store?
+"""Measure how fast N processes that start together, with no seed, load weights from one object store.
 
 Each host is a network namespace with a shaped, full-duplex link (`benchmarks.netlab`): the store (SeaweedFS,
-a real S3 server), a planner (`rfork planner`), and those whose processes call `rfork.fork`. All links have
-one rate B. The bottleneck is the link of the store, because everybody who starts shares it: N independent
-loads of an image of S bytes take N·S/B at least, whatever the hosts do. A group has every byte leave the
-store once and pass from host to host, on links of their own, so its bound is S/B for any N.
+a real S3 server), a planner (`rfork planner`), and the hosts whose processes call `rfork.fork`. All links
+have the same rate B. The bottleneck is the store's link, which all starting processes share: N independent
+loads of an image of S bytes take at least N·S/B, whatever the hosts do. In a group every byte leaves the
+store once and is passed from host to host over their own links, so the bound is S/B for any N.
 
-- "limit": one plain TCP connection from the store's host, which gives S/B.
-- "alone": N processes load the snapshot independently of each other, without a planner, at once.
-- "group": the same processes with a planner. Of a snapshot each reads a share, and the rest from the others;
-  of a checkpoint, which has no digests to check against, one is elected and the others stand behind it.
-- "one killed": a process of the group dies by SIGKILL at 0.35 S/B; the time is that of those that live.
+- "limit": one plain TCP connection from the store's host, which takes S/B.
+- "alone": N processes load the snapshot independently and concurrently, without a planner.
+- "group": the same processes with a planner. Each reads a share of a snapshot and the rest from the others; of a
+  checkpoint, which has no digests, one elected process reads everything and the others fork from it.
+- "one killed": a process of the group is killed by SIGKILL at 0.35 S/B; the time is that of the others.
 
-T runs from the go to the return of the last one's call. "store sent" is what left the store's host, by the
-counter of its interface, headers included; "reported" what the forks say they read from it; "host sent" is
-the most of any other host; all in S. Each process's bytes are compared, after each run, with those that were
-stored, by a SHA-256 that nothing else used. Options of rfork may be set (RFORK_MAX_INFLIGHT_CHUNKS, …).
+T runs from the start signal to the return of the last call. "store sent" is the traffic that left the store's
+host, from its interface counter, headers included; "reported" is what the forks report as read from the
+store; "host sent" is the maximum of the other hosts; all in S. After each run each process's bytes are
+compared with the stored ones by a SHA-256 that the transfer does not use. Options of rfork may be set
+(RFORK_MAX_INFLIGHT_CHUNKS, …).
 
-Needs root, `ip`, `tc` and `weed`; without them it says so, and measures nothing.
+Needs root, `ip`, `tc` and `weed`; without them it prints the reason and measures nothing.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ LIMIT: Final = ColdGroupCase(1, is_limit=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print, and write what was asked for; `arguments` are the command line's unless given."""
+    """Run the benchmark, print the table and write the requested files. `arguments` default to the command
+    line.
+    """
     options, size, rate, cases = parse(arguments)
     if missing := netlab.unavailable_reason() or seaweed.unavailable_reason():
         print(f"SKIPPED: {missing}")
@@ -76,15 +79,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def parse(arguments: Sequence[str] | None = None) -> tuple[Options, int, float, list[ColdGroupCase]]:
-    """The options of all benchmarks, the bytes of the image, bits a second of the links, and the cases."""
+    """Parse the common benchmark options, the image size, the link rate and the cases."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.cold_group", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("--image-mib", type=int, help=f"size of the image, in MiB [{IMAGE_MIB}]")
-    parser.add_argument("--rate", type=float, default=RATE_MBIT, help=f"links, in Mbit/s each way [{RATE_MBIT:g}]")
+    parser.add_argument("--image-mib", type=int, help=f"image size in MiB [{IMAGE_MIB}]")
+    parser.add_argument("--rate", type=float, default=RATE_MBIT, help=f"link rate in Mbit/s in each direction [{RATE_MBIT:g}]")
     parser.add_argument("--count", type=int, default=COUNT, metavar="N", help=f"processes [{COUNT}]")
-    parser.add_argument("--only", metavar="PATTERN", help="run the cases alone whose names match")
+    parser.add_argument("--only", metavar="PATTERN", help="run only the cases whose names match")
     parser.add_argument("--rounds", type=int, help=f"rounds [{ROUNDS}, with --quick {QUICK_ROUNDS}]")
     parsed, rest = parser.parse_known_args(arguments)
     quick = "--quick" in rest
@@ -96,7 +99,7 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[Options, int, float, 
 
 
 def all_cases(count: int) -> list[ColdGroupCase]:
-    """All the questions, of groups of this size."""
+    """Return all cases for groups of this size."""
     return [
         ColdGroupCase(1),
         ColdGroupCase(count, independent=True),

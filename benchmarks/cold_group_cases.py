@@ -1,4 +1,4 @@
-"""The cases of `benchmarks.cold_group`: who starts, and from what. Values, nothing runs here."""
+"""Cases of `benchmarks.cold_group`: which processes start, and from which storage. Values only."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from benchmarks.fanout_messages import FanoutResponse
 from benchmarks.netlab import Traffic
 
 STORE: Final = "store"
-"""The host of the object store."""
+"""Host of the object store."""
 StoredForm = Literal["snapshot", "checkpoint"]
 
 
 @dataclass(frozen=True)
 class ColdGroupCase:
-    """`count` processes start at once and read the weights as `stored_form`.
+    """`count` processes start together and read the weights as `stored_form`.
 
-    `independent`: each by itself; else they share a planner. `kills_member`: the last of them dies in mid-read.
-    `is_limit`: no product, but one plain TCP connection from the store's host.
+    `independent`: they load without a planner; otherwise they share one. `kills_member`: the last of them is
+    killed during its read. `is_limit`: one plain TCP connection from the store's host instead of rfork.
     """
 
     count: int
@@ -30,7 +30,7 @@ class ColdGroupCase:
 
     @property
     def name(self) -> str:
-        """As tables call it."""
+        """Name of the case in tables."""
         if self.is_limit:
             return "limit: TCP"
         group_label = (
@@ -45,18 +45,18 @@ class ColdGroupCase:
 
     @property
     def killed_host(self) -> str | None:
-        """The host whose process dies."""
+        """Host whose process is killed."""
         return self.hosts[-1] if self.kills_member else None
 
     @property
     def min_time(self) -> float:
-        """The least time in S/B: the store's link carries what it has to give."""
+        """Minimum time in S/B that the store's link allows."""
         return float(self.count) if self.independent else 1.0
 
 
 @dataclass(frozen=True)
 class ColdGroupOutcome:
-    """What came of one run: the go, what the processes that lived said, and what went over the links."""
+    """Outcome of one run: the start time, the responses of the surviving processes, and the traffic."""
 
     started: float
     responses: Mapping[str, FanoutResponse]
@@ -65,20 +65,20 @@ class ColdGroupOutcome:
 
     @property
     def seconds(self) -> float:
-        """From the go to the end of the last."""
+        """Seconds from the start signal to the end of the last process."""
         return max(response.ended for response in self.responses.values()) - self.started
 
     @property
     def sent(self) -> int:
-        """Bytes that left the store's host, headers and repeated packets included."""
+        """Bytes that left the store's host, headers and retransmissions included."""
         return self.traffic[STORE].sent
 
     @property
     def reported(self) -> int:
-        """Bytes that the forks say they read from the store."""
+        """Bytes that the forks report as read from the store."""
         return sum(response.storage_bytes for response in self.responses.values())
 
 
 def hosts_of(count: int) -> tuple[str, ...]:
-    """Names of so many hosts."""
+    """Return the names of `count` hosts."""
     return tuple(f"h{number}" for number in range(1, count + 1))

@@ -1,7 +1,7 @@
-"""The hosts of `benchmarks.cold_group`: those of `benchmarks.fanout`, and a real S3 server on one more.
+"""Hosts of `benchmarks.cold_group`: those of `benchmarks.fanout`, and one more with a real S3 server.
 
-The server is put into its own network namespace, behind a shaped link like those of the others, and the
-weights are written to it by rfork's own writers, on that same host: nothing of that is on any link.
+The server runs in its own network namespace with a shaped link like the others. rfork's own writers store the
+weights from the same host, so no link carries that traffic.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ WRITE_S: Final = 120.0
 
 
 class ColdGroupCluster(FanoutCluster):
-    """A crew with an S3 server that holds the weights; `sha256` is that of their image."""
+    """Fan-out cluster with an S3 server that stores the weights; `sha256` is the hash of their image."""
 
     def __init__(self, nodes: Sequence[str], *, size: int, rate: float) -> None:
         super().__init__((STORE, *nodes), size=size, rate=rate, delay_s=0.0)
         self.sha256 = ""
 
     def before_nodes(self, folder: Path) -> Mapping[str, str]:
-        """See `Crew.before_nodes`: the server, and the weights in it."""
+        """Start the server and store the weights; see `FanoutCluster.before_nodes`."""
         server = self.open.enter_context(
             SeaweedServer(
                 folder,

@@ -1,4 +1,4 @@
-"""Runs the cases of `benchmarks.cold_group` on its crew."""
+"""Runs the cases of `benchmarks.cold_group` on its cluster."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from benchmarks.fanout_messages import FanoutCommand, FanoutResponse
 from benchmarks.netlab import Traffic
 
 KILLED_AT: Final = 0.35
-"""When the victim dies, in S/B: it has read its share in part, and others wait for the rest of it."""
+"""When the member is killed, in S/B: it has read part of its share, and others wait for the rest."""
 TIMEOUT_FACTOR: Final = 4.0
-"""A case that takes this many times what the links allow, and a minute, hangs."""
+"""A case counts as hung after this multiple of the time that the links allow, plus a minute."""
 
 
 class ColdGroupRunner:
-    """Runs cases on a crew, one at a time."""
+    """Runs cases on a cluster, one at a time."""
 
     def __init__(self, cluster: ColdGroupCluster) -> None:
         self._cluster = cluster
         self._runs = 0
 
     def run(self, case: ColdGroupCase) -> ColdGroupOutcome:
-        """One run; raises FanoutError where it does not come to its end, or not to the right bytes."""
+        """Run a case once; raises FanoutError if it does not finish, or finishes with the wrong bytes."""
         self._runs += 1
         cluster = self._cluster
         self._all(case.hosts, FanoutCommand("prepare"))
@@ -67,10 +67,10 @@ class ColdGroupRunner:
         return {receiver.name: received}
 
     def _check(self, responses: dict[str, FanoutResponse]) -> None:
-        """By a hash that the forks never used."""
+        """Check the bytes with a hash that the transfer does not use."""
         for host, checked in self._all(tuple(responses), FanoutCommand("check")).items():
             if checked.sha256 != self._cluster.sha256:
-                raise FanoutError(f"{host} holds other bytes than were stored")
+                raise FanoutError(f"{host} has other bytes than were stored")
 
     def _all(self, hosts: Sequence[str], command: FanoutCommand) -> dict[str, FanoutResponse]:
         for host in hosts:
@@ -79,7 +79,7 @@ class ColdGroupRunner:
 
     @property
     def _line_s(self) -> float:
-        """Seconds that the image takes on a link, headers left out."""
+        """Return the seconds that a link needs for the image without headers."""
         return self._cluster.size * 8 / self._cluster.rate
 
     def _timeout_s(self, case: ColdGroupCase) -> float:

@@ -1,4 +1,4 @@
-"""What `benchmarks.cold_group` prints: rows, figures and warnings, from the outcomes of its cases."""
+"""Rows, figures and warnings of `benchmarks.cold_group`, computed from the outcomes of its cases."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.harness import Row
 
 
 def row_of(case: ColdGroupCase, runs: Sequence[ColdGroupOutcome], size: int, unit_s: float) -> Row:
-    """A case's line of the table, medians of the rounds."""
+    """Return a case's table row: medians of the rounds."""
 
     def middle(value: Callable[[ColdGroupOutcome], float]) -> float:
         return median(value(run) for run in runs)
@@ -34,7 +34,7 @@ def row_of(case: ColdGroupCase, runs: Sequence[ColdGroupOutcome], size: int, uni
 
 
 def figures(outcomes: Mapping[ColdGroupCase, Sequence[ColdGroupOutcome]], size: int, unit_s: float) -> dict[str, float]:
-    """The figures that DESIGN section 8 names, and what else the cases tell."""
+    """Return the figures of DESIGN section 11, and further ones."""
 
     def seconds(case: ColdGroupCase) -> float:
         return median(run.seconds for run in outcomes[case])
@@ -61,10 +61,10 @@ def figures(outcomes: Mapping[ColdGroupCase, Sequence[ColdGroupOutcome]], size: 
 
 
 def warnings(outcomes: Mapping[ColdGroupCase, Sequence[ColdGroupOutcome]]) -> list[str]:
-    """Where the processors, and not the links, were what limits."""
+    """Warn of cases that were limited by the CPU and not by the links."""
     cpu_busy = {case: median(run.cpu_busy for run in runs) for case, runs in outcomes.items()}
     return [
-        f"{case.name}: the processors were {part:.0%} busy, and limit as the links do: lower --rate"
+        f"{case.name}: the CPUs were {part:.0%} busy and limit the case as much as the links do: lower --rate"
         for case, part in cpu_busy.items()
         if part >= SATURATED
     ]

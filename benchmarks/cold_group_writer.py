@@ -1,6 +1,6 @@
 """Writes the weights of `benchmarks.cold_group` to storage, as a snapshot and as a checkpoint.
 
-That benchmark starts it: ``python -m benchmarks.cold_group_writer BYTES SNAPSHOT_URI CHECKPOINT_URI`` prints
+Started by that benchmark: ``python -m benchmarks.cold_group_writer BYTES SNAPSHOT_URI CHECKPOINT_URI`` prints
 the SHA-256 of the image.
 """
 
@@ -22,7 +22,7 @@ from rfork.storage.snapshots.writer import write_snapshot
 
 
 def main() -> None:
-    """Make the weights and write them."""
+    """Generate the weights and write them."""
     size, snapshot, checkpoint = sys.argv[1:]
     logs.configure(json=False, level="error")
     module = module_of(int(size), filled=True)

@@ -1,9 +1,9 @@
-"""How fast is the chunk digest on one core, and what would the memory allow?
+"""Measure the chunk digest on one core against the speed of memory.
 
-Contenders stream through a buffer many times larger than any cache, interleaved, on one thread.
-"memory read" (memchr for a byte that is not there) and "memcpy" are the limits: no digest of cold bytes
-can be faster than reading them. "all threads" is a manifest of the dense image as a seed computes it.
-GB/s are 1e9 bytes of input a second.
+Contenders stream through a buffer many times larger than any cache, interleaved, on one thread. "memory read"
+(memchr for an absent byte) and "memcpy" are the limits: no digest of uncached bytes can be faster than
+reading them. "all threads" is a manifest of the dense image as a seed computes it. GB/s are 1e9 input bytes
+per second.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from rfork.image.memory import Image
 MIB = 1 << 20
 SMALL_TENSORS, SMALL_BYTES = 20_000, 8 << 10
 SLOW_BYTES = 256 * MIB
-"""What slow contenders are given: still eight times the largest cache of common machines."""
+"""Input size of slow contenders: still eight times the largest cache of common machines."""
 
 
 def main() -> None:
-    """Measure, print, and write what was asked for."""
+    """Run the benchmark, print the table and write the requested files."""
     options = harness.options("digest", __doc__)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -79,13 +79,13 @@ def main() -> None:
 
 
 def digest_all(image: Image) -> None:
-    """The digest of every chunk, one after the other, on this thread."""
+    """Compute the digest of every chunk sequentially on this thread."""
     for chunk in range(len(image.layout.chunks)):
         image.digest(chunk)
 
 
 def crc32c(data: bytes) -> Callable[[], object] | None:
-    """CRC32C of `data` by google-crc32c, where it is installed."""
+    """Return the CRC32C of `data`, computed by google-crc32c if it is installed."""
     try:
         import google_crc32c
     except ImportError:

@@ -1,22 +1,24 @@
-"""What does giving its weights cost a seed that serves, and what does the governor change?
+"""Measure what serving its weights costs a busy seed, and what the governor changes.
 
-A seed answers generation requests one after the other (a small Llama on the CPU, greedy, one torch thread)
-and tells its governor of each step, as an engine does. Meanwhile one or three readers fork its weights again
-and again: `rfork.fork` against a real planner, every byte verified. They give nothing onwards, so that all of
-them read from the seed itself.
+A seed processes generation requests sequentially (a small Llama on the CPU, greedy, one torch thread) and
+reports each step to its governor, as an engine does. Meanwhile one or three readers fork its weights in a
+loop: `rfork.fork` against a real planner, every byte verified. The readers do not serve, so all of them read
+from the seed.
 
-Who shares what: the whole seed process (what serves, what sends, gRPC) is pinned to one core, readers,
-planner and this process to the others. So sending costs serving its core, the worst case; memory and the last
-cache are everybody's. With two cores all readers share one, which bounds their speed.
+The complete seed process (inference, exporters, gRPC) is pinned to one core; readers, planner and this
+process are pinned to the others. So sending competes with inference for one core, which is the worst case;
+memory and the last-level cache are shared by all. With two cores all readers share one, which bounds their
+speed.
 
-- "governor on" is the product as it comes; "off" is without latency setpoint and with threads that give
-  no nicer than those that serve.
-- "gloo" is `torch.distributed` broadcast of the same tensors on a thread of the seed, the stand-in for NCCL.
-- "idle, slot …": nobody reads. The two slots of a round against one another are the noise of this machine.
-- "the seed idles": nothing is asked of the seed, so that only the speed counts; "limit: bare socket" sends
-  from the same tensors over one connection without a protocol or a check.
+- "governor on" is the product's default; "off" is without a latency setpoint and with exporter threads of the same
+  niceness as the inference threads.
+- "gloo" is a `torch.distributed` broadcast of the same tensors on a thread of the seed, a stand-in for NCCL.
+- "idle, slot …": no reader runs. The ratio of a round's two idle slots is this machine's noise.
+- "the seed idles": the seed processes no request, so only the transfer speed counts; "limit: bare socket" sends the
+  same tensors over one connection without a protocol or verification.
 
-Times are of requests unless they are of a token; quantiles are over the pooled rounds, which are interleaved.
+Times are per request unless labelled as per token; quantiles are over the pooled rounds, which are
+interleaved.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ def main() -> None:
 
 
 def cases_of(options: Options) -> list[DisturbCase]:
-    """Everything; with --quick three readers only, all of them governed, and no gloo."""
+    """Return all cases; with --quick only those with three readers and the governor, without gloo."""
     transports: tuple[ReaderTransport, ...] = ("http",) if library_state().error else ("http", "transfer_engine")
     counts = (MAX_READERS,) if options.quick else (1, MAX_READERS)
     read = [
@@ -86,11 +88,11 @@ def cases_of(options: Options) -> list[DisturbCase]:
 
 
 def rows(results: Mapping[str, SlotResult], cases: Sequence[DisturbCase]) -> list[Row]:
-    """A line each: milliseconds, and the ratios against both idle slots pooled."""
+    """Return one row per case: milliseconds, and ratios to both idle slots pooled."""
     idle = SlotResult()
     for case in IDLE:
         idle.add(results[case.name])
-    lines: list[Row] = [result_row("limit: nobody reads (both idle slots)", idle, idle)]
+    lines: list[Row] = [result_row("limit: no reader (both idle slots)", idle, idle)]
     lines += [result_row(case.name, results[case.name], idle) for case in cases]
     for name, slots in results.items():
         if not slots.requests:
@@ -99,7 +101,7 @@ def rows(results: Mapping[str, SlotResult], cases: Sequence[DisturbCase]) -> lis
 
 
 def result_row(name: str, slots: SlotResult, idle: SlotResult) -> Row:
-    """One case that serves."""
+    """Return the row of a case in which the seed serves requests."""
     return {
         "contender": name,
         "requests": len(slots.requests),
@@ -116,12 +118,12 @@ def result_row(name: str, slots: SlotResult, idle: SlotResult) -> Row:
 
 
 def ratio(slots: SlotResult, idle: SlotResult, share: float) -> float:
-    """A quantile of the requests against the same one while nobody reads."""
+    """Return the ratio of a request-time quantile to the same quantile without readers."""
     return quantile(slots.requests, share) / quantile(idle.requests, share)
 
 
 def figures(results: Mapping[str, SlotResult], cases: Sequence[DisturbCase]) -> dict[str, float]:
-    """Those that design section 8 names are the worst over the transports; the rest says which that is."""
+    """Return the figures. Those of DESIGN section 11 are the worst over the transports; the others name it."""
     idle = SlotResult()
     for case in IDLE:
         idle.add(results[case.name])

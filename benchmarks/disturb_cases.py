@@ -1,4 +1,4 @@
-"""What `benchmarks.disturb` measures: its cases, what a slot of one gave, and how slots are put together."""
+"""Cases of `benchmarks.disturb`, the results of their slots, and how slots are pooled."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ ReaderTransport = Literal["idle", "http", "transfer_engine", "gloo"]
 
 @dataclass(frozen=True, slots=True)
 class DisturbCase:
-    """`readers` take the weights over `transport` again and again; the governor is the product's, or off.
+    """`readers` fork the weights over `transport` in a loop; the governor is the product's default, or off.
 
-    `serves`: the seed answers requests meanwhile; else it idles, and only the speed is of interest.
+    `serves`: the seed processes requests meanwhile; otherwise it idles and only the transfer speed counts.
     """
 
     transport: ReaderTransport
@@ -24,7 +24,7 @@ class DisturbCase:
 
     @property
     def name(self) -> str:
-        """The contender's name."""
+        """Name of the contender."""
         if self.transport == "idle":
             return f"idle, slot {self.slot}"
         governor_label = "" if self.transport == "gloo" else f", governor {'on' if self.governed else 'off'}"
@@ -34,7 +34,7 @@ class DisturbCase:
 
 @dataclass
 class SlotResult:
-    """What the slots of one case gave: seconds of each request and each token, and what readers got."""
+    """Pooled results of the slots of one case: seconds of each request and each token, and bytes read."""
 
     requests: list[float] = field(default_factory=list)
     tokens: list[float] = field(default_factory=list)
@@ -50,16 +50,16 @@ class SlotResult:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens the seed made in a second."""
+        """Tokens per second that the seed generated."""
         return len(self.tokens) / self.seconds
 
     @property
     def bytes_per_s(self) -> float:
-        """What all readers together got in a second."""
+        """Bytes per second that all readers together received."""
         return self.bytes_read / self.seconds
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The value that `share` of all do not exceed (nearest rank)."""
+    """Return the quantile `share` of `values` (nearest rank)."""
     ordered = sorted(values)
     return ordered[max(0, min(len(ordered) - 1, -int(-share * len(ordered) // 1) - 1))]

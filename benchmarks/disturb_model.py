@@ -1,8 +1,8 @@
-"""The model of `benchmarks.disturb`: a small Llama that answers requests, and weights that it seldom uses.
+"""Model of `benchmarks.disturb`: a small Llama that serves requests, and weights that it rarely uses.
 
-The Llama is float32, of hidden size 256 and 4 layers: a token takes a few milliseconds of one core. The
-rest stands for the experts of a mixture that a token does not visit: it makes the image large enough to
-be worth a fork, and is never read to serve.
+The Llama is float32 with hidden size 256 and 4 layers: a token takes a few milliseconds of one core. The rest
+stands for the experts of a mixture that a token does not visit: it makes the image large enough to be worth a
+fork, and inference never reads it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ IDLE_TENSORS, IDLE_BYTES = 16, 12 << 20
 
 
 class BenchModel(nn.Module):
-    """The Llama and its resting weights; the same weights in every process."""
+    """The Llama and its unused weights; identical in every process."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,9 @@ class BenchModel(nn.Module):
         self.prompt = torch.arange(PROMPT_TOKENS).reshape(1, -1)
 
     def generate(self, tokens: int, unit: Callable[[], AbstractContextManager[object]]) -> list[float]:
-        """One request, greedy: seconds of each of its tokens. Each but the first is in a `unit()` block."""
+        """Run one greedy request and return the seconds of each token. Each but the first runs in a `unit()`
+        block.
+        """
         seconds: list[float] = []
         with torch.inference_mode():
             began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""A reader of `benchmarks.disturb`: forks the seed's model again and again until it is told to stop."""
+"""Reader of `benchmarks.disturb`: forks the seed's model in a loop until it is stopped."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ BUFFER = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class ReaderOrder:
-    """`start` to read over `transport`, or `stop`. `store`: the bare socket's port, or gloo's store."""
+    """Command to `start` reading over `transport`, or to `stop`. `store`: the bare socket's port, or gloo's
+    store.
+    """
 
     verb: Literal["start", "stop"]
     transport: str = ""
@@ -34,7 +36,7 @@ class ReaderOrder:
 
 
 class BenchReader:
-    """Obeys in a reader's process; reads on a thread of its own. `counter`: bytes that came so far."""
+    """Executes commands in a reader's process; reads on a separate thread. `counter`: bytes received so far."""
 
     def __init__(self, counter: Synchronized[int], planner: str) -> None:
         torch.set_num_threads(1)
@@ -46,7 +48,7 @@ class BenchReader:
         self._error = ""
 
     def handle(self, order: ReaderOrder) -> None:
-        """See `ReaderOrder`."""
+        """Execute a command; see `ReaderOrder`."""
         if order.verb == "start":
             self._stopping.clear()
             self._error = ""
@@ -103,5 +105,5 @@ class BenchReader:
 
 
 def main(counter: Synchronized[int], planner: str) -> Callable[[ReaderOrder], None]:
-    """A reader's process."""
+    """Entry point of a reader's process."""
     return BenchReader(counter, planner).handle

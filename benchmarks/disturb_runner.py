@@ -1,4 +1,4 @@
-"""How one slot of `benchmarks.disturb` goes, and the processes that take part in all of them."""
+"""Runs one slot of `benchmarks.disturb`, and owns the processes that all slots share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ReaderWorker = BenchWorker[ReaderOrder, None]
 
 @dataclass(frozen=True, slots=True)
 class SlotSize:
-    """How much is asked of the seed in one slot: requests of so many tokens, or seconds of idleness."""
+    """Load of one slot: requests of a number of tokens, or seconds of idleness."""
 
     requests: int
     tokens: int
@@ -33,7 +33,7 @@ class SlotSize:
 
 
 class DisturbRunner:
-    """Makes contenders of cases: each runs one slot, pools what it gave, and returns its seconds."""
+    """Makes contenders of cases: each runs one slot, pools its results, and returns its seconds."""
 
     def __init__(self, seed: SeedWorker, readers: Sequence[ReaderWorker], slot: SlotSize) -> None:
         self._seed = seed
@@ -41,20 +41,20 @@ class DisturbRunner:
         self._slot = slot
 
     def contender(self, case: DisturbCase, pool: SlotResult) -> Contender:
-        """One slot of a case."""
+        """Run one slot of a case."""
 
         def run() -> float:
             with tempfile.TemporaryDirectory(prefix="rfork-disturb-") as folder:
                 store = str(Path(folder) / "store")
                 self._seed.send(SeedOrder("open", case, tokens=self._slot.tokens, store=store))
                 readers = self._readers[: case.readers]
-                if case.transport == "gloo":  # nobody is there before all are
+                if case.transport == "gloo":  # the group forms only once all ranks have joined
                     self._start(readers, case, store)
                 self._seed.reply()
                 if case.transport not in ("gloo", "idle"):
                     self._start(readers, case, "")
                 result = self._measure(case.serves, readers)
-                if case.transport == "gloo":  # its end comes from the seed
+                if case.transport == "gloo":  # the seed ends the broadcast
                     self._close()
                 self._stop(readers)
                 if case.transport != "gloo":
@@ -65,7 +65,7 @@ class DisturbRunner:
         return run
 
     def socket(self, pool: SlotResult) -> Contender:
-        """The limit of the speed: one bare connection, the seed idles."""
+        """Measure the limit of the speed: one bare connection while the seed idles."""
 
         def run() -> float:
             port = self._seed.request(SeedOrder("socket"))
@@ -86,7 +86,7 @@ class DisturbRunner:
         else:
             result = self._seed.request(SeedOrder("idle", seconds=self._slot.idle_s))
         if not isinstance(result, SlotResult):
-            raise RforkError(f"the seed answered {result!r}")
+            raise RforkError(f"unexpected response of the seed: {result!r}")
         result.bytes_read = sum(reader.counter.value for reader in readers) - before
         return result
 
@@ -106,7 +106,9 @@ class DisturbRunner:
 
 @contextlib.contextmanager
 def start_processes() -> Iterator[tuple[SeedWorker, list[ReaderWorker]]]:
-    """The planner, the seed's process and the readers', each on its cores, until the block ends."""
+    """Run the planner, the seed's process and the readers' processes, each pinned to its cores, for the
+    block.
+    """
     here = os.sched_getaffinity(0)
     context = multiprocessing.get_context("spawn")
     url, there = context.Pipe()

@@ -1,4 +1,4 @@
-"""The seed of `benchmarks.disturb`: answers requests, one after the other, while it gives its weights."""
+"""Seed of `benchmarks.disturb`: processes requests sequentially while it serves its weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ StepMeter = Callable[[], AbstractContextManager[object]]
 
 @dataclass(frozen=True, slots=True)
 class SeedOrder:
-    """`open` a case, `serve` so many requests of so many tokens (or idle for seconds), `close` the case."""
+    """Command to `open` a case, `serve` requests of a number of tokens (or idle for seconds), or `close` the
+    case.
+    """
 
     verb: Literal["open", "serve", "idle", "close", "socket", "gloo"]
     case: DisturbCase | None = None
@@ -40,7 +42,7 @@ class SeedOrder:
 
 
 class SeedServer:
-    """Obeys in the seed's process. One case is open at a time."""
+    """Executes commands in the seed's process. One case is open at a time."""
 
     def __init__(self, planner: str) -> None:
         torch.set_num_threads(1)
@@ -50,7 +52,7 @@ class SeedServer:
         self._step_meter: StepMeter = contextlib.nullcontext
 
     def handle(self, order: SeedOrder) -> SlotResult | int | None:
-        """See `SeedOrder`."""
+        """Execute a command; see `SeedOrder`."""
         match order.verb:
             case "open" if order.case is not None:
                 self._step_meter = self._open.enter_context(self._seeded(order.case, order.store))
@@ -89,11 +91,11 @@ class SeedServer:
         options = settings_for(self._planner, transport, governed=case.governed, reads=False)
         with rfork.seed(self._model, model=MODEL, settings=options) as seed_handle:
             if not seed_handle.wait_registered(REPLY_TIMEOUT_S):
-                raise RforkError("the planner did not answer the seed")
+                raise RforkError("the planner did not respond to the seed")
             yield step_meter(seed_handle)
 
     def _listen(self) -> int:
-        """One bare connection gets the resting weights over and over; the port."""
+        """Send the unused weights to one bare connection in a loop; returns the port."""
         listener = self._open.enter_context(socket.create_server((LOOPBACK, 0)))
         views = [memoryview(tensor.numpy()) for tensor in self._model.idle_weights]
 
@@ -109,7 +111,7 @@ class SeedServer:
 
 
 def step_meter(seed_handle: Seed) -> StepMeter:
-    """How the engine tells the seed of each of its steps."""
+    """Return the context manager by which the engine reports each of its steps to the seed."""
     return seed_handle.measure_step
 
 
@@ -117,7 +119,7 @@ def step_meter(seed_handle: Seed) -> StepMeter:
 def broadcasting(
     model: BenchModel, rank: int, size: int, store: str, counter: Synchronized[int] | None = None
 ) -> Iterator[None]:
-    """Broadcast the model from rank 0 over and over, on a thread of its own, until rank 0 ends the block."""
+    """Broadcast the model from rank 0 in a loop, on a separate thread, until rank 0 ends the block."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     stopping = threading.Event()
 
@@ -145,5 +147,5 @@ def broadcasting(
 
 
 def main(counter: Synchronized[int], planner: str) -> Callable[[SeedOrder], SlotResult | int | None]:
-    """The seed process; its counter is not used."""
+    """Entry point of the seed's process; its counter is not used."""
     return SeedServer(planner).handle

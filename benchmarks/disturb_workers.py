@@ -1,4 +1,4 @@
-"""The processes of `benchmarks.disturb`: who runs on which core, and how they are told what to do."""
+"""Worker processes of `benchmarks.disturb`: their cores, and how they receive commands."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ ReplyT = TypeVar("ReplyT")
 
 
 def seed_cores() -> set[int]:
-    """The one core of the whole seed process: what serves and what gives share it."""
+    """Return the one core of the seed process, shared by inference and exporters."""
     return {min(os.sched_getaffinity(0))}
 
 
 def other_cores() -> set[int]:
-    """Everybody else's: readers, planner, and this benchmark's own process."""
+    """Return the cores of the readers, the planner and this benchmark's own process."""
     return os.sched_getaffinity(0) - seed_cores() or seed_cores()
 
 
 def settings_for(planner: str, transport: str, *, governed: bool, reads: bool) -> InstanceSettings:
-    """The product's defaults over one transport; ungoverned: without what the governor adds.
+    """Return the product's defaults over one transport; without `governed`, the governor is off.
 
-    Who `reads` gives nothing onwards, so that all read from the seed itself.
+    A process that `reads` does not serve, so that all readers read from the seed.
     """
     chosen = settings.load(
         InstanceSettings,
@@ -51,10 +51,10 @@ def settings_for(planner: str, transport: str, *, governed: bool, reads: bool) -
 
 
 class BenchWorker(Generic[OrderT, ReplyT]):
-    """One spawned process that does what it is told, pinned to `cores`, and always ended.
+    """A spawned process that executes commands, pinned to `cores`, and always ended.
 
-    `main(orders, *arguments)` makes the function that obeys one order. The shared `counter` is for what
-    it is to be asked for in the middle of one.
+    `main(orders, *arguments)` makes the function that executes one command. The shared `counter` can be read
+    while a command runs.
     """
 
     def __init__(self, name: str, cores: set[int], main: Callable[..., Callable[[OrderT], ReplyT]], *arguments: str):
@@ -72,14 +72,14 @@ class BenchWorker(Generic[OrderT, ReplyT]):
         child_pipe.close()  # so that its death ends our read
 
     def send(self, order: OrderT) -> None:
-        """Have it begin; `reply` follows."""
+        """Send a command; `reply` returns its result."""
         self._pipe.send(order)
 
     def reply(self) -> ReplyT:
-        """What came of the oldest order; raises RforkError where that failed, or nothing came."""
+        """Return the result of the oldest command; raises RforkError if it failed or no reply arrived."""
         try:
             if not self._pipe.poll(REPLY_TIMEOUT_S):
-                raise RforkError(f"{self.name} said nothing for {REPLY_TIMEOUT_S:g} s")
+                raise RforkError(f"{self.name} did not reply for {REPLY_TIMEOUT_S:g} s")
             reply_value, error = self._pipe.recv()
         except (EOFError, ConnectionError):
             raise RforkError(f"{self.name} ended") from None
@@ -100,7 +100,7 @@ class BenchWorker(Generic[OrderT, ReplyT]):
     def __exit__(
         self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._pipe.close()  # the process ends by itself where it waits for an order
+        self._pipe.close()  # the process ends itself when it waits for a command
         self._process.join(5.0)
         if self._process.is_alive():
             self._process.kill()
@@ -125,12 +125,12 @@ def _worker_main(
             return
         try:
             orders.send((handle(order), ""))
-        except Exception as error:  # whatever it was, the other side waits for an answer
+        except Exception as error:  # whatever the error, the other side waits for a reply
             orders.send((None, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
 
 
 def planner_process(url: Connection, cores: set[int]) -> None:
-    """The planner's process: sends its URL once it serves."""
+    """Run the planner: sends its URL once it serves."""
     from planner.server import serve
 
     os.sched_setaffinity(0, cores)

@@ -1,25 +1,25 @@
-"""How long until N hosts have an image, on links that are the limit, with real processes?
+"""Measure how fast N hosts obtain an image over links that are the bottleneck, with real processes.
 
-Each host is a network namespace with a shaped, full-duplex link (`benchmarks.netlab`): a planner
-(`rfork planner`), seeds, and targets that call `rfork.fork`. T runs from the go of the first target to the
-return of the last one's call, and is in multiples of S/B: S the image, B what one plain TCP socket
-carries between two of the hosts, measured in the same run (the row "limit"). Each target's bytes are
-compared with the seed's after each run, by weights_id and by a SHA-256 that the transfer never used.
+Each host is a network namespace with a shaped, full-duplex link (`benchmarks.netlab`): a planner (`rfork
+planner`), seeds, and targets that call `rfork.fork`. T runs from the start of the first target to the return
+of the last call, in multiples of S/B: S is the image size, B the rate of one plain TCP socket between two of
+the hosts, measured in the same run (the row "limit"). After each run each target's bytes are compared with
+the seed's, by weights_id and by a SHA-256 that the transfer does not use.
 
-- "rfork": all targets at once, as the planner plans them.
-- "star": everybody reads from the seed. "doubling": a target gives only once it is complete, to one
-  target at a time (waves of 1, 2, 4, 8). Both are rfork too: `benchmarks.fanout_runner` says how.
-- "late": some come a quarter of S/B after the others; "slow": a link has a quarter of the rate.
+- "rfork": all targets start together and follow the planner's plans.
+- "star": all read from the seed. "doubling": a target serves only once it is complete, to one target at a time
+  (waves of 1, 2, 4, 8). Both use rfork too; see `benchmarks.fanout_runner`.
+- "late": some targets start a quarter of S/B after the others; "slow": a link has a quarter of the rate.
 - "seeds of 0.5 rate": one target, whose link is as fast as those of its seeds together.
 
-"eta" is (S/B)/T; "bound" what the links allow at least. "the rest" are the targets with whole links, "a
-joiner" is the longest that a late one took from its own go. "sent" and "received" are the most of any
-host, in S, headers and acknowledgements included; the last lines have them host by host. "replans" are
-those of all targets together. "cpu" is the busy part of the
-processors, "own" what the case's processes used: where nearly all is used, processors limit as links do,
-and T says little: lower `--rate`. Options of rfork may be set (RFORK_MAX_INFLIGHT_CHUNKS, …).
+"eta" is (S/B)/T; "bound" is the minimum that the links allow. "the rest" are the targets with undisturbed
+links, "a joiner" is the maximum time of a late target from its own start. "sent" and "received" are the
+maximum of any host, in S, headers and acknowledgements included; the last lines list each host. "replans" are
+those of all targets together. "cpu" is the busy share of the CPUs, "own" the share used by the case's
+processes: if nearly all is used, CPUs limit the run as much as links, and T means little: lower `--rate`.
+Options of rfork may be set (RFORK_MAX_INFLIGHT_CHUNKS, …).
 
-Needs root, `ip` and `tc`; without them it says so, and measures nothing.
+Needs root, `ip` and `tc`; without them it prints the reason and measures nothing.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ IMAGE_MIB, QUICK_IMAGE_MIB = 256, 64
 RATE_MBIT: Final = 200.0
 ROUNDS, QUICK_ROUNDS = 5, 1
 BASELINE_ROUNDS: Final = 1
-"""Rounds, the first ones, in which the baselines run too: they take most of the time, and hardly vary."""
+"""Number of first rounds that include the baselines: they take the longest and hardly vary."""
 LIMIT: Final = FanoutCase("limit", 1)
 
 
 @dataclass(frozen=True)
 class LinkSettings:
-    """What the links of this run are: bytes of the image, bits a second, delay each way."""
+    """Image size in bytes, link rate in bits per second, and delay in each direction."""
 
     size: int
     rate: float
@@ -59,7 +59,9 @@ class LinkSettings:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print, and write what was asked for; `arguments` are the command line's unless given."""
+    """Run the benchmark, print the table and write the requested files. `arguments` default to the command
+    line.
+    """
     options, links, cases = parse(arguments)
     if missing := netlab.unavailable_reason():
         print(f"SKIPPED: {missing}")
@@ -102,22 +104,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def parse(arguments: Sequence[str] | None = None) -> tuple[Options, LinkSettings, list[FanoutCase]]:
-    """The options of all benchmarks, the links, and the cases."""
+    """Parse the common benchmark options, the link settings and the cases."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.fanout", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("--image-mib", type=int, help=f"size of the image, in MiB [{IMAGE_MIB}]")
-    parser.add_argument("--rate", type=float, default=RATE_MBIT, help=f"links, in Mbit/s each way [{RATE_MBIT:g}]")
-    parser.add_argument("--delay", type=float, default=0.0, help="delay of each link, in ms each way [0]")
+    parser.add_argument("--image-mib", type=int, help=f"image size in MiB [{IMAGE_MIB}]")
+    parser.add_argument("--rate", type=float, default=RATE_MBIT, help=f"link rate in Mbit/s in each direction [{RATE_MBIT:g}]")
+    parser.add_argument("--delay", type=float, default=0.0, help="link delay in ms in each direction [0]")
     parser.add_argument(
         "--targets",
         type=int,
         nargs="+",
         metavar="N",
-        help=f"sizes of the fleet [{' '.join(map(str, SIZES))}]",
+        help=f"fleet sizes [{' '.join(map(str, SIZES))}]",
     )
-    parser.add_argument("--only", metavar="PATTERN", help="run the cases alone whose names match")
+    parser.add_argument("--only", metavar="PATTERN", help="run only the cases whose names match")
     parser.add_argument("--rounds", type=int, help=f"rounds [{ROUNDS}, with --quick {QUICK_ROUNDS}]")
     parsed, rest = parser.parse_known_args(arguments)
     quick = "--quick" in rest
@@ -130,7 +132,7 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[Options, LinkSettings
 
 
 def quick_cases() -> list[FanoutCase]:
-    """What goes into a minute."""
+    """Return the cases that fit into a minute."""
     return [
         FanoutCase("rfork", 3), FanoutCase("rfork", 7), FanoutCase("star", 3), FanoutCase("doubling", 3),
         FanoutCase("rfork", 1, seeds=2, seed_rate=0.5),
@@ -138,7 +140,7 @@ def quick_cases() -> list[FanoutCase]:
 
 
 def all_cases(sizes: Sequence[int]) -> list[FanoutCase]:
-    """All the questions; those that are about a disturbance are asked of the second largest fleet."""
+    """Return all cases; those with a disturbance use the second-largest fleet."""
     several = [size for size in sizes if size > 1]
     cases = [FanoutCase("rfork", size) for size in sizes]
     cases += [FanoutCase("star", size) for size in several] + [FanoutCase("doubling", size) for size in several]

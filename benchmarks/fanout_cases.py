@@ -1,4 +1,4 @@
-"""The cases of `benchmarks.fanout`: who stands where, and what comes of a run. Values, nothing runs here."""
+"""Cases of `benchmarks.fanout`, and the outcome of a run. Values only."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from benchmarks.netlab import Traffic
 
 Mode = Literal["limit", "rfork", "star", "doubling"]
 SLOW_RATE: Final = 0.25
-"""Rate of a slow link, in the others' rate."""
+"""Rate of a slow link, relative to the others."""
 
 
 @dataclass(frozen=True)
 class FanoutCase:
-    """What is run: `targets` hosts fill themselves from `seeds` hosts.
+    """A case: `targets` hosts fork from `seeds` hosts.
 
-    `late` of the targets come a quarter of S/B after the others; the links of `slow` have a quarter of
-    the rate; `seed_rate` is the rate of each seed's link, in the targets' rate.
+    `late` of the targets start a quarter of S/B after the others; the links of `slow` targets have a quarter
+    of the rate; `seed_rate` is the rate of each seed's link, relative to the targets'.
     """
 
     mode: Mode
@@ -31,7 +31,7 @@ class FanoutCase:
 
     @property
     def name(self) -> str:
-        """As tables call it."""
+        """Name of the case in tables."""
         if self.mode == "limit":
             return "limit: TCP"
         more = f", {self.seeds} seeds" if self.seeds > 1 else ""
@@ -42,12 +42,12 @@ class FanoutCase:
 
     @property
     def baseline(self) -> bool:
-        """Whether it is there to be compared with."""
+        """Whether it is a baseline."""
         return self.mode in ("star", "doubling")
 
     @property
     def undisturbed(self) -> bool:
-        """Whether all links are alike, and all come at once."""
+        """Whether all links are alike and all targets start together."""
         return not self.late and not self.slow and self.seed_rate == 1
 
     @property
@@ -62,27 +62,27 @@ class FanoutCase:
 
     @property
     def late_hosts(self) -> tuple[str, ...]:
-        """The targets that come late."""
+        """Targets that start late."""
         return self.target_hosts[self.targets - self.late :]
 
     @property
     def slow_hosts(self) -> tuple[str, ...]:
-        """The targets with slow links: those in the middle."""
+        """Targets with slow links: those in the middle."""
         first = (self.targets - self.slow) // 2
         return self.target_hosts[first : first + self.slow]
 
     @property
     def min_time(self) -> float:
-        """The least T that the links allow, in S/B."""
+        """Minimum T that the links allow, in S/B."""
         return max(1.0, 1 / (self.seeds * self.seed_rate), 1 / SLOW_RATE if self.slow else 0.0)
 
 
 @dataclass(frozen=True)
 class FanoutOutcome:
-    """What came of a run. `started` is the go (`time.monotonic`); bytes are as the links count them.
+    """Outcome of a run. `started` is the start time (`time.monotonic`); bytes are as the links count them.
 
-    `cpu_busy` is the part of the machine's processor time that was used, `cpu_busy_processes` what the case's own
-    processes used of it (without what the kernel does for them between processes).
+    `cpu_busy` is the busy share of the machine's CPU time, `cpu_busy_processes` the share used by the case's
+    own processes (without the kernel's work between processes).
     """
 
     started: float
@@ -93,22 +93,22 @@ class FanoutOutcome:
 
     @property
     def seconds(self) -> float:
-        """From the go of the first target to the end of the last."""
+        """Seconds from the start of the first target to the end of the last."""
         return self.max_seconds(tuple(self.responses))
 
     def max_seconds(self, hosts: Sequence[str]) -> float:
-        """Seconds from the go until the last of these was complete."""
+        """Return the seconds from the start until the last of these was complete."""
         return max(self.responses[host].ended for host in hosts) - self.started
 
     def max_own_seconds(self, hosts: Sequence[str]) -> float:
-        """The most seconds that one of these took from its own start."""
+        """Return the maximum seconds that one of these took from its own start."""
         return max(self.responses[host].ended - self.responses[host].began for host in hosts)
 
 
 def doubling(targets: int) -> dict[int, list[int]]:
-    """Whom each instance gives to, one after the other; 0 is the seed, the targets are 1 to N.
+    """Return the readers of each instance, in order; 0 is the seed, the targets are 1 to N.
 
-    In wave w each of the first 2^w instances gives to the one 2^w further on: waves of 1, 2, 4, 8, ….
+    In wave w each of the first 2^w instances serves the one 2^w further on: waves of 1, 2, 4, 8, ….
     """
     return {
         source: [

@@ -1,7 +1,7 @@
-"""The hosts of `benchmarks.fanout`: a lab with a planner on one host and a node process on each other one.
+"""Cluster of `benchmarks.fanout`: a network lab with a planner on one host and a node process on each other.
 
-The processes live through all cases, because to import torch sixteen times costs more than a fork; each
-case has a model of its own name, fresh memory, and seeds of its own.
+The processes live through all cases, because importing torch sixteen times costs more than a fork; each case
+has its own model name, fresh memory and its own seeds.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ PORT: Final = 8700
 NODE: Final = "from benchmarks.fanout_node import main; main()"
 START_S: Final = 120.0
 STEP_S: Final = 60.0
-"""Most seconds for any command that moves no weights."""
+"""Timeout of a command that transfers no weights."""
 POLL_INTERVAL_S: Final = 1.0
-"""How often it is seen whether a process that was started has ended."""
+"""Interval at which a started process is checked."""
 TAIL: Final = 2000
 
 
 class FanoutError(RforkError):
-    """A case could not be run to its end."""
+    """A case could not be completed."""
 
 
 class NodeConnection:
-    """One node process, as the benchmark sees it. `send` and `answer` go in pairs."""
+    """Connection to a node process. Calls of `send` and `receive` alternate."""
 
     def __init__(self, name: str, connection: socket.socket, lines: IO[bytes], log: Path) -> None:
         self.name = name
@@ -49,19 +49,19 @@ class NodeConnection:
         self._log = log
 
     def send(self, command: FanoutCommand) -> None:
-        """Have it begin; raises FanoutError where it is gone."""
+        """Send a command; raises FanoutError if the node has ended."""
         try:
             self._connection.sendall(fanout_messages.encode_line(command))
         except OSError as error:
-            raise FanoutError(f"{self.name} is gone ({error}): {tail(self._log)}") from None
+            raise FanoutError(f"{self.name} has ended ({error}): {tail(self._log)}") from None
 
     def receive(self, seconds: float = STEP_S) -> FanoutResponse:
-        """What it says once it is done; raises FanoutError for a failure, silence, or its end."""
+        """Return the node's response; raises FanoutError if it failed, ended or timed out."""
         self._connection.settimeout(seconds)
         try:
             text = self._lines.readline()
         except OSError as error:
-            raise FanoutError(f"{self.name} is silent ({error}): {tail(self._log)}") from None
+            raise FanoutError(f"{self.name} does not respond ({error}): {tail(self._log)}") from None
         if not text:
             raise FanoutError(f"{self.name} ended: {tail(self._log)}")
         response = fanout_messages.parse_response(text)
@@ -70,19 +70,19 @@ class NodeConnection:
         return response
 
     def request(self, command: FanoutCommand, seconds: float = STEP_S) -> FanoutResponse:
-        """`send` and `answer`."""
+        """`send` and `receive`."""
         self.send(command)
         return self.receive(seconds)
 
     def close(self) -> None:
-        """End the connection, which ends the process."""
+        """Close the connection, which ends the process."""
         self._lines.close()
         self._connection.close()
 
 
 @dataclass(frozen=True)
 class CpuTimes:
-    """Seconds of processor time so far: of the whole machine, its idle part, and of the crew."""
+    """CPU seconds so far: of the machine, its idle part, and of the cluster's processes."""
 
     total: float
     idle: float
@@ -90,7 +90,7 @@ class CpuTimes:
 
     @classmethod
     def now(cls, processes: Sequence[int]) -> CpuTimes:
-        """As /proc counts them; `processes` are the crew's."""
+        """Read the times from /proc; `processes` are the cluster's."""
         tick = os.sysconf("SC_CLK_TCK")
         fields = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
         benchmark_ticks = 0
@@ -101,19 +101,19 @@ class CpuTimes:
         return cls(sum(fields) / tick, (fields[3] + fields[4]) / tick, benchmark_ticks / tick)
 
     def busy_since(self, before: CpuTimes) -> tuple[float, float]:
-        """Part of the processors' time that was used, and that the crew used; 0 to 1 each."""
+        """Return the shares of the CPU time that were used in total and by the cluster; 0 to 1 each."""
         passed = max(self.total - before.total, 1e-9)
         return 1 - (self.idle - before.idle) / passed, (self.benchmark_ticks - before.benchmark_ticks) / passed
 
 
 class FanoutCluster:
-    """A context manager; the processes are up inside the block, and gone after it whatever happens.
+    """Context manager of the cluster: its processes run inside the block and are always ended.
 
-    A benchmark with more on its hosts than a planner and nodes starts that in `before_nodes`.
+    A benchmark with other processes on its hosts starts them in `before_nodes`.
     """
 
     def __init__(self, nodes: Sequence[str], *, size: int, rate: float, delay_s: float) -> None:
-        """`size`: bytes of the image; `rate`: bits a second each way of every link."""
+        """`size`: bytes of the image; `rate`: bits per second in each direction of every link."""
         self.size = size
         self.rate = rate
         self.lab = NetworkLab([PLANNER, *nodes], rate=rate, delay_s=delay_s)
@@ -124,7 +124,7 @@ class FanoutCluster:
         self._folder = Path()
         self._listener: socket.socket | None = None
         self.open = contextlib.ExitStack()
-        """What ends with the crew."""
+        """Resources that close with the cluster."""
 
     def __enter__(self) -> Self:
         try:
@@ -143,15 +143,15 @@ class FanoutCluster:
         return self._nodes[name]
 
     def processors(self) -> CpuTimes:
-        """Processor time used so far."""
+        """Return the CPU time used so far."""
         return CpuTimes.now([process.pid for process in self._processes.values()])
 
     def before_nodes(self, folder: Path) -> Mapping[str, str]:
-        """Start what else the lab has, and return variables for the nodes; `folder` is there to the end."""
+        """Start additional processes and return variables for the nodes; `folder` exists until the end."""
         return {}
 
     def kill(self, name: str) -> None:
-        """Have a node die at once."""
+        """Kill a node."""
         self.lab.stop(self._processes[name])
         self._nodes.pop(name).close()
 
@@ -184,14 +184,15 @@ class FanoutCluster:
         self._run(name, ["-c", NODE, self._socket_path, name, str(self.size)], {**self._variables, **variables})
 
     def _run(self, host: str, arguments: Sequence[str], variables: Mapping[str, str]) -> None:
-        # Options of the data plane (RFORK_MAX_INFLIGHT_CHUNKS, …) come in from outside: they are what is to be tried.
+        # Options of the data plane (RFORK_MAX_INFLIGHT_CHUNKS, …) are inherited, because they are what is to
+        # be measured.
         chosen = {"RFORK_TRANSPORTS": "http", "RFORK_LOG_LEVEL": "warning", **os.environ, **variables}
         output = self.open.enter_context((self._folder / f"{host}.log").open("a"))
         self._processes[host] = self.lab.start(host, [sys.executable, *arguments], chosen, output)
 
     def _accept_nodes(self) -> None:
         if self._listener is None:
-            raise FanoutError("the crew is not there yet")
+            raise FanoutError("the cluster is not running yet")
         deadline = time.monotonic() + START_S
         self._listener.settimeout(POLL_INTERVAL_S)
         while True:
@@ -212,5 +213,5 @@ class FanoutCluster:
 
 
 def tail(log: Path) -> str:
-    """The end of a process's log."""
-    return log.read_text(errors="replace")[-TAIL:] or "it said nothing"
+    """Return the end of a process's log."""
+    return log.read_text(errors="replace")[-TAIL:] or "its log is empty"

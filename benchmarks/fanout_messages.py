@@ -1,7 +1,7 @@
-"""What `benchmarks.fanout` and its nodes say to each other: one JSON object a line, on a Unix socket.
+"""Messages between `benchmarks.fanout` and its nodes: one JSON object per line, on a Unix socket.
 
-A node does one command after the other and answers each with one line. Unix sockets do not belong to a
-network namespace, so what is said here takes nothing from the links that are measured.
+A node runs one command at a time and sends one response for each. Unix sockets do not belong to a network
+namespace, so the messages use no bandwidth of the measured links.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ ProgressPoint = tuple[float, int]
 
 @dataclass(frozen=True)
 class FanoutCommand:
-    """What a node is to do.
+    """Command to a node.
 
-    prepare: build the module, its memory empty, or `filled` with the weights; seed: give it to the forks
-    of `model`, and answer once the planner knows; fork: fill it, where nobody holds it from `snapshot` or
-    `checkpoint` (`independent`: as if there were no others), stay a seed, and answer with the times;
-    check: hash it; rest: give nothing any more; listen: open a TCP port; give: send the image's size to
-    whoever connects to it; take: receive that from `address`, `port`.
+    prepare: build the module, its memory empty, or `filled` with the weights; seed: serve it to the forks of
+    `model`, and respond once the planner knows; fork: fill it, if no instance has it from `snapshot` or
+    `checkpoint` (`independent`: without a planner), stay a seed, and respond with the times; check: hash it;
+    release: stop serving; listen: open a TCP port; send: send the image's size to the client that connects;
+    receive: receive that from `address`, `port`.
     """
 
     verb: Verb
@@ -41,7 +41,7 @@ class FanoutCommand:
 
 @dataclass(frozen=True)
 class FanoutResponse:
-    """What a node has done; `error` says why it could not, empty where it could."""
+    """Result of a command; `error` is empty if it succeeded."""
 
     error: str = ""
     began: float = 0.0
@@ -55,16 +55,16 @@ class FanoutResponse:
 
 
 def encode_line(message: DataclassInstance) -> bytes:
-    """A message, of this benchmark or of another, as it is sent."""
+    """Encode a message of this benchmark or of another."""
     return json.dumps(asdict(message)).encode() + b"\n"
 
 
 def parse_command(text: bytes) -> FanoutCommand:
-    """The command on a line."""
+    """Parse a command line."""
     return FanoutCommand(**json.loads(text))
 
 
 def parse_response(text: bytes) -> FanoutResponse:
-    """The answer on a line."""
+    """Parse a response line."""
     values = json.loads(text)
     return FanoutResponse(**{**values, "points": tuple((when, size) for when, size in values["points"])})

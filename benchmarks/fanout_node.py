@@ -1,8 +1,8 @@
-"""One host of `benchmarks.fanout`: a process that seeds and forks by rfork's public functions, as it is told.
+"""One host of `benchmarks.fanout`: a process that seeds and forks with rfork's public functions, on command.
 
-`main` runs in a process of its own, inside a host of a lab; its options are rfork's own environment
-variables. It says its name on the Unix socket, obeys (`benchmarks.fanout_messages`), and ends with the
-connection.
+`main` runs in a separate process inside a host of the lab; its options are rfork's own environment variables.
+It sends its name on the Unix socket, executes commands (`benchmarks.fanout_messages`), and ends when the
+connection closes.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from rfork.schema import ForkProgress
 from rfork.settings import InstanceSettings
 
 MATRIX = 4 << 20
-"""Bytes of each large tensor; as in a layer of a real model, a small one follows each."""
+"""Bytes of each large tensor; as in a layer of a real model, a small tensor follows each."""
 VECTOR = 4 << 10
 NO_SOURCE_TIMEOUT_S = 60.0
 BUFFER = 1 << 20
 
 
 def module_of(size: int, *, filled: bool, weights: int = 1) -> nn.Module:
-    """A module of exactly `size` bytes: zeros, or random bytes that are the same wherever `weights` is."""
+    """Build a module of exactly `size` bytes: zeros, or random bytes that are the same for equal `weights`."""
     generator = torch.Generator().manual_seed(weights)
     module = nn.Module()
     left, number = size, 0
@@ -49,7 +49,7 @@ def module_of(size: int, *, filled: bool, weights: int = 1) -> nn.Module:
 
 
 class FanoutNode:
-    """The module of one host, and what is open around it."""
+    """The module of one host and its open resources."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -59,7 +59,7 @@ class FanoutNode:
         self._listener: socket.socket | None = None
 
     def handle(self, command: FanoutCommand) -> FanoutResponse:
-        """Do it; raises RforkError or OSError."""
+        """Execute a command; raises RforkError or OSError."""
         match command.verb:
             case "prepare":
                 self._module = module_of(self._size, filled=command.filled)
@@ -84,7 +84,7 @@ class FanoutNode:
     def _seed(self, model: str) -> FanoutResponse:
         seed_handle = self._seed_stack.enter_context(seed(self._module, model=model))
         if not seed_handle.wait_registered(NO_SOURCE_TIMEOUT_S) or seed_handle.manifest is None:
-            raise RforkError(f"the planner did not answer a seed within {NO_SOURCE_TIMEOUT_S:g} s")
+            raise RforkError(f"the planner did not respond to a seed within {NO_SOURCE_TIMEOUT_S:g} s")
         return FanoutResponse(weights_id=seed_handle.manifest.weights_id)
 
     def _fork(self, command: FanoutCommand) -> FanoutResponse:
@@ -93,7 +93,7 @@ class FanoutNode:
         def on_progress(progress: ForkProgress, _: int) -> None:
             points.append((time.monotonic(), sum(progress.sources.values())))
 
-        # Without a planner there is nobody to share with.
+        # Without a planner there are no others to share with.
         fork_settings = self._settings.model_copy(update={"planner": None} if command.independent else {})
         began = time.monotonic()
         report = fork(
@@ -121,7 +121,7 @@ class FanoutNode:
 
     def _send_image(self) -> FanoutResponse:
         if self._listener is None:
-            raise RforkError("nobody listens")
+            raise RforkError("no socket is listening")
         with self._listener, contextlib.closing(self._listener.accept()[0]) as connection:
             left, block = self._size, memoryview(bytes(BUFFER))
             while left:
@@ -136,12 +136,14 @@ class FanoutNode:
             while received := connection.recv_into(block):
                 received_bytes += received
         if received_bytes != self._size:
-            raise RforkError(f"{received_bytes} of {self._size} bytes came")
+            raise RforkError(f"received {received_bytes} of {self._size} bytes")
         return FanoutResponse(began=began, ended=time.monotonic())
 
 
 def main() -> None:
-    """Connect and obey until the connection ends. Arguments: path of the socket, name, bytes of the image."""
+    """Connect and execute commands until the connection closes. Arguments: socket path, name, bytes of the
+    image.
+    """
     path, name, size = sys.argv[1:]
     log_settings = settings.load(InstanceSettings)
     logs.configure(json=log_settings.log_json, level=log_settings.log_level)
@@ -158,7 +160,7 @@ def main() -> None:
 
 
 def connect(path: str, name: str) -> socket.socket:
-    """A connection to the crew that listens at `path`, which has been told the node's name."""
+    """Connect to the cluster that listens at `path` and send it the node's name."""
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.connect(path)

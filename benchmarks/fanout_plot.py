@@ -1,4 +1,4 @@
-"""The time lines of `benchmarks.fanout`: how far each target was, over time."""
+"""Time lines of `benchmarks.fanout`: the progress of each target."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ COLUMNS = 3
 
 
 def plot(path: Path, runs: Sequence[tuple[FanoutCase, FanoutOutcome]], *, size: int, unit_s: float) -> None:
-    """A panel a case; time in S/B (`unit_s` seconds), a line a target, from 0 to `size` bytes."""
+    """Plot a panel per case; time in S/B (`unit_s` seconds), a line per target, from 0 to `size` bytes."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise MissingExtra("matplotlib", extra="dev", why=str(error)) from None
+        raise MissingExtra("matplotlib", extra="dev", reason=str(error)) from None
     rows = -(-len(runs) // COLUMNS)
     figure = Figure(figsize=(4 * COLUMNS, 2.6 * rows), layout="constrained")
     panels = figure.subplots(rows, COLUMNS, squeeze=False).flat

@@ -1,9 +1,9 @@
-"""Runs the cases of `benchmarks.fanout` on its crew.
+"""Runs the cases of `benchmarks.fanout` on its cluster.
 
-All three modes use the product as it is. Whom a target may read from is set by the name of the model
-alone: targets of one model are one group to the planner. In a star each target forks a model of its own
-name, and the seed gives its module under all of these names, so nobody can relay. In doubling each
-hand-over from one instance to the next has a name of its own, which the giver seeds once it is complete.
+All three modes use the product unchanged. The model name alone determines which sources a target may read
+from: the planner treats the targets of one model as one group. In a star each target forks a model with a
+unique name, and the seed serves its module under all of these names, so no target can relay. In doubling each
+transfer from one instance to the next has a unique model name, which the source seeds once it is complete.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from benchmarks.fanout_messages import FanoutCommand, FanoutResponse
 from benchmarks.netlab import Traffic
 
 LATE_AT: Final = 0.25
-"""When the late ones come, in S/B."""
+"""When the late targets start, in S/B."""
 TIMEOUT_FACTOR: Final = 3.0
-"""A fork that takes this many times what its schedule allows, and a minute, hangs."""
+"""A fork counts as hung after this multiple of the time that its schedule allows, plus a minute."""
 
 
 class FanoutRunner:
-    """Runs cases on a crew, one at a time."""
+    """Runs cases on a cluster, one at a time."""
 
     def __init__(self, cluster: FanoutCluster) -> None:
         self._cluster = cluster
         self._runs = 0
         self._filled: dict[str, str] = {}
-        """Seeds whose modules hold the weights, and the SHA-256 of their images."""
+        """Seeds whose modules have the weights, and the SHA-256 of their images."""
         self._weights_id = ""
 
     def run(self, case: FanoutCase) -> FanoutOutcome:
-        """One run; raises FanoutError where it does not come to its end, or not to the right bytes."""
+        """Run a case once; raises FanoutError if it does not finish, or finishes with the wrong bytes."""
         self._runs += 1
         cluster, hosts = self._cluster, (*case.seed_hosts, *case.target_hosts)
         with self._shape_links(case):
@@ -51,11 +51,11 @@ class FanoutRunner:
         self._all(hosts, FanoutCommand("rest"))
         return FanoutOutcome(started, responses, traffic, cpu_busy, cpu_busy_processes)
 
-    # -- before the go ------------------------------------------------------------------------------
+    # -- preparation --------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _shape_links(self, case: FanoutCase) -> Iterator[None]:
-        """The links as the case wants them; afterwards as they were."""
+        """Shape the links for the case; restore them afterwards."""
         lab, rate = self._cluster.lab, self._cluster.rate
         rates = dict.fromkeys(case.slow_hosts, rate * SLOW_RATE)
         if case.seed_rate != 1:
@@ -69,7 +69,7 @@ class FanoutRunner:
                 lab.shape(host, rate=rate)
 
     def _prepare_case(self, case: FanoutCase, model: str) -> Callable[[], dict[str, FanoutResponse]]:
-        """Everything up to the go, which the function that it returns gives."""
+        """Prepare everything before the start; the returned function starts the forks."""
         fresh = [host for host in case.seed_hosts if host not in self._filled]
         self._all(fresh, FanoutCommand("prepare", filled=True))
         self._filled |= {host: response.sha256 for host, response in self._all(fresh, FanoutCommand("check")).items()}
@@ -92,7 +92,7 @@ class FanoutRunner:
                 self._weights_id = seed.request(FanoutCommand("seed", _edge_model(model, 1))).weights_id
                 return lambda: self._doubling(case, model)
 
-    # -- from the go to the end ---------------------------------------------------------------------
+    # -- forks --------------------------------------------------------------------------------------
 
     def _bare_transfer(self, case: FanoutCase, port: int) -> dict[str, FanoutResponse]:
         sender, receiver = self._cluster[case.seed_hosts[0]], self._cluster[case.target_hosts[0]]
@@ -105,7 +105,7 @@ class FanoutRunner:
         return {receiver.name: received}
 
     def _start_together(self, case: FanoutCase, models: Mapping[str, str]) -> dict[str, FanoutResponse]:
-        """All at once, but for those that come late."""
+        """Start all targets together except the late ones."""
         late_at = time.monotonic() + LATE_AT * self._line_s
         for host in case.target_hosts:
             if host in case.late_hosts:
@@ -114,7 +114,7 @@ class FanoutRunner:
         return {host: self._cluster[host].receive(self._timeout_s(case)) for host in case.target_hosts}
 
     def _doubling(self, case: FanoutCase, model: str) -> dict[str, FanoutResponse]:
-        """Each giver on a thread: once it is complete it seeds for one target after the other."""
+        """Run a thread per source: once it is complete, it seeds for one target after the other."""
         hosts = (case.seed_hosts[0], *case.target_hosts)
         complete: dict[int, Future[FanoutResponse]] = {number: Future() for number in range(len(hosts))}
         complete[0].set_result(FanoutResponse())
@@ -124,7 +124,7 @@ class FanoutRunner:
                 edge = _edge_model(model, reader)
                 try:
                     complete[source].result()
-                    if reader != 1:  # the first one is seeded for before the go
+                    if reader != 1:  # the first one is seeded before the start
                         self._cluster[hosts[source]].request(FanoutCommand("seed", edge))
                     response = self._cluster[hosts[reader]].request(FanoutCommand("fork", edge), self._timeout_s(case))
                 except FanoutError as error:
@@ -137,14 +137,14 @@ class FanoutRunner:
                 pool.submit(seed_readers, source, readers)
             return {hosts[reader]: complete[reader].result() for reader in range(1, len(hosts))}
 
-    # -- after the end ------------------------------------------------------------------------------
+    # -- after the forks ----------------------------------------------------------------------------
 
     def _check(self, case: FanoutCase, responses: Mapping[str, FanoutResponse]) -> None:
-        """The weights_id that the transfer verified, and beside it a hash that it never used."""
+        """Check the weights_id that the transfer verified, and a hash that it does not use."""
         right = self._filled[case.seed_hosts[0]]
         for host, checked in self._all(case.target_hosts, FanoutCommand("check")).items():
             if (responses[host].weights_id, checked.sha256) != (self._weights_id, right):
-                raise FanoutError(f"{case.name}: {host} holds other bytes than the seed")
+                raise FanoutError(f"{case.name}: {host} has other bytes than the seed")
 
     def _all(self, hosts: Sequence[str], command: FanoutCommand) -> dict[str, FanoutResponse]:
         for host in hosts:
@@ -153,11 +153,11 @@ class FanoutRunner:
 
     @property
     def _line_s(self) -> float:
-        """Seconds that the image takes on a link, headers left out."""
+        """Return the seconds that a link needs for the image without headers."""
         return self._cluster.size * 8 / self._cluster.rate
 
     def _timeout_s(self, case: FanoutCase) -> float:
-        """Seconds after which a fork hangs."""
+        """Return the seconds after which a fork counts as hung."""
         return STEP_S + TIMEOUT_FACTOR * self._line_s * max(case.targets, case.min_time)
 
 

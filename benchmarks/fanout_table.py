@@ -1,4 +1,4 @@
-"""What `benchmarks.fanout` prints: rows, figures and warnings, from the outcomes of its cases."""
+"""Rows, figures and warnings of `benchmarks.fanout`, computed from the outcomes of its cases."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from benchmarks.fanout_cases import FanoutCase, FanoutOutcome
 from benchmarks.harness import Row
 
 SATURATED: Final = 0.9
-"""Busy part of the processors from which on these are what limits."""
+"""Busy share of the CPUs from which they are the bottleneck."""
 
 
 def limit_row(case: FanoutCase, unit_s: float) -> Row:
-    """The physical limit."""
+    """Return the row of the physical limit."""
     return {"case": f"{case.name}, {unit_s:.3g} s", "T in S/B": 1.0}
 
 
 def rows_of(case: FanoutCase, runs: Sequence[FanoutOutcome], size: int, unit_s: float) -> list[Row]:
-    """A case's lines of the table, medians of the rounds."""
+    """Return a case's table rows: medians of the rounds."""
 
     def middle(value: Callable[[FanoutOutcome], float]) -> float:
         return median(value(run) for run in runs)
@@ -51,12 +51,12 @@ def rows_of(case: FanoutCase, runs: Sequence[FanoutOutcome], size: int, unit_s: 
 
 
 def rest_of(case: FanoutCase) -> tuple[str, ...]:
-    """The targets whose links are whole."""
+    """Return the targets with undisturbed links."""
     return tuple(host for host in case.target_hosts if host not in case.slow_hosts)
 
 
 def host_rows(outcomes: Mapping[FanoutCase, Sequence[FanoutOutcome]], size: int, unit_s: float) -> list[Row]:
-    """Host by host, for the largest fleet that all came at once: when complete, sent, received."""
+    """Return a row per host for the largest undisturbed fleet: time of completion, sent, received."""
     plain = [case for case in outcomes if case.mode == "rfork" and case.undisturbed]
     if not plain:
         return []
@@ -77,7 +77,7 @@ def host_rows(outcomes: Mapping[FanoutCase, Sequence[FanoutOutcome]], size: int,
 
 
 def figures(outcomes: Mapping[FanoutCase, Sequence[FanoutOutcome]], size: int, unit_s: float) -> dict[str, float]:
-    """The figures that DESIGN section 8 names, and what else the cases tell."""
+    """Return the figures of DESIGN section 11, and further ones."""
     named: dict[str, float] = {}
     egress: list[float] = []
     stripes: list[float] = []
@@ -106,7 +106,7 @@ def figures(outcomes: Mapping[FanoutCase, Sequence[FanoutOutcome]], size: int, u
 
 
 def warnings(outcomes: Mapping[FanoutCase, Sequence[FanoutOutcome]]) -> list[str]:
-    """Where the processors, and not the links, were what limits; and whether this run had them to itself."""
+    """Warn of cases that were limited by the CPU and not by the links, and of CPU load from other processes."""
     lines: list[str] = []
     for case, runs in outcomes.items():
         cpu_busy, own_seconds = (
@@ -117,7 +117,7 @@ def warnings(outcomes: Mapping[FanoutCase, Sequence[FanoutOutcome]]) -> list[str
             why = (
                 "lower --rate"
                 if own_seconds >= cpu_busy / 2
-                else f"other work had most of them (these {own_seconds:.0%})"
+                else f"other processes used most of them (these {own_seconds:.0%})"
             )
-            lines.append(f"{case.name}: the processors were {cpu_busy:.0%} busy, and limit as the links do: {why}")
+            lines.append(f"{case.name}: the CPUs were {cpu_busy:.0%} busy and limit the case as much as the links do: {why}")
     return lines

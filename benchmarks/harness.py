@@ -204,7 +204,7 @@ def _plot(path: Path, title: str, rows: Sequence[Row], labels: str, values: str)
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise MissingExtra("matplotlib", extra="dev", why=str(error)) from None
+        raise MissingExtra("matplotlib", extra="dev", reason=str(error)) from None
     bars = [(str(row[labels]), float(row.get(values) or 0)) for row in rows]
     figure = Figure(figsize=(8, 0.4 * len(bars) + 1.2), layout="constrained")
     axes = figure.subplots()

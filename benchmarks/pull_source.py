@@ -91,7 +91,7 @@ def settings_for(
         planner=planner,
         transports=tuple(transports),
         verify_chunks=verify,
-        window=IN_FLIGHT,
+        max_inflight_chunks=IN_FLIGHT,
         bind=LOOPBACK,
         allow_unauthenticated_tcp=True,
         shm_mode=shared_memory,

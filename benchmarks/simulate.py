@@ -211,7 +211,7 @@ def plot(path: Path, base: SimScenario, measured: Mapping[int, float]) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise MissingExtra("matplotlib", extra="dev", why=str(error)) from None
+        raise MissingExtra("matplotlib", extra="dev", reason=str(error)) from None
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     for name, contender in CONTENDERS.items():

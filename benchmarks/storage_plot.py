@@ -25,7 +25,7 @@ def plot(path: Path, results: Sequence[StorageResult]) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise MissingExtra("matplotlib", extra="dev", why=str(error)) from None
+        raise MissingExtra("matplotlib", extra="dev", reason=str(error)) from None
     questions = [(image, into) for image in SHARDS for into in DESTINATIONS]
     figure = Figure(figsize=(7 * len(MEDIA), 3.6 * len(questions)), layout="constrained")
     panels = figure.subplots(len(questions), len(MEDIA), squeeze=False)

@@ -12,7 +12,7 @@ from benchmarks.storage_cases import Bucket
 from benchmarks.storage_images import FileFormat, StoredImage
 
 BUCKET = "bench"
-SIGNED_S = 24 * 3600
+SIGNATURE_REUSE_S = 24 * 3600
 UPLOADS = 4
 
 
@@ -48,7 +48,7 @@ def serving(
                 path.name: client.generate_presigned_url(
                     "get_object",
                     Params={"Bucket": BUCKET, "Key": bucket.key("safetensors", path.name)},
-                    ExpiresIn=SIGNED_S,
+                    ExpiresIn=SIGNATURE_REUSE_S,
                 )
                 for path in stored.safetensors
             }

@@ -6,7 +6,7 @@ from collections import deque
 from statistics import median
 from typing import TYPE_CHECKING, Final, Literal
 
-from rfork.schema import ForkResult, source_kind
+from rfork.schema import ForkResult, source_type
 
 if TYPE_CHECKING:
     from planner.store.records import ForkRecord
@@ -60,7 +60,7 @@ class ForkDurationStats:
 
 def origin_of(finish: ForkResult) -> Origin:
     """Return the origin of the bytes that were read."""
-    is_peer = {source_kind(name) == "peer" for name, nbytes in finish.sources.items() if nbytes}
+    is_peer = {source_type(name) == "peer" for name, nbytes in finish.sources.items() if nbytes}
     if len(is_peer) == 2:
         return "both"
     if not is_peer:

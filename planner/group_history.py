@@ -11,7 +11,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Final
 
 from planner.fork_stats import ForkDurationStats
-from rfork.schema import ForkResult, source_kind
+from rfork.schema import ForkResult, source_type
 
 if TYPE_CHECKING:
     from planner.store.records import ForkRecord, GroupKey
@@ -34,7 +34,7 @@ class GroupHistory:
         """Add the bytes and the duration of a fork that its target finished."""
         self.durations.record(fork, finish)
         for name, nbytes in finish.sources.items():
-            if source_kind(name) == "peer":
+            if source_type(name) == "peer":
                 self.forked_bytes += nbytes
             else:
                 self.storage_bytes += nbytes

@@ -21,8 +21,8 @@ from prometheus_client import (
 from planner.fork_stats import Origin, origin_of
 from planner.store.records import ForkRecord, InstanceRecord
 from rfork import errors, weights_version
-from rfork.schema import ForkResult, SourceFault, source_kind
-from rfork.schema.types import GPU_KERNEL_TRANSPORTS, InstanceState, Outcome, SourceKind, StorageKind
+from rfork.schema import ForkResult, SourceFault, source_type
+from rfork.schema.types import GPU_KERNEL_TRANSPORTS, InstanceState, Outcome, SourceType, StorageType
 from rfork.settings import TransportName
 from rfork.tls_expiry import not_after
 
@@ -193,9 +193,9 @@ class Metrics:
         if seconds_saved is not None:
             (self._seconds_saved if seconds_saved >= 0 else self._seconds_lost).inc(abs(seconds_saved))
         for source, verified_bytes in finish.sources.items():
-            self._bytes.labels(source_kind(source)).inc(min(max(verified_bytes, 0), MAX_BYTES))
+            self._bytes.labels(source_type(source)).inc(min(max(verified_bytes, 0), MAX_BYTES))
         if finish.outcome == "fallback":
-            fallback = source_kind(finish.fallback) if finish.fallback else "loader"
+            fallback = source_type(finish.fallback) if finish.fallback else "loader"
             self._fallbacks.labels(fallback, _fallback_reason(finish.reasons)).inc()
         if finish.efficiency is not None and math.isfinite(finish.efficiency):
             self._efficiency.observe(finish.efficiency)
@@ -240,7 +240,7 @@ class Metrics:
             self._instances.labels(state).set(states[state])
         for fork_state in ("planning", "running"):
             self._live.labels(fork_state).set(forks[fork_state])
-        for storage_type in get_args(StorageKind):
+        for storage_type in get_args(StorageType):
             self._readers.labels(storage_type).set(readers[storage_type])
         self._leases.set(leases)
         self._orphaned.set(orphaned)
@@ -261,7 +261,7 @@ class Metrics:
                 self._seconds.labels(outcome, origin)
         for phase in PHASES:
             self._phases.labels(phase)
-        for source_type in get_args(SourceKind):
+        for source_type in get_args(SourceType):
             self._bytes.labels(source_type)
         for name in sorted(ERROR_TYPES):
             self._faults.labels(FAULT_OF[name], name)
@@ -271,7 +271,7 @@ class Metrics:
             self._routes.labels(transport)
         for is_complete in ("true", "false"):
             self._scaleup_batches.labels(is_complete)
-        for source_type in get_args(StorageKind):
+        for source_type in get_args(StorageType):
             self._fallbacks.labels(source_type, FIRST_OF_VERSION)
         for choice in get_args(VersionChoice):
             self._versions.labels(choice)

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Final
 
 from rfork.image.ranges import Range, count
-from rfork.schema.types import InstanceState, StorageKind
+from rfork.schema.types import InstanceState, StorageType
 
 SLOW_FRACTION: Final = 0.3
 """Fraction of its link speed at which a straggler is assumed to read."""
@@ -32,7 +32,7 @@ class HostLocation:
 class Storage:
     """Storage that an instance could read its image from."""
 
-    kind: StorageKind
+    kind: StorageType
     uri: str = ""
     origin: str | None = None
     """Identifies the files before any chunk is read; None for a loader."""

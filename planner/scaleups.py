@@ -2,7 +2,7 @@
 
 Announcements and first fork requests are records in the store, so that all replicas of the planner count the
 same; `planner.request_batcher` does the waiting, each for its own requests. Requests that arrive at two
-planner replicas are planned in two batches, the later on top of the earlier. `planner.scaleup_tracking`
+planner replicas are planned in two batches, the later on top of the earlier. `planner.scaleup_tracker`
 counts arrivals.
 """
 
@@ -14,7 +14,7 @@ from typing import Final
 
 from planner.http_errors import ProblemError
 from planner.scaleup_forecast import ScaleUpForecast
-from planner.scaleup_tracking import ExpectedReplicas, ScaleUpTracker
+from planner.scaleup_tracker import ExpectedReplicas, ScaleUpTracker
 from planner.state import PlannerState
 from planner.store.base import PlannerStore, StoreChange
 from planner.store.records import GroupKey, InstanceRecord, ScaleUpRecord

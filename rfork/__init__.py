@@ -1,6 +1,6 @@
-"""fork() for model weights: a new inference instance pulls its weights from one that already runs.
+"""fork() for model weights: a new inference instance copies its weights from one that is already running.
 
-The public names load lazily, so that the planner can import `rfork.schema` and `rfork.settings` on a
+Public names are loaded lazily, so that the planner can import `rfork.schema` and `rfork.settings` on a
 machine without torch.
 """
 

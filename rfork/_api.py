@@ -1,4 +1,4 @@
-"""rfork for any `nn.Module`: `fork` fills one from a running instance, `seed` gives one to others."""
+"""Public functions for any `nn.Module`: `fork` fills one from a running instance, `seed` serves one."""
 
 from __future__ import annotations
 
@@ -54,33 +54,34 @@ def fork(
     settings: InstanceSettings | None = None,
     on_progress: OnProgress | None = None,
 ) -> ForkReport:
-    """Fill `module` with the weights of a running instance of `model`, in place. Runs on the target.
+    """Fill `module` in place with the weights of a running instance of `model`. Runs on the target.
 
-    The module must be built as the seeds' were, in its final layout; its weights may hold anything. It gets
-    weights of one version: `version`, else that of `checkpoint`, else that of the snapshot. Without any of
-    these it takes over the version that is served, if there is exactly one (`ForkReport.version`); where
-    several are, it loads by itself. All ranks that have one `replica` get one version; ranks whose processes
-    share torch.distributed's default group agree by themselves.
-    While it is filled, and from then on, this process gives the weights onwards: `ForkReport.seed`
-    is that giving side, open until it is closed or the process ends. An engine that serves from here on
-    tells it of each step (`Seed.serving`), so that forks of this instance do not slow it down.
+    The module must be built like the seeds', in its final layout; its weights may have any value. It receives
+    weights of one version: `version`, otherwise that of `checkpoint`, otherwise that of the snapshot. Without
+    any of these it adopts the served version if there is exactly one (`ForkReport.version`); if there are
+    several, it uses its fallbacks. All ranks with one `replica` get one version; ranks whose processes share
+    torch.distributed's default group agree on a replica automatically.
 
-    What this instance could read by itself is, best first: `snapshot` (a file, or the folder that holds one
-    for each rank), else that which the settings name; `checkpoint` (safetensors files), and
-    `loader(module)`. Both are paths, or URIs of any storage. Where no instance has the
-    weights, the planner elects one of those that wait to read them, for all: this one may be it, and
-    `ForkReport.storage_bytes` says what it read. A loader is run on the calling thread. With the
-    setting `cold_start` ``independent`` nobody is waited for. When nothing else works, or the deadline
-    passed, each of these ways is tried here in that order. A loader has to fill all parameters and
-    persistent buffers. With the setting `required`, `checkpoint` and `loader` are not used.
+    While it is filled, and afterwards, this process serves the weights: `ForkReport.seed` is the seed, open
+    until it is closed or the process ends. An engine that serves reports each step to it
+    (`Seed.measure_step`), so that forks do not slow it down.
 
-    `planner` (URL) and `deadline` (seconds) override `settings`, which are those of the environment where
-    none are given. `rank` says which part of a model this process holds; without one, all of it. Tensors
-    whose names match a pattern in `exclude` (of `fnmatch`) are neither read nor given. `on_progress` is told
-    how it goes, and the image's size in bytes, about four times a second, on a thread of rfork's.
+    Storage, in order of preference: `snapshot` (a file, or the folder with one for each rank), otherwise that
+    of the settings; `checkpoint` (safetensors files); and `loader(module)`. The first two are paths or URIs
+    of any storage. If no instance has the weights, the planner elects one of the waiting instances to read
+    them for all: this one may be elected, and `ForkReport.storage_bytes` is what it read. A loader runs on
+    the calling thread. With the setting `cold_start` ``independent`` each instance reads for itself. If
+    nothing else works, or the deadline passes, these are used as fallbacks in that order. A loader must fill
+    all parameters and persistent buffers. With the setting `fail_if_not_forked`, `checkpoint` and `loader`
+    are not used.
 
-    Raises AllSourcesFailed when nothing worked, and UserError kinds for what the caller got wrong; the
-    module's content is then undefined. It is never half filled and returned as a success.
+    `planner` (URL) and `deadline` (seconds) override `settings`, which default to the environment. `rank` is
+    the part of a model that this process has; by default, all of it. Tensors whose names match a pattern in
+    `exclude` (of `fnmatch`) are neither read nor served. `on_progress` receives the progress and the image's
+    size in bytes about four times a second, on one of rfork's threads.
+
+    Raises AllSourcesFailed if nothing worked, and subclasses of UserError for invalid arguments; the module's
+    content is then undefined. A partially filled module is never reported as a success.
     """
     check_module(module)
     check_deadline(deadline)
@@ -121,10 +122,10 @@ def fork_with_fallbacks(
     settings: InstanceSettings,
     on_progress: OnProgress | None,
 ) -> ForkReport:
-    """As `fork`, for the other engines: what follows the snapshot is given as `ways`, best first.
+    """Run `fork` for other engines: fallbacks after the snapshot are passed in order of preference.
 
-    `files` computes the version of the files that they read; None: they have no version of their own. With
-    the setting `required` only the snapshot is read.
+    `files` computes the version of the files that they read; None: they have no version. With the setting
+    `fail_if_not_forked`, only the snapshot is read.
     """
     check_model_name(model)
     check_rank(rank)
@@ -132,7 +133,7 @@ def fork_with_fallbacks(
     named, rank = snapshot or settings.snapshot, rank or Rank()
     if settings.fail_if_not_forked and settings.planner is None and named is None:
         raise SettingsError(
-            "neither a planner nor a snapshot is set, and RFORK_FAIL_IF_NOT_FORKED is",
+            "RFORK_FAIL_IF_NOT_FORKED is set, but neither a planner nor a snapshot is",
             hint="set RFORK_PLANNER or RFORK_SNAPSHOT",
         )
     fallbacks, storage = (
@@ -168,24 +169,23 @@ def seed(
     exclude: Sequence[str] = (),
     settings: InstanceSettings | None = None,
 ) -> Iterator[Seed]:
-    """Give `module`'s weights to whoever the planner sends, while the block runs. Runs on the source.
+    """Serve `module`'s weights to the readers that the planner assigns, while the block runs. Runs on the
+    source.
 
-    The weights must not change inside the block but in one of ``with giving.updating():``, whose end
-    digests them anew and gives them from then on (`Seed.updating`). On leaving, readers get
-    `settings.drain_s` seconds to finish.
+    The weights may change only inside ``with seed.updating():``, whose end digests and serves the new ones
+    (`Seed.updating`). On exit, readers get `settings.drain_timeout_s` seconds to finish.
 
-    Forks meet it under the name `model` and `version`. Without a version (and the setting of that name) the
-    weights are named after their bytes; of a model of several ranks, after the `replica`, which has to be
-    equal on all of them. `planner` (URL) overrides `settings`, which are those of the
-    environment where none are given; `rank` says which part of a model this is, without one all of it;
-    tensors whose names match a pattern in `exclude` (of `fnmatch`) are not given, and a fork has to exclude
-    them too.
+    Forks meet it under `model` and `version`. Without a version (and the setting of that name), the version
+    is derived from the weights' bytes or, for a model of several ranks, from the `replica`, which must be
+    equal on all of them. `planner` (URL) overrides `settings`, which default to the environment; `rank` is
+    the part of the model, by default all of it; tensors whose names match a pattern in `exclude` (of
+    `fnmatch`) are not served, and a fork must exclude them too.
 
-    Who serves meanwhile puts each step of that into ``with giving.serving():``: readers are then held back
-    as far as the steps would take longer for them (`InstanceSettings.max_latency_ratio`).
+    A program that serves requests wraps each step in ``with seed.measure_step():``: readers are then
+    throttled while steps take longer (`InstanceSettings.max_latency_ratio`).
 
-    Raises UnsupportedTensor for a tensor that has no bytes to give, and where there is none at all; PortInUse
-    where a port of the settings is taken. A planner that does not answer is no error: it is told later.
+    Raises UnsupportedTensor for a tensor without readable bytes, or if there is no tensor; PortInUse if a
+    port of the settings is in use. A planner that does not respond is not an error: it is notified later.
     """
     check_module(module)
     check_model_name(model)
@@ -216,7 +216,7 @@ def seed(
 
 
 def _named(manifest: Manifest, rank: Rank, replica: str | None) -> str:
-    """Return a version for weights of which nothing is known but their bytes. Raises SettingsError."""
+    """Return a version derived from the weights' bytes. Raises SettingsError."""
     if is_single(rank):
         return of_weights(manifest.weights_id)
     if replica is None:
@@ -228,9 +228,9 @@ def _named(manifest: Manifest, rank: Rank, replica: str | None) -> str:
 
 
 def resolve_settings(settings: InstanceSettings | None, **overrides: object) -> InstanceSettings:
-    """These settings, or those of the environment, with what was given (not None) on top.
+    """Return settings (by default those of the environment) with the given values that are not None.
 
-    Raises SettingsError for a value that cannot be used, also of settings that were made without a check.
+    Raises SettingsError for an invalid value, also of settings that were created without validation.
     """
     if settings is None:
         return options.load(InstanceSettings, **overrides)

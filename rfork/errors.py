@@ -1,49 +1,49 @@
-"""Every error rfork raises, whose fault it is, and what to do about it.
+"""Error tree of rfork: whose fault each error is, and a hint.
 
 ::
 
     RforkError
-    ├── UserError                  fault: user     exit 2   mend the command, the setting or the file named
-    │   ├── SettingsError          an option or environment variable has a value that cannot be used
-    │   ├── MissingExtra           an optional package is not installed; names the extra that brings it
-    │   ├── PortInUse              the address to listen on is taken
-    │   ├── CheckpointError        a checkpoint folder is missing, incomplete or does not fit the model
+    ├── UserError                  fault: user     exit 2   fix the command, the setting or the file
+    │   ├── SettingsError          an option or environment variable has an invalid value
+    │   ├── MissingExtra           an optional package is not installed; names the extra that contains it
+    │   ├── PortInUse              the address to listen on is in use
+    │   ├── CheckpointError        a checkpoint folder is missing, incomplete or does not match the model
     │   ├── ModelError             a model folder cannot be built into a module
-    │   ├── EngineMismatch         the engine is not made as the plug-in knows it
-    │   └── UnsupportedTensor      state that cannot be carried (meta, sparse, quantised, packed in a script)
-    ├── TargetError                fault: target   exit 3   the side that receives is at fault
-    │   ├── LayoutMismatch         target and source do not hold the same tensors; names the first difference
-    │   ├── WrongVersion           one server would be made of two versions of the weights
-    │   ├── LeaseRejected           a lease token is expired, forged or for another source
-    │   └── DeadlineExceeded         the fork's own time is over
-    ├── SourceError                fault: source   exit 4   the side that gives is at fault; another is asked
-    │   ├── SourceUnavailable             refused, reset or closed the connection: the process died
+    │   ├── EngineMismatch         the engine's interface differs from what the plug-in expects
+    │   └── UnsupportedTensor      state that cannot be transferred (meta, sparse, quantised, packed in a script)
+    ├── TargetError                fault: target   exit 3   the target is at fault
+    │   ├── LayoutMismatch         target and source do not have the same tensors; names the first difference
+    │   ├── WrongVersion           one server would have two versions of the weights
+    │   ├── LeaseRejected          a lease token is expired, forged or for another source
+    │   └── DeadlineExceeded       the fork's deadline has passed
+    ├── SourceError                fault: source   exit 4   the source is at fault; another one is used
+    │   ├── SourceUnavailable      refused, reset or closed the connection: the process died
     │   ├── SourceTimeout          connected, but sent nothing for too long
-    │   ├── SourceCorrupt          sent bytes that do not match the manifest, or fewer than it promised
-    │   ├── SourceWeightsChanged          its weights have another generation or another weights_id by now
-    │   └── SourceBusy             at capacity or draining: gives no new reader a place
+    │   ├── SourceCorrupt          sent bytes that do not match the manifest, or fewer than announced
+    │   ├── SourceWeightsChanged   its weights have a different generation or weights_id now
+    │   └── SourceBusy             at capacity or draining: accepts no new reader
     ├── NetworkError               fault: network  exit 5
-    │   ├── PlannerUnreachable     the planner did not answer
-    │   ├── PlannerRejected         the planner answered with a problem (RFC 9457)
-    │   ├── SourceUnreachable      no packet of a source arrives; it may be well, and others may reach it
-    │   └── TransportUnavailable      a transport cannot work here, or between these two; the next one is taken
-    │       ├── NotSameHost         memory cannot be shared: two hosts, or namespaces that part two containers
-    │       ├── PeerAccessUnavailable       a GPU cannot address the other one's memory
-    │       ├── GpuDirectUnavailable        the network card cannot reach GPU memory (nvidia-peermem or dma-buf)
-    │       ├── DeviceDown         an RDMA device is missing, or its port is down
-    │       └── VersionMismatch    the libraries of the two sides, or library and machine, do not fit
+    │   ├── PlannerUnreachable     the planner did not respond
+    │   ├── PlannerRejected        the planner responded with a problem (RFC 9457)
+    │   ├── SourceUnreachable      no packet of a source arrives; it may work for other targets
+    │   └── TransportUnavailable   a transport does not work here, or between these two; the next one is used
+    │       ├── NotSameHost            memory cannot be shared: different hosts, or separate namespaces
+    │       ├── PeerAccessUnavailable  a GPU cannot address the other GPU's memory
+    │       ├── GpuDirectUnavailable   the network card cannot access GPU memory (nvidia-peermem or dma-buf)
+    │       ├── DeviceDown             an RDMA device is missing, or its port is down
+    │       └── VersionMismatch        libraries of the two sides, or library and machine, are incompatible
     ├── StorageError               fault: storage  exit 6   a disk or an object store failed
-    │   ├── StorageNotFound         no such file, folder, object or bucket
-    │   ├── StorageAccessDenied          credentials are missing, wrong, or do not reach so far
-    │   ├── StorageChanged         what is read was written to, or replaced, meanwhile
-    │   ├── StorageCorrupt         the bytes are not what their digest or their format promises
-    │   └── StorageFull            no room is left to write
+    │   ├── StorageNotFound        no such file, folder, object or bucket
+    │   ├── StorageAccessDenied    credentials are missing, wrong or insufficient
+    │   ├── StorageChanged         the object was modified or replaced during the read
+    │   ├── StorageCorrupt         the bytes do not match their digest or their format
+    │   └── StorageFull            no space is left to write
     └── ForkFailed                 fault: that of the last reason   exit 7
-        ├── NoSource               nobody holds an image of this layout
-        └── AllSourcesFailed            all sources and all fallbacks failed; carries each reason in order
+        ├── NoSource               no instance has an image of this layout
+        └── AllSourcesFailed       all sources and all fallbacks failed; contains each reason in order
 
-A source is only ever blamed (``fault == "source"``) for what it did itself, so that one bad target
-cannot drive every seed of a fleet into quarantine.
+A source is blamed (``fault == "source"``) only for its own faults, so that one bad target cannot quarantine a fleet's
+seeds.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ Fault = Literal["user", "target", "source", "network", "storage"]
 
 
 class RforkError(Exception):
-    """Base of all rfork errors: one clear line, and what to do in `hint`."""
+    """Base of all rfork errors: one clear line, and advice in `hint`."""
 
     fault: Fault = "user"
     exit_code: ClassVar[int] = 1
@@ -66,30 +66,30 @@ class RforkError(Exception):
 
     @property
     def kind(self) -> str:
-        """The word used for this error in reports, metric labels and on the wire."""
+        """Name of this error in reports, metric labels and on the wire."""
         return type(self).__name__
 
 
 class UserError(RforkError):
-    """The command, a setting or a file that the user named is wrong."""
+    """A command, a setting or a file of the user is wrong."""
 
     exit_code = 2
 
 
 class SettingsError(UserError):
-    """An option or environment variable has a value that cannot be used."""
+    """An option or environment variable has an invalid value."""
 
 
 class MissingExtra(UserError):
     """An optional package is not installed."""
 
-    def __init__(self, what: str, *, extra: str, why: str = "") -> None:
-        because = f": {why}" if why else ""
-        super().__init__(f"{what} is not available{because}", hint=f"pip install 'rfork[{extra}]'")
+    def __init__(self, what: str, *, extra: str, reason: str = "") -> None:
+        detail = f": {reason}" if reason else ""
+        super().__init__(f"{what} is not available{detail}", hint=f"pip install 'rfork[{extra}]'")
 
 
 class PortInUse(UserError):
-    """The address to listen on is taken by another process; of several ports (`last`), each of them is."""
+    """The address to listen on is in use by another process; of several ports (`last`), all of them are."""
 
     def __init__(self, host: str, port: int, *, setting: str, last: int | None = None) -> None:
         several = last is not None and last > port
@@ -97,13 +97,13 @@ class PortInUse(UserError):
             f"cannot listen on {host}:{port}-{last}: all of these ports are in use"
             if several
             else f"cannot listen on {host}:{port}: the address is in use",
-            hint=f"stop the process that holds it, or set {setting} to a free port (0 picks one)"
-            + (", or RFORK_PORT_RANGE_SIZE to more" if several else ""),
+            hint=f"stop the process that uses it, or set {setting} to a free port (0 picks one)"
+            + (", or raise RFORK_PORT_RANGE_SIZE" if several else ""),
         )
 
 
 class CheckpointError(UserError):
-    """A checkpoint folder is missing, incomplete or does not fit the model."""
+    """A checkpoint folder is missing, incomplete or does not match the model."""
 
 
 class ModelError(UserError):
@@ -111,11 +111,11 @@ class ModelError(UserError):
 
 
 class EngineMismatch(UserError):
-    """The engine is not made as the plug-in knows it: it is another version than those tested."""
+    """The engine's interface differs from what the plug-in expects: it is an untested version."""
 
 
 class UnsupportedTensor(UserError):
-    """State of the module that cannot be carried: a tensor without bytes, or what is in no tensor."""
+    """State of the module that cannot be transferred: a tensor without bytes, or state outside tensors."""
 
     def __init__(self, name: str, why: str, *, hint: str = "") -> None:
         super().__init__(f"{name!r} cannot be captured: {why}", hint=hint)
@@ -123,18 +123,18 @@ class UnsupportedTensor(UserError):
 
 
 class TargetError(RforkError):
-    """The side that receives is at fault."""
+    """The target is at fault."""
 
     fault = "target"
     exit_code = 3
 
 
 class LayoutMismatch(TargetError):
-    """Target and source do not hold the same tensors."""
+    """Target and source do not have the same tensors."""
 
 
 class WrongVersion(TargetError):
-    """A rank would get weights of another version than its replica has."""
+    """A rank would get weights of a version that differs from its replica's."""
 
 
 class LeaseRejected(TargetError):
@@ -142,11 +142,11 @@ class LeaseRejected(TargetError):
 
 
 class DeadlineExceeded(TargetError):
-    """The fork's own time is over."""
+    """The fork's deadline has passed."""
 
 
 class SourceError(RforkError):
-    """The side that gives is at fault; the fork goes on with another source."""
+    """The source is at fault; the fork continues with another source."""
 
     fault = "source"
     exit_code = 4
@@ -161,11 +161,11 @@ class SourceTimeout(SourceError):
 
 
 class SourceCorrupt(SourceError):
-    """The source sent bytes that do not match the manifest, or fewer than it promised."""
+    """The source sent bytes that do not match the manifest, or fewer than announced."""
 
 
 class SourceWeightsChanged(SourceError):
-    """The source's weights have another generation or another `weights_id` by now."""
+    """The source's weights have a different generation or `weights_id` now."""
 
 
 class SourceBusy(SourceError):
@@ -173,14 +173,16 @@ class SourceBusy(SourceError):
 
 
 class NetworkError(RforkError):
-    """Something between the two sides failed."""
+    """The network between the two sides failed."""
 
     fault = "network"
     exit_code = 5
 
 
 class PlannerUnreachable(NetworkError):
-    """The planner did not answer. `silent`: not in time, though it took the request: it may go on with it."""
+    """The planner did not respond. `silent`: it accepted the request but did not respond in time, and may
+    still process it.
+    """
 
     def __init__(self, message: str, *, hint: str = "", silent: bool = False) -> None:
         super().__init__(message, hint=hint)
@@ -200,7 +202,7 @@ class PlannerRejected(NetworkError):
 
 
 class SourceUnreachable(NetworkError):
-    """No packet of a source arrives. It may be well, and others may reach it: it is not to blame."""
+    """No packet of a source arrives. It may work for other targets, so it is not blamed."""
 
     def __init__(self, message: str) -> None:
         super().__init__(
@@ -211,19 +213,19 @@ class SourceUnreachable(NetworkError):
 
 
 class TransportUnavailable(NetworkError):
-    """A transport cannot work here, or between these two sides; the next one is taken."""
+    """A transport does not work here, or between these two sides; the next one is used."""
 
 
 class NotSameHost(TransportUnavailable):
-    """Memory cannot be shared: the two run on two hosts, or in namespaces that part them."""
+    """Memory cannot be shared: the two are on different hosts, or in separate namespaces."""
 
 
 class PeerAccessUnavailable(TransportUnavailable):
-    """A GPU cannot address the other one's memory."""
+    """A GPU cannot address the other GPU's memory."""
 
 
 class GpuDirectUnavailable(TransportUnavailable):
-    """The network card cannot reach GPU memory."""
+    """The network card cannot access GPU memory."""
 
 
 class DeviceDown(TransportUnavailable):
@@ -231,7 +233,7 @@ class DeviceDown(TransportUnavailable):
 
 
 class VersionMismatch(TransportUnavailable):
-    """The libraries of the two sides, or a library and the machine, do not fit."""
+    """The libraries of the two sides, or a library and the machine, are incompatible."""
 
 
 class StorageError(RforkError):
@@ -246,35 +248,35 @@ class StorageNotFound(StorageError):
 
 
 class StorageAccessDenied(StorageError):
-    """Credentials are missing, wrong, or do not reach so far."""
+    """Credentials are missing, wrong or insufficient."""
 
 
 class StorageChanged(StorageError):
-    """What is read was written to, or replaced by another, since it was opened."""
+    """The object was modified or replaced after it was opened."""
 
 
 class StorageCorrupt(StorageError):
-    """The bytes are not what their digest or their format promises."""
+    """The bytes do not match their digest or their format."""
 
 
 class StorageFull(StorageError):
-    """No room is left to write."""
+    """No space is left to write."""
 
 
 class ForkFailed(RforkError):
-    """No way to get the weights is left."""
+    """All sources and fallbacks failed."""
 
     exit_code = 7
 
 
 class NoSource(ForkFailed):
-    """Nobody holds an image of this layout."""
+    """No instance has an image of this layout."""
 
     fault = "network"
 
 
 class AllSourcesFailed(ForkFailed):
-    """All sources and all fallbacks failed; `reasons` holds each in the order it happened."""
+    """All sources and all fallbacks failed; `reasons` lists them in order."""
 
     def __init__(self, message: str, reasons: Sequence[RforkError], *, hint: str = "") -> None:
         super().__init__(message, hint=hint)

@@ -1,4 +1,4 @@
-"""TLS of gRPC servers, out of ``RFORK_TLS_*``; a renewed certificate counts from the next connection."""
+"""TLS credentials of gRPC servers from ``RFORK_TLS_*``; a renewed certificate is used for new connections."""
 
 from __future__ import annotations
 
@@ -16,21 +16,24 @@ from rfork.settings import TlsSettings
 
 Files = tuple[bytes, bytes, bytes | None]
 """Key, certificate chain and authorities."""
-CANNOT: Final = "the TLS files (RFORK_TLS_*) cannot be used"
-PEM: Final = "RFORK_TLS_CERTIFICATE and RFORK_TLS_KEY are PEM files that go together, RFORK_TLS_CA is one too"
+CREDENTIALS_ERROR: Final = "the TLS files (RFORK_TLS_*) cannot be used"
+PEM_HINT: Final = (
+    "RFORK_TLS_CERTIFICATE and RFORK_TLS_KEY are a matching pair of PEM files; RFORK_TLS_CA is a PEM file too"
+)
 
 
 def server_credentials(tls: TlsSettings) -> grpc.ServerCredentials | None:
-    """Credentials of the port; None where TLS is off. With `tls.ca`, clients must show a certificate (mTLS).
+    """Return the credentials of the port; None if TLS is off. With `tls.ca`, clients must present a
+    certificate (mTLS).
 
-    Raises SettingsError for files of no use.
+    Raises SettingsError for invalid files.
     """
     if not tls.serves:
         return None
     try:
         renewal = _Renewal(tls, _read(tls))
     except OSError as error:
-        raise SettingsError(f"{CANNOT}: {error}", hint=PEM) from error
+        raise SettingsError(f"{CREDENTIALS_ERROR}: {error}", hint=PEM_HINT) from error
     credentials: grpc.ServerCredentials = grpc.dynamic_ssl_server_credentials(
         _configuration(renewal.files),
         renewal,  # type: ignore[arg-type]  # None: nothing new
@@ -40,7 +43,9 @@ def server_credentials(tls: TlsSettings) -> grpc.ServerCredentials | None:
 
 
 class _Renewal:
-    """Called by gRPC at each handshake, on a thread of its own: what to use from now on, if that is new."""
+    """Called by gRPC at each handshake, on one of its threads: returns new credentials if the files have
+    changed.
+    """
 
     def __init__(self, tls: TlsSettings, files: Files) -> None:
         self.files = files
@@ -51,9 +56,9 @@ class _Renewal:
         try:
             files = _read(self._tls)
         except OSError as error:
-            # Half of a renewal, for example: a certificate that does not go with the key yet.
+            # For example an incomplete renewal: a certificate that does not match the key yet.
             if str(error) != self._last_problem:  # not at each handshake
-                logger("rfork.tls").warning(CANNOT, reason=str(error), used="those read before")
+                logger("rfork.tls").warning(CREDENTIALS_ERROR, reason=str(error), used="the previous files")
             self._last_problem = str(error)
             return None
         self._last_problem = ""
@@ -64,7 +69,7 @@ class _Renewal:
 
 
 def _read(tls: TlsSettings) -> Files:
-    """The files' bytes. Raises OSError where gRPC could do nothing with them."""
+    """Return the files' bytes. Raises OSError if gRPC could not use them."""
     if tls.certificate is None or tls.key is None:
         raise SettingsError("RFORK_TLS_CERTIFICATE and RFORK_TLS_KEY go together: set both or neither")
     before = _contents(tls)
@@ -74,9 +79,10 @@ def _read(tls: TlsSettings) -> Files:
     if tls.ca is not None:
         with _naming("RFORK_TLS_CA", str(tls.ca)):
             context.load_verify_locations(cafile=tls.ca)
-    # OpenSSL opened the files itself: the bytes are the checked ones only if they did not change meanwhile.
+    # OpenSSL opened the files itself: the bytes are the checked ones only if the files did not change
+    # meanwhile.
     if before != _contents(tls):
-        raise OSError("they change at this moment")
+        raise OSError("the files are changing")
     key, certificate, authorities = before
     return key, certificate, authorities if tls.ca else None
 

@@ -1,8 +1,8 @@
-"""How rfork and the planner log: an event word with fields, through the standard library's logging.
+"""Logging of rfork and the planner: events with fields, through the standard library's logging.
 
-A process that embeds rfork keeps the logging it has: rfork's events are ordinary records under the
-names ``rfork.*`` and ``planner.*``, with the fields in the message and as the record's attributes.
-rfork's own commands call `configure`, which makes them text on a terminal or JSON lines for machines.
+A process that embeds rfork keeps its logging: rfork's events are ordinary records of loggers ``rfork.*`` and
+``planner.*``, with the fields in the message and as attributes of the record. rfork's own commands call
+`configure`, which formats them as text for terminals or as JSON lines.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import structlog
 from structlog.stdlib import BoundLogger
 from structlog.typing import EventDict, Processor, WrappedLogger
 
-# What libraries say of each request or of their own start: rfork logs that itself; botocore's has signatures.
+# Loggers of libraries that report each request or their start, which rfork logs itself; botocore's contain
+# signatures.
 NOISY_LOGGERS = (
     "uvicorn", "httpx", "httpx2", "httpcore", "httpcore2", "grpc", "asyncio",
     "botocore", "boto3", "s3transfer", "urllib3",
@@ -24,7 +25,7 @@ FIELDS = "rfork_fields"
 
 
 def logger(name: str) -> BoundLogger:
-    """The logger of one module: ``log.info("planned", routes=2)``."""
+    """Return the logger of one module: ``log.info("planned", routes=2)``."""
     bound: BoundLogger = structlog.wrap_logger(
         logging.getLogger(name),
         wrapper_class=BoundLogger,
@@ -38,11 +39,11 @@ def logger(name: str) -> BoundLogger:
 
 
 def configure(json: bool, level: str, *, stream: TextIO | None = None) -> None:
-    """Log to `stream` (default: standard error) what is at least `level` (``debug`` … ``error``).
+    """Log records of at least `level` (``debug`` … ``error``) to `stream` (default: standard error).
 
-    `json`: one object a line with ``timestamp`` (ISO 8601, UTC), ``level``, ``event`` and the fields;
-    otherwise aligned text, coloured if `stream` is a terminal. Records of other libraries take the
-    same road. Calling again replaces what was configured before.
+    `json`: one object per line with ``timestamp`` (ISO 8601, UTC), ``level``, ``event`` and the fields;
+    otherwise aligned text, coloured if `stream` is a terminal. Applies to records of other libraries too. A
+    later call replaces the configuration.
     """
     stream = stream or sys.stderr
     severity = logging.getLevelNamesMapping()[level.upper()]
@@ -65,7 +66,7 @@ def configure(json: bool, level: str, *, stream: TextIO | None = None) -> None:
 
 
 def _as_record(_: WrappedLogger, __: str, event: EventDict) -> tuple[tuple[str, str], dict[str, object]]:
-    """An event as the arguments of the standard library's `Logger.info` and its like."""
+    """Return an event as the arguments of the standard library's logging methods."""
     word = str(event.pop("event"))
     keywords = {name: event.pop(name) for name in ("exc_info", "stack_info") if name in event}
     line = " ".join([word, *(f"{name}={value}" for name, value in event.items())])
@@ -73,17 +74,17 @@ def _as_record(_: WrappedLogger, __: str, event: EventDict) -> tuple[tuple[str, 
 
 
 def _with_fields(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
-    """The event word and fields of a record that `logger` made; others keep their message."""
+    """Return event and fields of a record of `logger`; other records keep their message."""
     fields = getattr(event["_record"], FIELDS, None)
     return {**event, **fields} if fields is not None else event
 
 
 def _renderers(json: bool, stream: TextIO) -> list[Processor]:
-    """The last processors: from an event's fields to one line."""
+    """Return the last processors: from an event's fields to one line."""
     clean = structlog.stdlib.ProcessorFormatter.remove_processors_meta
     if json:
         return [clean, structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
-    # Plain tracebacks: the rich ones show local variables, and those hold tokens.
+    # Plain tracebacks: the rich ones show local variables, which may contain tokens.
     plain = structlog.dev.plain_traceback
     return [
         clean,

@@ -1,11 +1,11 @@
-"""Waits that a signal ends. On the main thread of a process.
+"""Waits that signals interrupt, for the main thread of a process.
 
-Python runs a signal's handler between two steps of the main thread. One that comes in the last moment before
-that thread begins to wait for a lock, or that the system gives to another thread, does not end the wait: its
-handler runs after it. A wait without end would lose the signal; these wait HEARD_S at a time.
+Python runs a signal's handler between two steps of the main thread. A signal that arrives just before that
+thread starts to wait for a lock, or that the system delivers to another thread, does not end the wait: the
+handler runs after it. An unbounded wait would miss the signal; these wait POLL_INTERVAL_S at a time.
 
-Nor may a handler take a lock that the main thread may hold just then, as that of a threading.Event is while
-the thread begins to wait for it: neither would ever go on. A SimpleQueue may be put into from anywhere.
+A handler must not acquire a lock that the main thread may own at that time, such as a threading.Event's: both
+would block forever. A SimpleQueue may be used from any context.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from queue import Empty, SimpleQueue
 from typing import Final, TypeVar
 
 POLL_INTERVAL_S: Final = 1.0
-"""Longest time until a signal is heard."""
+"""Maximum time until a signal takes effect."""
 
 T = TypeVar("T")
 
 
 class ShutdownEvent:
-    """A flag that a signal's handler may set, whatever the main thread does just then."""
+    """Flag that a signal handler may set at any time."""
 
     def __init__(self) -> None:
         self._set = False
         self._wakeups: SimpleQueue[None] = SimpleQueue()
 
     def is_set(self) -> bool:
-        """Whether it is set."""
+        """Return True if it is set."""
         return self._set
 
     def set(self) -> None:
-        """Set it for good, and wake who waits for it."""
+        """Set it permanently and wake the waiting thread."""
         self._set = True
         self._wakeups.put(None)
 
     def wait(self, for_s: float) -> bool:
-        """Block until it is set, for so many seconds; returns whether it is. One thread waits at a time."""
+        """Block until it is set, for at most `for_s` seconds; return True if it is. Only one thread may wait."""
         if not self._set:
             with contextlib.suppress(Empty):
                 self._wakeups.get(timeout=for_s)
@@ -48,9 +48,9 @@ class ShutdownEvent:
 
 
 def shutdown_on_signal() -> ShutdownEvent:
-    """Set by SIGINT or SIGTERM from now on; the second one ends the process at once.
+    """Return an event that SIGINT or SIGTERM sets; the second signal ends the process immediately.
 
-    To be called before anybody is told that the command is ready: whoever was told may end it.
+    Call it before the command reports that it is ready: the process may be stopped from then on.
     """
     stopped = ShutdownEvent()
 
@@ -64,7 +64,7 @@ def shutdown_on_signal() -> ShutdownEvent:
 
 
 def wait_for_shutdown(stopped: ShutdownEvent, *, for_s: float = math.inf) -> bool:
-    """Block until it is set, by a handler too, for so many seconds; returns whether it is."""
+    """Block until the event is set, also by a handler, for at most `for_s` seconds; return True if it is."""
     end = time.monotonic() + for_s
     while not stopped.wait(min(POLL_INTERVAL_S, max(0, end - time.monotonic()))):
         if time.monotonic() >= end:
@@ -73,7 +73,7 @@ def wait_for_shutdown(stopped: ShutdownEvent, *, for_s: float = math.inf) -> boo
 
 
 def get_interruptible(queue: SimpleQueue[T]) -> T:
-    """Block until it has something, by a handler too."""
+    """Block until the queue has an item, also from a handler."""
     while True:
         with contextlib.suppress(Empty):
             return queue.get(timeout=POLL_INTERVAL_S)

@@ -1,4 +1,4 @@
-"""Threads that stand back: the scheduler prefers the rest of the process to them."""
+"""Lower scheduling priority for threads, so that the rest of the process has precedence."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ SERVING_THREAD_NICE: Final = 5
 
 
 def lower_thread_priority(nice: int) -> None:
-    """Make the calling thread, and those it starts from now on, nicer by `nice` (0 to 19).
+    """Raise the niceness of the calling thread, and of threads it starts later, by `nice` (0 to 19).
 
-    A core that nothing else wants is theirs as before. On a busy one, a thread that is far nicer than the
-    others is descheduled for long while it holds the interpreter's lock, and so holds up the threads that
-    serve. Measured with a third party on the core: with 5 the 99th percentile of their steps was no worse
-    than with 0, with 10 worse, with 19 three times as long. On Linux a niceness is a thread's own;
-    elsewhere it is the process's, and nothing is done; nor where a sandbox forbids it.
+    It does not affect a thread on an idle core. On a busy core, a thread that is much nicer than others is
+    descheduled for long while it owns the interpreter's lock, which delays serving threads. Measured with a
+    third process on the core: with 5, p99 of their steps was no worse than with 0; with 10 worse; with 19
+    three times as long. On Linux, niceness belongs to a thread; elsewhere to the process, and this function
+    does nothing, as in sandboxes that forbid it.
     """
     if nice > 0 and sys.platform == "linux":
         thread = threading.get_native_id()
         try:
             os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + nice))
         except OSError as error:
-            log.debug("a thread cannot stand back", reason=str(error))
+            log.debug("failed to lower a thread's priority", reason=str(error))

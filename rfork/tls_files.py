@@ -1,6 +1,6 @@
-"""TLS contexts out of `TlsSettings`, for every server and client of this process that uses sockets.
+"""TLS contexts from `TlsSettings`, for every server and client of this process that uses sockets.
 
-The files may be replaced while the process runs, as certificates are renewed.
+The files may be replaced at run time, for example when certificates are renewed.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from rfork.settings import TlsSettings
 from rfork.tls_expiry import not_after
 
 SOON_S: Final = 14 * 86400.0
-"""A certificate that ends within this time is warned of."""
+"""A certificate that expires within this time causes a warning."""
 REMIND_S: Final = 3600.0
 
 Version = tuple[tuple[int, ...] | None, ...]
 
 
 class CurrentContext:
-    """The TLS context of this process's files as they are now. Call it for each connection. Thread-safe.
+    """Current TLS context of this process's files. Call it for each connection. Thread-safe.
 
-    Files that cannot be used (half of a renewal, for example) leave the context before in use. The
-    constructor raises what `make` raises.
+    Invalid files (for example during a renewal) keep the previous context in use. The constructor raises what
+    `make` raises.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class CurrentContext:
             self._log.warning("TLS files cannot be used, keeping those read before", reason=str(error))
             return
         self._warned_at = 0.0
-        self._log.info("TLS files read again", certificate=str(self._tls.certificate))
+        self._log.info("TLS files reloaded", certificate=str(self._tls.certificate))
 
     def _warn_before_expiry(self) -> None:
         now = self._clock()
@@ -75,7 +75,7 @@ class CurrentContext:
         try:
             left_s = not_after(self._tls.certificate) - now
         except (OSError, ValueError):
-            return  # half of a renewal
+            return  # an incomplete renewal
         if left_s <= 0:
             self._log.error("certificate has expired", certificate=str(self._tls.certificate), hint="renew it now")
         elif left_s < SOON_S:
@@ -83,15 +83,15 @@ class CurrentContext:
                 "certificate expires soon",
                 certificate=str(self._tls.certificate),
                 days=floor(left_s / 86400),
-                hint="renew it; the file is read again by itself",
+                hint="renew it; the file is reloaded automatically",
             )
 
 
 def server_context(tls: TlsSettings) -> ssl.SSLContext | None:
-    """What a server of this process speaks TLS with; None: it speaks plain TCP.
+    """Return the TLS context of a server of this process; None: plain TCP.
 
-    With `tls.ca`, clients must show a certificate of that authority (mTLS). Raises SettingsError
-    when a file cannot be used. Files that are replaced count from the next connection on.
+    With `tls.ca`, clients must present a certificate of that authority (mTLS). Raises SettingsError if a file
+    cannot be used. Replaced files are used for new connections.
     """
     if not tls.serves:
         return None
@@ -109,10 +109,10 @@ def _server_context(tls: TlsSettings) -> ssl.SSLContext:
 
 
 def client_context(tls: TlsSettings) -> ssl.SSLContext:
-    """What a client of this process speaks TLS with; it always checks the server's certificate.
+    """Return the TLS context of a client of this process; it always verifies the server's certificate.
 
-    Trusts `tls.ca` alone when set, else the system's authorities. Shows `tls.certificate` when set.
-    Raises SettingsError when a file cannot be used.
+    Trusts only `tls.ca` if set, otherwise the system's authorities. Presents `tls.certificate` if set. Raises
+    SettingsError if a file cannot be used.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -143,10 +143,10 @@ def _trust(context: ssl.SSLContext, tls: TlsSettings) -> None:
 
 
 def serve_current(context: ssl.SSLContext, current: CurrentContext) -> ssl.SSLContext:
-    """Have a server's context use the files as they are at each handshake; returns the context."""
+    """Make a server's context use the current files at each handshake; return the context."""
 
     def choose(connection: ssl.SSLObject | ssl.SSLSocket, name: str | None, _: ssl.SSLContext) -> None:
-        # At this time of the handshake neither certificate nor authorities have been used yet.
+        # At this point of the handshake neither certificate nor authorities have been used yet.
         connection.context = current()
 
     context.sni_callback = choose
@@ -154,12 +154,12 @@ def serve_current(context: ssl.SSLContext, current: CurrentContext) -> ssl.SSLCo
 
 
 def files_version(tls: TlsSettings) -> Version:
-    """Return what changes whenever one of the files does."""
+    """Return a value that changes whenever one of the files does."""
     return tuple(file_version(path) for path in (tls.certificate, tls.key, tls.ca) if path is not None)
 
 
 def file_version(path: Path) -> tuple[int, ...] | None:
-    """Return what changes whenever the file does; None where there is none."""
+    """Return a value that changes whenever the file does; None if there is no file."""
     try:
         found = path.stat()
     except OSError:

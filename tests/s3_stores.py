@@ -32,7 +32,7 @@ def s3_store(s3: SeaweedServer) -> Iterator[OpenStore]:
     stores: list[BlobStore] = []
 
     def open_(uri: str = f"s3://models/{folder}", **changes: bool | float | str) -> BlobStore:
-        store = open_store(Location.parse(uri), s3.settings(**{"attempts": 3} | changes))
+        store = open_store(Location.parse(uri), s3.settings(**{"max_attempts": 3} | changes))
         stores.append(store)
         return store
 

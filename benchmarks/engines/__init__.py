@@ -1,1 +1,1 @@
-"""Real engines beside one another: see `python -m benchmarks.engines`."""
+"""Comparison of real engines: see `python -m benchmarks.engines`."""

@@ -1,24 +1,25 @@
-"""How long until an engine has its weights, and its first token, in each way that it can get them?
+"""Measure the time to weights and to the first token of real engines, for each source of weights.
 
-Stock vLLM and SGLang on the CPU, a random model of TinyLlama's shapes (2.2 GB in bfloat16), so that its bytes
-decide. Each run is a process of its own, which ends after its first tokens. Contenders of one engine run
-interleaved, every second round backwards; their tokens must be equal.
+Stock vLLM and SGLang on the CPU, with a random model of TinyLlama's shapes (2.2 GB in bfloat16), so that its
+size dominates. Each run is a separate process, which ends after its first tokens. Contenders of one engine
+run interleaved, every second round in reverse order; their tokens must be equal.
 
-"weights s" is the time of the engine's own call that makes the model: built, filled, post-processed
-(vLLM: `get_model`; SGLang: its log line). rfork's includes the planner, and each byte verified; the others
-check nothing. Run:ai's streamer and tensorizer run where they are installed in vLLM's venv. "first token s"
-is from the start of the process: imports, configuration and the KV cache are most of it here. "read MB" is
-what the process had read from block devices by then. "cold": all files that it reads (checkpoint or snapshot)
-were dropped from the page cache right before.
+"weights s" is the time of the engine's own call that makes the model: built, filled, post-processed (vLLM:
+`get_model`; SGLang: its log line). rfork's time includes the planner and the verification of each byte; the
+others verify nothing. Run:ai's streamer and tensorizer run if they are installed in vLLM's venv. "first token
+s" counts from the start of the process; here it is mostly imports, configuration and the KV cache. "read MB"
+is what the process had read from block devices by then. "cold": all files that it reads (checkpoint or
+snapshot) were dropped from the page cache just before.
 
 "rfork from a seed, http" is as between two hosts, over loopback; "of this host" leaves the choice to rfork,
 which maps the seed's memory. The seed is the same engine, idle, with `--load-format rfork`. SIGTERM ends the
-run early, with what was measured by then.
-"remote_instance" is SGLang's own R-Fork over Mooncake's TCP. Who could not run is named below the table.
+run early and reports the results so far. "remote_instance" is SGLang's own R-Fork over Mooncake's TCP.
+Contenders that could not run are listed below the table.
 
-`engine_fork_vs_disk_cold` is the worse engine's time to weights, from a seed over http, over its default
-loader's with a cold cache; `…_same_host` is that of forks that map the seed's memory. "limit" is what as many
-bytes take over one loopback socket, and what it takes to write as much new memory, which every loader does.
+`engine_fork_vs_disk_cold` is the worse engine's time to weights from a seed over http, divided by its default
+loader's with a cold cache; `…_same_host` is that of forks that map the seed's memory. "limit" is the time to
+send as many bytes over one loopback socket, and the time to write as much new memory, which every loader
+does.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ ROUNDS = 5
 
 
 def main() -> None:
-    """Measure, print, and write what was asked for."""
+    """Run the benchmark, print the table and write the requested files."""
     options = harness.options("engines", __doc__)
     harness.exit_on_sigterm()
     runs: Runs = {case: [] for case in CASES}
@@ -63,8 +64,8 @@ def main() -> None:
                     failed[engine] = "not installed: make test-engines"
                     continue
                 _measure(processes, engine, options.rounds, runs, failed)
-        except SystemExit:  # told to end: what was measured by then is told, with its number of runs
-            failed["the rest"] = "ended before it was done"
+        except SystemExit:  # ended early: report the results so far, with their number of runs
+            failed["the rest"] = "ended before it finished"
     harness.publish(
         options,
         settings={"image_bytes": size, **{f"not run: {key}": reason for key, reason in failed.items()}},
@@ -81,12 +82,12 @@ def main() -> None:
 
 
 def _measure(processes: EngineProcesses, engine: EngineName, rounds: int, runs: Runs, failed: dict[str, str]) -> None:
-    """All cases of one engine, interleaved."""
+    """Run all cases of one engine, interleaved."""
     processes.start_planner()
     with contextlib.ExitStack() as seeds:
         seeds.enter_context(processes.seed(engine))
         snapshot = _snapshot(processes, engine)
-        # One that knows of nobody: its targets read the snapshot.
+        # An empty planner, so that its targets read the snapshot.
         variables: dict[str, Mapping[str, str]] = {"seed": {"RFORK_PLANNER": processes.planner}, "disk": {}}
         processes.start_planner()
         variables["snapshot"] = {"RFORK_PLANNER": processes.planner, "RFORK_SNAPSHOT": str(snapshot)}
@@ -105,7 +106,7 @@ def _measure(processes: EngineProcesses, engine: EngineName, rounds: int, runs: 
                     processes.drop_cache("model", case.checkpoint, snapshot.name)
                 try:
                     if case.source == "stock seed":
-                        # For its own run alone: an idle one takes a core from all others.
+                        # Only for its own run: an idle stock seed takes a core from all others.
                         with processes.stock_seed() as stock:
                             runs[case].append(processes.run(_with(case, stock), {}))
                     else:
@@ -115,7 +116,7 @@ def _measure(processes: EngineProcesses, engine: EngineName, rounds: int, runs: 
                     runs[case].clear()
     outputs = {run.tokens for case in cases for run in runs[case]}
     if len(outputs) > 1:
-        raise RforkError(f"{engine} answers differently by how it got its weights: {outputs}")
+        raise RforkError(f"{engine} generates different tokens depending on the source of its weights: {outputs}")
 
 
 def _with(case: EngineCase, arguments: Mapping[str, object]) -> EngineCase:
@@ -123,7 +124,7 @@ def _with(case: EngineCase, arguments: Mapping[str, object]) -> EngineCase:
 
 
 def _snapshot(processes: EngineProcesses, engine: EngineName) -> Path:
-    """The seed's weights as a snapshot, by the command that users have."""
+    """Write the seed's weights as a snapshot with the public command."""
     folder = processes.folder / f"snapshot-{engine}"
     shutil.rmtree(folder, ignore_errors=True)
     options = ["--name", "bench", "--planner", processes.planner]
@@ -135,7 +136,7 @@ def _snapshot(processes: EngineProcesses, engine: EngineName) -> Path:
 
 
 def _last(error: EngineFailed) -> str:
-    """The last line of what went wrong."""
+    """Return the last line of an error."""
     return str(error).strip().splitlines()[-1][:200]
 
 

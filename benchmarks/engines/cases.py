@@ -1,4 +1,4 @@
-"""What is run: an engine, and the way in which it gets its weights."""
+"""Cases: an engine, and the source of its weights."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ EngineName = Literal["vllm", "sglang"]
 WeightSource = Literal["disk", "seed", "snapshot", "stock seed"]
 
 NETWORK: Mapping[str, str] = MappingProxyType({"RFORK_TRANSPORTS": "http"})
-"""As between hosts: nothing that two processes of one host can share."""
+"""Settings as between hosts: no transport that two processes of one host could share."""
 
 
 @dataclass(frozen=True, eq=False)
 class EngineCase:
-    """One row. `arguments` are the engine's own, as its Python interface names them."""
+    """One table row. `arguments` are those of the engine's Python interface."""
 
     engine: EngineName
     name: str
     source: WeightSource = "disk"
     cold: bool = False
-    """Whether the files it reads are out of the page cache when it starts."""
+    """Whether the files it reads are dropped from the page cache before it starts."""
     is_bare: bool = False
-    """Whether it is given a folder without weights."""
+    """Whether its model folder has no weights."""
     checkpoint: str = "model"
-    """The folder, under the benchmark's, that it is given."""
+    """Name of its model folder, below the benchmark's folder."""
     arguments: Mapping[str, object] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     limit_s: float = 300.0
-    """How long it may take to answer: longer is "did not run"."""
+    """Timeout in seconds; a case that exceeds it "did not run"."""
 
     @property
     def key(self) -> str:
-        """Its name among all rows."""
+        """Unique name of the row."""
         return f"{self.engine}: {self.name}"
 
     @property
     def is_rfork(self) -> bool:
-        """Whether rfork brings the weights."""
+        """Whether rfork loads the weights."""
         return self.source in ("seed", "snapshot")
 
 
@@ -74,13 +74,13 @@ CASES = (
 
 @dataclass(frozen=True)
 class EngineRun:
-    """What one run of a case took."""
+    """Measurements of one run of a case."""
 
     weights_s: float
-    """From the call of the engine's loader to its return: model built, weights in it, post-processed."""
+    """Seconds from the call of the engine's loader to its return: model built, filled, post-processed."""
     first_token_s: float
-    """From the start of the process to the first token of the first answer."""
+    """Seconds from the start of the process to the first token of the first response."""
     read_bytes: int
-    """What its processes had read from block devices by then."""
+    """Bytes that its processes had read from block devices by then."""
     tokens: tuple[int, ...]
-    """The first tokens of a greedy answer."""
+    """First tokens of a greedy response."""

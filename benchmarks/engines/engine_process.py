@@ -1,7 +1,8 @@
-"""One engine with one model in this process, in the engine's own Python; tells what it took, in JSON.
+"""Runs one engine with one model in the engine's own Python and prints the measurements as JSON.
 
-``python -m benchmarks.engines.engine_process ENGINE '{"arguments": {…}, "began": …, "stays": false}'``. It prints one
-line ``BENCH {…}`` with a `Run`, and ends; one that `stays` ends when its standard input does.
+``python -m benchmarks.engines.engine_process ENGINE '{"arguments": {…}, "began": …, "stays": false}'``. It
+prints one line ``BENCH {…}`` with an `EngineRun` and ends; with `stays` it ends when its standard input
+closes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ ELAPSED = re.compile(r"Load weight end\. elapsed=([0-9.]+) s")
 
 
 def main() -> None:
-    """Run what the command line says."""
+    """Run the case that the command line describes."""
     engine, options = sys.argv[1], json.loads(sys.argv[2])
     run = _vllm if engine == "vllm" else _sglang
     run(options)
@@ -38,7 +39,7 @@ def _vllm(options: dict[str, Any]) -> None:
 
     @functools.wraps(get_model)
     def timed(**keywords: Any) -> Any:
-        get_model_loader(keywords["vllm_config"].load_config)  # its module is imported before the clock
+        get_model_loader(keywords["vllm_config"].load_config)  # imported before the clock starts
         began = time.monotonic()
         model = get_model(**keywords)
         seconds.append(time.monotonic() - began)
@@ -55,7 +56,7 @@ def _vllm(options: dict[str, Any]) -> None:
     more = llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=TOKENS), use_tqdm=False)
     tokens = list(more[0].outputs[0].token_ids)
     if list(first[0].outputs[0].token_ids) != tokens[:1]:
-        raise RuntimeError("two greedy answers differ")
+        raise RuntimeError("two greedy responses differ")
     _print_result(sum(seconds), generated - options["began"], read, tokens)
     _serve_until_stopped(options)
 
@@ -63,7 +64,8 @@ def _vllm(options: dict[str, Any]) -> None:
 def _write_tensorizer(llm: Any, folder: Path) -> None:
     """Write the model in vLLM's own tensorizer format.
 
-    Of a local folder's model it writes the tensors, then fails to fetch the folder's other files from a hub.
+    vLLM writes the tensors of a model in a local folder, then fails to fetch the folder's other files from a
+    hub.
     """
     from vllm.model_executor.model_loader.tensorizer import TensorizerConfig
 
@@ -83,14 +85,14 @@ def _sglang(options: dict[str, Any]) -> None:
     output = engine.generate(PROMPT, {**parameters, "max_new_tokens": TOKENS})
     found = ELAPSED.search(Path(options["log"]).read_text(errors="replace"))
     if found is None:
-        raise RuntimeError("SGLang did not log how long its weights took")
+        raise RuntimeError("SGLang did not log the load time of its weights")
     _print_result(float(found[1]), generated - options["began"], read, list(output["output_ids"]))
     _serve_until_stopped(options)
     engine.shutdown()
 
 
 def _read_bytes() -> int:
-    """What this process and its children had from block devices."""
+    """Return the bytes that this process and its children read from block devices."""
     family, added = {os.getpid()}, True
     parents = {int(entry.name): _parent(entry) for entry in Path("/proc").iterdir() if entry.name.isdigit()}
     while added:

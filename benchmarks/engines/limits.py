@@ -1,4 +1,4 @@
-"""The physical limits: as many bytes over one loopback socket, and as much memory that nobody touched yet."""
+"""Physical limits: as many bytes over one loopback socket, and as much untouched memory written."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STEP = 4 << 20
 
 
 def socket_seconds(size: int) -> float:
-    """Seconds for `size` bytes from one thread to another, over a TCP connection of this machine."""
+    """Return the seconds to send `size` bytes between two threads over a local TCP connection."""
     memory = memoryview(bytearray(STEP))
     for offset in range(0, STEP, 4096):
         memory[offset] = 1
@@ -37,7 +37,7 @@ def _send(listening: socket.socket, size: int) -> None:
 
 
 def memory_seconds(size: int) -> float:
-    """Seconds until `size` bytes of new memory are written, all cores at it: every loader fills a new model.
+    """Return the seconds to write `size` bytes of new memory with all cores, as every loader has to.
 
     The kernel clears each page before it is written for the first time.
     """

@@ -1,4 +1,4 @@
-"""A random model large enough that its bytes decide: the shapes of TinyLlama, 2.2 GB in bfloat16."""
+"""Random model large enough that its size dominates: the shapes of TinyLlama, 2.2 GB in bfloat16."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ WEIGHTS = ("*.safetensors", "*.index.json")
 
 
 def write_model(folder: Path, *, quick: bool) -> int:
-    """Write it into `folder`, with a tokenizer; returns the bytes of its weights. `quick`: a small one.
+    """Write the model into `folder`, with a tokenizer; returns the bytes of its weights. `quick`: a small
+    one.
 
-    The vocabulary is that of the demo's model, whose tokenizer it borrows. The weights are always the same.
+    It uses the tokenizer and the vocabulary of the demo's model. The weights are always the same.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.initialization import no_init_weights
@@ -40,7 +41,8 @@ def write_model(folder: Path, *, quick: bool) -> int:
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter in model.parameters():
-            # Drawn for some thousand rows, and repeated: nobody compresses, and to draw all takes a minute.
+            # Some thousand rows are random and repeated: nothing compresses them, and generating all would
+            # take a minute.
             part = torch.randn(min(parameter.numel(), 1 << 22), generator=generator).mul_(0.02).bfloat16()
             flat = parameter.view(-1)
             for begin in range(0, flat.numel(), part.numel()):
@@ -52,5 +54,5 @@ def write_model(folder: Path, *, quick: bool) -> int:
 
 
 def without_weights(folder: Path, destination: Path) -> None:
-    """A copy of everything but the weights."""
+    """Copy everything but the weights."""
     shutil.copytree(folder, destination, ignore=shutil.ignore_patterns(*WEIGHTS))

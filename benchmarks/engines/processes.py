@@ -1,4 +1,4 @@
-"""The processes of the benchmark: a planner, seeds that stay, and children that load once and end."""
+"""Processes of the benchmark: a planner, long-running seeds, and children that load once and end."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ ARGUMENTS: Mapping[EngineName, Mapping[str, object]] = {
         "max_total_tokens": 2048,
         "context_length": 512,
         "log_level": "info",
-        # Or an idle seed takes a core from whoever reads it.
+        # Otherwise an idle seed takes a core from its readers.
         "sleep_on_idle": True,
     },
 }
@@ -67,17 +67,17 @@ FOLDER: Mapping[EngineName, str] = {"vllm": "model", "sglang": "model_path"}
 
 
 class EngineFailed(RforkError):
-    """An engine's process ended without an answer; says the end of its log."""
+    """An engine's process ended without a response; the message has the end of its log."""
 
 
 def python_of(engine: EngineName) -> Path | None:
-    """The engine's own Python: that of `make test-engines`, or of a variable; None where there is none."""
+    """Return the engine's own Python: that of `make test-engines`, or of a variable; None if there is none."""
     found = Path(os.environ.get(PYTHONS[engine]) or ROOT / f".venv-{engine}/bin/python")
     return found if found.is_file() else None
 
 
 class EngineProcesses:
-    """Starts the processes; `folder` holds ``model``, ``bare`` and the logs. A context manager."""
+    """Context manager that starts the processes; `folder` has ``model``, ``bare`` and the logs."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -86,7 +86,7 @@ class EngineProcesses:
         self._count = 0
 
     def run(self, case: EngineCase, variables: Mapping[str, str]) -> EngineRun:
-        """One child, from its start to its end. Raises EngineFailed."""
+        """Run one child from start to end. Raises EngineFailed."""
         with self.child(case, variables, keep_running=False) as (_, run):
             return run
 
@@ -99,7 +99,9 @@ class EngineProcesses:
         keep_running: bool,
         options: Mapping[str, object] | None = None,
     ) -> Iterator[tuple[int, EngineRun]]:
-        """A child that has loaded, and stays for the block, or is about to end; its id, and its `Run`."""
+        """Run a child that has loaded, for the block or until it ends; yields its process id and its
+        `EngineRun`.
+        """
         python = python_of(case.engine)
         if python is None:
             raise EngineFailed(f"{case.engine} is not installed", hint="make test-engines")
@@ -135,7 +137,7 @@ class EngineProcesses:
             _end(process)
 
     def start_planner(self) -> None:
-        """A planner that nobody knows yet, in the place of the one before."""
+        """Replace the planner with an empty one."""
         port = _free_port()
         process = self._stack.enter_context(
             _running(
@@ -149,13 +151,13 @@ class EngineProcesses:
 
     @contextlib.contextmanager
     def seed(self, engine: EngineName) -> Iterator[None]:
-        """An engine that has loaded the model and gives it, for the block."""
+        """Run an engine that has loaded the model and serves it, for the block."""
         case = EngineCase(engine, "the seed", "disk", arguments=RFORK)
         with self.child(case, {"RFORK_PLANNER": self.planner}, keep_running=True):
             yield
 
     def tensorize(self, to: str) -> None:
-        """The model in vLLM's tensorizer format, in the folder `to`. Raises EngineFailed."""
+        """Write the model in vLLM's tensorizer format into the folder `to`. Raises EngineFailed."""
         shutil.copytree(self.folder / "bare" / "model", self.folder / to)
         options = {"tensorize": str(self.folder / to)}
         with self.child(EngineCase("vllm", "tensorize"), {}, keep_running=False, options=options):
@@ -163,7 +165,7 @@ class EngineProcesses:
 
     @contextlib.contextmanager
     def stock_seed(self) -> Iterator[Mapping[str, object]]:
-        """SGLang's own R-Fork seed, for the block; what a client is told of it."""
+        """Run SGLang's own R-Fork seed for the block; yields the arguments of its clients."""
         python, port = python_of("sglang"), _free_port()
         if python is None:
             raise EngineFailed("sglang is not installed", hint="make test-engines")
@@ -182,7 +184,7 @@ class EngineProcesses:
             }
 
     def drop_cache(self, *names: str) -> None:
-        """Take the files below these folders out of the page cache."""
+        """Drop the files below these folders from the page cache."""
         for name in names:
             for file in (self.folder / name).rglob("*"):
                 if file.is_file():
@@ -191,7 +193,7 @@ class EngineProcesses:
                         os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def _arguments(self, case: EngineCase) -> str:
-        # One name for both, or they would be two models to the planner.
+        # One name for both folders; the planner would take them for two models otherwise.
         return f"bare/{case.checkpoint}" if case.is_bare else case.checkpoint
 
     def _environment(self, case: EngineCase, variables: Mapping[str, str]) -> dict[str, str]:
@@ -217,7 +219,7 @@ def _wait_for_result(process: subprocess.Popen[bytes], log: Path, case: EngineCa
                 return EngineRun(**{**result, "tokens": tuple(result["tokens"])})
         if ended or time.monotonic() > until:
             tail = log.read_text(errors="replace")[-2000:]
-            raise EngineFailed(f"{case.key}: {'ended' if ended else 'still there'} without an answer\n{tail}")
+            raise EngineFailed(f"{case.key}: {'ended' if ended else 'still running'} without a response\n{tail}")
         time.sleep(POLL_INTERVAL_S)
 
 
@@ -240,7 +242,7 @@ def _running(command: list[str], environment: Mapping[str, str], log: Path) -> I
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """It, and the workers in its session."""
+    """End a process and the workers in its session."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -259,7 +261,7 @@ def _wait_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -> None
         if process.poll() is not None:
             break
         time.sleep(POLL_INTERVAL_S)
-    raise EngineFailed(f"{url} does not answer\n{log.read_text(errors='replace')[-2000:]}")
+    raise EngineFailed(f"{url} does not respond\n{log.read_text(errors='replace')[-2000:]}")
 
 
 def _free_port() -> int:

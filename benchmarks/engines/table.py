@@ -1,4 +1,4 @@
-"""What is made of the runs: rows and figures."""
+"""Rows and figures, computed from the runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DISK = "default loader, cold cache"
 
 
 def row(case: EngineCase, runs: Sequence[EngineRun], size: int) -> Row:
-    """One line of the table; medians."""
+    """Return a table row with medians."""
     weights_s = median(run.weights_s for run in runs)
     return {
         "contender": case.key,
@@ -28,7 +28,7 @@ def row(case: EngineCase, runs: Sequence[EngineRun], size: int) -> Row:
 
 
 def limit_row(name: str, seconds: Sequence[float], size: int) -> Row:
-    """The line of a physical limit."""
+    """Return the row of a physical limit."""
     middle = median(seconds)
     return {
         "contender": f"limit: {name}",
@@ -42,7 +42,9 @@ def limit_row(name: str, seconds: Sequence[float], size: int) -> Row:
 
 
 def figures(runs: Mapping[EngineCase, Sequence[EngineRun]]) -> dict[str, float]:
-    """The figure of the design page, each the worse engine's and its own; and that of forks within a host."""
+    """Return the figures of DESIGN section 11 for the worse engine and for each, and those of forks within a
+    host.
+    """
     seconds = {
         (case.engine, case.name): median(run.weights_s for run in first_tokens)
         for case, first_tokens in runs.items()

@@ -1,1 +1,1 @@
-"""Benchmarks of one machine's GPUs; with `--device cpu` each runs the same code, small."""
+"""Benchmarks of one machine's GPUs; with `--device cpu` each runs the same code at a small size."""

@@ -1,4 +1,4 @@
-"""What the GPU benchmarks share: their options, the modules they move, and rows for what cannot run here."""
+"""Shared parts of the GPU benchmarks: options, modules to transfer, and rows of contenders that cannot run."""
 
 from __future__ import annotations
 
@@ -20,24 +20,26 @@ from rfork.errors import RforkError
 
 FULL_BYTES, QUICK_BYTES, CPU_BYTES = 16 << 30, 2 << 30, 256 << 20
 SHARE = 5
-"""Of a GPU's free memory the dense image takes one part in so many: at most four live there at once."""
+"""The dense image uses this fraction (one part in SHARE) of a GPU's free memory: at most four exist at a
+time.
+"""
 SMALL_TENSORS, SMALL_BYTES, ROW_BYTES = 20_000, 1 << 30, 2048
 SMALL_ROWS = (0.92, 1.0, 1.08)
 WIDTHS = ((4096, 14336, 1024), (1024, 4096, 256), (64, 256, 64))
-"""Hidden, intermediate and key-value sizes: the widest that leaves the layers half of the bytes is taken."""
+"""Hidden, intermediate and key-value sizes; the widest that leaves half of the bytes to the layers is used."""
 VOCABULARY = 32_000
 ASIDE_ROUNDS = 3
 NOT_FOUND = (ImportError, AttributeError, RforkError, OSError, RuntimeError, ValueError, TypeError)
-"""What a contender may raise and become a row that says so: foreign loaders raise all of these."""
+"""Exceptions that turn a contender into a row with the reason; other loaders raise all of these."""
 
 
 class VerificationError(Exception):
-    """A contender left other bytes than the source's: its row says so, and the benchmark fails in the end."""
+    """A contender produced wrong bytes: its row reports it, and the benchmark fails at the end."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuOptions:
-    """The options of all benchmarks, and the device; `bytes` of the dense image, 0: by the device."""
+    """Common benchmark options, the device, and the `bytes` of the dense image (0: chosen by device)."""
 
     common: harness.Options
     device: torch.device
@@ -45,28 +47,28 @@ class GpuOptions:
 
     @property
     def peer(self) -> torch.device | None:
-        """The second GPU, where there is one."""
+        """The second GPU, or None."""
         if self.device.type != "cuda" or torch.cuda.device_count() < 2:
             return None
         return torch.device("cuda", 1)
 
 
 def parse(benchmark: str, description: str | None, arguments: Sequence[str] | None = None) -> GpuOptions:
-    """The command line. Raises RforkError where the device is not there."""
+    """Parse the command line. Raises RforkError if the device is missing."""
     parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, add_help=False)
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where torch finds one")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if torch finds a device")
     parser.add_argument("--bytes", type=int, default=0, metavar="N", help="size of the dense image")
     chosen, rest = parser.parse_known_args(arguments)
     common = harness.options(f"gpu.{benchmark}", f"{description}\n{parser.format_help()}", rest)
     cuda = torch.cuda.is_available()
     if chosen.device == "cuda" and not cuda:
-        raise RforkError("torch finds no CUDA device here", hint="--device cpu runs the same code, small")
+        raise RforkError("torch finds no CUDA device", hint="--device cpu runs the same code at a small size")
     device = torch.device("cuda", 0) if cuda and chosen.device != "cpu" else torch.device("cpu")
     return GpuOptions(common, device, chosen.bytes)
 
 
 def dense_bytes(options: GpuOptions) -> int:
-    """How large the dense image is to be on this device."""
+    """Return the size of the dense image for this device."""
     if options.bytes:
         return options.bytes
     if options.device.type == "cpu":
@@ -76,12 +78,16 @@ def dense_bytes(options: GpuOptions) -> int:
 
 
 def shapes_of(dense: int) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
-    """The shapes of both images, bfloat16: one of about `dense` bytes, and one of very many small tensors."""
+    """Return the shapes of both images, bfloat16: one of about `dense` bytes, and one of very many small
+    tensors.
+    """
     return {"dense": dense_shapes(dense), "small": small_shapes(min(SMALL_BYTES, dense // 2))}
 
 
 def dense_shapes(nbytes: int) -> dict[str, tuple[int, ...]]:
-    """A Llama's tensors, as many layers as come nearest to `nbytes` (two bytes an element), one at least."""
+    """Return a Llama's tensors, with the number of layers (at least one) closest to `nbytes` (two bytes per
+    element).
+    """
     for hidden, intermediate, key_value in WIDTHS:
         embedding = 2 * 2 * VOCABULARY * hidden
         layer = 2 * hidden * (2 * hidden + 2 * key_value + 3 * intermediate + 2)
@@ -91,7 +97,7 @@ def dense_shapes(nbytes: int) -> dict[str, tuple[int, ...]]:
 
 
 def small_shapes(nbytes: int) -> dict[str, tuple[int, ...]]:
-    """20,000 tensors of nearly one size; fewer where they would have less than one row of 2 KiB each."""
+    """Return 20,000 tensors of nearly one size; fewer if each would have less than one row of 2 KiB."""
     count = min(SMALL_TENSORS, max(1, nbytes // (4 * ROW_BYTES)))
     mean = nbytes / count / ROW_BYTES
     rows = [max(1, round(mean * share)) for share in SMALL_ROWS]
@@ -99,8 +105,8 @@ def small_shapes(nbytes: int) -> dict[str, tuple[int, ...]]:
 
 
 def module_of(shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> nn.Module:
-    """A module of random bfloat16 bytes, one allocation a tensor; the same in every process and on every
-    device of one kind.
+    """Build a module of random bfloat16 bytes, one allocation per tensor; equal in every process and on every
+    device of one type.
     """
     generator = torch.Generator(device).manual_seed(1)
     root = nn.Module()
@@ -118,7 +124,7 @@ def module_of(shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> nn
 
 
 def synchronized(device: torch.device) -> None:
-    """Wait for all that this process gave the GPUs: their clock is not the host's."""
+    """Wait until the GPUs have finished all work of this process; their clock is not the host's."""
     if device.type == "cuda":
         for index in range(torch.cuda.device_count()):
             torch.cuda.synchronize(index)
@@ -126,40 +132,40 @@ def synchronized(device: torch.device) -> None:
 
 @dataclass
 class GpuContenders:
-    """The contenders of one run: who cannot run gets a row that says why, and costs nobody else anything.
+    """Contenders of one run. One that cannot run gets a row with the reason and does not affect the others.
 
-    `aside`: those that run in the first rounds only, because they are slow and decide nothing.
+    `aside`: contenders that run only in the first rounds, because they are slow and not decisive.
     """
 
     notes: dict[str, str] = field(default_factory=dict)
     wrong: int = 0
-    """How many left wrong bytes."""
+    """Number of contenders with wrong bytes."""
     _runs: dict[str, Contender] = field(default_factory=dict)
     _remaining_runs: dict[str, int] = field(default_factory=dict)
 
     def add(self, name: str, prepare: Callable[[], Contender], *, aside: bool = False) -> None:
-        """`prepare` makes the contender, or raises why it cannot run."""
+        """Add a contender; `prepare` makes it, or raises the reason why it cannot run."""
         try:
             self._runs[name] = prepare()
         except NOT_FOUND as error:
             self.absent(name, error_text(error))
             return
         if aside:
-            self._remaining_runs[name] = ASIDE_ROUNDS + 1  # one to warm up
+            self._remaining_runs[name] = ASIDE_ROUNDS + 1  # one warm-up round
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Those that take part."""
+        """Names of the contenders that run."""
         return tuple(self._runs)
 
     def absent(self, name: str, reason: str) -> None:
-        """It takes no part."""
+        """Record that a contender does not run."""
         self.notes[name] = reason
 
     def run(self, rounds: int, warmed: Callable[[], None] | None = None) -> dict[str, list[float]]:
-        """Seconds of each round of all that ran through, in the order they were added.
+        """Return the seconds of each round of all contenders that completed, in the order they were added.
 
-        One round before warms up, and finds out who cannot run here; `warmed` is called after it.
+        A warm-up round shows which contenders cannot run; `warmed` is called after it.
         """
         runs = {name: partial(self._once, name) for name in self._runs}
         for warm_up in runs.values():
@@ -189,7 +195,7 @@ class GpuContenders:
 
 
 def error_text(error: BaseException) -> str:
-    """An error on one line of a table."""
+    """Return an error as one line for a table."""
     if isinstance(error, ModuleNotFoundError):
         return f"not installed: {error.name}"
     hint = getattr(error, "hint", "")
@@ -198,7 +204,7 @@ def error_text(error: BaseException) -> str:
 
 
 def rows_of(seconds: Mapping[str, Sequence[float]], sizes: Mapping[str, int], field: GpuContenders) -> list[Row]:
-    """A line each: GB/s over the median, or the note of who did not run. `sizes` are in bytes."""
+    """Return a row per contender: GB/s of the median, or why it did not run. `sizes` are in bytes."""
     lines: list[Row] = [
         {
             "contender": name,
@@ -215,7 +221,7 @@ def rows_of(seconds: Mapping[str, Sequence[float]], sizes: Mapping[str, int], fi
 
 
 def timed_on_device(call: Callable[[], float | None], device: torch.device) -> float:
-    """Seconds that the call tells, else its wall time until the GPUs have done it."""
+    """Return the seconds that `call` returns, or else its wall time until the GPUs have finished."""
     synchronized(device)
     began = time.perf_counter()
     reported_seconds = call()

@@ -1,20 +1,20 @@
-"""What does giving its weights cost a seed that decodes on a GPU, and what does the governor change?
+"""Measure what serving its weights costs a seed that decodes on a GPU, and what the governor changes.
 
 A seed process decodes one token after the other (a plain torch decoder of 2.2 GB in bfloat16, static
-key-value cache, each step one CUDA graph; on a CPU 10 MB and no graph) and tells its governor of each step.
-Meanwhile 1 or 2 targets, processes on the same GPU, fork its weights again and again: `rfork.fork` against
-a real planner, every chunk verified, into tensors zeroed before, and all bytes of the last one are
-compared once more at the end of a slot. They give nothing onwards.
+key-value cache, each step one CUDA graph; on a CPU 10 MB and no graph) and reports each step to its governor.
+Meanwhile 1 or 2 targets, processes on the same GPU, fork its weights in a loop: `rfork.fork` against a real
+planner, every chunk verified, into zeroed tensors; all bytes of the last fork are compared again at the end
+of a slot. The targets do not serve.
 
-- Without MPS the kernels of several processes take turns on a GPU: what targets run to verify is in these
-  figures too, as it is where a replica starts beside another one.
-- "governor on" is the product as it comes; "off" is without the limit on the engine's latency.
-- "kernel copies" stands for NCCL, which refuses two ranks on one GPU: a kernel copies as many bytes, over
-  and over, ungoverned.
-- "idle, slot …": nobody reads. The two slots of a round against one another are the noise of this machine.
+- Without MPS the kernels of several processes share a GPU in turns: the targets' verification is in these figures
+  too, as it is when a replica starts next to another.
+- "governor on" is the product's default; "off" is without the limit on the engine's latency.
+- "kernel copies" stands for NCCL, which refuses two ranks on one GPU: a kernel copies as many bytes in a loop,
+  ungoverned.
+- "idle, slot …": no reader runs. The ratio of a round's two idle slots is this machine's noise.
 
 Quantiles are over the tokens of all rounds, which are interleaved. `gpu_disturb_tokens_per_s` is the worst
-governed transport with the most targets against idle.
+governed transport with the most targets, relative to idle.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TargetWorker = BenchWorker[GpuOrder, None]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print, and write what was asked for; raises RforkError where any byte was wrong."""
+    """Run the benchmark, print the table and write the requested files; raises RforkError for wrong bytes."""
     options = parse("disturb", __doc__, arguments)
     logs.configure(json=False, level="error")
     cases = cases_of(options)
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def cases_of(options: GpuOptions) -> list[GpuDisturbCase]:
-    """Everything; with --quick the most targets only."""
+    """Return all cases; with --quick only those with the most targets."""
     counts = (MAX_TARGETS,) if options.common.quick else (1, MAX_TARGETS)
     read = [
         GpuDisturbCase(transport, count, governed)
@@ -79,7 +79,7 @@ def cases_of(options: GpuOptions) -> list[GpuDisturbCase]:
 
 
 def slot_seconds(options: GpuOptions) -> float:
-    """How long the seed decodes in one slot."""
+    """Return the seconds that the seed decodes in one slot."""
     if options.device.type == "cpu":
         return 0.4 if options.common.quick else 1.0
     return 1.0 if options.common.quick else 2.0
@@ -92,7 +92,7 @@ def slot(
     targets: Sequence[TargetWorker],
     pools: Mapping[str, SlotResult],
 ) -> Contender:
-    """One slot of a case: pools what it gave, and returns its seconds."""
+    """Run one slot of a case: pools its results and returns its seconds."""
 
     def run() -> float:
         readers = targets[: case.targets]
@@ -109,7 +109,7 @@ def slot(
         finally:
             seed.request(GpuOrder("close"))
         if results is None:
-            raise RforkError("the seed told nothing")
+            raise RforkError("the seed returned no result")
         results.bytes_read = tokens_read
         pools[case.name].add(results)
         return results.seconds
@@ -118,7 +118,7 @@ def slot(
 
 
 def _stop(readers: Sequence[TargetWorker]) -> None:
-    """End all, then say what went wrong with the first."""
+    """Stop all readers, then raise the first error."""
     errors: list[RforkError] = []
     for reader in readers:
         reader.send(GpuOrder("stop"))
@@ -132,9 +132,9 @@ def _stop(readers: Sequence[TargetWorker]) -> None:
 
 
 def rows(results: Mapping[str, SlotResult], cases: Sequence[GpuDisturbCase], notes: Mapping[str, str]) -> list[Row]:
-    """A line each; ratios are against both idle slots pooled."""
+    """Return a row per case; ratios are to both idle slots pooled."""
     idle = idle_result(results)
-    lines: list[Row] = [result_row("limit: nobody reads (both idle slots)", idle, idle)]
+    lines: list[Row] = [result_row("limit: no reader (both idle slots)", idle, idle)]
     for case in cases:
         if case.name in notes:
             lines.append({"contender": case.name, "note": notes[case.name]})
@@ -144,7 +144,7 @@ def rows(results: Mapping[str, SlotResult], cases: Sequence[GpuDisturbCase], not
 
 
 def result_row(name: str, slots: SlotResult, idle: SlotResult) -> Row:
-    """One case that ran."""
+    """Return the row of a case that ran."""
     return {
         "contender": name,
         "tokens/s": slots.tokens_per_s,
@@ -159,7 +159,7 @@ def result_row(name: str, slots: SlotResult, idle: SlotResult) -> Row:
 
 
 def idle_result(results: Mapping[str, SlotResult]) -> SlotResult:
-    """Both idle slots as one."""
+    """Return both idle slots pooled."""
     idle = SlotResult()
     for case in IDLE:
         idle.add(results[case.name])
@@ -167,7 +167,9 @@ def idle_result(results: Mapping[str, SlotResult]) -> SlotResult:
 
 
 def figures(results: Mapping[str, SlotResult], cases: Sequence[GpuDisturbCase]) -> dict[str, float]:
-    """Of those that ran; the one that design section 8 names is the worst over the governed transports."""
+    """Return the figures of the cases that ran; that of DESIGN section 11 is the worst over the governed
+    transports.
+    """
     idle = idle_result(results)
     found: dict[str, float] = {}
     worst: list[float] = []
@@ -189,7 +191,7 @@ def figures(results: Mapping[str, SlotResult], cases: Sequence[GpuDisturbCase]) 
 
 @contextlib.contextmanager
 def start_processes(device: str) -> Iterator[tuple[SeedWorker, list[TargetWorker]]]:
-    """The planner, the seed's process and the targets', until the block ends."""
+    """Run the planner, the seed's process and the targets' processes for the block."""
     cores = os.sched_getaffinity(0)
     context = multiprocessing.get_context("spawn")
     url, there = context.Pipe()

@@ -1,8 +1,8 @@
-"""The model of `benchmarks.gpu.disturb`: a decoder that makes a token a step, replayed as one CUDA graph.
+"""Model of `benchmarks.gpu.disturb`: a decoder that generates a token per step, replayed as one CUDA graph.
 
-Plain torch, so that it runs on any PyTorch image: a Llama's blocks, weights and arithmetic, bfloat16, with a
-static key-value cache that is no part of the weights. Random weights: what it says means nothing, what it
-costs is what counts.
+Plain torch, so that it runs in any PyTorch image: a Llama's blocks, weights and arithmetic, bfloat16, with a
+static key-value cache that is not part of the weights. The weights are random: the output is meaningless,
+only the cost counts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WARM_STEPS = 3
 
 @dataclass(frozen=True, slots=True)
 class DecoderSizes:
-    """The decoder's widths."""
+    """Dimensions of the decoder."""
 
     hidden: int
     intermediate: int
@@ -34,11 +34,11 @@ class DecoderSizes:
 LARGE = DecoderSizes(2048, 8192, 512, 16, 16, 32_000, 1024)
 """2.2 GB of weights."""
 TINY = DecoderSizes(256, 1024, 128, 4, 4, 2048, 64)
-"""10 MB: for a CPU."""
+"""10 MB, for a CPU."""
 
 
 class DecoderBlock(nn.Module):
-    """Attention and a gated feed-forward part."""
+    """Attention and a gated feed-forward layer."""
 
     def __init__(self, sizes: DecoderSizes) -> None:
         super().__init__()
@@ -55,7 +55,9 @@ class DecoderBlock(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, cache: torch.Tensor, position: torch.Tensor, mask: torch.Tensor
     ) -> torch.Tensor:
-        """One token: line [1, hidden], cache [2, groups, context, width], place [1], seen [1, context]."""
+        """Process one token: hidden [1, hidden], cache [2, groups, context, width], position [1], mask [1,
+        context].
+        """
         hidden = hidden_states.shape[-1]
         width = hidden // self.heads
         normed = functional.rms_norm(hidden_states, (hidden,), self.input_norm, EPSILON)
@@ -76,7 +78,7 @@ class DecoderBlock(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The weights; the same in every process and on every device of one kind."""
+    """The weights; equal in every process and on every device of one type."""
 
     def __init__(self, sizes: DecoderSizes) -> None:
         super().__init__()
@@ -88,7 +90,7 @@ class Decoder(nn.Module):
 
 
 def decoder_on(device: torch.device, sizes: DecoderSizes) -> Decoder:
-    """A decoder in bfloat16 on a device, ready to serve."""
+    """Build a bfloat16 decoder on a device, ready to serve."""
     with torch.device("meta"):
         decoder = Decoder(sizes)
     decoder = decoder.to(torch.bfloat16).to_empty(device=device)
@@ -100,7 +102,9 @@ def decoder_on(device: torch.device, sizes: DecoderSizes) -> Decoder:
 
 
 def steps_of(decoder: Decoder, device: torch.device) -> tuple[Callable[[], int], bool]:
-    """What makes the next token and waits for it; and whether it replays a captured graph."""
+    """Return a function that generates the next token and waits for it, and whether it replays a captured
+    graph.
+    """
     sizes = decoder.sizes
     width = sizes.hidden // sizes.heads
     groups = sizes.key_value // width
@@ -127,26 +131,27 @@ def steps_of(decoder: Decoder, device: torch.device) -> tuple[Callable[[], int],
 
     def next_token() -> int:
         run()
-        return int(token.item())  # engines wait for it too: it decides whether the request is done
+        return int(token.item())  # engines wait for it too: it decides whether the request is complete
 
     return next_token, graphed
 
 
 @dataclass(frozen=True, slots=True)
 class CapturedStep:
-    """A captured step. The graph writes to the addresses of the step's tensors, and does not own them: `step`
-    is held as long as it may be replayed."""
+    """A captured step. The graph writes to the addresses of the step's tensors and does not own them, so
+    `step` is kept as long as the graph may be replayed.
+    """
 
     graph: torch.cuda.CUDAGraph
     step: Callable[[], None]
 
     def __call__(self) -> None:
-        """Replay it."""
+        """Replay the graph."""
         self.graph.replay()
 
 
 def _capture(step: Callable[[], None]) -> CapturedStep:
-    """The step as one CUDA graph; warmed up on a stream of its own, as torch asks for."""
+    """Capture the step as one CUDA graph, after a warm-up on a separate stream, as torch requires."""
     side_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side_stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side_stream):
@@ -154,7 +159,7 @@ def _capture(step: Callable[[], None]) -> CapturedStep:
             step()
     torch.cuda.current_stream().wait_stream(side_stream)
     graph = torch.cuda.CUDAGraph()
-    # Others of this process may call CUDA meanwhile: their calls are no part of it.
+    # Other threads may call CUDA meanwhile; their calls are not captured.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         step()
     return CapturedStep(graph, step)

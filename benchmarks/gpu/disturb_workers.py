@@ -1,4 +1,4 @@
-"""The processes of `benchmarks.gpu.disturb`: the seed that decodes, and targets that fork it on and on."""
+"""Processes of `benchmarks.gpu.disturb`: the seed that decodes, and targets that fork it in a loop."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from rfork.image.capture import capture
 from rfork.schema import ForkProgress
 
 KERNEL_COPIES = "kernel copies"
-"""NCCL refuses two ranks on one GPU: its traffic is stood in for by a kernel that copies as many bytes."""
+"""NCCL refuses two ranks on one GPU, so a kernel that copies as many bytes stands in for its traffic."""
 WARM_TOKENS = 20
 
 
 @dataclass(frozen=True, slots=True)
 class GpuDisturbCase:
-    """`targets` take the weights over `transport` again and again; the governor is the product's, or off."""
+    """`targets` fork the weights over `transport` in a loop; the governor is the product's default, or off."""
 
     transport: str
     targets: int = 0
@@ -38,7 +38,7 @@ class GpuDisturbCase:
 
     @property
     def name(self) -> str:
-        """The contender's name."""
+        """Name of the contender."""
         if self.transport == "idle":
             return f"idle, slot {self.slot}"
         governor_label = "" if self.transport == KERNEL_COPIES else f", governor {'on' if self.governed else 'off'}"
@@ -47,7 +47,7 @@ class GpuDisturbCase:
 
 @dataclass(frozen=True, slots=True)
 class GpuOrder:
-    """To the seed: `open` a case, `serve` for some seconds, `close` it. To a target: `start`, `stop`."""
+    """Command to the seed: `open` a case, `serve` for some seconds, `close` it. To a target: `start`, `stop`."""
 
     verb: Literal["open", "serve", "close", "start", "stop"]
     case: GpuDisturbCase | None = None
@@ -55,7 +55,7 @@ class GpuOrder:
 
 
 def build_decoder(device_name: str) -> tuple[Decoder, torch.device]:
-    """The decoder of this process."""
+    """Build the decoder of this process."""
     device = torch.device(device_name)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -67,7 +67,7 @@ def build_decoder(device_name: str) -> tuple[Decoder, torch.device]:
 
 
 class GpuSeed:
-    """Obeys in the seed's process. One case is open at a time."""
+    """Executes commands in the seed's process. One case is open at a time."""
 
     def __init__(self, planner: str, device_name: str) -> None:
         self._planner = planner
@@ -77,7 +77,7 @@ class GpuSeed:
         self._step_meter: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
 
     def handle(self, order: GpuOrder) -> SlotResult | None:
-        """See `GpuOrder`."""
+        """Execute a command; see `GpuOrder`."""
         match order.verb:
             case "open" if order.case is not None:
                 self._step_meter = self._open.enter_context(self._seeded(order.case))
@@ -114,12 +114,12 @@ class GpuSeed:
         options = settings_for(self._planner, transport, governed=case.governed, reads=False)
         with rfork.seed(self._decoder, model=MODEL, settings=options) as seed_handle:
             if not seed_handle.wait_registered(REPLY_TIMEOUT_S):
-                raise RforkError("the planner did not answer the seed")
+                raise RforkError("the planner did not respond to the seed")
             yield seed_handle.measure_step
 
 
 class GpuTarget:
-    """Obeys in a target's process; takes the weights on a thread of its own. `counter`: bytes so far."""
+    """Executes commands in a target's process; forks on a separate thread. `counter`: bytes so far."""
 
     def __init__(self, counter: Synchronized[int], planner: str, device_name: str) -> None:
         self._counter = counter
@@ -133,7 +133,9 @@ class GpuTarget:
         self._done = 0
 
     def handle(self, order: GpuOrder) -> None:
-        """See `GpuOrder`. At `stop` the last fork's bytes are compared; raises RforkError for what is wrong."""
+        """Execute a command; see `GpuOrder`. `stop` compares the last fork's bytes; raises RforkError for any
+        error.
+        """
         if order.verb == "start" and order.case is not None:
             self._stopping.clear()
             self._error, self._done = "", 0
@@ -154,7 +156,7 @@ class GpuTarget:
                 self._copy()
             else:
                 while not self._stopping.is_set():
-                    # Else the bytes of the fork before would be right for one that brings none.
+                    # Otherwise the bytes of the previous fork would hide one that transfers none.
                     torch._foreach_zero_(list(self._image.regions))
                     synchronized(self._device)
                     self._fork(case)
@@ -167,7 +169,7 @@ class GpuTarget:
         source = torch.ones(size, dtype=torch.int64, device=self._device)
         into = torch.empty_like(source)
         while not self._stopping.is_set():
-            torch.add(source, 0, out=into)  # a kernel, where copy_ would take the copy engine
+            torch.add(source, 0, out=into)  # a kernel; copy_ would use the copy engine
             synchronized(self._device)
             self._count(size * 8)
 
@@ -193,12 +195,12 @@ class GpuTarget:
 
 
 def seed_main(counter: Synchronized[int], planner: str, device_name: str) -> Callable[[GpuOrder], SlotResult | None]:
-    """The seed's process; its counter says whether it replays a captured graph."""
+    """Entry point of the seed's process; its counter reports whether it replays a captured graph."""
     seed = GpuSeed(planner, device_name)
     counter.value = int(seed.graphed)
     return seed.handle
 
 
 def target_main(counter: Synchronized[int], planner: str, device_name: str) -> Callable[[GpuOrder], None]:
-    """A target's process."""
+    """Entry point of a target's process."""
     return GpuTarget(counter, planner, device_name).handle

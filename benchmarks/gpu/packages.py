@@ -1,7 +1,7 @@
-"""What `benchmarks.gpu.run` needs beside the image's own torch, and how it comes in without replacing that.
+"""Installs the packages that `benchmarks.gpu.run` needs without replacing the image's torch.
 
-A PyTorch image has a Python with torch for CUDA. It gets a virtual environment that sees all of that, and
-holds only what lacks; torch itself is pinned to what is there. Runs with the standard library alone.
+A PyTorch image has a Python with torch for CUDA. It gets a virtual environment that sees those packages and
+adds only the missing ones; torch is pinned to the installed version. Uses only the standard library.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ IMPORTS = {
     "runai-model-streamer": "runai_model_streamer", "mooncake-transfer-engine": "mooncake",
     "mooncake-transfer-engine-cuda13": "mooncake",
 }  # fmt: skip
-"""The module of a package, where it has another name."""
+"""Import names of packages whose import name differs."""
 TESTS = ("pytest", "pytest-asyncio", "pytest-timeout")
 REQUIRED_PACKAGES = ("xxhash", "structlog", "pytest")
-"""What the tests of the digest need, beside torch."""
+"""Packages that the digest tests need in addition to torch."""
 LOADERS = ("runai-model-streamer", "fastsafetensors", "tensorizer")
 PIP_S = 240.0
-"""Seconds for the base packages; each optional one has a quarter."""
+"""Timeout for installing the base packages; each optional one has a quarter."""
 INSPECT_SCRIPT = """
 import importlib.util, json, sys
 def has(name):
@@ -55,7 +55,9 @@ LIST_FOLDERS_SCRIPT = (
 
 @dataclass(frozen=True, slots=True)
 class PythonInspection:
-    """What one interpreter has: the modules asked for that lack, torch, its CUDA, the GPUs' names."""
+    """Contents of an interpreter: which of the requested modules are missing, torch, its CUDA, the GPUs'
+    names.
+    """
 
     missing: tuple[str, ...]
     torch: str | None
@@ -64,7 +66,7 @@ class PythonInspection:
 
 
 def inspect_python(python: str, modules: Sequence[str] = ()) -> PythonInspection:
-    """Ask an interpreter. Raises OSError or CalledProcessError where it does not run."""
+    """Inspect an interpreter. Raises OSError or CalledProcessError if it does not run."""
     result = json.loads(
         subprocess.run(
             [python, "-c", INSPECT_SCRIPT, *modules], cwd=ROOT, check=True, capture_output=True, text=True
@@ -74,7 +76,7 @@ def inspect_python(python: str, modules: Sequence[str] = ()) -> PythonInspection
 
 
 def base() -> list[str]:
-    """rfork's own requirements, without torch. Needs Python 3.11."""
+    """Return rfork's own requirements without torch. Needs Python 3.11."""
     import tomllib
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -82,30 +84,30 @@ def base() -> list[str]:
 
 
 def optional(cuda: str | None) -> list[str]:
-    """What rows of the benchmarks are about: other loaders, and the Mooncake wheel for this CUDA."""
+    """Return the packages that benchmark rows compare: other loaders, and the Mooncake wheel for this CUDA."""
     wheels = {"12": "mooncake-transfer-engine", "13": "mooncake-transfer-engine-cuda13"}
     major = (cuda or "").partition(".")[0]
     return [*LOADERS, *([wheels[major]] if major in wheels else [])]
 
 
 def name_of(requirement: str) -> str:
-    """The package that a requirement names."""
+    """Return the package name of a requirement."""
     for mark in "<>=!~[; ":
         requirement = requirement.partition(mark)[0]
     return requirement
 
 
 def module_of(package: str) -> str:
-    """What a package is imported as."""
+    """Return the import name of a package."""
     return IMPORTS.get(package, package.replace("-", "_"))
 
 
 def prepare_venv(python: str, until: float, *, loaders: bool) -> str:
-    """The interpreter to use: that of a virtual environment over `python`, with all that could be installed.
+    """Return the interpreter to use: that of a virtual environment over `python`, with all installable
+    packages.
 
-    `loaders`: other people's as well. Nothing is begun after `until` (monotonic). One line for each
-    thing that could not.
-    `WHEELS` names a folder of wheels to take instead of an index.
+    `loaders`: also install other loaders. Nothing starts after `until` (monotonic). Prints one line for each
+    package that could not be installed. `WHEELS` names a folder of wheels to use instead of an index.
     """
     here = inspect_python(python)
     wanted = [*base(), *TESTS]
@@ -115,14 +117,14 @@ def prepare_venv(python: str, until: float, *, loaders: bool) -> str:
         return python
     inside = str(VENV / "bin" / "python")
     if not is_made() and (failed := _missing_after_install(python, _left(until))):
-        print(f"no virtual environment over {python}, so nothing is installed: {failed}", flush=True)
+        print(f"cannot make a virtual environment over {python}, so nothing is installed: {failed}", flush=True)
         return python
     pins = VENV / "pins.txt"
     pins.write_text(f"torch=={here.torch}\n" if here.torch else "")
     if inspect_python(inside, [module_of(name_of(line)) for line in wanted]).missing:
-        print("installing what the image lacks", flush=True)
+        print("installing the packages that the image lacks", flush=True)
         if failed := _pip(inside, pins, wanted, min(PIP_S, _left(until))):
-            print(f"not all of rfork's packages can be installed: {failed}", flush=True)
+            print(f"cannot install all of rfork's packages: {failed}", flush=True)
             _pip(inside, pins, REQUIRED_PACKAGES, min(PIP_S / 4, _left(until)))
             return inside
     for package in extra:
@@ -133,16 +135,16 @@ def prepare_venv(python: str, until: float, *, loaders: bool) -> str:
 
 
 def is_made() -> bool:
-    """Whether the virtual environment is whole: what is written last is there."""
+    """Return whether the virtual environment is complete: the file that is written last exists."""
     return any(VENV.glob(f"lib/python*/site-packages/{LAST}"))
 
 
 def _missing_after_install(python: str, seconds: float) -> str:
-    """Make the virtual environment; why not on one line, "" where it is done.
+    """Make the virtual environment; returns the error on one line, "" if it succeeded.
 
-    An image's Python may be in a virtual environment itself, whose packages another does not see. One without
-    `ensurepip` (Debian's, without python3-venv) makes half of an environment and fails: then the image's own
-    pip is used. What failed leaves nothing.
+    An image's Python may itself be in a virtual environment, whose packages another one does not see. Without
+    `ensurepip` (Debian's Python without python3-venv) only half of an environment is made; then the image's
+    own pip is used. A failed attempt leaves no files.
     """
     failed = ""
     for more in ([], ["--without-pip"]):
@@ -162,7 +164,7 @@ def _missing_after_install(python: str, seconds: float) -> str:
 
 
 def _pip(python: str, pins: Path, requirements: Sequence[str], seconds: float) -> str:
-    """Install; why not on one line, "" where it is done."""
+    """Install the requirements; returns the error on one line, "" if it succeeded."""
     command = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--retries", "1"]
     command += ["--timeout", "10", "-c", str(pins)]
     if wheels := os.environ.get("WHEELS"):
@@ -171,16 +173,16 @@ def _pip(python: str, pins: Path, requirements: Sequence[str], seconds: float) -
 
 
 def _left(until: float) -> float:
-    """Seconds until then; none left is a moment."""
+    """Return the seconds until then, at least a short moment."""
     return max(0.1, until - time.monotonic())
 
 
 def _quiet(command: Sequence[str], seconds: float) -> str:
-    """Run it; the last line of what it said where it failed."""
+    """Run a command; returns the last line of its output if it failed."""
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired:
-        return f"it took more than {seconds:g} s"
+        return f"timed out after {seconds:g} s"
     except OSError as error:
         return str(error)
     lines = (done.stderr.strip() or done.stdout.strip() or "it failed").splitlines()

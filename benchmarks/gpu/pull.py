@@ -1,22 +1,22 @@
-"""How fast do weights come to a GPU: from another process's GPU memory, the host's memory, a file in memory?
+"""Measure how fast weights reach a GPU from another process's GPU memory, host memory, or a cached file.
 
-Source and target are two processes on one GPU, and on two GPUs as well where there are two. Two images: a
-dense one of a Llama's shapes (16 GiB where the memory is there, quick 2 GiB, on the CPU 256 MiB), and 20,000
-small tensors (1 GiB at most). Contenders run interleaved after one warm-up round; before each the
-tensors are zeroed, after it every byte is checked by its digest where it lies (both untimed), and the clock
-stops when the device has done all. Who cannot run here has a row that says why.
+Source and target are two processes on one GPU, and also on two GPUs if there are two. Two images: a dense one
+of a Llama's shapes (16 GiB if the memory allows, quick 2 GiB, on the CPU 256 MiB), and 20,000 small tensors
+(at most 1 GiB). Contenders run interleaved after one warm-up round; before each run the tensors are zeroed,
+after it every byte is checked by its digest in place (both untimed), and the clock stops when the device has
+finished. A contender that cannot run here has a row with the reason.
 
 - "rfork NAME": `rfork.fork` over that transport with a planner process; its report's transfer phase (plan,
-  channel, bytes, verification). "reads": the transport's reader alone, connected before, all chunks, four
-  in flight, nothing verified: what `gpu_ipc_vs_device_copy` compares.
+  channel, bytes, verification). "reads": the transport's reader alone, already connected, all chunks, four
+  in flight, unverified: what `gpu_ipc_vs_device_copy` compares.
 - "limit: device copy": the same bytes from tensors of this process, on one GPU or from the other one.
 - "limit: pinned copy": cudaMemcpyAsync of the same bytes from page-locked memory, which
   `gpu_h2d_vs_pinned` compares with rfork.load, verification included, of a snapshot in the page cache.
-- Other loaders make new tensors, once for each round, of the same file; the slow ones run in 3 rounds.
-- "digest" is the manifest of the image, beside one read of all bytes by torch.sum.
+- Other loaders make new tensors in each round, from the same file; the slow ones run in 3 rounds.
+- "digest" is the manifest of the image, next to one read of all bytes by torch.sum.
 
-GB/s are 1e9 image bytes a second, over the median of the rounds. With `--device cpu` the same code runs on
-host memory, at a small size: that shows that it runs, and is no result.
+GB/s are 1e9 image bytes per second, for the median of the rounds. With `--device cpu` the same code runs on
+host memory at a small size: that shows that it works, and is no result.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ FORKS: Sequence[tuple[str, bool]] = (
     ("cuda_ipc", True), ("cuda_ipc", False), ("shared_memory", True), ("transfer_engine", True),
     ("http", True), ("nccl", True), ("gloo", True),
 )  # fmt: skip
-"""Transports, and whether what they bring is verified."""
+"""Transports, and whether their bytes are verified."""
 SLOW = frozenset({"transfer_engine", "http", "gloo"})
 COPY, PINNED, DIGEST, READ = (
     "limit: device copy", "limit: pinned copy", "digest", "limit: memory read"
@@ -64,7 +64,7 @@ LOAD = "rfork.load, page cache"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print, and write what was asked for; raises RforkError where any byte was wrong."""
+    """Run the benchmark, print the table and write the requested files; raises RforkError for wrong bytes."""
     options = parse("pull", __doc__, arguments)
     logs.configure(json=False, level="error")
     shapes = shapes_of(dense_bytes(options))
@@ -101,11 +101,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         plot=("contender", "GB/s"),
     )
     if contenders.wrong:
-        raise RforkError(f"{contenders.wrong} contenders left wrong bytes")
+        raise RforkError(f"{contenders.wrong} contenders produced wrong bytes")
 
 
 def placement_name(shape: str, source: torch.device, options: GpuOptions) -> str:
-    """What names of contenders begin with: the shape, and the other GPU where the bytes lie on one."""
+    """Return the prefix of contender names: the shape, and the other GPU if the bytes are on one."""
     return shape if source == options.device else f"{shape} from {source}"
 
 
@@ -118,7 +118,7 @@ def measure_peers(
     offer: GpuOffer,
     original: Image,
 ) -> None:
-    """Everything that comes from a giving process on the source device, and the plain copy from there."""
+    """Add the contenders that read from a process on the source device, and the plain copy from there."""
     for transport, verify in FORKS:
         name = f"{before}: rfork {transport}" + ("" if verify else ", unverified")
         if reason := offer.unavailable_reason(transport):
@@ -141,7 +141,7 @@ def measure_peers(
 def measure_local(
     contenders: GpuContenders, target: GpuPullTarget, original: Image, stack: contextlib.ExitStack
 ) -> None:
-    """Everything that comes from this host's memory and files, and what is only read."""
+    """Add the contenders that read this host's memory and files, and those that only read."""
     before = target.shape
     contenders.add(f"{before}: {DIGEST}", partial(pull_local.digests, target, original))
     contenders.add(f"{before}: {READ}", partial(pull_local.memory_read, target, original))
@@ -166,9 +166,10 @@ def measure_local(
 
 
 def figures(seconds: Mapping[str, Sequence[float]], sizes: Mapping[str, int]) -> dict[str, float]:
-    """Those that design section 8 names, for the dense image on one GPU, and the same from the other GPU.
+    """Return the figures of DESIGN section 11 for the dense image on one GPU, and the same from the other
+    GPU.
 
-    Of the small tensors there is none against a limit: a plain copy of 20,000 is bound by its launches.
+    The small tensors have no figure relative to a limit: a plain copy of 20,000 is bound by its launches.
     """
     speed = {name: sizes[name] / GB / median(values) for name, values in seconds.items()}
     requested_figures = {

@@ -1,6 +1,6 @@
-"""What of `benchmarks.gpu.pull` needs no other process: the host's memory, files, other loaders, digests.
+"""Contenders of `benchmarks.gpu.pull` without another process: host memory, files, other loaders, digests.
 
-Files lie where they are in memory already: on a disk's page cache, just written, or in /dev/shm.
+The files are in memory already: in a disk's page cache, just written, or in /dev/shm.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from rfork.storage.location import Location
 SHM = Path("/dev/shm")
 SPARE_BYTES = 1 << 30
 MAX_PINNED_FRACTION = 4
-"""One part in so many of the host's memory is locked at most, for the plain copy from it."""
+"""Reciprocal of the share of host memory that is page-locked at most, for the plain copy from it."""
 FILE = "model.safetensors"
 Loaded = tuple[Tensors, Callable[[], None]]
 
 
 @contextmanager
 def temporary_folder_in(parent: Path, nbytes: int) -> Iterator[Path]:
-    """A folder for files of so many bytes. Raises RforkError where there is no room."""
+    """Make a folder for files of `nbytes`. Raises RforkError if there is too little space."""
     if shutil.disk_usage(parent).free < nbytes + min(SPARE_BYTES, nbytes):
-        raise RforkError(f"no room in {parent}")
+        raise RforkError(f"not enough space in {parent}")
     with TemporaryDirectory(prefix="rfork-gpu-", dir=parent) as folder:
         yield Path(folder)
 
 
 def pinned(target: GpuPullTarget) -> Contender:
-    """Plain copies from page-locked memory, a tensor each: what the copy engine can do."""
+    """Copy from page-locked memory, tensor by tensor: the speed of the copy engine."""
     cuda = target.device.type == "cuda"
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if cuda and target.bytes > memory // MAX_PINNED_FRACTION:
@@ -62,7 +62,7 @@ def pinned(target: GpuPullTarget) -> Contender:
 
 
 def engine_fill(target: GpuPullTarget, path: Path) -> Contender:
-    """rfork's reading engine from a snapshot's file into the tensors, nothing verified."""
+    """Read a snapshot file into the tensors with rfork's reading engine, unverified."""
     chosen = settings.load(StorageSettings)
     store = LocalStore(Location.parse(path.parent), chosen)
 
@@ -79,7 +79,7 @@ def engine_fill(target: GpuPullTarget, path: Path) -> Contender:
 
 
 def restored(target: GpuPullTarget, path: Path) -> Contender:
-    """`rfork.load` of a snapshot into the module: the same engine, and every chunk verified."""
+    """Load a snapshot into the module with `rfork.load`: the same engine, and every chunk verified."""
 
     def run() -> None:
         if not rfork.load(target.module, path).verified:
@@ -89,11 +89,11 @@ def restored(target: GpuPullTarget, path: Path) -> Contender:
 
 
 def load_file(target: GpuPullTarget, path: Path) -> Contender:
-    """safetensors' own, onto the device."""
+    """Load with safetensors' own function onto the device."""
     from safetensors.torch import load_file as load
 
     def run() -> Loaded:
-        # It maps files for the CPU, and has then read nothing.
+        # On the CPU it maps the file and has not read anything yet.
         loaded = load(path, device=str(target.device))
         if target.device.type == "cpu":
             loaded = {name: tensor.clone() for name, tensor in loaded.items()}
@@ -103,7 +103,7 @@ def load_file(target: GpuPullTarget, path: Path) -> Contender:
 
 
 def run_ai(target: GpuPullTarget, path: Path) -> Contender:
-    """Run:ai Model Streamer, each tensor to the device as it comes, as engines do."""
+    """Load with Run:ai Model Streamer, moving each tensor to the device when it arrives, as engines do."""
     from runai_model_streamer import SafetensorsStreamer
 
     def run() -> Loaded:
@@ -115,7 +115,7 @@ def run_ai(target: GpuPullTarget, path: Path) -> Contender:
 
 
 def fastsafetensors(target: GpuPullTarget, path: Path) -> Contender:
-    """fastsafetensors, through the host's memory."""
+    """Load with fastsafetensors, through host memory."""
     from fastsafetensors import SafeTensorsFileLoader
 
     def run() -> Loaded:
@@ -133,7 +133,7 @@ def fastsafetensors(target: GpuPullTarget, path: Path) -> Contender:
 
 
 def tensorizer(target: GpuPullTarget, folder: Path) -> Contender:
-    """tensorizer, at its defaults; it writes and reads its own format."""
+    """Load with tensorizer at its defaults; it writes and reads its own format."""
     from tensorizer import TensorDeserializer
 
     path = folder / "model.tensors"
@@ -147,7 +147,7 @@ def tensorizer(target: GpuPullTarget, folder: Path) -> Contender:
 
 
 def digests(target: GpuPullTarget, original: Image) -> Contender:
-    """A manifest as a seed computes it, of the original, which nobody writes to; compared."""
+    """Compute and compare a manifest of the original, as a seed does."""
 
     def run() -> float:
         found: tuple[bytes, ...] = ()
@@ -165,7 +165,7 @@ def digests(target: GpuPullTarget, original: Image) -> Contender:
 
 
 def memory_read(target: GpuPullTarget, original: Image) -> Contender:
-    """The sum of all words: one read of the device's memory."""
+    """Sum all words: one read of the device's memory."""
     words = [region[: region.numel() // 8 * 8].view(torch.int64) for region in original.regions]
 
     def read() -> None:
@@ -176,4 +176,4 @@ def memory_read(target: GpuPullTarget, original: Image) -> Contender:
 
 
 def _nothing() -> None:
-    """There is nothing to let go of but the tensors."""
+    """Release nothing: there is nothing but the tensors."""

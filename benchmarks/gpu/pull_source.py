@@ -1,4 +1,4 @@
-"""The other side of `benchmarks.gpu.pull`: a process that gives its tensors."""
+"""Source process of `benchmarks.gpu.pull`, which serves its tensors."""
 
 from __future__ import annotations
 
@@ -25,63 +25,63 @@ Shapes = Mapping[str, Mapping[str, tuple[int, ...]]]
 TOKEN = "benchmark"
 FORK_ID = "benchmark"
 BARE = ("cuda_ipc", "shared_memory", "http")
-"""Transports whose reads are also timed without the fork around them."""
+"""Transports whose reads are also timed without a fork."""
 
 
 @dataclass(frozen=True)
 class GpuOffer:
-    """What one giving process offers: who gives each shape, and why others do not."""
+    """Offer of one source process: endpoints for each shape, and why other transports are unavailable."""
 
     transports: tuple[str, ...]
     unavailable: Mapping[str, str] = field(default_factory=dict)
     endpoints: Mapping[str, Mapping[str, Endpoint]] = field(default_factory=dict)
 
     def unavailable_reason(self, transport: str) -> str:
-        """Why this transport does not give; "" where it does."""
+        """Return why this transport is unavailable; "" if it is available."""
         if transport not in TRANSPORTS:
-            return "this rfork has no such transport"
+            return "this version of rfork has no such transport"
         return self.unavailable.get(transport, "")
 
 
 class AllowAllGate:
-    """A gate without limits for whoever shows `TOKEN`; see `rfork.transport.base.AccessGate`."""
+    """Access gate without limits for readers with `TOKEN`; see `rfork.transport.base.AccessGate`."""
 
     def authorize(self, token: str, begin: int, end: int) -> str:
-        """See `Gate.admit`."""
+        """See `AccessGate.authorize`."""
         if token != TOKEN:
             raise LeaseRejected("not the benchmark's token")
         return FORK_ID
 
     @contextlib.contextmanager
     def read_guard(self, token: str, begin: int, end: int, cut: Callable[[], None]) -> Iterator[None]:
-        """See `Gate.reading`."""
+        """See `AccessGate.read_guard`."""
         self.authorize(token, begin, end)
         yield
 
     def acquire_bytes(self, max_bytes: int, fork_id: str) -> int:
-        """See `Gate.grant`."""
+        """See `AccessGate.acquire_bytes`."""
         return max_bytes
 
     def version_tag(self) -> str:
-        """See `Gate.etag`."""
+        """See `AccessGate.version_tag`."""
         return "benchmark"
 
 
 def model_name(shape: str, transport: str, device: torch.device) -> str:
-    """The model under which the process on a device offers a shape over one transport."""
+    """Return the model name under which the process on a device offers a shape over one transport."""
     return f"{shape}.{transport}@{device}"
 
 
 @contextlib.contextmanager
 def source_process(planner: str, shapes: Shapes, device: torch.device) -> Iterator[GpuOffer]:
-    """A giving process with its tensors on a device, for the time of the block."""
+    """Run a source process with its tensors on a device, for the block."""
     offer: GpuOffer
     with process(_source_main, planner, shapes, str(device)) as offer:
         yield offer
 
 
 def usable_transports(settings: InstanceSettings) -> tuple[tuple[str, ...], dict[str, str]]:
-    """The transports that can run on this machine, and why the others cannot."""
+    """Return the transports that can run on this machine, and why the others cannot."""
     names: list[str] = []
     unavailable: dict[str, str] = {}
     for name, make in TRANSPORTS.items():
@@ -125,12 +125,12 @@ def _start_seeds(
     device: torch.device,
     opened: contextlib.ExitStack,
 ) -> None:
-    """A seed for each shape over one transport: one that fails takes no other with it."""
+    """Start a seed for each shape over one transport; a failure does not affect the others."""
     options = settings_for(planner, (transport,))
     for shape, module in modules.items():
         seed = rfork.seed(module, model=model_name(shape, transport, device), settings=options)
         if not opened.enter_context(seed).wait_registered(READY_TIMEOUT_S):
-            raise RforkError("the planner did not answer the seed")
+            raise RforkError("the planner did not respond to the seed")
 
 
 def _export_image(
@@ -140,7 +140,7 @@ def _export_image(
     unavailable: dict[str, str],
     opened: contextlib.ExitStack,
 ) -> dict[str, Endpoint]:
-    """One endpoint a bare transport; who cannot give this image is noted as refused."""
+    """Export one endpoint per bare transport; one that cannot serve this image is recorded as unavailable."""
     endpoints: dict[str, Endpoint] = {}
     for name in names:
         if name not in BARE:

@@ -1,4 +1,6 @@
-"""This side of `benchmarks.gpu.pull`: one module on the device to fill, and how other processes fill it."""
+"""Target process of `benchmarks.gpu.pull`: one module on the device, and ways to fill it from other
+processes.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ MAX_CHUNKS = 1000
 
 
 class GpuPullTarget:
-    """One module of this process on a device, and what it must hold."""
+    """A module of this process on a device, and its expected bytes."""
 
     def __init__(self, shape: str, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> None:
         self.shape = shape
@@ -36,13 +38,15 @@ class GpuPullTarget:
         self.expected = self.image.manifest().digests
 
     def original(self, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> Image:
-        """The same bytes once more, on a device of this process: what plain copies copy from."""
+        """Build the same bytes again on a device of this process: the source of plain copies."""
         image = capture(module_of(shapes, device))
         synchronized(device)
         return image
 
     def run_checked(self, fill: Callable[[], float | None]) -> Contender:
-        """`fill` into zeroed tensors, each byte checked; the seconds it tells, else its wall time."""
+        """Run `fill` into zeroed tensors and check each byte; returns the seconds that it reports, else its
+        wall time.
+        """
 
         def run() -> float:
             torch._foreach_zero_(list(self.image.regions))
@@ -53,7 +57,7 @@ class GpuPullTarget:
         return run
 
     def run_checked_load(self, load: Callable[[], tuple[Tensors, Callable[[], None]]]) -> Contender:
-        """`load` gives new tensors on the device, and what lets go of them; each byte is checked."""
+        """Run `load`, which returns new tensors on the device and their release function; checks each byte."""
 
         def run() -> float:
             synchronized(self.device)
@@ -75,7 +79,7 @@ class GpuPullTarget:
         return run
 
     def fork(self, planner: str, source: torch.device, transport: str, *, verify: bool) -> Contender:
-        """`rfork.fork` from the process on a device: the report's transfer phase."""
+        """Fork from the process on a device with `rfork.fork`; returns the report's transfer phase."""
         options = settings_for(planner, (transport,), verify=verify)
         model = model_name(self.shape, transport, source)
 
@@ -90,11 +94,11 @@ class GpuPullTarget:
         return self.run_checked(pull)
 
     def read_remote(self, planner: str, offer: GpuOffer, transport: str) -> Contender:
-        """Bare reads of all chunks, several in flight, over a reader that is connected already."""
+        """Read all chunks, several in flight, over a reader that is already connected."""
         options = settings_for(planner, (transport,))
         endpoint = offer.endpoints[self.shape].get(transport)
         if endpoint is None:
-            raise RforkError(offer.unavailable_reason(transport) or "not given")
+            raise RforkError(offer.unavailable_reason(transport) or "not offered")
         reader = TRANSPORTS[transport](options).connect(
             endpoint, self.image, lambda: TOKEN, time.monotonic() + READY_TIMEOUT_S
         )
@@ -107,7 +111,7 @@ class GpuPullTarget:
         return self.run_checked(pull)
 
     def copy_from(self, original: Image) -> Contender:
-        """A plain copy, tensor by tensor, from tensors of this process: on one GPU, or between two."""
+        """Copy tensor by tensor from tensors of this process: on one GPU, or between two."""
         into, out = list(self.image.regions), list(original.regions)
 
         def copy() -> None:
@@ -121,7 +125,7 @@ class GpuPullTarget:
 
 
 def copy_all(into: Sequence[torch.Tensor], out: Sequence[torch.Tensor]) -> None:
-    """Each tensor into its like; very many in one call, which costs a device a few launches."""
+    """Copy each tensor into its counterpart; very many in one call, which costs a device few launches."""
     if len(into) > MAX_CHUNKS:
         torch._foreach_copy_(list(into), list(out), non_blocking=True)
         return
@@ -130,7 +134,7 @@ def copy_all(into: Sequence[torch.Tensor], out: Sequence[torch.Tensor]) -> None:
 
 
 def read_sequentially(chunks: Sequence[tuple[int, int]], read: Callable[[tuple[int, int]], None]) -> None:
-    """`read` each chunk, `IN_FLIGHT` at once; raises what the first to fail raised."""
+    """`read` each chunk, `IN_FLIGHT` concurrently; raises the first error."""
     waiting: Iterator[tuple[int, int]] = iter(chunks)
     lock = threading.Lock()
 

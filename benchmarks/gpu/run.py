@@ -1,10 +1,10 @@
-"""`make gpu-test` and `make gpu-bench`: on any machine with a GPU and a Python that has torch for CUDA.
+"""`make gpu-test` and `make gpu-bench`: for any machine with a GPU and a Python that has torch for CUDA.
 
-`python -m benchmarks.gpu.run test|bench`, with the image's own Python. Packages that lack are installed
-beside it if an index (or `WHEELS=FOLDER`) has them, and named if not; see `benchmarks.gpu.packages`. The
-benchmarks run in their quick form first and then in full, for `GPU_BENCH_S` seconds in all (370, installing
-included), and leave JSON and text in `benchmarks/results/MACHINE`; what one had said that hit the limit lies
-in `….partial.txt`. Runs with the standard library alone, of Python 3.11 or newer.
+`python -m benchmarks.gpu.run test|bench`, with the image's own Python. Missing packages are installed next to
+it if an index (or `WHEELS=FOLDER`) has them, and named otherwise; see `benchmarks.gpu.packages`. The
+benchmarks run first in their quick form and then in full, for `GPU_BENCH_S` seconds in total (370,
+installation included), and leave JSON and text in `benchmarks/results/MACHINE`; the output of one that hit
+the limit is in `….partial.txt`. Uses only the standard library of Python 3.11 or newer.
 """
 
 from __future__ import annotations
@@ -22,26 +22,28 @@ from benchmarks.gpu.packages import ROOT, TESTS, base, inspect_python, module_of
 
 BENCHMARKS = ("pull", "disturb")
 TEST_S, BENCH_S = 170.0, 370.0
-"""Seconds from the start, installing included; with twice `END_S` each, to end what will not, ten minutes."""
+"""Seconds from the start, installation included; with twice `END_S` each, to end processes that do not stop,
+ten minutes.
+"""
 INSTALL_S, MIN_REMAINING_S, END_S = 110.0, 60.0, 15.0
 MIN_PYTHON = (3, 11)
 COLUMNS = "180"
 AS_WARNINGS = ("-W", "default")
-"""torch warns on some images as it is imported (of pynvml), which would be an error here and end all."""
+"""Some images make torch warn at import (about pynvml), which would be an error here and end the run."""
 BARE_OPTIONS = ("-c", os.devnull, "--rootdir", str(ROOT), "--noconftest", "--import-mode=importlib", "-q")
-"""pytest without this repository's configuration, which wants plugins that may not be there."""
+"""pytest without this repository's configuration, which requires plugins that may be missing."""
 IMPORTED = "import importlib.util as u, sys; s = u.spec_from_file_location('it', sys.argv[1]); \
 m = u.module_from_spec(s); s.loader.exec_module(m)"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit status. `DEVICE=cpu` runs all of it without a GPU, which proves only that it runs."""
+    """Return the exit status. `DEVICE=cpu` runs everything without a GPU, which proves only that it runs."""
     if list(arguments) not in (["test"], ["bench"]):
         print("python -m benchmarks.gpu.run test|bench")
         return 2
     if sys.version_info[:2] < MIN_PYTHON:
         python_version = ".".join(map(str, sys.version_info[:2]))
-        print(f"{sys.executable} is {python_version}: it needs Python {MIN_PYTHON[0]}.{MIN_PYTHON[1]}")
+        print(f"{sys.executable} is Python {python_version}; Python {MIN_PYTHON[0]}.{MIN_PYTHON[1]} or newer is required")
         return 1
     testing = arguments[0] == "test"
     until = time.monotonic() + (TEST_S if testing else float(os.environ.get("GPU_BENCH_S", BENCH_S)))
@@ -49,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
     if device == "cuda" and not inspect_python(sys.executable).gpus:
         gpu_names = inspect_python(sys.executable).torch
         reason = f"torch {gpu_names} finds no CUDA device" if gpu_names else "it has no torch"
-        print(f"{sys.executable}: {reason}; name another with make PYTHON=/path/to/python")
+        print(f"{sys.executable}: {reason}; choose another with make PYTHON=/path/to/python")
         return 1
     installed_by = min(time.monotonic() + INSTALL_S, until - MIN_REMAINING_S)
     python = prepare_venv(sys.executable, installed_by, loaders=not testing)
@@ -57,14 +59,14 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def test(python: str, until: float) -> int:
-    """tests/gpu: all, or the files that can be imported with what is there; ended at `until` (monotonic)."""
+    """Run tests/gpu: all, or the files that can be imported here; ended at `until` (monotonic)."""
     missing = inspect_python(python, [module_of(name_of(line)) for line in [*TESTS, *base()]]).missing
     if not missing:
         command = [python, "-m", "pytest", *AS_WARNINGS, "-q", "-m", "gpu", "tests/gpu"]
         return call(command, until - time.monotonic())
     print(f"missing: {', '.join(missing)}")
     if "pytest" in missing:
-        print("without pytest no test can run here")
+        print("pytest is missing, so no test can run")
         return 1
     files = [path for path in sorted((ROOT / "tests" / "gpu").glob("test_*.py")) if importable(python, path)]
     if not files:
@@ -73,7 +75,7 @@ def test(python: str, until: float) -> int:
 
 
 def importable(python: str, path: Path) -> bool:
-    """Whether a test file can be imported; says what it lacks."""
+    """Return whether a test file can be imported; prints what it lacks."""
     done = subprocess.run([python, "-c", IMPORTED, str(path)], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         print(f"{path.relative_to(ROOT)} does not run: {done.stderr.strip().splitlines()[-1]}")
@@ -81,10 +83,10 @@ def importable(python: str, path: Path) -> bool:
 
 
 def bench(python: str, device: str, until: float) -> int:
-    """Both benchmarks, quick and then in full as far as there is time, `until` (monotonic)."""
+    """Run both benchmarks, quick and then in full as far as time allows, until `until` (monotonic)."""
     missing = inspect_python(python, [module_of(name_of(line)) for line in base()]).missing
     if missing:
-        print(f"the benchmarks cannot run here; missing: {', '.join(missing)}")
+        print(f"the benchmarks cannot run; missing: {', '.join(missing)}")
         return 1
     folder = Path(os.environ.get("RESULTS") or ROOT / "benchmarks" / "results" / machine_folder(python))
     folder.mkdir(parents=True, exist_ok=True)
@@ -94,7 +96,7 @@ def bench(python: str, device: str, until: float) -> int:
             file = f"gpu_{name}{'_quick' if quick else ''}"
             left = until - time.monotonic()
             if left < MIN_REMAINING_S:
-                print(f"{file}: not run, no time is left (GPU_BENCH_S)")
+                print(f"{file}: not run, no time left (GPU_BENCH_S)")
                 continue
             command = [python, "-m", f"benchmarks.gpu.{name}", "--device", device]
             command += ["--json", str(folder / f"{file}.json"), *(["--quick"] if quick else [])]
@@ -104,9 +106,9 @@ def bench(python: str, device: str, until: float) -> int:
 
 
 def call(command: Sequence[str], seconds: float, keep: Path | None = None) -> int:
-    """Run it for so long at most, with all it started; its status.
+    """Run a command and all its children for at most `seconds`; returns its status.
 
-    `keep` gets its output; where it fails or is ended, ``….partial.txt`` beside it does.
+    `keep` receives its output; if it fails or is ended, ``….partial.txt`` next to it does.
     """
     environment = {**os.environ, "COLUMNS": COLUMNS, "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
@@ -120,7 +122,7 @@ def call(command: Sequence[str], seconds: float, keep: Path | None = None) -> in
     try:
         output, _ = process.communicate(timeout=max(0.0, seconds))
     except subprocess.TimeoutExpired:
-        print(f"{' '.join(command[1:4])}: ended, it took more than {seconds:.0f} s")
+        print(f"{' '.join(command[1:4])}: ended after more than {seconds:.0f} s")
         _end(process)
         output, _ = process.communicate()  # all that wrote is gone
     finally:

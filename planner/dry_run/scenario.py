@@ -12,7 +12,7 @@ from planner.group_index import GroupIndex
 from planner.policy_types import ForkDemand, GroupView, HostLocation, Source, Storage
 from planner.state import PlannerState
 from planner.store.records import ForkRecord
-from rfork.schema import ForkProgress, PreviewRequest, source_kind
+from rfork.schema import ForkProgress, PreviewRequest, source_type
 from rfork.schema.types import SAME_HOST_TRANSPORTS
 
 DEFAULT_LINK_RATE: Final = 1.25e9
@@ -172,7 +172,7 @@ def _max_throughput(sources: Mapping[str, Source], forks: Iterable[ForkRecord]) 
         if last is None or not last.link_bytes_per_s or SAME_HOST_TRANSPORTS.intersection(last.transports.values()):
             continue
         if isinstance(last, ForkProgress):
-            from_peers = all(source_kind(name) == "peer" for name in last.sources)
+            from_peers = all(source_type(name) == "peer" for name in last.sources)
         else:
             from_peers = origin_of(last) == "peers"
         if from_peers:
@@ -197,7 +197,7 @@ def _storage_candidates(
         last = fork.finish or fork.progress
         bytes_by_source: Mapping[str, int] = last.sources if last is not None else {}
         for name in bytes_by_source:
-            source_type = source_kind(name)
+            source_type = source_type(name)
             if source_type != "peer":
                 return (_storage_entry(source_type, name.partition(":")[2], fork.weights_id),)
     return (_storage_entry("snapshot", "", None),) if rate_is_set else ()

@@ -210,7 +210,7 @@ def _to_rfork_error(name: IntegrationName, error: Exception) -> RforkError:
             return leaf
     first_error = leaves[0]
     if isinstance(first_error, ImportError) and (first_error.name or "").split(".")[0] in EXTRA_MODULES:
-        return MissingExtra(f"integration {name}", extra=EXTRA, why=str(first_error))
+        return MissingExtra(f"integration {name}", extra=EXTRA, reason=str(first_error))
     log.error("unexpected error in an integration", integration=name, exc_info=error)
     return RforkError(f"integration {name} failed: {type(first_error).__name__}: {first_error}")
 

@@ -6,7 +6,7 @@ import re
 from typing import Final
 
 from rfork import weights_version
-from rfork.schema import source_kind
+from rfork.schema import source_type
 
 _uuid: Final = re.compile(r"[0-9a-f]{32}")
 _rank_key: Final = re.compile(r"(main|speculative)-tp(\d+)of(\d+)-pp(\d+)of(\d+)-ep(\d+)of(\d+)")
@@ -59,7 +59,7 @@ def short(instance_id: str) -> str:
 
 def format_source(name: str) -> str:
     """Format a source: an instance by its short id, storage by its type and URI."""
-    return short(name) if source_kind(name) == "peer" else name
+    return short(name) if source_type(name) == "peer" else name
 
 
 def version(name: str | None) -> str:

@@ -25,7 +25,7 @@ def model_errors(source: str | Path) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise MissingExtra("transformers", extra="transformers", why=str(error)) from None
+        raise MissingExtra("transformers", extra="transformers", reason=str(error)) from None
     except (
         OSError,
         ValueError,

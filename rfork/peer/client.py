@@ -19,7 +19,7 @@ from rfork.peer.v1 import peer_pb2, peer_pb2_grpc
 from rfork.settings import TlsSettings
 from rfork.tls_files import client_context
 from rfork.tracing import inject
-from rfork.transport.base import CONNECT_S, ControlStream, Endpoint, TokenSource
+from rfork.transport.base import CONNECT_TIMEOUT_S, ControlStream, Endpoint, TokenSource
 
 Response = TypeVar("Response")
 
@@ -38,7 +38,7 @@ class PeerClient:
             ("grpc.enable_retries", 0),
             ("grpc.enable_http_proxy", 0),  # only rfork's settings read the environment; proxies do not apply
             # This option also limits one connection attempt, which otherwise takes up to 20 s.
-            ("grpc.min_reconnect_backoff_ms", round(CONNECT_S * 1000)),
+            ("grpc.min_reconnect_backoff_ms", round(CONNECT_TIMEOUT_S * 1000)),
         ]
         credentials = channel_credentials(tls)
         if credentials is None:
@@ -139,7 +139,7 @@ class PeerClient:
         except (grpc.RpcError, ValueError) as error:
             seconds = time.monotonic() - started_at
             # A refused connection fails immediately; an attempt that uses its full timeout got no reply.
-            if not self._has_connected and _is_unavailable(error) and seconds >= CONNECT_S * 0.9:
+            if not self._has_connected and _is_unavailable(error) and seconds >= CONNECT_TIMEOUT_S * 0.9:
                 raise SourceUnreachable(f"no connection to {self.address} within {seconds:.1f} s") from None
             raise codec.error_from_call(error, self.address) from None
         self._has_connected = True

@@ -20,7 +20,7 @@ from rfork.receiver.source import ChunkSource, SourceListener
 from rfork.receiver.storage_source import StorageSource
 from rfork.schema import ChunkAssignment, Lease, Route, SourceFault, StorageAssignment
 from rfork.storage.base import storage_name
-from rfork.transport.base import CONNECT_S
+from rfork.transport.base import CONNECT_TIMEOUT_S
 
 log = logger(__name__)
 
@@ -150,7 +150,7 @@ class ActiveSources:
     def find_stragglers(self, now: float) -> bool:
         """Find the sources that give nothing while others do; returns whether there are new ones.
 
-        Others may read their chunks after `MOVE_AFTER_S`. After `CONNECT_S` one is given up whose remaining
+        Others may read their chunks after `MOVE_AFTER_S`. After `CONNECT_TIMEOUT_S` one is given up whose remaining
         chunks cannot be moved, since they are being read from it: others can give them all.
         """
         silent = {
@@ -162,8 +162,8 @@ class ActiveSources:
         before, self._scheduler.late = self._scheduler.late, frozenset(silent if others else ())
         if others and not any(self._scheduler.has_assigned(name) for name in others):
             for name, source in silent.items():
-                if self._scheduler.has_assigned(name) and now - source.began_at >= CONNECT_S:
-                    self.fail(source, SourceUnreachable(f"{source.address}: no byte came within {CONNECT_S:g} s"))
+                if self._scheduler.has_assigned(name) and now - source.began_at >= CONNECT_TIMEOUT_S:
+                    self.fail(source, SourceUnreachable(f"{source.address}: no byte came within {CONNECT_TIMEOUT_S:g} s"))
         return bool(self._scheduler.late - before)
 
     def record_verified(self, source_id: str, host: str, transport: str, chunks: int, nbytes: int) -> None:

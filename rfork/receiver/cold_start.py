@@ -23,7 +23,7 @@ from rfork.image.memory import Image
 from rfork.logs import logger
 from rfork.receiver.fallback import DerivedTensors, Fallback, load_into_clean_module
 from rfork.schema import StorageAssignment, StorageCandidate
-from rfork.schema.types import StorageKind
+from rfork.schema.types import StorageType
 from rfork.source.image_state import compute_manifest
 from rfork.source.seed import Seed
 from rfork.storage.abandonable_call import AbandonableCall
@@ -86,8 +86,8 @@ class StorageCandidates:
         self._check_files = check_files
         self._lock = threading.Lock()
         self._opened = False
-        self._chunk_sources: dict[tuple[StorageKind, str], ImageStorage] = {}
-        self._loaders: dict[tuple[StorageKind, str], Fallback] = {}
+        self._chunk_sources: dict[tuple[StorageType, str], ImageStorage] = {}
+        self._loaders: dict[tuple[StorageType, str], Fallback] = {}
 
     def open(self) -> bool:
         """Open the ways, all at once; whether this call, the first, found any.
@@ -111,7 +111,7 @@ class StorageCandidates:
                     self.reasons.append(error)
                     continue
                 if storage is not None:
-                    self._chunk_sources[storage.storage_kind, storage.uri] = storage
+                    self._chunk_sources[storage.storage_type, storage.uri] = storage
                     advertised.append(to_candidate(storage))
                 elif ("loader", fallback.uri) not in self._loaders:
                     self._loaders["loader", fallback.uri] = fallback

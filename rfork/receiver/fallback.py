@@ -27,7 +27,7 @@ from rfork.image.wrappers import plain_tensors
 from rfork.logs import logger
 from rfork.receiver.poison import Poison, can_be_poisoned
 from rfork.schema import Rank
-from rfork.schema.types import StorageKind, Text
+from rfork.schema.types import StorageType, Text
 from rfork.settings import StorageSettings
 from rfork.storage.base import ImageStorage
 from rfork.storage.checkpoints.checkpoint import Checkpoint
@@ -78,7 +78,7 @@ class Fallback:
 
     name: str
     load: Loader
-    storage_type: StorageKind = "loader"
+    storage_type: StorageType = "loader"
     uri: str = ""
     open: OpenStorage | None = None
     load_out_of_place: OutOfPlaceLoader | None = None

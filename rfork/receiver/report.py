@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from rfork.receiver.phase_timer import PhaseTimer
 from rfork.receiver.throughput import ThroughputMeter, top_rates
-from rfork.schema import ForkResult, source_kind, types
+from rfork.schema import ForkResult, source_type, types
 from rfork.storage.base import storage_name
 from rfork.tracing import Span, current_context
 from rfork.weights_version import FIRST, UNSTATED
@@ -114,7 +114,7 @@ class ForkReport:
     @property
     def storage_bytes(self) -> int:
         """Bytes that this instance read from its own storage, as elected or as its fallback."""
-        return sum(share.verified_bytes for share in self.sources if source_kind(share.source_id) != "peer")
+        return sum(share.verified_bytes for share in self.sources if source_type(share.source_id) != "peer")
 
     @property
     def resumed_bytes(self) -> int:
@@ -160,7 +160,7 @@ class ForkReport:
             return f"loaded {size} from {self.fallback} in {self.seconds:.2f} s{named}, because: {why}"
         sources_text = ", ".join(
             f"{short_id(share.source_id)}@{share.host} ({share.transport})"
-            if source_kind(share.source_id) == "peer"
+            if source_type(share.source_id) == "peer"
             else share.source_id
             for share in self.sources
             if share.source_id != RESUME_SOURCE_ID
@@ -191,7 +191,7 @@ class ForkReport:
 
 def short_id(source_id: str) -> str:
     """A source as logs name it: the first 8 characters of an instance, storage by its whole name."""
-    return source_id[:8] if source_kind(source_id) == "peer" else source_id
+    return source_id[:8] if source_type(source_id) == "peer" else source_id
 
 
 def add_fallback_share(
@@ -214,7 +214,7 @@ def add_fallback_share(
 def transports_by_source(shares: Sequence[SourceShare]) -> dict[str, str]:
     """The transport by which each peer was read last; of many peers those that gave most."""
     peers = [
-        share for share in shares if source_kind(share.source_id) == "peer" and share.source_id != RESUME_SOURCE_ID
+        share for share in shares if source_type(share.source_id) == "peer" and share.source_id != RESUME_SOURCE_ID
     ]
     peers.sort(key=lambda share: -share.verified_bytes)
     return {share.source_id: share.transport for share in peers[: types.MAX_TRANSPORTS]}

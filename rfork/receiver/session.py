@@ -57,7 +57,7 @@ from rfork.receiver.report import (
 from rfork.receiver.source_factory import SourceFactory
 from rfork.receiver.throughput import ThroughputMeter
 from rfork.receiver.transfer import Transfer
-from rfork.schema import source_kind
+from rfork.schema import source_type
 from rfork.schema.types import Outcome
 from rfork.settings import InstanceSettings
 from rfork.source.image_state import VersionOf
@@ -338,7 +338,7 @@ class ForkSession:
         if used_fallback is not None or version is None or is_unnamed(version) or not seed.adopts_version:
             return "own"
         sources = [share.source_id for share in self._transfer_stats.sources if share.source_id != RESUME_SOURCE_ID]
-        return "served" if any(source_kind(source_id) == "peer" for source_id in sources) else "own"
+        return "served" if any(source_type(source_id) == "peer" for source_id in sources) else "own"
 
     @property
     def _transfer_stats(self) -> TransferStats:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-from rfork.schema import source_kind
+from rfork.schema import source_type
 from rfork.schema.types import MAX_RATES
 
 WINDOW_S: Final = 1.0
@@ -66,7 +66,7 @@ class ThroughputMeter:
 
 def measurable_bytes(bytes_by_source: Mapping[str, int]) -> dict[str, int]:
     """Of the bytes by source those that have a rate: what a loader read is known all at once, at its end."""
-    return {name: count for name, count in bytes_by_source.items() if source_kind(name) != "loader"}
+    return {name: count for name, count in bytes_by_source.items() if source_type(name) != "loader"}
 
 
 def top_rates(rates: Mapping[str, float]) -> dict[str, float]:

@@ -14,7 +14,7 @@ from rfork.schema.forks import (
     ForkProgress,
     ForkResult,
     ProgressAck,
-    source_kind,
+    source_type,
 )
 from rfork.schema.instances import (
     ExitCheck,
@@ -71,5 +71,5 @@ __all__ = [
     "StorageAssignment",
     "StorageCandidate",
     "WireModel",
-    "source_kind",
+    "source_type",
 ]

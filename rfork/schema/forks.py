@@ -23,10 +23,10 @@ from rfork.schema.types import (
     SanitizedText,
     Seconds,
     SourceBytes,
-    SourceKind,
+    SourceType,
     SourceRates,
     SourceTransports,
-    StorageKind,
+    StorageType,
     WeightsVersion,
 )
 
@@ -102,10 +102,10 @@ class ForkEvent(WireModel):
     fork: ForkInfo = Field(description="the fork after the change")
 
 
-def source_kind(name: str) -> SourceKind:
+def source_type(name: str) -> SourceType:
     """Return the kind of a source in `sources`: `KIND:URI` is storage, an instance id is a peer."""
     before = name.partition(":")[0]
-    for kind in get_args(StorageKind):
+    for kind in get_args(StorageType):
         if before == kind:
-            return cast(StorageKind, kind)
+            return cast(StorageType, kind)
     return "peer"

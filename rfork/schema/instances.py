@@ -20,7 +20,7 @@ from rfork.schema.types import (
     RankIndex,
     RankSize,
     SanitizedText,
-    StorageKind,
+    StorageType,
     Text,
     Transports,
     WeightsVersion,
@@ -65,7 +65,7 @@ class Placement(WireModel):
 class StorageCandidate(WireModel):
     """Storage from which an instance can read its weights if the planner elects it."""
 
-    kind: StorageKind = Field(description="`snapshot`: any chunk, verified; `checkpoint`: any chunk; `loader`: all or nothing")
+    kind: StorageType = Field(description="`snapshot`: any chunk, verified; `checkpoint`: any chunk; `loader`: all or nothing")
     uri: Text = Field("", description="location; empty for a loader", examples=["file:///models/smollm2"])
     origin: HexId | None = Field(None, description="fingerprint of the files, known before any chunk is read; null for a loader")
     weights_id: HexId | None = Field(None, description="digest of the weights, if known from a snapshot's manifest")

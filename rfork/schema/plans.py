@@ -16,8 +16,8 @@ from rfork.schema.types import (
     Identifier,
     Label,
     SanitizedText,
-    SourceKind,
-    StorageKind,
+    SourceType,
+    StorageType,
     Text,
     Transports,
     WeightsVersion,
@@ -67,7 +67,7 @@ class Route(WireModel):
     """Chunk ranges to read from one source."""
 
     source_id: Identifier = Field(description="instance id of the source")
-    kind: SourceKind = Field("peer", description="`peer`: a seed or a relay")
+    kind: SourceType = Field("peer", description="`peer`: a seed or a relay")
     address: Label = Field(description="host:port of the source's peer service")
     placement: Placement = Field(description="location of the source")
     transports: Transports = Field(description="transports that both sides support, best first")
@@ -79,7 +79,7 @@ class Route(WireModel):
 class StorageAssignment(WireModel):
     """Chunks that this target reads from storage for all waiting targets."""
 
-    kind: StorageKind = Field(description="as offered by the target")
+    kind: StorageType = Field(description="as offered by the target")
     uri: Text = Field("", description="as offered by the target")
     chunks: tuple[ChunkRange, ...] = Field(description="chunks to read; all for a loader")
 

@@ -92,8 +92,8 @@ Reasons = Annotated[tuple[SanitizedText, ...], BeforeValidator(_keep_last)]
 InstanceState = Literal["loading", "serving", "draining"]
 ForkState = Literal["planning", "running", "finished", "failed"]
 Outcome = Literal["forked", "fallback", "failed", "interrupted"]
-SourceKind = Literal["peer", "snapshot", "checkpoint", "loader"]
-StorageKind = Literal["snapshot", "checkpoint", "loader"]
+SourceType = Literal["peer", "snapshot", "checkpoint", "loader"]
+StorageType = Literal["snapshot", "checkpoint", "loader"]
 
 VERSION_HEADER = "Rfork-Version"
 """Header of the planner's responses with its rfork release."""

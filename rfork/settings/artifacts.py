@@ -17,7 +17,7 @@ class ArtifactSettings(BaseSettings):
     Caches are found through the variables of the engines and libraries that own them.
     """
 
-    model_config = SettingsConfigDict(env_prefix="RFORK_ARTIFACTS_", env_ignore_empty=True, extra="ignore", frozen=True)
+    model_config = SettingsConfigDict(env_prefix="RFORK_ARTIFACTS_", env_ignore_empty=True, extra="forbid", frozen=True)
 
     kinds: Annotated[tuple[str, ...], NoDecode] = Field((), description="JIT caches to share, comma separated (`rfork cache ls` lists them), or `all`; unset: off. They are programs: trust the fleet")
     dirs: Annotated[tuple[tuple[str, Path], ...], NoDecode] = Field((), description="directories of caches, KIND=PATH, comma separated: overrides a detected one, or adds a cache that rfork does not know")

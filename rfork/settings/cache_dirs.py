@@ -32,7 +32,7 @@ def _inductor_dir() -> Path:
 class CacheDirs(BaseSettings):
     """Directories of JIT caches, as the variables of engines and libraries set them."""
 
-    model_config = SettingsConfigDict(env_ignore_empty=True, extra="ignore", frozen=True)
+    model_config = SettingsConfigDict(env_ignore_empty=True, extra="forbid", frozen=True)
 
     home: Path = Field(default_factory=_home, validation_alias="HOME", description="parent of the caches that no other variable moves")
     xdg_cache_home: Path | None = Field(None, validation_alias="XDG_CACHE_HOME", description="parent of vLLM's cache, without VLLM_CACHE_ROOT")

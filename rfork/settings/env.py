@@ -90,5 +90,7 @@ def _validated(settings_class: type[SettingsT], values: Mapping[str, object]) ->
             prefix = str(settings_class.model_config.get("env_prefix", "")).rstrip("_")
             raise SettingsError(f"{prefix}: {message}") from None
         name = str(first["loc"][0])
+        if first["type"] == "extra_forbidden":
+            raise SettingsError(f"{name} is not a setting of rfork.{settings_class.__name__}") from None
         variable = variables_of(settings_class, name)[0] if name in settings_class.model_fields else name
         raise SettingsError(f"{variable}: {message} (got {first['input']!r})") from None

@@ -24,7 +24,7 @@ ANY_PORT: Final = range(1)
 class InstanceSettings(BaseSettings):
     """Settings of one inference instance: a seed, relay or target."""
 
-    model_config = SettingsConfigDict(env_prefix="RFORK_", env_ignore_empty=True, extra="ignore", frozen=True)
+    model_config = SettingsConfigDict(env_prefix="RFORK_", env_ignore_empty=True, extra="forbid", frozen=True)
 
     # Planner.
     planner: str | None = Field(None, description="URL of the planner; unset: no forking, the fallbacks run immediately")

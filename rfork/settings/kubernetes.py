@@ -21,7 +21,7 @@ class KubernetesSettings(ExternalSettings):
     `pod_planner_url` and the token in `token_secret`.
     """
 
-    model_config = SettingsConfigDict(env_prefix="RFORK_K8S_", env_ignore_empty=True, extra="ignore", frozen=True, populate_by_name=True)
+    model_config = SettingsConfigDict(env_prefix="RFORK_K8S_", env_ignore_empty=True, extra="forbid", frozen=True, populate_by_name=True)
 
     # Variables that Kubernetes' own tools use.
     namespace: str = Field(default_factory=own_namespace, validation_alias="POD_NAMESPACE", description="namespace of the integrations' own objects; unset: that of the Pod's ServiceAccount")

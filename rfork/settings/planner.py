@@ -17,7 +17,7 @@ IntegrationName = Literal["webhook", "controller", "scaler"]
 class PlannerSettings(BaseSettings):
     """Settings of the planner. Its logs are configured by ``RFORK_LOG_JSON`` and ``RFORK_LOG_LEVEL``."""
 
-    model_config = SettingsConfigDict(env_prefix="RFORK_PLANNER_", env_ignore_empty=True, extra="ignore", frozen=True)
+    model_config = SettingsConfigDict(env_prefix="RFORK_PLANNER_", env_ignore_empty=True, extra="forbid", frozen=True)
 
     bind: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8700, ge=0, le=65535, description="port to listen on; 0: any free port")

@@ -11,7 +11,7 @@ from rfork.settings.env import ExternalSettings
 class SidecarSettings(ExternalSettings):
     """Settings of `rfork sidecar`, in addition to `InstanceSettings`."""
 
-    model_config = SettingsConfigDict(env_prefix="RFORK_SIDECAR_", env_ignore_empty=True, extra="ignore", frozen=True, populate_by_name=True)
+    model_config = SettingsConfigDict(env_prefix="RFORK_SIDECAR_", env_ignore_empty=True, extra="forbid", frozen=True, populate_by_name=True)
 
     engine_url: str | None = Field(None, description="URL of the SGLang server that this sidecar publishes")
     engine_api_key: SecretStr | None = Field(None, description="the server's `--api-key`, if it has one")

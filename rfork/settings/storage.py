@@ -18,7 +18,7 @@ class StorageSettings(ExternalSettings):
     profiles, web identity (IRSA) and instance metadata.
     """
 
-    model_config = SettingsConfigDict(env_prefix="RFORK_STORAGE_", env_ignore_empty=True, extra="ignore", frozen=True, populate_by_name=True)
+    model_config = SettingsConfigDict(env_prefix="RFORK_STORAGE_", env_ignore_empty=True, extra="forbid", frozen=True, populate_by_name=True)
 
     concurrency: int = Field(8, ge=1, le=256, description="maximum number of concurrent reads, or parts of an upload")
     staging_bytes: int = Field(128 << 20, ge=16 << 20, description="maximum staging memory, in addition to the tensors; concurrency is reduced if it is too small")

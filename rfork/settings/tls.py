@@ -12,7 +12,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 class TlsSettings(BaseSettings):
     """Certificate files of this process. With `ca`, a server requires client certificates (mTLS)."""
 
-    model_config = SettingsConfigDict(env_prefix="RFORK_TLS_", env_ignore_empty=True, extra="ignore", frozen=True)
+    model_config = SettingsConfigDict(env_prefix="RFORK_TLS_", env_ignore_empty=True, extra="forbid", frozen=True)
 
     certificate: Path | None = Field(None, description="PEM certificate chain that this process presents")
     key: Path | None = Field(None, description="PEM private key of `certificate`")

@@ -14,7 +14,7 @@ class TracingSettings(BaseSettings):
     OpenTelemetry's own variables (``OTEL_*``) configure the engine, so rfork does not read them.
     """
 
-    model_config = SettingsConfigDict(env_prefix="RFORK_TRACING_", env_ignore_empty=True, extra="ignore", frozen=True)
+    model_config = SettingsConfigDict(env_prefix="RFORK_TRACING_", env_ignore_empty=True, extra="forbid", frozen=True)
 
     endpoint: str | None = Field(None, description="URL of an OTLP collector, http://HOST:4318; unset: no tracing")
     sample_ratio: float = Field(1.0, ge=0, le=1, json_schema_extra=ADVANCED, description="ratio of the traces started here that are exported; a trace started by a caller is exported if the caller exports it")

@@ -1,1 +1,1 @@
-"""The giving side: a seed (complete) or a relay (still receiving) in this process."""
+"""The source side: a seed (complete) or a relay (still receiving) in this process."""

@@ -1,4 +1,4 @@
-"""What the readers of a seed ask: the exporters' `Gate`, and the peer service's `PeerBackend`.
+"""Access control of a seed: implements the exporters' `AccessGate` and the peer service's `PeerBackend`.
 
 Runs on the source.
 """
@@ -32,22 +32,24 @@ from rfork.transport.base import AccessGate, ControlStream, Endpoint, Transport
 from rfork.weights_version import is_single, of_update, of_weights, unnamed
 
 EXPORTER_READY_TIMEOUT_S = 3.0
-"""What a transport gets to become ready, when a reader asks for it, before the next one is taken."""
+"""Time that a requested transport gets to become ready before the next one is used."""
 MIN_RATE_PER_READER = 4 << 20
-"""Bytes a second: above `InstanceSettings.min_throughput` for each chunk of a reader's usual window."""
+"""Bytes per second: above `InstanceSettings.min_source_bytes_per_s` for each in-flight chunk of a typical
+reader.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class InstanceIdentity:
-    """Who an instance is to the planner: one rank of one model in one process."""
+    """Identity of an instance at the planner: one rank of one model in one process."""
 
     model: str
     rank: Rank = field(default_factory=Rank)
     instance_id: str = field(default_factory=lambda: uuid4().hex)
     version: str | None = None
-    """Of its own weights; None: it takes over the version that is served."""
+    """Version of its weights; None: it adopts the served version."""
     replica: str | None = None
-    """The replica that it is a rank of, if its ranks agreed on a name."""
+    """Replica of this rank, if the ranks agreed on a name."""
     egress_share: float = 1.0
     """Share of the readers that the planner assigns to it, relative to other sources."""
 
@@ -61,9 +63,10 @@ class InstanceIdentity:
         version: str | None = None,
         replica: str | None = None,
     ) -> InstanceIdentity:
-        """One with an id of its own at each start, under its server's name (`InstanceSettings.replica`) if any.
+        """Create an identity with a new id, prefixed by the server's name (`InstanceSettings.replica`) if
+        there is one.
 
-        So all ranks of a server can be drained together, and whoever gave it the name knows them.
+        The prefix allows draining all ranks of a server together.
         """
         instance_id = uuid4().hex
         if server is not None:
@@ -72,7 +75,7 @@ class InstanceIdentity:
 
 
 class AccessControl(SuspendableImage):
-    """What an instance holds, given to whoever shows a lease, within the rate that its governor allows."""
+    """Serves an instance's image to holders of a lease, within the rate of its egress limiter."""
 
     def __init__(
         self,
@@ -106,18 +109,20 @@ class AccessControl(SuspendableImage):
 
     @property
     def adopts_version(self) -> bool:
-        """Whether the version is not this instance's own: it takes over the one that is served."""
+        """True if the instance adopts the served version instead of having its own."""
         return self.identity.version is None
 
     def version_by_content(self, manifest: Manifest) -> str:
-        """Return a version for weights of which nothing is known but their bytes."""
+        """Return a version derived from the weights' bytes."""
         identity = self.identity
         if is_single(identity.rank):
             return of_weights(manifest.weights_id)
         return unnamed(identity.replica or identity.instance_id)
 
     def version_after_update(self, stated: str | None, count: int) -> VersionOf:
-        """See `ImageState.version_after_update`: the stated version, else one that only these weights have."""
+        """See `ImageState.version_after_update`: the stated version, otherwise one that only these weights
+        have.
+        """
         identity, before = self.identity, self.version
         before_weights_id = self._complete_weights_id
 
@@ -135,10 +140,10 @@ class AccessControl(SuspendableImage):
         return self
 
     def _min_rate(self) -> int:
-        """So much is given however long the engine's work takes: none of the readers must look stalled."""
+        """Minimum egress rate regardless of the engine's load, so that no reader appears stalled."""
         return max(MIN_RATE, MIN_RATE_PER_READER * len(self._leases.readers))
 
-    # -- Gate: what the exporters ask --------------------------------------------------------------
+    # -- AccessGate: called by exporters -----------------------------------------------------------
 
     def authorize(self, token: str, begin: int, end: int) -> str:
         """See `rfork.transport.base.AccessGate.authorize`."""
@@ -152,7 +157,7 @@ class AccessControl(SuspendableImage):
     def read_guard(self, token: str, begin: int, end: int, cut: Callable[[], None]) -> Iterator[None]:
         """See `rfork.transport.base.AccessGate.read_guard`."""
         with self._inflight_reads.track(cut):
-            # Asked only now: a fence that comes later waits for this block, one that came before refuses it.
+            # Checked only now: a later fence waits for this block, an earlier one rejects it.
             self.authorize(token, begin, end)
             yield
 
@@ -173,23 +178,25 @@ class AccessControl(SuspendableImage):
         weights_id = manifest.weights_id if manifest is not None else None
         return self._leases.check(token, self.generation, weights_id)
 
-    # -- PeerBackend: what the peer service asks --------------------------------------------------------
+    # -- PeerBackend: called by the peer service ---------------------------------------------------
 
     def check(self, token: str) -> str:
-        """The fork_id a token was leased to; raises as `Gate.admit` does."""
+        """Return the fork_id of a token's lease; raises like `AccessGate.authorize`."""
         return self._claims(token).fork_id
 
     def open_channel(self, fork_id: str, layout_id: str, transports: list[str], address: str) -> tuple[str, Endpoint]:
-        """Give the reader at this address a slot, and an endpoint of the first transport both sides have."""
+        """Open a slot for the reader at this address; return an endpoint of the first transport that both
+        sides support.
+        """
         if layout_id != self.image.layout.layout_id:
             raise LayoutMismatch(f"the source's layout is {self.image.layout.layout_id}, not {layout_id}")
         if self.draining:
             raise SourceBusy("the source is draining")
         if self.suspended:
-            raise SourceBusy("the source has put its weights away for a while")
+            raise SourceBusy("the source has suspended its weights")
         self._settled.wait(EXPORTER_READY_TIMEOUT_S)
         opened = self._open(fork_id, transports, address)
-        self._notify()  # there is one more to share the rate with
+        self._notify()  # one more reader shares the rate
         return opened
 
     def _open(self, fork_id: str, transports: list[str], address: str) -> tuple[str, Endpoint]:
@@ -204,26 +211,27 @@ class AccessControl(SuspendableImage):
                 continue
             try:
                 return self._channels.open(fork_id, name, address)
-            except SourceBusy as error:  # maybe only not ready yet: it stays on offer
+            except SourceBusy as error:  # possibly just not ready yet: it stays on offer
                 busy = busy or error
             except TransportUnavailable as error:
-                # Only found out now, on a thread of its exporter's own: the next one is taken.
+                # Detected only now, on a thread of its exporter: use the next transport.
                 self._exports.disable(name, error)
                 self.notify_planner()
-        # Who may come again is told so; else why there is nothing to come for, which blames nobody.
+        # A reader that may retry gets that error; otherwise the reason why it cannot, which blames no
+        # instance.
         known = busy or self._exports.disabled_reason(transports)
         raise known or SourceWeightsChanged(f"the source offers {sorted(self._exports)}, not {transports}")
 
     def has_channel(self, channel_id: str, fork_id: str) -> bool:
-        """Whether this fork holds an open channel of this id."""
+        """Return True if this fork has an open channel with this id."""
         return self._leases.has_channel(channel_id, fork_id)
 
     def control_stream(self, channel_id: str, line: ControlStream) -> None:
-        """Let what gives this channel its bytes talk with the reader until the line ends; blocks."""
+        """Run the exporter's side of a channel's control stream until the stream ends; blocks."""
         self._channels.run_control_stream(channel_id, line)
 
     def close_channel(self, channel_id: str) -> None:
-        """Take a reader's place back."""
+        """Release a reader's slot."""
         self._channels.close(channel_id)
         self._notify()
 
@@ -231,10 +239,11 @@ class AccessControl(SuspendableImage):
         return self._rate_advisor.per_reader_rate() if self._rate_advisor is not None else None
 
     def _governed_fraction(self) -> float:
-        """What part of the rate passes the governor: readers on one-sided transports have the rest.
+        """Return the fraction of the rate that the egress limiter grants; readers on one-sided transports
+        have the rest.
 
-        Each that has a slot has the same; those without (a lease alone reads over http) share in what is
-        granted, of which there is at least one reader's.
+        All readers with a slot have equal shares. Readers without one (over http with a lease only) share the
+        granted part, which is at least one reader's share.
         """
         readers = len(self._leases.readers)
         return max(1, readers - self._channels.reader_count(self._exports.one_sided)) / max(1, readers)

@@ -1,8 +1,9 @@
-"""The open channels of a seed: a reader's place, and its way in, for as long as its lease lasts.
+"""Open channels of a seed: reader slots and access to a transport, for the duration of a lease. Runs on the
+source.
 
-Runs on the source. A transport whose reads the seed does not see lets a reader in when its channel
-opens, so it has to be told when that is over, whether the reader says so or its lease just ends. That may
-take it a while, so a thread of its own tells it.
+Transports with reads that the seed does not see authorize a reader when its channel opens. Therefore they
+must be notified when the channel ends, whether the reader closes it or its lease expires. This may block, so
+a separate thread does it.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from rfork.tracing import NOOP_TRACER, Span
 from rfork.transport.base import ControlStream, Endpoint, Exporter
 
 SWEEP_S = 0.5
-"""A reader whose lease has ended keeps its way in no longer than this."""
+"""Maximum time that a reader keeps access after its lease has expired."""
 
 log = logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """Where a channel leads: whose it is, and what gives it the bytes."""
+    """A channel's reader, and the exporter that serves it."""
 
     channel_id: str
     fork_id: str
@@ -37,7 +38,9 @@ class Channel:
 
 
 class ChannelTable:
-    """Opens and ends channels on `exporters` (by transport). `ended` is called after some were swept."""
+    """Opens and closes channels on `exporters` (by transport). `ended` is called after expired ones were
+    removed.
+    """
 
     def __init__(
         self,
@@ -46,25 +49,25 @@ class ChannelTable:
         ended: Callable[[], None],
         serving_spans: ServingSpans | None = None,
     ) -> None:
-        """`serving_spans` says of each channel what was given on it."""
+        """`serving_spans` records the bytes served on each channel."""
         self._leases = leases
         self._exporters = exporters
         self._ended = ended
         self._serving_spans = serving_spans or ServingSpans(NOOP_TRACER, lambda: None)
         self._lock = threading.Lock()
         self._open_channels: dict[str, Channel] = {}  # by channel
-        self._closed_channels: deque[Channel] = deque()  # whose readers have still to be let out
+        self._closed_channels: deque[Channel] = deque()  # readers whose access has not been revoked yet
         self._revoke_lock = threading.Lock()
         self._closing = threading.Event()
         self._woken = threading.Event()
         self._sweeper = threading.Thread(target=self._sweep, name="rfork-leases", daemon=True)
 
     def start(self) -> None:
-        """Begin to look for leases that have ended."""
+        """Start to check for expired leases."""
         self._sweeper.start()
 
     def stop(self) -> None:
-        """Look no more. Safe to call twice, and without a start."""
+        """Stop checking. Idempotent, and allowed without a start."""
         self._closing.set()
         self._woken.set()
         if self._sweeper.ident is not None:
@@ -74,15 +77,15 @@ class ChannelTable:
                 self._serving_spans.end(channel.fork_id, channel.span)
 
     def open(self, fork_id: str, transport: str, address: str) -> tuple[str, Endpoint]:
-        """A channel for the reader at this IP address, on this transport.
+        """Open a channel on this transport for the reader at this IP address.
 
-        Raises SourceBusy, also where the transport is not ready yet; TransportUnavailable where it never will
-        be; and SourceWeightsChanged where it is not exported.
+        Raises SourceBusy, also if the transport is not ready yet; TransportUnavailable if it never will be;
+        and SourceWeightsChanged if it is not exported.
         """
         exporter = self._exporters.get(transport)
         if exporter is None:
             raise SourceWeightsChanged(f"the source offers {sorted(self._exporters)}, not {transport}")
-        # All under the lock: a lease that ends meanwhile is then swept once its way in is known.
+        # All under the lock: a lease that expires meanwhile is removed once its access is recorded.
         with self._lock:
             channel_id = self._leases.open(fork_id)
             span = self._serving_spans.begin(fork_id, transport, address)
@@ -95,7 +98,7 @@ class ChannelTable:
                 raise
 
     def run_control_stream(self, channel_id: str, line: ControlStream) -> None:
-        """Let the channel's exporter talk with its reader until the line ends; blocks."""
+        """Run the exporter's side of the channel's control stream until the stream ends; blocks."""
         with self._lock:
             channel = self._open_channels.get(channel_id)
         if channel is None:
@@ -104,12 +107,12 @@ class ChannelTable:
             channel.exporter.run_control_stream(channel_id, line)
 
     def close(self, channel_id: str) -> None:
-        """Take the place back at once, and the way in soon after; a channel that is gone is no error."""
+        """Release the slot immediately, and revoke the access soon after; an unknown channel is not an error."""
         with self._lock:
             self._end(channel_id)
 
     def close_all(self) -> bool:
-        """Take all slots back, and return once all readers are out; whether there were any."""
+        """Release all slots and wait until access is revoked for all readers; return True if there were any."""
         with self._lock:
             ending = list(self._open_channels)
             for channel_id in ending:
@@ -118,7 +121,7 @@ class ChannelTable:
         return bool(ending)
 
     def reader_count(self, transports: Container[str]) -> int:
-        """How many forks have a channel on one of these transports."""
+        """Return the number of forks with a channel on one of these transports."""
         with self._lock:
             return len({channel.fork_id for channel in self._open_channels.values() if channel.transport in transports})
 
@@ -136,8 +139,10 @@ class ChannelTable:
                 channel = self._closed_channels.popleft()
                 try:
                     channel.exporter.revoke_peer(channel.channel_id)
-                except Exception:  # the next ones have to go all the same
-                    log.exception("a reader could not be cut off", fork=channel.fork_id, transport=channel.transport)
+                except Exception:  # the next ones must be revoked nevertheless
+                    log.exception(
+                        "failed to revoke a reader's access", fork=channel.fork_id, transport=channel.transport
+                    )
 
     def _sweep(self) -> None:
         while not self._closing.is_set():
@@ -150,5 +155,5 @@ class ChannelTable:
                 self._revoke()
                 if swept:
                     self._ended()
-            except Exception:  # a bug: those whose lease ends later have to go all the same
-                log.exception("leases that ended could not be swept")
+            except Exception:  # a bug: leases that expire later must be handled nevertheless
+                log.exception("failed to remove expired leases")

@@ -1,9 +1,8 @@
-"""The governor: holds what this instance gives under a rate, whoever reads.
+"""Limits the egress rate of this instance, over all readers. Runs on the source.
 
-Runs on the source. The rate holds for the instance and not for each reader: it is the lower one of the fixed
-cap and of what the latency guard allows now. Exporters that send each byte spend from one budget, in turns;
-readers on one-sided transports keep to their part by themselves (`rfork.source.rate_advisor`), and the budget is
-the smaller by that.
+The limit is the lower one of the fixed cap and of what the latency controller currently allows. Exporters
+that send bytes themselves share one budget, in turns. Readers on one-sided transports limit themselves
+(`rfork.source.rate_advisor`), and the budget is reduced accordingly.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ from rfork.source.latency_controller import LatencyController
 from rfork.transport.token_bucket import SLICE_S, TokenBucket
 
 MIN_GRANT = 16 << 10
-"""Bytes in one grant at least, unless less is asked for: smaller ones cost more than they carry."""
+"""Minimum size of a grant in bytes, unless less is requested: smaller grants cost more than they transfer."""
 MAX_GRANT = 2 << 20
-"""Bytes in one grant under a rate: what is granted goes out however low the next rate is."""
+"""Maximum size of a grant in bytes under a rate: a grant is sent regardless of the next rate."""
 POLL_INTERVAL_S = 0.05
-"""Who waits looks again this often: the rate may have changed."""
+"""Waiting readers check this often whether the rate has changed."""
 
 
 class EgressLimiter:
-    """The budget of one instance. `cap` is in bytes a second; None: only `latency` limits, if it is given.
+    """Budget of one instance. `cap` is in bytes per second; None: only `latency` limits, if given.
 
-    Without any limit everything passes. `part` says how much of the rate is granted here, above 0 and at
-    most 1: the rest is for those who ask for no grant.
+    Without any limit, every request is granted. `part` is the fraction of the rate granted here, above 0 and
+    at most 1: the rest is for readers that need no grants.
     """
 
     def __init__(
@@ -45,25 +44,25 @@ class EgressLimiter:
         self._part = part
         self._bucket = TokenBucket(clock=clock)
         self._lock = threading.Lock()
-        self._turn_active = False  # somebody has the turn: it waits for the budget, the others for it
-        self._waiters: dict[str, deque[threading.Event]] = {}  # by fork, the next one first; none is empty
+        self._turn_active = False  # a thread has the turn: it waits for the budget, the others for the turn
+        self._waiters: dict[str, deque[threading.Event]] = {}  # by fork, in order of turns; none is empty
         self._closed = threading.Event()
 
     def rate(self, *, active: bool) -> int | None:
-        """Bytes a second that may be given now; `active`: somebody takes them. None: no limit."""
+        """Return the current rate in bytes per second; `active`: there are readers. None: no limit."""
         return self._recompute(self._latency.rate(active=active) if self._latency is not None else None)
 
     @property
     def current_limit(self) -> int | None:
-        """What those who read now are held to, for the planner; the fixed cap while nobody reads."""
+        """Return the limit of the current readers, for the planner; the fixed cap if there are none."""
         return self._recompute(self._latency.current_limit() if self._latency is not None else None)
 
     def grant(self, max_bytes: int, fork_id: str) -> int:
-        """Block until some of `max_bytes` bytes may be sent, or the governor is closed; returns how many.
+        """Block until some of `max_bytes` bytes may be sent, or the limiter is closed; return how many.
 
-        Forks that wait have one grant each in turn, however many connections ask for one of them. Under a
-        rate that is a fiftieth of a second's worth: short for the work that goes on beside it, and with many
-        readers each is served often enough not to count the source as stalled.
+        Waiting forks get one grant each in turn, regardless of their number of connections. Under a rate, a
+        grant is worth a fiftieth of a second: short enough for concurrent work, and each of many readers is
+        served often enough not to consider the source stalled.
         """
         if self.rate(active=True) is None:
             return max_bytes
@@ -77,7 +76,7 @@ class EgressLimiter:
                     return granted
 
     def close(self) -> None:
-        """Wake everyone who waits."""
+        """Wake all waiting threads."""
         self._closed.set()
 
     def _granted_rate(self) -> int | None:
@@ -86,7 +85,9 @@ class EgressLimiter:
 
     @contextmanager
     def _next_waiter(self, fork_id: str) -> Iterator[None]:
-        """Strictly in order: with a plain lock, one that asks again at once would keep the others out."""
+        """Wait for a turn, strictly in order: with a plain lock, a thread that requests again immediately
+        would starve the others.
+        """
         turn = threading.Event()
         with self._lock:
             self._waiters.setdefault(fork_id, deque()).append(turn)
@@ -97,13 +98,13 @@ class EgressLimiter:
             yield
         finally:
             with self._lock:
-                # Behind all that came while it had its turn: then one connection gets as much as many.
+                # Queue after all that arrived during its turn: then one connection gets as much as many.
                 if fork_id in self._waiters:
                     self._waiters[fork_id] = self._waiters.pop(fork_id)
                 self._wake_next()
 
     def _wake_next(self) -> None:
-        """Give the turn to the first in the line of the next fork, if anybody waits. Under the lock."""
+        """Pass the turn to the first thread of the next fork, if any waits. The lock must be held."""
         self._turn_active = bool(self._waiters)
         if self._turn_active:
             fork_id, line = next(iter(self._waiters.items()))

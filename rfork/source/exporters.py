@@ -1,7 +1,8 @@
-"""What gives a seed's image over each transport, from when that can be used until the memory goes away.
+"""Exporters of a seed's image, one for each transport, while the image's memory exists. Runs on the source.
 
-Runs on the source. Exporters hold the image's memory and register it with devices, so they go before the
-memory does, and are made anew for other memory: `open` and `close` may take turns; after `shut_down` nothing opens.
+Exporters keep references to the image's memory and register it with devices. They are closed before the
+memory is released, and created again for new memory: `open` and `close` may alternate; after `shut_down`
+nothing opens.
 """
 
 from __future__ import annotations
@@ -21,17 +22,19 @@ from rfork.transport.base import AccessGate, Exporter, Transport
 log = logger(__name__)
 
 STATELESS_TRANSPORTS: Final = frozenset({"http", "memory"})
-"""Transports whose exporters touch the memory only while they answer a reader, and keep none of it."""
+"""Transports whose exporters access the memory only while they serve a reader, and keep no reference to it."""
 
 
 class ExporterSet(Mapping[str, Exporter]):
-    """The open exporters by transport, best first. Thread-safe: what is looked up may be closed at once."""
+    """The open exporters by transport, in order of preference. Thread-safe: a returned exporter may be closed
+    at any time.
+    """
 
     def __init__(self, transports: Sequence[Transport]) -> None:
         self.one_sided = frozenset(transport.name for transport in transports if transport.one_sided)
         self._transports = tuple(transports)
-        self._open: Mapping[str, Exporter] = {}  # replaced, never changed: who looks at it has no lock
-        self._withdrawn: dict[str, TransportUnavailable] = {}  # why, by transport; the latest last
+        self._open: Mapping[str, Exporter] = {}  # replaced, never modified: readers use no lock
+        self._withdrawn: dict[str, TransportUnavailable] = {}  # reasons by transport; the latest last
         self._reconfigure_lock = threading.Lock()
         self._ended = False
 
@@ -46,18 +49,20 @@ class ExporterSet(Mapping[str, Exporter]):
 
     @property
     def is_shut_down(self) -> bool:
-        """Whether nothing opens any more."""
+        """True if nothing opens any more."""
         return self._ended
 
     def disabled_reason(self, names: Sequence[str]) -> TransportUnavailable | None:
-        """Why the one of these that was withdrawn last was, if one was since all were opened."""
+        """Return why the most recently disabled of these transports was disabled, if one was since all were
+        opened.
+        """
         reasons = [error for name, error in tuple(self._withdrawn.items()) if name in names]
         return type(reasons[-1])(str(reasons[-1]), hint=reasons[-1].hint) if reasons else None
 
     def open(self, image: Image, gate: AccessGate) -> None:
-        """Open every transport that can be used for this image; nothing where some are open, or it has ended.
+        """Open every usable transport for this image; does nothing if some are open or after a shutdown.
 
-        Raises TransportUnavailable where none can, or what an exporter raises; there is then none.
+        Raises TransportUnavailable if none can be opened, or an exporter's error; none is open then.
         """
         with self._reconfigure_lock:
             if self._open or self._ended:
@@ -72,7 +77,7 @@ class ExporterSet(Mapping[str, Exporter]):
             self._open = opened
 
     def reopen_missing(self, image: Image, gate: AccessGate) -> bool:
-        """Open what is not open and can be used, beside what is; whether there was any. Raises nothing."""
+        """Open usable transports that are not open; return True if there were any. Raises nothing."""
         with self._reconfigure_lock:
             if self._ended:
                 return False
@@ -110,7 +115,7 @@ class ExporterSet(Mapping[str, Exporter]):
             raise reasons[0]
 
     def disable(self, name: str, error: TransportUnavailable) -> None:
-        """Offer this one no more: it said later that it cannot be used. One that is not open is no error."""
+        """Stop offering a transport that turned out to be unusable. One that is not open is not an error."""
         with self._reconfigure_lock:
             exporter = self._open.get(name)
             if exporter is None:
@@ -119,7 +124,7 @@ class ExporterSet(Mapping[str, Exporter]):
             self._open = {kept: other for kept, other in self._open.items() if kept != name}
             if not self._open:
                 log.error(
-                    "no transport is left: nothing can be given",
+                    "no transport is left: the image cannot be served",
                     transport=name,
                     error=error.kind,
                     detail=str(error),
@@ -128,9 +133,9 @@ class ExporterSet(Mapping[str, Exporter]):
             exporter.close()
 
     def close(self, keep: Collection[str] = ()) -> None:
-        """Close all, and return once no reader touches the image's memory. Safe to call twice.
+        """Close all, and return once no reader accesses the image's memory. Idempotent.
 
-        Those of `keep` stay open: whoever calls sees to it that they are asked for nothing.
+        Those in `keep` stay open: the caller ensures that they get no requests.
         """
         with self._reconfigure_lock:
             before = self._open
@@ -138,13 +143,13 @@ class ExporterSet(Mapping[str, Exporter]):
             _close({name: exporter for name, exporter in before.items() if name not in keep})
 
     def shut_down(self) -> None:
-        """Close all for good."""
+        """Close all permanently."""
         self._ended = True
         self.close()
 
 
 def _close(exporters: Mapping[str, Exporter]) -> None:
-    """Close each, whatever another one says; the first error is raised when all have had their turn."""
+    """Close each one regardless of errors; raise the first error at the end."""
     failed: list[Exception] = []
     for exporter in exporters.values():
         try:
@@ -156,14 +161,14 @@ def _close(exporters: Mapping[str, Exporter]) -> None:
 
 
 class ReleasedImage(Image):
-    """An image over no memory: what a seed holds while its weights are put away.
+    """An image without memory: the image of a seed whose weights are suspended.
 
-    Whoever wants its bytes, their digests or their addresses gets SourceWeightsChanged.
+    Access to its bytes, digests or addresses raises SourceWeightsChanged.
     """
 
     def __init__(self, layout: Layout) -> None:
         super().__init__(layout, [torch.empty(layout.image_bytes, dtype=torch.uint8, device="meta")])
 
     def _segments_covering(self, begin: int, end: int) -> tuple[int, int]:
-        # Whatever touches the memory asks this first where it is; without it that is address 0.
-        raise SourceWeightsChanged("the weights are put away: there is no memory to read")
+        # Every access to the memory checks this first; without memory it is address 0.
+        raise SourceWeightsChanged("the weights are suspended: there is no memory to read")

@@ -1,4 +1,4 @@
-"""What an instance holds, and what it says of it to whoever wants to read. Runs on the source."""
+"""State of the served image, and progress sent to readers. Runs on the source."""
 
 from __future__ import annotations
 
@@ -22,29 +22,31 @@ from rfork.source.inflight_reads import InflightReads
 log = logger(__name__)
 
 INFLIGHT_GRACE_S = 0.1
-"""What a reader gets to take the slice it asked for, once the bytes are about to change."""
+"""Time that a reader gets to receive its current slice before the bytes change."""
 
 VersionOf = Callable[[Manifest], str | None]
-"""Names complete weights, given their manifest."""
+"""Computes the version of complete weights from their manifest."""
 
 NOTIFY_INTERVAL_S = 1.0
-"""Readers hear at once of storage that advanced by so much since they were told, else with other news."""
+"""Readers are notified immediately if storage advanced by this much since the last notification, otherwise
+with other changes.
+"""
 
 
 class ImageState:
-    """One image, its board, its manifest and its generation: thread-safe, and told on each change.
+    """One image with its chunk state, manifest and generation: thread-safe, and notified of each change.
 
-    `manifest` is None until it is known (`set_manifest`); until then chunks are given under the digests that
-    the board knows. Implements the puller's `ServingState`.
+    `manifest` is None until it is known (`set_manifest`); until then chunks are served under the digests of
+    the chunk state. Implements the receiver's `ServingState`.
     """
 
     def __init__(self, image: Image, chunk_state: ChunkState | None, manifest: Manifest | None) -> None:
-        """Without a board every chunk is held."""
+        """Without a chunk state, every chunk is verified."""
         self.image = image
         self.chunk_state = chunk_state if chunk_state is not None else ChunkState.full(image.layout.chunks)
         self.generation = 0
         self.version: str | None = None
-        """Of the weights that are served; changed only while nothing is."""
+        """Version of the served weights; changes only while nothing is served."""
         self._updates_made = 0
         self._manifest = manifest
         self._complete_weights_id = manifest.weights_id if manifest is not None else None
@@ -55,43 +57,43 @@ class ImageState:
         self._notified_at = 0.0
         self._inflight_reads = InflightReads()
         self._updates = threading.Lock()
-        self._digesting = threading.Lock()  # held while the memory is read without a lease
+        self._digesting = threading.Lock()  # acquired while the memory is read without a lease
         self._suspended = False
-        self._changing = threading.RLock()  # what is held and its generation, as those who change them see it
+        self._changing = threading.RLock()  # verified chunks and generation, consistent for those who change them
         self._lock = threading.Lock()
         self._listeners: list[Callable[[], None]] = []
 
     def notify_planner(self) -> None:
-        """Called after each change that the planner should hear of at once."""
+        """Called after each change that the planner should know immediately."""
 
     @property
     def manifest(self) -> Manifest | None:
-        """What the image holds; None while a relay has not learnt it."""
+        """Manifest of the image; None in a relay that does not know it yet."""
         return self._manifest
 
     @property
     def suspended(self) -> bool:
-        """Whether its memory is put away, or about to be."""
+        """True if its memory is released, or about to be."""
         return self._suspended
 
     @property
     def draining(self) -> bool:
-        """Whether it takes no new readers."""
+        """True if it accepts no new readers."""
         return self._state == "draining"
 
     def set_manifest(self, manifest: Manifest) -> None:
-        """A relay learnt what its image must hold: from now on it can give what it has verified."""
+        """Set the manifest of a relay's image, which can serve its verified chunks from now on."""
         if manifest.layout.layout_id != self.image.layout.layout_id:
-            raise LayoutMismatch("the manifest is of another layout than the image")
+            raise LayoutMismatch("the manifest has a different layout from the image")
         self._manifest = manifest
         self._complete_weights_id = manifest.weights_id
         self._notify()
         self.notify_planner()
 
     def invalidate(self, chunks: Sequence[int]) -> None:
-        """These chunks were not what this image must hold: whoever read them is told by a new generation.
+        """Mark chunks as wrong: a new generation notifies readers that have read them.
 
-        As `fence`, it waits for the reads under way: the chunks may be written to afterwards.
+        Like `fence`, it waits for running reads: the chunks may be written afterwards.
         """
         with self._changing:
             self.generation += 1
@@ -99,9 +101,10 @@ class ImageState:
         self._disconnect_readers()
 
     def report_storage_activity(self, read_at: Callable[[], float] | None, *, relayed: bool = False) -> None:
-        """Tell the readers that this instance, or (`relayed`) whom it waits for, reads from storage now.
+        """Notify readers that this instance, or (`relayed`) its upstream, is reading from storage.
 
-        `last_storage_activity_at` says when that last gave something, on `time.monotonic()`'s clock; None: nobody reads.
+        `last_storage_activity_at` is when storage last delivered bytes, on `time.monotonic()`'s clock; None:
+        storage is not read.
         """
         changed = (read_at is None, relayed) != (self._read_at is None, self._relayed)
         self._read_at, self._relayed = read_at, relayed
@@ -111,31 +114,31 @@ class ImageState:
             self._notify()
 
     def serve(self) -> None:
-        """The image is whole and the engine is ready: be a seed; one that drains goes on draining."""
+        """Become a seed: the image is complete and the engine is ready; a draining instance keeps draining."""
         self._set_state("serving")
         self._read_at = None
         self._notify()
         self.notify_planner()
 
     def publish(self, generation: int | None = None, version: VersionOf | None = None) -> None:
-        """The image is whole and may hold other weights than before: digest it, then be a seed.
+        """Digest a complete image whose weights may have changed, then become a seed.
 
-        Unless it is fenced meanwhile: then the bytes may have changed under the digest; or suspended.
-        `generation` is the one in which it became whole: that there was no fence since is then sure.
-        `version` names the weights; None: they are those of before.
+        Has no effect if it is fenced meanwhile, since the bytes may have changed under the digest, or if
+        suspended. `generation` is the one in which the image became complete, which rules out fences since
+        then. `version` names the weights; None: they are unchanged.
         """
         with self._digesting:
             generation = self.generation if generation is None else generation
             if generation != self.generation:
-                log.warning("not resealed: it was fenced again", generation=self.generation)
+                log.warning("not published: it was fenced again", generation=self.generation)
                 return
             if self._suspended:
-                log.warning("not resealed: it is suspended", generation=generation)
+                log.warning("not published: it is suspended", generation=generation)
                 return
             manifest = compute_manifest(self.image)
         with self._changing:
             if self.generation != generation:
-                log.warning("not resealed: it was fenced again meanwhile", generation=self.generation)
+                log.warning("not published: it was fenced again during the digest", generation=self.generation)
                 return
             if version is not None:
                 self.version = version(manifest)
@@ -145,19 +148,19 @@ class ImageState:
             self.serve()
 
     def fence(self) -> None:
-        """The weights are about to change: give nothing, and cut whoever reads the old ones.
+        """Stop serving because the weights are about to change, and disconnect readers of the old ones.
 
-        Returns once no thread of an exporter reads the image any more; a reader that does not take what it
-        asked for is cut for that. One-sided transports (transfer_engine) read without this process: their
-        channels end and their connections are cut, and what still comes over (RDMA) is found out by its
-        digest. `publish` gives the weights again; `updating` does both.
+        Returns once no exporter thread reads the image; a reader that does not receive its data is
+        disconnected for that. One-sided transports (transfer_engine) read without this process: their
+        channels end and their connections are closed, and bytes that still arrive (RDMA) are detected by
+        their digest. `publish` serves the weights again; `updating` does both.
         """
         with self._changing:
             self._clear()
         self._disconnect_readers()
 
     def _clear(self) -> None:
-        """Hold nothing any more; the caller holds `_changing`."""
+        """Mark all chunks as missing; the caller owns `_changing`."""
         self.generation += 1
         self._manifest = None
         self._set_state("loading")
@@ -165,11 +168,11 @@ class ImageState:
 
     @contextlib.contextmanager
     def updating(self, version: str | None = None) -> Iterator[None]:
-        """Change the weights in place inside the block: fences before it, and reseals after it.
+        """Change the weights in place inside the block: fences before it, and publishes after it.
 
-        `version` names the new weights; without it they get a version that no other weights have. Updates of
-        several threads take turns; within one block, do not begin another. When the block raises, the weights
-        may be anything: the seed stays fenced, until the next update or `publish`.
+        `version` names the new weights; by default they get a version that no other weights have. Concurrent
+        updates of several threads are serialized; do not nest blocks. If the block raises, the weights are
+        undefined: the seed stays fenced until the next update or `publish`.
         """
         with self._updates:
             self.fence()
@@ -183,15 +186,17 @@ class ImageState:
         return lambda _: stated
 
     def _disconnect_readers(self) -> None:
-        """Those of the generation before: tell them, end their channels, and wait for what they take now."""
-        self._notify()  # first: a reader whose connection is cut before it has heard blames the source
+        """Notify the readers of the previous generation, close their channels, and wait for their running
+        reads.
+        """
+        self._notify()  # first: a reader whose connection is closed before it is notified would blame the source
         self.notify_planner()
         self._close_channels()
         if cut := self._inflight_reads.drain(INFLIGHT_GRACE_S):
             log.info("readers cut, as the bytes are about to change", readers=cut)
 
     def _close_channels(self) -> None:
-        """Called when the bytes are about to change: nobody may read them without asking from now on."""
+        """Close all channels because the bytes are about to change: no direct reads are allowed from now on."""
 
     def progress_since(self, reported: tuple[ranges.Range, ...]) -> Progress:
         """See `rfork.peer.servicer.PeerBackend.progress_since`."""
@@ -218,7 +223,7 @@ class ImageState:
         )
 
     def _advised_rate(self) -> int | None:
-        """What a reader is asked to keep to by itself, in bytes a second."""
+        """Return the rate, in bytes per second, that a reader is advised to use."""
         return None
 
     def _storage_activity(self) -> StorageActivity | None:
@@ -228,7 +233,7 @@ class ImageState:
         return StorageActivity(max(0.0, time.monotonic() - read_at()), self._relayed)
 
     def _set_state(self, state: InstanceState) -> None:
-        # Whoever drains is about to go, whatever becomes of its weights until then.
+        # A draining instance is about to end, regardless of its weights.
         if self._state != "draining" and not (self._suspended and state == "serving"):
             self._state = state
 
@@ -248,7 +253,7 @@ class ImageState:
         return subscribed()
 
     def _has_listeners(self) -> bool:
-        """Whether anybody listens for changes: each reader that has a channel does."""
+        """Return True if there are listeners for changes: every reader with a channel is one."""
         with self._lock:
             return bool(self._listeners)
 
@@ -260,7 +265,7 @@ class ImageState:
 
 
 def compute_manifest(image: Image) -> Manifest:
-    """Digest an image that is whole, once no kernel writes it any more; logs how long it took."""
+    """Digest a complete image once no kernel writes it; logs the duration."""
     began = time.monotonic()
     for device in image.devices:
         if device.type == "cuda":

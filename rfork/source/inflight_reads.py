@@ -1,6 +1,6 @@
-"""The reads of an image's memory that are under way. Runs on the source.
+"""Running reads of an image's memory. Runs on the source.
 
-Whoever is about to change the bytes waits for these.
+Changing the bytes waits for these.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class InflightReads:
                 self._changed.notify_all()
 
     def drain(self, timeout_s: float) -> int:
-        """Return once every read that had begun by now has ended; how many were cut for that.
+        """Return once every read that has started has ended; return how many had to be aborted.
 
-        Those that are still under way after `timeout_s` seconds are.
+        Reads that are still running after `timeout_s` seconds are aborted.
         """
         with self._changed:
             last = self._next_id
@@ -52,11 +52,11 @@ class InflightReads:
         for cut in cuts:
             cut()
         with self._changed:
-            # However long it takes: bytes that change while they go out are worse than a late update.
+            # Without a timeout: bytes that change while they are sent are worse than a late update.
             while not self._changed.wait_for(lambda: not self._started_before(last), WARN_S):
-                log.warning("cut reads still go on, and hold up a change of the bytes", reads=len(cuts))
+                log.warning("aborted reads are still running and delay a change of the bytes", reads=len(cuts))
         return len(cuts)
 
     def _started_before(self, last: int) -> list[Callable[[], None]]:
-        """How to cut the reads that are under way and began as number `last` or before."""
+        """Return the abort functions of running reads that started as number `last` or before."""
         return [cut for number, cut in self._inflight.items() if number <= last]

@@ -1,4 +1,4 @@
-"""What units of the engine's own work take while nobody reads from this instance. Runs on the source."""
+"""Undisturbed duration of the engine's steps, measured while there are no readers. Runs on the source."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from collections import deque
 from typing import Final
 
 MAX_RATIO: Final = 4.0
-"""A unit counts as no more than so many usual ones: one pause of seconds says little about giving."""
+"""Maximum weight of one step, as a multiple of the usual duration: a pause of seconds says little about
+readers.
+"""
 MAX_GAIN, MIN_GAIN = 0.5, 0.05
 NOISE: Final = 0.005
 """Gain times variance, in means: chance alone then moves the rate by no more than a factor of two or so."""
@@ -19,7 +21,7 @@ BASELINE_S: Final = 10.0
 
 
 class LatencyBaseline:
-    """What units take while nobody reads: the newest of them. Not thread-safe."""
+    """Durations of recent steps without readers. Not thread-safe."""
 
     def __init__(self) -> None:
         self.known = False
@@ -31,14 +33,14 @@ class LatencyBaseline:
         self._expected_range = (0.0, math.inf)
 
     def slowdown_ratio(self, seconds: float) -> float:
-        """How long a unit took, in means."""
+        """Return a step's duration as a multiple of the mean."""
         return min(seconds, self._max_duration) / self.mean
 
     def add(self, at: float, seconds: float, *, resting: bool) -> None:
-        """One more unit; where nearly all of the newest are unusual, they begin another baseline.
+        """Add a step; if nearly all recent ones are unusual, they start a new baseline.
 
-        `resting`: there are readers, who are held to the floor. What these units take compares best with what
-        they take otherwise; those before the readers came were beside their coming, or long ago.
+        `resting`: there are readers, limited to the minimum rate. These steps are the best comparison;
+        earlier ones overlapped with the readers' arrival, or are old.
         """
         self._units.append((at, max(seconds, 1e-9), resting))
         if not self.known or len(self._units) <= MIN_STEPS:

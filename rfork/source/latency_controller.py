@@ -1,19 +1,18 @@
-"""How much an instance may give without its own work growing slow, as that work's latency alone tells.
+"""Controls the egress rate by the latency of the engine's own steps. Runs on the source.
 
-Runs on the source. The engine says how long each unit of its work took (a decode step, a request). What
-units take while (next to) nothing is given is the *baseline*; giving is held to the rate at which they take
-`setpoint` times as long on average. The mean is what decides: unlike a high quantile it shows a small
-disturbance also where units differ much by themselves, and it shows a few very late ones too.
+The engine reports the duration of each step (a decode step, a request). The *baseline* is their duration
+while almost nothing is sent; the controller limits egress to the rate at which steps take `setpoint` times as
+long on average. It uses the mean: unlike a high quantile, it shows a small disturbance even if durations
+vary, and it shows a few very late steps too.
 
-- Each unit moves the rate: by ``exp(gain · (setpoint - seconds / mean))``, so that it stands still where
-  units take as long as they may. The more units differ by themselves, the smaller is the gain. Units
-  side by side count together as one.
-- The baseline is made of units beside which nothing, or no more than `floor`, was given. Whoever gives for
-  long rests for a tenth of the time, so that the baseline follows the load: a heavier one is not taken
-  for a disturbance, and the disturbance is not learnt as normal.
-- While no unit is under way, and none ended lately, there is no limit.
+- Each step changes the rate by ``exp(gain · (setpoint - seconds / mean))``, so that it is stable while steps
+  take as long as allowed. The gain is smaller the more durations vary. Concurrent steps count as one.
+- The baseline consists of steps during which at most `floor` was sent. During long transfers the controller
+  pauses for a tenth of the time, so that the baseline follows the load: a heavier load is not mistaken for a
+  disturbance, and a disturbance is not learned as normal.
+- There is no limit while no step is running and none ended recently.
 
-The rate never falls below `floor`: what is slowed down must not look stalled.
+The rate never falls below `floor`, so that no reader considers the source stalled.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from rfork.image.chunks import MIB
 from rfork.source.latency_baseline import MAX_RATIO, LatencyBaseline
 
 FIRST_RATE: Final = 64 * MIB
-"""Bytes a second to begin with, for whoever was not giving while it served."""
+"""Initial rate in bytes per second for an instance that was serving without readers."""
 MAX_RATE: Final = 8 << 30
 MIN_RATE: Final = 8 * MIB
 
@@ -39,12 +38,13 @@ MAX_DECREASE: Final = 0.5
 MAX_PENDING_STEPS: Final = 1024
 
 IDLE_S: Final = 0.5
-"""Seconds since the last unit ended, and a few times what one takes, after which nothing is served."""
+"""Seconds since the last step, and a few times its usual duration, after which the engine counts as idle."""
 SETTLE_S: Final = 0.1
-"""Seconds until what was given before has left, and readers elsewhere have heard of a new rate."""
+"""Seconds until earlier bytes have been sent, and remote readers have received a new rate."""
 EGRESS_IDLE_S: Final = 1.0
-"""Seconds without a question for the rate after which nothing is given any more: who gives and is held up
-by the engine's work does not ask, and the units that did so are no baseline."""
+"""Seconds without a rate request after which egress counts as idle. A sender that is blocked by the engine's
+work makes no request, and the steps that blocked it are not a baseline.
+"""
 CALIBRATION_STEPS: Final = 48
 MAX_PAUSE_S: Final = 2.0
 REST_SHARE, FIRST_REST_SHARE = 0.1, 0.3
@@ -53,9 +53,9 @@ FIRST_PAUSE_S: Final = 5.0
 
 
 class LatencyController:
-    """Yields the rate at which this instance may give. Thread-safe; no thread that serves ever waits for it.
+    """Computes the current egress rate. Thread-safe; serving threads never wait for it.
 
-    `setpoint` 0 turns it off. `floor` gives the least rate, in bytes a second. `clock` is monotonic.
+    `setpoint` 0 turns it off. `floor` is the minimum rate in bytes per second. `clock` is monotonic.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class LatencyController:
         self._max_ratio = max_ratio
         self._floor = floor
         self._clock = clock
-        # The serving threads only append here; threads that give take it in, under the lock.
+        # Serving threads only append here; sending threads process it under the lock.
         self._ended: deque[tuple[float, float]] = deque(maxlen=MAX_PENDING_STEPS)
         self._running: dict[int, float] = {}
         self._lock = threading.Lock()
@@ -91,10 +91,10 @@ class LatencyController:
         """A context manager around one unit of work. A block that raises is not counted."""
         return StepTimer(self._clock, self._running, self.record_step)
 
-    # -- the threads that give --------------------------------------------------------------------
+    # -- called by sending threads ----------------------------------------------------------------
 
     def rate(self, *, active: bool) -> int | None:
-        """Bytes a second that may be given now; None: no limit. `active`: somebody takes them."""
+        """Return the current rate in bytes per second; None: no limit. `active`: there are readers."""
         if not self._max_ratio:
             return None
         with self._lock:
@@ -108,7 +108,7 @@ class LatencyController:
             return rate
 
     def current_limit(self) -> int | None:
-        """The rate that whoever reads now is held to; None: nobody is, or nobody reads."""
+        """Return the rate limit of the current readers; None: no limit, or no readers."""
         with self._lock:
             now = self._clock()
             if not self._max_ratio or now > self._egress_until or not self._is_serving(now):
@@ -173,12 +173,12 @@ class LatencyController:
                 self._adjust_rate(now, now - began, ended=False)
 
     def _adjust_rate(self, at: float, seconds: float, *, ended: bool = True) -> None:
-        """Move the rate by one unit, if what was given may have had to do with it."""
+        """Adjust the rate by one step, if egress may have affected it."""
         began = at - seconds
         if not self._baseline.known or at < self._egress_since or began > self._egress_until:
             return
-        # The part of its time that no other unit has spoken for: so many side by side are one. One that has
-        # not ended speaks for late ones only: it may hang for good, and the others tell how the work goes.
+        # Only the part of its time not covered by another step: concurrent steps count as one. A running step
+        # counts only for late ones: it may hang forever, and the others show how the work proceeds.
         late = seconds > MAX_RATIO * self._baseline.mean
         until = max(self._judged_until, self._late_until) if late else self._judged_until
         if at <= max(self._paused_until, until):
@@ -199,7 +199,7 @@ class LatencyController:
 
 
 class StepTimer:
-    """One unit of work under way: from the `with` statement to its end."""
+    """One running step: from the `with` statement to its end."""
 
     def __init__(
         self, clock: Callable[[], float], running: dict[int, float], record_step: Callable[[float], None]

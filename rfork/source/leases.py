@@ -1,8 +1,8 @@
-"""Who may read from this instance: lease tokens and reader slots.
+"""Lease tokens and reader slots. Runs on the source.
 
-Runs on the source. Tokens are checked here without asking the planner: the planner signs them with a
-key that it gives to this instance alone, in the answer to each heartbeat. While it changes its secret
-it gives several; a key that it no longer gives opens tokens until those that it opened are over.
+Tokens are verified locally: the planner signs them with a key that it shares with this instance only, in the
+response to each heartbeat. During a key rotation it sends several keys; a removed key verifies tokens until
+those that it signed have expired.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_CHANNELS_PER_FORK = 16
 
 
 class LeaseVerifier:
-    """Checks tokens and counts readers; one fork may hold several channels but takes one place.
+    """Verifies tokens and counts readers; a fork may have several channels but uses one slot.
 
     `clock` is wall time, in seconds since the epoch, as in the tokens.
     """
@@ -32,15 +32,15 @@ class LeaseVerifier:
         self._clock = clock
         self._lock = threading.Lock()
         self._keys: tuple[bytes, ...] = ()
-        self._withdrawn: dict[bytes, float] = {}  # keys no longer given, and until when they open tokens
+        self._withdrawn: dict[bytes, float] = {}  # removed keys, and until when they verify tokens
         self._opened_until: dict[bytes, float] = {}  # when the last token that a key opened expires
         self._known: dict[str, LeaseClaims] = {}
         self._channels: dict[str, str] = {}  # channel_id -> fork_id
-        self._expired: list[str] = []  # channels whose lease ended, not yet told by `sweep`
+        self._expired: list[str] = []  # channels whose lease expired, not yet returned by `sweep`
         self._leased_until: dict[str, float] = {}
 
     def set_keys(self, keys: Sequence[bytes]) -> None:
-        """Take the keys that tokens are signed with from now on, in place of those given before."""
+        """Replace the keys with which tokens are signed."""
         with self._lock:
             if tuple(keys) == self._keys:
                 return
@@ -55,7 +55,7 @@ class LeaseVerifier:
 
     @property
     def has_keys(self) -> bool:
-        """Whether the planner has given any keys."""
+        """Return True if the planner has sent keys."""
         return bool(self._keys)
 
     def check(self, token: str, generation: int, weights_id: str | None) -> LeaseClaims:
@@ -108,16 +108,16 @@ class LeaseVerifier:
         return True
 
     def open(self, fork_id: str) -> str:
-        """Give a reader a slot; returns the channel's id.
+        """Open a slot for a reader; return the channel's id.
 
-        Raises SourceBusy when all slots are taken, or this fork has `MAX_CHANNELS_PER_FORK` already.
+        Raises SourceBusy if all slots are used, or this fork has `MAX_CHANNELS_PER_FORK` channels.
         """
         with self._lock:
             self._drop_expired()
             holders = list(self._channels.values())
             readers = set(holders)
             if fork_id not in readers and len(readers) >= self._max_readers:
-                raise SourceBusy(f"all {self._max_readers} reader slots are taken")
+                raise SourceBusy(f"all {self._max_readers} reader slots are used")
             if holders.count(fork_id) >= MAX_CHANNELS_PER_FORK:
                 raise SourceBusy(f"fork {fork_id} has {MAX_CHANNELS_PER_FORK} channels open, and gets no more")
             channel_id = secrets.token_hex(8)
@@ -125,7 +125,7 @@ class LeaseVerifier:
             return channel_id
 
     def has_channel(self, channel_id: str, fork_id: str) -> bool:
-        """Whether this fork holds an open channel of this id."""
+        """Return True if this fork has an open channel with this id."""
         with self._lock:
             return self._channels.get(channel_id) == fork_id
 
@@ -135,7 +135,7 @@ class LeaseVerifier:
             self._channels.pop(channel_id, None)
 
     def sweep(self) -> tuple[str, ...]:
-        """The channels whose lease has ended since this was last asked; each is told once."""
+        """Return the channels whose lease has expired since the last call; each is returned once."""
         with self._lock:
             self._drop_expired()
             expired, self._expired = tuple(self._expired), []
@@ -143,13 +143,13 @@ class LeaseVerifier:
 
     @property
     def readers(self) -> tuple[str, ...]:
-        """The forks that hold a slot."""
+        """Return the forks with a slot."""
         with self._lock:
             self._drop_expired()
             return tuple(sorted(set(self._channels.values())))
 
     def _drop_expired(self) -> None:
-        # A reader that died without closing keeps its place no longer than its lease.
+        # A reader that died without closing keeps its slot until its lease expires.
         now = self._clock()
         self._leased_until = {fork: until for fork, until in self._leased_until.items() if until > now}
         for channel_id, fork in list(self._channels.items()):

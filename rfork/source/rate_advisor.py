@@ -1,7 +1,8 @@
-"""What each reader may take where the source cannot hold it back: one-sided reads run no code here.
+"""Rate limits for readers that the source cannot throttle: one-sided reads run no code here. Runs on the
+source.
 
-Runs on the source. The rate goes out in the progress stream, and the reader keeps to it by itself: that is
-cooperation and no enforcement, since whoever can read memory can read it as fast as it likes.
+The limit is sent in the progress stream, and the reader applies it: this is cooperation, not enforcement,
+since a reader with access to the memory can read at any speed.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ from collections.abc import Callable
 from rfork.source.egress_limiter import POLL_INTERVAL_S, EgressLimiter
 
 LOWER, HIGHER = 0.9, 1.25
-"""A rate that changed by less is no news."""
+"""Smaller relative changes of the rate are not sent."""
 INCREASE_INTERVAL_S = 0.2
-"""Good news waits this long for the next; bad news does not."""
+"""Minimum interval between increases of the rate; decreases are sent immediately."""
 
 
 class ReaderRateAdvisor:
-    """Divides the governor's rate among the readers, and calls `notify` when it has changed for them.
+    """Divides the egress rate among readers, and calls `notify` when their share has changed.
 
-    `readers` says how many there are. The thread starts with the first question for the share.
+    `readers` returns their number. The thread starts with the first call of `per_reader_rate`.
     """
 
     def __init__(
@@ -41,11 +42,13 @@ class ReaderRateAdvisor:
         self._advised_at = clock()
         self._closed = threading.Event()
         self._refresh_requested = threading.Event()
-        self._pending_notification = threading.Event()  # news that only one of the readers has heard
+        self._pending_notification = threading.Event()  # changes that only one of the readers has received
         self._thread: threading.Thread | None = None
 
     def per_reader_rate(self) -> int | None:
-        """Bytes a second that one reader may take now, for the next message to it; None: no limit."""
+        """Return the bytes per second that one reader may use now, for the next message to it; None: no
+        limit.
+        """
         if self.refresh():
             self._pending_notification.set()
         with self._lock:
@@ -56,7 +59,7 @@ class ReaderRateAdvisor:
         return self._advised
 
     def refresh(self) -> bool:
-        """Take the rate as it is now; whether that is news for the readers."""
+        """Recompute the rate; return True if readers must be notified."""
         readers = self._readers()
         rate = self._governor.rate(active=readers > 0)
         per_reader_rate = None if rate is None else max(1, rate // max(1, readers))
@@ -67,7 +70,7 @@ class ReaderRateAdvisor:
             return True
 
     def close(self) -> None:
-        """End the thread; safe to call twice."""
+        """End the thread; idempotent."""
         with self._lock:
             self._closed.set()
             thread = self._thread

@@ -1,8 +1,7 @@
-"""A seed: this process as a source of its image, complete or, as a relay, still receiving.
+"""Seed: this process as a source of its image, complete or, as a relay, still receiving. Runs on the source.
 
-It puts together what giving needs: the exporters of each transport, the peer service that hands out
-channels, the lease book and the governor that guard both, and the heartbeat that tells the planner.
-Everything here runs on the source.
+It combines the exporters of each transport, the peer service that opens channels, lease verification and
+egress limits, and the heartbeat to the planner.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ from rfork.transport.base import Transport
 
 
 class Seed(AccessControl):
-    """Gives one image to whoever holds a lease. Use as a context manager, or `start` and `close`.
+    """Serves one image to holders of a lease. Use as a context manager, or `start` and `close`.
 
-    Implements the transports' `Gate` and the peer service's `PeerBackend`. `planner` is the seed's own:
-    closed with it. `tracer`: this process's, unless it is given.
+    Implements the transports' `AccessGate` and the peer service's `PeerBackend`. The seed owns `planner` and
+    closes it. `tracer`: by default, this process's.
     """
 
     def __init__(
@@ -53,7 +52,7 @@ class Seed(AccessControl):
     ) -> None:
         super().__init__(image, identity, settings, transports, chunk_state, manifest, tracer or process_tracer())
         self.storage: tuple[StorageCandidate, ...] = ()
-        """What this instance could read by itself, as the planner is told."""
+        """Storage that this instance could read itself, as reported to the planner."""
         self._serve_peer = serve_peer
         self._peer: PeerService | None = None
         self._planner = planner
@@ -69,10 +68,10 @@ class Seed(AccessControl):
             else None
         )
 
-    # -- life -----------------------------------------------------------------------------------
+    # -- lifecycle ------------------------------------------------------------------------------
 
     def start(self) -> Self:
-        """Open the exporters and the peer service, then begin to report to the planner."""
+        """Open the exporters and the peer service, then start to report to the planner."""
         try:
             if self._exports.one_sided:
                 self._rate_advisor = ReaderRateAdvisor(
@@ -94,16 +93,18 @@ class Seed(AccessControl):
         return self
 
     def set_lease_keys(self, lease_keys: Sequence[str]) -> None:
-        """Take the keys (base64url) that the planner signs leases for this instance with."""
+        """Set the keys (base64url) with which the planner signs leases for this instance."""
         self._leases.set_keys([decode_key(lease_key) for lease_key in lease_keys])
 
     def notify_planner(self) -> None:
-        """Tell the planner now instead of at the next heartbeat."""
+        """Report to the planner now instead of at the next heartbeat."""
         if self._heartbeat is not None:
             self._heartbeat.send_now()
 
     def wait_registered(self, timeout: float) -> bool:
-        """Block until the planner has answered a report; whether it has. Of the latest: see `wait_report_acked`."""
+        """Block until the planner has acknowledged a report; return True if it has. For the latest report see
+        `wait_report_acked`.
+        """
         return self._heartbeat is not None and self._heartbeat.wait_connected(timeout)
 
     def wait_report_acked(self, timeout: float) -> bool:
@@ -111,7 +112,7 @@ class Seed(AccessControl):
         return self._heartbeat is not None and self._heartbeat.wait_acked(timeout)
 
     def drain(self, timeout: float) -> bool:
-        """Take no new readers, and wait for those there are; whether all have finished."""
+        """Accept no new readers and wait for the current ones; return True if all have finished."""
         self._state = "draining"
         self._notify()
         self.notify_planner()
@@ -123,14 +124,14 @@ class Seed(AccessControl):
                 left = deadline - time.monotonic()
                 if left <= 0:
                     return False
-                # Leases that expire make no event, so look again at least once a second.
+                # Leases that expire send no event, so check at least once a second.
                 done.wait(min(left, 1.0))
         return True
 
     def close(self, drain_s: float = 0.0, *, leave_s: float = STOP_S) -> None:
-        """Drain for at most `drain_s` seconds, leave the planner's books, and stop giving.
+        """Drain for at most `drain_s` seconds, unregister at the planner, and stop serving.
 
-        The planner gets `leave_s` seconds to hear of it: one that does not answer forgets the instance later.
+        The planner gets `leave_s` seconds to respond; if it does not, it removes the instance later.
         """
         if drain_s > 0:
             self.drain(drain_s)
@@ -161,29 +162,31 @@ class Seed(AccessControl):
     ) -> None:
         self.close(self.settings.drain_timeout_s if exc_type is None else 0.0)
 
-    # -- what the engine tells -------------------------------------------------------------------------
+    # -- reports of the engine -------------------------------------------------------------------------
 
     def record_step_latency(self, seconds: float) -> None:
-        """One unit of the engine's own work ended now and took so many seconds.
+        """Record that one step of the engine's own work ended now and took `seconds`.
 
-        Call it, on any thread, for units that are alike and many: each decode step, or each request
-        divided by its tokens. It costs about a microsecond and never waits. From these numbers alone the
-        seed learns what its work takes, and gives less while that takes more
-        (`InstanceSettings.max_latency_ratio`; `rfork.source.latency_controller` says how).
+        Call it on any thread for similar, frequent units: each decode step, or each request divided by its
+        tokens. It costs about a microsecond and never blocks. From these durations the seed derives the
+        undisturbed duration of a step, and sends more slowly while steps take longer
+        (`InstanceSettings.max_latency_ratio`; see `rfork.source.latency_controller`).
         """
         self._latency.record_step(seconds)
 
     def measure_step(self) -> StepTimer:
-        """``with seed.serving():`` around one unit of work is `record_step_latency` with the time that the block takes.
+        """Measure one step: ``with seed.measure_step():`` calls `record_step_latency` with the duration of
+        the block.
 
-        It also tells of work that has begun and is not done, so prefer it. One that raises does not count.
+        Preferable, because it also reports steps that have started and not ended. A step that raises does not
+        count.
         """
         return self._latency.measure_step()
 
     # -- the planner ---------------------------------------------------------------------------------
 
     def report(self) -> InstanceReport:
-        """All that the planner needs to know of this instance."""
+        """Return the instance's complete report for the planner."""
         layout = self.image.layout
         peer = self._peer
         return InstanceReport(

@@ -1,4 +1,4 @@
-"""What is given on each channel, as one span of the reader's trace. Runs on the source."""
+"""Tracing of served channels, one span each in the reader's trace. Runs on the source."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from rfork.tracing import NO_SPAN, Span, Tracer
 
 
 class ServingSpans:
-    """Counts what forks are given, where that is traced; `current_limit` is the rate that all readers are held to now.
+    """Counts bytes served to forks, if tracing is enabled; `current_limit` returns the rate limit of all
+    readers.
 
-    A transport whose reads run no code here is not counted: its spans have no bytes. Thread-safe.
+    Transports with reads that run no code here are not counted: their spans have no bytes. Thread-safe.
     """
 
     def __init__(self, tracer: Tracer, current_limit: Callable[[], int | None], instance_id: str = "") -> None:
@@ -20,11 +21,11 @@ class ServingSpans:
         self._instance_id = instance_id
         self._current_limit = current_limit
         self._lock = threading.Lock()
-        self._bytes: Counter[str] = Counter()  # by fork, of those with a channel
+        self._bytes: Counter[str] = Counter()  # by fork, for those with a channel
         self._channels: Counter[str] = Counter()
 
     def begin(self, fork_id: str, transport: str, address: str) -> Span:
-        """A channel was opened for the reader at this IP address, in whose name the call was made."""
+        """Record a channel opened for the reader at this IP address, which made the call."""
         if not self._tracer.enabled:
             return NO_SPAN
         with self._lock:
@@ -40,14 +41,14 @@ class ServingSpans:
         )
 
     def add(self, fork_id: str, nbytes: int) -> None:
-        """So much is about to be given."""
+        """Record that `nbytes` bytes are about to be sent."""
         if self._tracer.enabled:
             with self._lock:
                 if fork_id in self._channels:
                     self._bytes[fork_id] += nbytes
 
     def end(self, fork_id: str, span: Span) -> None:
-        """A channel is over. Of several at once, each says what the fork was given by then."""
+        """End a channel's span. Concurrent channels of a fork each report what the fork received until then."""
         if not self._tracer.enabled:
             return
         with self._lock:

@@ -1,4 +1,4 @@
-"""A snapshot of what a seed holds, written by its own process while it serves. Runs on the source."""
+"""Snapshot of a seed's image, written by its own process while it serves. Runs on the source."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from rfork.storage.snapshots.writer import WriteReport, write_snapshot
 
 
 class GenerationReader:
-    """The bytes of one generation of a seed's image, for as long as the seed holds that. Thread-safe.
+    """Bytes of one generation of a seed's image, while the seed has that generation. Thread-safe.
 
-    It keeps no reference to the memory between two reads. Whoever suspends the seed or changes its weights
-    waits for the one under way, never for storage: what is read is a copy. Raises SourceWeightsChanged afterwards.
+    It keeps no reference to the memory between reads. Suspending the seed or changing its weights waits for
+    the current read, never for storage: a read returns a copy. Afterwards it raises SourceWeightsChanged.
     """
 
     def __init__(self, seed: Seed, generation: int) -> None:
         self._seed = seed
         self._generation = generation
-        self._spare: deque[bytearray] = deque()  # fresh memory costs more than to copy into it
+        self._spare: deque[bytearray] = deque()  # allocating memory costs more than copying into it
 
     @property
     def layout(self) -> Layout:
-        """Of what its bytes are."""
+        """Layout of its bytes."""
         return self._seed.image.layout
 
     @contextmanager
     def readable(self, begin: int, end: int) -> Iterator[Sequence[memoryview]]:
-        """A copy of `[begin, end)`, to read inside the block only."""
+        """Return a copy of `[begin, end)`, valid inside the block only."""
         spare = self._spare.pop() if self._spare else bytearray()
         copy = spare if len(spare) >= end - begin else bytearray(end - begin)
         with memoryview(copy) as buffer, buffer[: end - begin] as view:
@@ -44,7 +44,7 @@ class GenerationReader:
         self._spare.append(copy)
 
     def digest(self, chunk: int) -> bytes:
-        """The digest of the bytes that chunk `chunk` has now; see `EngineImage.digest`."""
+        """Return the digest of chunk `chunk`'s current bytes; see `EngineImage.digest`."""
         with self._seed.local_read(self._generation) as image:
             return image.digest(chunk)
 
@@ -57,11 +57,11 @@ def snapshot_seed(
     progress: Callable[[int], None] | None = None,
     settings: StorageSettings | None = None,
 ) -> WriteReport:
-    """Write the seed's image to `uri`, a file or the rank's place in a folder; see `write_snapshot`.
+    """Write the seed's image to `uri`, a file or the rank's file in a folder; see `write_snapshot`.
 
-    It digests nothing beforehand and stops nobody from reading. Raises SourceWeightsChanged where the seed holds no
-    whole image, or begins to change it (`Seed.updating`) or puts it away (`Seed.suspend`) meanwhile: there is
-    then no new snapshot.
+    It computes no digests in advance and does not disturb readers. Raises SourceWeightsChanged if the seed
+    has no complete image, or starts to change it (`Seed.updating`) or suspends it (`Seed.suspend`) meanwhile;
+    no new snapshot exists then.
     """
     generation, manifest = seed.manifest_snapshot()
     return write_snapshot(

@@ -1,7 +1,7 @@
-"""Weights that go away and come back, as engines sleep, offload and reallocate. Runs on the source.
+"""Suspending and resuming weights, for engines that sleep, offload or reallocate. Runs on the source.
 
-A seed's exporters hold the memory of its image and register it with devices. So whoever releases or moves
-it tells the seed before, and shows it the memory anew afterwards.
+A seed's exporters keep references to the image's memory and register it with devices. Before the memory is
+released or moved, the seed must be notified; afterwards it gets the new memory.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from rfork.source.image_state import ImageState, VersionOf
 from rfork.transport.base import AccessGate, Transport
 
 NOTIFY_GRACE_S = 0.5
-"""What readers get to hear that the weights changed, before the ports that they read from are gone."""
+"""Time for readers to learn that the weights changed, before the ports that they use are closed."""
 
 
 class SuspendableImage(ImageState):
-    """What an instance holds, and gives through `_exports`, until it is told that the memory goes away."""
+    """An image that is served through `_exports` until its memory is released."""
 
     def __init__(
         self,
@@ -34,60 +34,59 @@ class SuspendableImage(ImageState):
     ) -> None:
         super().__init__(image, chunk_state, manifest)
         self._exports = ExporterSet(transports)
-        self._settled = threading.Event()  # not set while exporters come and go, and it gives on
+        self._settled = threading.Event()  # not set while exporters open and close during serving
         self._settled.set()
 
     @property
     def _gate(self) -> AccessGate:
-        """What its exporters ask."""
+        """The gate of its exporters."""
         raise NotImplementedError
 
     def wait_report_acked(self, timeout: float) -> bool:
-        """Tell the planner now how it stands, and wait until it has heard; False where it has not by then."""
+        """Report to the planner now and wait for the acknowledgement; return False if it does not arrive in
+        time.
+        """
         raise NotImplementedError
 
     def _open_exports(self) -> None:
-        """Open the exporters of `self.image`. Raises as `ExporterSet.open`."""
+        """Open the exporters of `self.image`. Raises like `ExporterSet.open`."""
         raise NotImplementedError
 
     def manifest_snapshot(self) -> tuple[int, Manifest]:
-        """The generation, and the manifest of what the image holds in it, as they are at one time.
+        """Return generation and manifest of the image, consistent with each other.
 
-        Raises SourceWeightsChanged where the image is not whole.
+        Raises SourceWeightsChanged if the image is not complete.
         """
         with self._changing:
             if self._manifest is None or not self.chunk_state.complete:
-                raise SourceWeightsChanged("there is no whole image: the seed receives it still, or changes it")
+                raise SourceWeightsChanged("there is no complete image: the seed is still receiving or changing it")
             return self.generation, self._manifest
 
     @contextmanager
     def local_read(self, generation: int) -> Iterator[Image]:
-        """The image of this generation, for this process itself to read without a lease inside the block.
+        """Read the image of this generation in this process, without a lease, inside the block.
 
-        Whoever changes the bytes, or takes the memory away, waits for the block: it has to be short, and
-        the image is not to be kept after it. Raises SourceWeightsChanged where the generation is another by now.
+        Changing the bytes or releasing the memory waits for the block: it must be short, and must not keep
+        the image. Raises SourceWeightsChanged if the generation has changed.
         """
         with self._inflight_reads.track(_noop_cancel):
-            # Asked only now: a fence that comes later waits for this block.
+            # Checked only now: a later fence waits for this block.
             if self.generation != generation:
-                raise SourceWeightsChanged(
-                    "the seed changes its weights, or puts them away: what was read of them is given up"
-                )
+                raise SourceWeightsChanged("the seed is changing or suspending its weights: what was read is discarded")
             yield self.image
 
     def suspend(self) -> None:
-        """The engine is about to release or move the weights (sleep mode, offloading): let go of them.
+        """Release the weights because the engine is about to free or move them (sleep mode, offloading).
 
-        Fences, ends all readers, gives nothing from then on, and returns once nobody reads the memory, no
-        device has it registered and nothing of the seed keeps it alive; reads that do not end soon are cut.
-        The planner hears of it.
-        `resume` undoes it; a second call does nothing. Not inside a block of `updating`.
+        Fences, disconnects all readers and stops serving. Returns once no thread reads the memory, no device
+        has it registered and no part of the seed keeps it alive; long reads are aborted. The planner is
+        notified. `resume` undoes it; a second call has no effect. Not allowed inside `updating`.
         """
         with self._updates:
             self._suspend()
 
     def _suspend(self) -> bool:
-        """Whether it was not suspended before: then it is fenced, and the generation is another."""
+        """Suspend; return True if it was not suspended before, which fences it and changes the generation."""
         with self._changing:
             if isinstance(self.image, ReleasedImage):
                 return False
@@ -95,23 +94,24 @@ class SuspendableImage(ImageState):
         watched = self._has_listeners()
         self.fence()
         if watched:
-            # Nothing is given any more, and who asks is told why; who finds no port blames the source.
+            # Nothing is served any more, and requests get the reason; a reader that finds no port would blame
+            # the source.
             threading.Event().wait(NOTIFY_GRACE_S)
         try:
             with self._digesting:
                 try:
                     self._exports.close()
-                finally:  # whatever an exporter says: the others are gone, and this one is asked no more
+                finally:  # regardless of an exporter's error: the others are closed, and this one gets no more requests
                     self.image = ReleasedImage(self.image.layout)
         finally:
-            self._disconnect_readers()  # who came before the exporters were gone
+            self._disconnect_readers()  # readers that arrived before the exporters closed
         return True
 
     def release_memory(self) -> None:
-        """The memory is about to be given back, and the weights loaded anew elsewhere: let go of it.
+        """Release the memory because the weights are about to be loaded into other memory.
 
-        As `suspend`; but whoever comes meanwhile gets a slot, over a transport that needs no memory for
-        that, and waits for the weights as it would for those that are read in place. `memory_restored` ends it.
+        Like `suspend`, but readers that arrive meanwhile get a slot, over a transport that needs no memory
+        for it, and wait for the weights. `memory_restored` ends it.
         """
         with self._updates:
             self._settled.clear()
@@ -119,7 +119,8 @@ class SuspendableImage(ImageState):
                 if (watched := self._has_listeners()) or self._manifest is not None or self.chunk_state.verified:
                     with self._changing:
                         self._clear()
-                    # The planner first: who hears of it asks there at once, and is to be sent here again.
+                    # Notify the planner first: readers that learn of it send a request there, and should be
+                    # sent here again.
                     self.wait_report_acked(NOTIFY_GRACE_S)
                     self._disconnect_readers()
                 if watched:
@@ -130,26 +131,26 @@ class SuspendableImage(ImageState):
                 self._settled.set()
 
     def memory_restored(self, version: VersionOf | None = None) -> None:
-        """The image has other memory, and in it whole weights: digest and give them, over all transports.
+        """Digest and serve complete weights in new memory, over all transports.
 
-        `version` is as for `reseal`.
+        `version` is as for `publish`.
         """
         with self._updates:
             more = self._exports.reopen_missing(self.image, self._gate)
             self.notify_planner()
             self.publish(version=version)
         if more and self._has_listeners():
-            self.invalidate(())  # those that waited come again, over the transport that suits them best
+            self.invalidate(())  # waiting readers connect again, over the best transport
 
     def resume(self, image: Image, generation: int | None = None, version: VersionOf | None = None) -> None:
-        """The weights are back, whole, maybe at other addresses and other than they were: be a seed of them.
+        """Become a seed of complete weights, possibly at other addresses and with other values.
 
-        They are registered while they are digested, and given under another generation than before. Without
-        a `suspend` before, it begins with one; memory that it has already is only digested, where it is not
-        given.
-        `generation` is the one in which they came to be whole: who was fenced since, also by a `suspend`, is
-        left as it is, as the bytes may change again by now. `version` is as for `reseal`.
-        Raises LayoutMismatch for another layout, and TransportUnavailable as `start`: it stays suspended.
+        They are registered and digested, and served under a new generation. Without a `suspend` before, it
+        starts with one; memory that it already has is only digested, if it is not served.
+
+        `generation` is the one in which they became complete: if it was fenced since, also by a `suspend`,
+        nothing changes, because the bytes may be changing again. `version` is as for `publish`. Raises
+        LayoutMismatch for another layout, and TransportUnavailable like `start`: it stays suspended.
         """
         if image.layout.layout_id != self.image.layout.layout_id:
             raise LayoutMismatch(f"the seed's layout is {self.image.layout.layout_id}, not {image.layout.layout_id}")
@@ -157,7 +158,7 @@ class SuspendableImage(ImageState):
             if self._exports.is_shut_down or generation not in (None, self.generation):
                 return
             if not self._suspended and image.shares_memory_with(self.image):
-                # What was begun before may have failed, or was fenced: it is whole now.
+                # An earlier attempt may have failed or been fenced: it is complete now.
                 if self._manifest is None or not self.chunk_state.complete:
                     self.publish(generation, version)
                 return
@@ -175,4 +176,4 @@ class SuspendableImage(ImageState):
 
 
 def _noop_cancel() -> None:
-    """How to cut a read that needs no cutting."""
+    """Abort a read that needs no abort."""

@@ -12,14 +12,14 @@ from typing import Protocol
 
 from rfork.image.manifest import Manifest
 from rfork.schema import StorageCandidate
-from rfork.schema.types import StorageKind
+from rfork.schema.types import StorageType
 
 
 class ImageStorage(Protocol):
     """One image in storage that can be read in arbitrary ranges. Thread-safe."""
 
     @property
-    def storage_kind(self) -> StorageKind:
+    def storage_type(self) -> StorageType:
         """``snapshot`` or ``checkpoint``."""
         ...
 
@@ -50,7 +50,7 @@ class ImageStorage(Protocol):
         ...
 
 
-def storage_name(storage_type: StorageKind, uri: str) -> str:
+def storage_name(storage_type: StorageType, uri: str) -> str:
     """Return the name of a storage for reports: ``TYPE:URI``."""
     return f"{storage_type}:{uri}"
 
@@ -59,7 +59,7 @@ def to_candidate(storage: ImageStorage) -> StorageCandidate:
     """Return the description of a storage that is sent to the planner."""
     manifest = storage.manifest
     return StorageCandidate(
-        kind=storage.storage_kind,
+        kind=storage.storage_type,
         uri=storage.uri,
         origin=storage.origin,
         weights_id=manifest.weights_id if manifest is not None else None,

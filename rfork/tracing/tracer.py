@@ -26,5 +26,5 @@ def get_tracer(service: str = INSTANCE) -> Tracer:
     try:
         from rfork.tracing.sdk import sending_tracer
     except ImportError as error:
-        raise MissingExtra("tracing (RFORK_TRACING_ENDPOINT)", extra="tracing", why=str(error)) from None
+        raise MissingExtra("tracing (RFORK_TRACING_ENDPOINT)", extra="tracing", reason=str(error)) from None
     return sending_tracer(chosen.endpoint, chosen, service)

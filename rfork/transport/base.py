@@ -20,7 +20,7 @@ from typing import Final, Protocol
 from rfork.errors import SourceUnavailable
 from rfork.image.memory import Image, Segment
 
-CONNECT_S: Final = 2.0
+CONNECT_TIMEOUT_S: Final = 2.0
 """Timeout of one connection attempt: a lost SYN packet is retransmitted after 1 s."""
 
 TokenSource = Callable[[], str]

@@ -47,7 +47,7 @@ def drop_page_cache(path: Path) -> None:
 )
 def test_every_byte_is_on_the_device(folder: Path, direct: str, memory: int, sizes: list[int]) -> None:
     """The tensors contain the file's bytes for all sizes, staging limits and read modes."""
-    settings = StorageSettings.model_validate({"direct": direct, "memory": memory})
+    settings = StorageSettings.model_validate({"direct_io": direct, "staging_bytes": memory})
     data = torch.frombuffer(bytearray((folder / "data").read_bytes()), dtype=torch.uint8)
     drop_page_cache(folder / "data")
     store = LocalStore(Location.parse(folder), settings)

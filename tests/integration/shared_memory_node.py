@@ -51,7 +51,7 @@ class SharedMemoryNode:
 
     def wait_until_blocked(self) -> None:
         """Block until a reader is blocked, after `block_reader`."""
-        if self._line() != "held":
+        if self._line() != "blocked":
             raise RuntimeError("unexpected response")
 
     def _line(self) -> str:
@@ -79,7 +79,7 @@ def main() -> None:
     print_line(json.dumps(dict(exporter.endpoint().parameters)))
 
     def block_reader(nbytes: int) -> None:
-        print_line("held")
+        print_line("blocked")
         threading.Event().wait()
 
     for line in sys.stdin:
@@ -88,7 +88,7 @@ def main() -> None:
                 gate.generation += 1
                 for region, newer in zip(image.regions, image_of(SIZES, seed=NEW).regions, strict=True):
                     region.copy_(newer)
-            case "hold":
+            case "block":
                 gate.before_slice = block_reader
             case _:
                 raise ValueError(line)

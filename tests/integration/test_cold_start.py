@@ -18,7 +18,7 @@ from rfork.image.capture import capture
 from rfork.image.checksum import image_sha256
 from rfork.image.chunks import MIB
 from rfork.planner_client.client import PlannerClient
-from rfork.schema import source_kind
+from rfork.schema import source_type
 from rfork.storage.snapshots.writer import write_snapshot
 from tests.conftest import StartRfork
 from tests.processes import RforkProcess, startup_patch
@@ -138,7 +138,7 @@ def test_a_cold_group_reads_its_checkpoint_once(group: ColdGroup, tiny_model: Pa
     reason_counts = Counter[str]()
     for view in group.client.forks(model="tiny"):
         for name, count in (view.finish.sources if view.finish is not None else {}).items():
-            reason_counts[source_kind(name)] += count
+            reason_counts[source_type(name)] += count
     assert {"checkpoint": size, "peer": 2 * size} == reason_counts
 
 

@@ -34,8 +34,8 @@ SEQUENTIAL_READS = {
 """One request after the other, and each once where nothing fails: they can be counted."""
 FAST_RETRY_PATCH = """
 from rfork.storage.http import blob
-attempts = blob.Attempts
-blob.Attempts = lambda least, least_s, *rest: attempts(least, 0.0, *rest)
+budget = blob.RetryBudget
+blob.RetryBudget = lambda min_attempts, min_retry_s, *rest: budget(min_attempts, 0.0, *rest)
 """
 """What a process runs at its start that gives a server up after its attempts, however soon they failed."""
 

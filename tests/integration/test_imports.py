@@ -10,13 +10,13 @@ import pytest
 
 IMPORT_ALL = """
 import importlib, json, pkgutil, sys
-# Whoever imports these has their extra, or gRPC.
-GUESTS = ("planner.store.redis_client", "planner.integrations.kubernetes.", "planner.integrations.keda.")
+# These need their extra, or gRPC.
+NEED_EXTRAS = ("planner.store.redis_client", "planner.integrations.kubernetes.", "planner.integrations.keda.")
 for name in sys.argv[2:]:
     package = importlib.import_module(name)
     for module in pkgutil.walk_packages(getattr(package, "__path__", ()), f"{name}."):
-        guest = module.name.startswith(GUESTS) and name == "planner"
-        if not module.name.endswith(".__main__") and not guest:
+        needs_extra = module.name.startswith(NEED_EXTRAS) and name == "planner"
+        if not module.name.endswith(".__main__") and not needs_extra:
             importlib.import_module(module.name)
 print(json.dumps(sorted(set(json.loads(sys.argv[1])) & set(sys.modules))))
 """
@@ -48,8 +48,8 @@ def test_hooks_run_without_torch() -> None:
     assert [] == imported_with(hooks, ["torch", "jsonpatch", *OPTIONAL])
 
 
-@pytest.mark.parametrize("package", ["image", "transport", "storage", "control", "peer", "seed", "fork"])
-def test_rooms_import_without_extras(package: str) -> None:
+@pytest.mark.parametrize("package", ["image", "transport", "storage", "planner_client", "peer", "source", "receiver"])
+def test_packages_import_without_extras(package: str) -> None:
     """Every module of a room below the engines imports with the base dependencies alone."""
     assert [] == imported_with([f"rfork.{package}"], OPTIONAL)
 

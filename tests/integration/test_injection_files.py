@@ -46,7 +46,7 @@ VLLM = {
         @dataclass
         class LoadConfig:
             load_format: str = "rfork"
-            model_loader_extra_config: dict = field(default_factory=lambda: {"window": 2})
+            model_loader_extra_config: dict = field(default_factory=lambda: {"max_inflight_chunks": 2})
         for _ in range(2):
             LOADERS["rfork"](LoadConfig())
     """,
@@ -182,14 +182,14 @@ def test_dependencies_are_found_behind_the_images_own(image: EngineImage) -> Non
         "import rfork, sys, structlog, xxhash, rfork._files as files\n"
         "print(structlog.__file__, xxhash.__file__, sep='\\n')\n"
         f"print(sys.path[-1] == {deps!r} and sys.path.count(sys.path[-1]) == 1)\n"
-        "print(repr(files.unfit()))"
+        "print(repr(files.unusable_reason()))"
     )
 
 
 def test_a_pickle_may_come_before_the_plugins(image: EngineImage, tmp_path: Path) -> None:
     """A process that only unpickles what is rfork's finds what that needs."""
     (tmp_path / "settings").write_bytes(pickle.dumps(InstanceSettings(max_inflight_chunks=3)))
-    code = f"import pickle; print(pickle.load(open({str(tmp_path / 'settings')!r}, 'rb')).window)"
+    code = f"import pickle; print(pickle.load(open({str(tmp_path / 'settings')!r}, 'rb')).max_inflight_chunks)"
     assert ["3"] == image.run_lines(code)
 
 
@@ -257,7 +257,7 @@ def test_a_python_that_the_files_are_not_for(image: EngineImage, tmp_path: Path)
     moved = EngineImage(image.python, image.packages, tmp_path)
     this = f"cp{PYTHON_VERSION.replace('.', '')}"
     why = f"rfork's files in {tmp_path} are for cp399, and this Python is {this}"
-    assert [why] == moved.run_lines("import rfork._files as files; print(files.unfit())")
+    assert [why] == moved.run_lines("import rfork._files as files; print(files.unusable_reason())")
     done = moved.rfork("drain", "--help")
     expected = f"rfork: its files in {tmp_path} are for cp399, and this Python is {this}\n"
     assert (1, expected) == (done.returncode, done.stderr)
@@ -267,7 +267,7 @@ def test_what_packages_ask_of_one_another_is_tried(image: EngineImage) -> None:
     """A package of the image that is older than another asks for, but does, is no reason to be off."""
     image.add({"sniffio/__init__.py": "", "certifi-1.dist-info/METADATA": "Name: certifi\nVersion: 1"})
     image.add({"idna-1.dist-info/METADATA": "Metadata-Version: 2.1\nName: idna\nVersion: 1"})
-    assert ["''"] == image.run_lines("import rfork._files as files; print(repr(files.unfit()))")
+    assert ["''"] == image.run_lines("import rfork._files as files; print(repr(files.unusable_reason()))")
 
 
 def test_what_does_not_import_is_told(image: EngineImage) -> None:
@@ -278,7 +278,7 @@ def test_what_does_not_import_is_told(image: EngineImage) -> None:
             "typing_inspection-0.1.dist-info/METADATA": "Name: typing-inspection\nVersion: 0.1",
         }
     )
-    (why,) = image.run_lines("import rfork._files as files; print(files.unfit())")
+    (why,) = image.run_lines("import rfork._files as files; print(files.unusable_reason())")
     assert "this image's typing-inspection is 0.1, and pydantic needs " in why
     assert why.endswith(" (ImportError: broken)")
 
@@ -289,7 +289,7 @@ def test_the_command_runs_whatever_the_image_has(image: EngineImage) -> None:
     helped = image.rfork("drain", "--help")
     assert (0, "Usage: rfork drain [OPTIONS] [INSTANCE]") == (helped.returncode, helped.stdout.split("\n")[0])
     done = image.rfork("drain", "--replica", "server-1", "--planner", "http://127.0.0.1:9", "--wait", "0")
-    assert "error: planner http://127.0.0.1:9 cannot be reached" in done.stderr
+    assert "error: planner http://127.0.0.1:9 is unreachable" in done.stderr
     assert "Traceback" not in done.stderr
 
 

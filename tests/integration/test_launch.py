@@ -57,10 +57,10 @@ def launch(rfork_process: StartRfork, tmp_path: Path) -> Launch:
     def start(
         *arguments: str,
         planner: str = "http://127.0.0.1:9",
-        drain_s: str = "20",
+        drain_timeout_s: str = "20",
         environment: dict[str, str] | None = None,
     ) -> RforkProcess:
-        options = ["--planner", planner, "--replica", REPLICA, "--drain-s", drain_s]
+        options = ["--planner", planner, "--replica", REPLICA, "--drain-timeout-s", drain_timeout_s]
         return rfork_process(
             "launch", *options, "--", str(engine), "serve", "model", *arguments,
             until="engine has", environment=environment,
@@ -162,7 +162,7 @@ def test_a_second_sigterm_goes_on_at_once(launch: Launch, planner: PlannerClient
     [
         (["vllm", "bench"], "is no server"),
         (["/no/such/vllm", "serve"], "cannot start /no/such/vllm"),
-        (["bash", "-c", "vllm serve m"], "a shell's"),
+        (["bash", "-c", "vllm serve m"], "starts a shell"),
     ],
 )
 def test_a_bad_command_is_one_line(rfork_process: StartRfork, command: list[str], message: str) -> None:

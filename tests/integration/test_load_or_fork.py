@@ -175,8 +175,8 @@ def test_another_engines_layout_is_refused_in_words(fleet: ToyEngineFleet) -> No
 @pytest.mark.parametrize("transports", ["http", "shared_memory,http"])
 def test_a_seed_that_dies_midway_costs_no_second_model(fleet: ToyEngineFleet, transports: str) -> None:
     """What had arrived is given back before the engine loads: the process never holds two models."""
-    options = {"transports": transports, "stall_s": "2", "patience_s": "1"}
-    seed = fleet.node("--size", str(LARGE), egress_rate=str(60_000_000), **options)
+    options = {"transports": transports, "source_idle_timeout_s": "2", "no_source_timeout_s": "1"}
+    seed = fleet.node("--size", str(LARGE), max_egress_bytes_per_s=str(60_000_000), **options)
     seed.request("up")
     target = fleet.node("--size", str(LARGE), **options)
     target.start_request("up")
@@ -211,9 +211,9 @@ def test_without_a_planner_the_engine_loads(fleet: ToyEngineFleet) -> None:
 
 def test_what_is_required_is_never_loaded(fleet: ToyEngineFleet) -> None:
     """With the setting, no planner, nobody to fork from, and a bug are errors of rfork's kinds."""
-    alone = fleet.node(required="1", no_source_timeout_s="1").request("up")
-    none = fleet.node(required="1", planner="").request("up")
-    bug = fleet.node("--fail-empty", required="1").request("up")
+    alone = fleet.node(fail_if_not_forked="1", no_source_timeout_s="1").request("up")
+    none = fleet.node(fail_if_not_forked="1", planner="").request("up")
+    bug = fleet.node("--fail-empty", fail_if_not_forked="1").request("up")
     assert (["AllSourcesFailed", "SettingsError", "TargetError"], [0, 0, 0]) == (
         [response["error"] for response in (alone, none, bug)],
         [response["loads"] for response in (alone, none, bug)],

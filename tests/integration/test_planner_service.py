@@ -45,7 +45,7 @@ PROGRESS = ForkProgress(verified=((0, 6),), bytes_read=6 << 20, bytes_per_s=1.0)
 
 def settings(**options: str | int | float) -> PlannerSettings:
     """Any free port of the loopback interface; nobody sends heartbeats here, and processes start slowly."""
-    return PlannerSettings(**{"port": 0, "forget_s": 600, "lease_ttl_s": 600, **options})  # type: ignore[arg-type]
+    return PlannerSettings(**{"port": 0, "instance_ttl_s": 600, "lease_ttl_s": 600, **options})  # type: ignore[arg-type]
 
 
 def test_a_chain_of_three_from_registration_to_finish() -> None:
@@ -255,7 +255,7 @@ def test_an_instance_is_drained_and_waited_for(rfork_process: StartRfork) -> Non
 
 def test_draining_says_why_it_cannot(rfork_process: StartRfork) -> None:
     """The last seed: exit code 5, unless forced; readers that stay: exit code 4; not known: may end."""
-    with run_in_thread(settings(heartbeat_s=0.5)) as url, PlannerClient(url) as planner:
+    with run_in_thread(settings(heartbeat_interval_s=0.5)) as url, PlannerClient(url) as planner:
         planner.report(seed_report("s"))
         planner.request_plan(fork_request("a"))
         runs = [
@@ -298,7 +298,7 @@ def test_a_server_sees_readers_off_that_it_may_not_refuse(rfork_process: StartRf
     """With an instance's token the last seed is not drained, but waited for until nobody reads."""
     (tmp_path / "tokens").write_text("instance instance\n")
     with (
-        run_in_thread(settings(token="operator", tokens=str(tmp_path / "tokens"))) as url,
+        run_in_thread(settings(token="operator", tokens_file=str(tmp_path / "tokens"))) as url,
         PlannerClient(url, token="operator") as planner,
     ):
         planner.report(seed_report("pod-main-tp0"))

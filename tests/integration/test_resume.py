@@ -31,7 +31,7 @@ SLOW = str(2 << 20)
 """Bytes a second at which the tiny model (9 MB) takes seconds: time to kill whoever reads it."""
 READY = r'"event": ?"ready"'
 SHARED_MEMORY = Path("/dev/shm")
-LONG_FLUSH_PATCH = "import rfork.receiver.chunk_persister as keeper\nkeeper.PATIENCE_S = 60.0\n"
+LONG_FLUSH_PATCH = "import rfork.receiver.chunk_persister as persister\npersister.FLUSH_TIMEOUT_S = 60.0\n"
 """A target waits for what was kept, however slow this machine's disk is just then."""
 
 Report = dict[str, object]

@@ -221,7 +221,7 @@ async def test_all_of_a_fleet_is_listed(monkeypatch: pytest.MonkeyPatch) -> None
     """More than one page holds, in the order of their ids."""
     monkeypatch.setattr(planner_client, "PAGE", 20)
     names = [f"i{index:04}" for index in range(50)]
-    with run_in_thread(PlannerSettings.model_validate({"port": 0, "forget_s": 600})) as url:
+    with run_in_thread(PlannerSettings.model_validate({"port": 0, "instance_ttl_s": 600})) as url:
         async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=TIMEOUT_S) as web:
             for name in names:
                 await web.put(f"/v1/instances/{name}", json=report(name).model_dump(mode="json"))

@@ -15,7 +15,7 @@ from lightkube.resources.apps_v1 import Deployment
 from lightkube.resources.core_v1 import Pod
 
 from planner.integrations.kubernetes import names
-from rfork.schema import source_kind
+from rfork.schema import source_type
 from tests.kube.control_plane import ControlPlane
 from tests.kube.installation import Component, Installation, installed
 from tests.kube.kubelet import Kubelet
@@ -101,7 +101,7 @@ def sources(planner: httpx.Client, pods: set[str]) -> dict[str, set[str]]:
         uid = fork["instance_id"][:36]
         if uid in pods and fork["finish"] is not None:
             served_by = fork["finish"]["sources"]
-            found[uid] = {name[:36] for name in served_by if source_kind(name) == "peer"}
+            found[uid] = {name[:36] for name in served_by if source_type(name) == "peer"}
     return found
 
 

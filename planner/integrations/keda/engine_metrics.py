@@ -12,7 +12,7 @@ import httpx
 from planner.integrations.keda.signals import MetricPage, parse_metrics
 from planner.integrations.planner_client import DEAD_CONNECTION
 from rfork.errors import SettingsError
-from rfork.grpc_credentials import CANNOT, PEM
+from rfork.grpc_credentials import CREDENTIALS_ERROR, PEM_HINT
 from rfork.settings import TlsSettings, host_port
 
 ENGINE_TIMEOUT_S: Final = 2.0
@@ -95,5 +95,5 @@ def _context(tls: TlsSettings) -> ssl.SSLContext:
         if tls.certificate is not None:
             context.load_cert_chain(tls.certificate, tls.key)
     except OSError as error:  # includes ssl.SSLError
-        raise SettingsError(f"{CANNOT}: {error}", hint=PEM) from error
+        raise SettingsError(f"{CREDENTIALS_ERROR}: {error}", hint=PEM_HINT) from error
     return context

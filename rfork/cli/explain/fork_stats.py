@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from rfork.cli import fleet_queries
-from rfork.schema import ForkInfo, ModelInfo, source_kind
+from rfork.schema import ForkInfo, ModelInfo, source_type
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class SourceStats:
     @property
     def from_storage(self) -> bool:
         """Return whether the source is storage, not an instance."""
-        return source_kind(self.source) != "peer"
+        return source_type(self.source) != "peer"
 
     @property
     def throttled_seconds(self) -> float:

@@ -21,7 +21,7 @@ from torch import nn
 from rfork.errors import CheckpointError
 from rfork.image import ranges
 from rfork.image.memory import Image
-from rfork.schema.types import StorageKind
+from rfork.schema.types import StorageType
 from rfork.storage.blob import Blob
 from rfork.storage.checkpoints.checkpoint import Checkpoint
 from rfork.storage.checkpoints.fingerprint import checkpoint_fingerprint
@@ -53,7 +53,7 @@ class CheckpointChunks:
     `origin` is its `rfork.storage.checkpoints.fingerprint.checkpoint_fingerprint`.
     """
 
-    storage_kind: StorageKind = "checkpoint"
+    storage_type: StorageType = "checkpoint"
     manifest = None
 
     def __init__(self, uri: str, origin: str, pieces: Sequence[CheckpointPiece], files: ExitStack) -> None:

@@ -29,7 +29,7 @@ try:
     from rfork.storage.object_store.errors import is_retryable, to_storage_error
     from rfork.storage.object_store.upload import open_upload, part_size
 except ImportError as error:
-    raise MissingExtra("obstore (for gs:// and az://)", extra="cloud", why=str(error)) from None
+    raise MissingExtra("obstore (for gs:// and az://)", extra="cloud", reason=str(error)) from None
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig

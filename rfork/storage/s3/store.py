@@ -22,9 +22,9 @@ try:
     from rfork.storage.s3.errors import WrongRegion, explain
     from rfork.storage.s3.upload import open_upload
 except ImportError as error:
-    raise MissingExtra("boto3 (for s3://)", extra="s3", why=str(error)) from None
+    raise MissingExtra("boto3 (for s3://)", extra="s3", reason=str(error)) from None
 
-SIGNED_S: Final = 60.0
+SIGNATURE_REUSE_S: Final = 60.0
 """Seconds for which a signature is reused; the credentials behind it stay valid for longer."""
 
 
@@ -117,6 +117,6 @@ class _Signed:
         """Return the last signed request, or sign a new one."""
         with self._lock:
             now = time.monotonic()
-            if self._signed is None or now - self._signed[1] >= SIGNED_S:
+            if self._signed is None or now - self._signed[1] >= SIGNATURE_REUSE_S:
                 self._signed = HttpRequest(self._bucket.url(self._key)), now
             return self._signed[0]

@@ -20,7 +20,7 @@ from rfork.image.layout import Layout
 from rfork.image.memory import Image
 from rfork.image.safetensors_header import layout_of
 from rfork.schema import Rank
-from rfork.schema.types import StorageKind
+from rfork.schema.types import StorageType
 from rfork.settings import StorageSettings
 from rfork.storage.io.reader import Extent, fill
 from rfork.storage.snapshots.chunked_blob import MAX_OPEN, ChunkedBlob
@@ -30,7 +30,7 @@ from rfork.storage.snapshots.files import SnapshotFiles, open_files, snapshot_lo
 class Snapshot:
     """A snapshot with a layout, in either form; see `rfork.storage.base.ImageStorage`."""
 
-    storage_kind: StorageKind = "snapshot"
+    storage_type: StorageType = "snapshot"
 
     def __init__(self, files: SnapshotFiles, layout: Layout, settings: StorageSettings) -> None:
         """Take ownership of `files`; raises StorageCorrupt if their manifest is inconsistent."""

@@ -192,7 +192,7 @@ def _load_libsodium() -> _Sodium:
     try:
         import libnacl  # type: ignore[import-untyped]
     except (ImportError, OSError) as error:
-        raise MissingExtra("libsodium (for encrypted .tensors files)", extra="tensorizer", why=str(error)) from None
+        raise MissingExtra("libsodium (for encrypted .tensors files)", extra="tensorizer", reason=str(error)) from None
     library: _Sodium = libnacl.nacl
     return library
 

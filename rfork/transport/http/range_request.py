@@ -25,7 +25,7 @@ from rfork.errors import (
     SourceWeightsChanged,
     TargetError,
 )
-from rfork.transport.base import CONNECT_S
+from rfork.transport.base import CONNECT_TIMEOUT_S
 from rfork.transport.http.parser import MalformedHead, ResponseHead, parse_response
 from rfork.transport.http.stream import PlainStream, ScatterCursor, Stream, TlsStream
 
@@ -117,7 +117,7 @@ def open_stream(
     location: HttpLocation, context: ssl.SSLContext | None, idle_timeout_s: float, deadline: float
 ) -> Stream:
     """Connect. Raises SourceUnavailable, SourceTimeout or SourceUnreachable."""
-    seconds = min(idle_timeout_s, CONNECT_S, deadline - time.monotonic())
+    seconds = min(idle_timeout_s, CONNECT_TIMEOUT_S, deadline - time.monotonic())
     if seconds <= 0:
         raise SourceTimeout(f"{location} was too slow: the read's deadline has passed")
     try:

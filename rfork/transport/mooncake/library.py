@@ -120,7 +120,7 @@ def start_engine(wire: WireProtocol, host: str, devices: str) -> NativeEngine:
     """
     state = library_state()
     if state.error:
-        error = MissingExtra("transfer_engine", extra=state.extra, why=state.error)
+        error = MissingExtra("transfer_engine", extra=state.extra, reason=state.error)
         error.hint = state.hint or error.hint
         raise error
     create = importlib.import_module("mooncake.engine").TransferEngine

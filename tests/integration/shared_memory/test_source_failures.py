@@ -30,7 +30,7 @@ def test_a_killed_source_is_unavailable() -> None:
         ThreadPoolExecutor() as pool,
     ):
         reader.read(0, MIB, soon())
-        source.request("hold")
+        source.request("block")
         waits = pool.submit(reader.read, MIB, 2 * MIB, soon())
         source.wait_until_blocked()
         source.signal(signal.SIGKILL)

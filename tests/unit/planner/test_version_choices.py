@@ -31,9 +31,9 @@ async def test_an_adopted_version_is_named_and_counted_once(registry: Registry) 
     """Replans do not count again."""
     await registry.report(seed_report("s", version="v1"))
     plan = await registry.request_plan(fork_request("t", version=None))
-    assert "takes over version v1; from seed s (0 other readers)" == plan.reason
+    assert "adopts version v1; from seed s (0 other readers)" == plan.reason
     plan = await registry.request_plan(fork_request("t", version="v1", any_version=True))
-    assert plan.reason.startswith("takes over version v1")
+    assert plan.reason.startswith("adopts version v1")
     assert NOTHING | {"served": 1.0} == counted(registry)
 
 

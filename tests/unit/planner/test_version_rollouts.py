@@ -71,7 +71,7 @@ class RolloutSimulation:
         """Restart the planners: all records are lost until instances report again."""
         store = MemoryStore(self.time.clock, max_finished_forks=100)
         self.planners = [
-            make_registry(self.time, store, heartbeat_s=HEARTBEAT_S, instance_ttl_s=20.0) for _ in range(2)
+            make_registry(self.time, store, heartbeat_interval_s=HEARTBEAT_S, instance_ttl_s=20.0) for _ in range(2)
         ]
 
     @property

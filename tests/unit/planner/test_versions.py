@@ -213,7 +213,7 @@ async def test_a_conflict_within_a_replica_is_a_problem(time: FakeTime) -> None:
 
 async def test_after_a_restart_ranks_without_files_wait_for_heartbeats(time: FakeTime) -> None:
     """Other ranks of their replica may have a version that the planner does not know yet."""
-    registry = make_registry(time, heartbeat_s=5.0)
+    registry = make_registry(time, heartbeat_interval_s=5.0)
     await registry.report(seed_report("b", version="v2", rank=PAIR[1]))
     early = await registry.request_plan(_rank(1, None))
     await registry.report(report("t0", (0, 4), version="v1", any_version=True, rank=PAIR[0], replica="r"))

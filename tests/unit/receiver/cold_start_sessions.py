@@ -11,7 +11,7 @@ from torch import nn
 from rfork.receiver.fallback import Fallback
 from rfork.receiver.report import ForkReport
 from rfork.schema import Plan, StorageAssignment
-from rfork.schema.types import StorageKind
+from rfork.schema.types import StorageType
 from tests.unit.receiver.fake_planner import FakePlanner
 from tests.unit.receiver.fleet import Fleet, Script, plan, settings
 from tests.unit.receiver.sessions import ALL, session
@@ -19,8 +19,8 @@ from tests.unit.receiver.sessions import ALL, session
 NO_SOURCE_PLAN = plan(reason="nobody holds it")
 
 
-def storage_plan(storage_kind: StorageKind, uri: str = "") -> Plan:
-    return plan(storage=[StorageAssignment(kind=storage_kind, uri=uri, chunks=(ALL,))])
+def storage_plan(storage_type: StorageType, uri: str = "") -> Plan:
+    return plan(storage=[StorageAssignment(kind=storage_type, uri=uri, chunks=(ALL,))])
 
 
 def run_fork(

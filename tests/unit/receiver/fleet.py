@@ -27,7 +27,7 @@ from rfork.receiver.source import SourceListener
 from rfork.receiver.storage_source import StorageSource
 from rfork.receiver.transfer import Transfer
 from rfork.schema import ChunkAssignment, Lease, Placement, Plan, Route, SourceFault, StorageAssignment
-from rfork.schema.types import StorageKind
+from rfork.schema.types import StorageType
 from rfork.settings import InstanceSettings, StorageSettings
 from rfork.source.seed import InstanceIdentity, Seed
 from rfork.storage.base import ImageStorage, storage_name
@@ -162,7 +162,7 @@ def plan(
 
 def reads(storage: ImageStorage, *chunks: Range) -> StorageAssignment:
     """The order to read these chunks from this storage."""
-    return StorageAssignment(kind=storage.storage_kind, uri=storage.uri, chunks=chunks)
+    return StorageAssignment(kind=storage.storage_type, uri=storage.uri, chunks=chunks)
 
 
 class Files:
@@ -172,14 +172,14 @@ class Files:
         self,
         source_image: Image,
         *,
-        storage_kind: StorageKind = "checkpoint",
+        storage_type: StorageType = "checkpoint",
         origin: str = "a" * 32,
         manifest: Manifest | None = None,
         error: Exception | None = None,
         fails_at: int | None = None,
     ) -> None:
         """`fails_at` is the image offset at which reads raise `error`."""
-        self.storage_kind = storage_kind
+        self.storage_type = storage_type
         self.uri = "file:///files"
         self.origin: str | None = origin
         self.manifest = manifest
@@ -192,7 +192,7 @@ class Files:
 
     @property
     def name(self) -> str:
-        return storage_name(self.storage_kind, self.uri)
+        return storage_name(self.storage_type, self.uri)
 
     def read(self, begin: int, end: int, into: Sequence[memoryview]) -> None:
         chunk = begin // MIB

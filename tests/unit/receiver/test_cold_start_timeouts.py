@@ -95,7 +95,7 @@ def test_a_follower_of_a_leader_whose_disk_hangs_reads_its_own(fleet: Fleet) -> 
 def test_two_that_wait_for_each_other_end(fleet: Fleet) -> None:
     """In a circle nobody's word keeps another waiting: what was last read grows old everywhere."""
     source_image = image(1)
-    disks = [Files(source_image, storage_kind="snapshot", manifest=source_image.manifest()) for _ in range(2)]
+    disks = [Files(source_image, storage_type="snapshot", manifest=source_image.manifest()) for _ in range(2)]
     members: list[RelayTarget] = []
     chosen = settings(max_inflight_chunks=1, source_idle_timeout_s=0.2, storage_idle_timeout_s=0.4)
 

@@ -171,7 +171,7 @@ def test_a_snapshot_s_chunks_are_verified(fleet: Fleet) -> None:
     """Its manifest is told before its first chunk, and bytes that do not match it are its fault."""
     source_image, corrupt_image = image(1), image(1)
     corrupt_image.regions[1][0] ^= 1
-    files = Files(corrupt_image, storage_kind="snapshot", manifest=source_image.manifest())
+    files = Files(corrupt_image, storage_type="snapshot", manifest=source_image.manifest())
     seed = fleet.source("seed", source_image)
     script = planner_script(plan(storage=[reads(files, ALL)]), plan(route(seed, ALL)))
     target = Target(fleet, script, settings(max_inflight_chunks=1), files=[files])
@@ -190,7 +190,7 @@ def test_two_share_a_snapshot(fleet: Fleet) -> None:
     """Each reads its half from storage and takes the other half from its partner."""
     source_image = image(1)
     manifest = source_image.manifest()
-    disks = [Files(source_image, storage_kind="snapshot", manifest=manifest) for _ in range(2)]
+    disks = [Files(source_image, storage_type="snapshot", manifest=manifest) for _ in range(2)]
     halves = [(0, 3), (3, 6)]
     members: list[RelayTarget] = []
 

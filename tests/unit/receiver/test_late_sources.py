@@ -19,7 +19,7 @@ from rfork.receiver.source import SourceListener
 from rfork.receiver.storage_source import StorageSource
 from rfork.schema import Route, StorageAssignment
 from rfork.testing.peers import InMemoryPeer
-from rfork.transport.base import CONNECT_S, Endpoint, TokenSource
+from rfork.transport.base import CONNECT_TIMEOUT_S, Endpoint, TokenSource
 from tests.unit.receiver.fleet import (
     CHUNKS,
     NEVER_S,
@@ -158,6 +158,6 @@ def test_a_source_that_is_read_from_and_gives_no_byte_is_given_up_after_the_time
     assert not sources.find_stragglers(began_at)
     assert sources.find_stragglers(began_at + 2 * MOVE_AFTER_S)
     assert [] == sources.reasons
-    sources.find_stragglers(began_at + 2 * CONNECT_S)
+    sources.find_stragglers(began_at + 2 * CONNECT_TIMEOUT_S)
     assert [SourceUnreachable] == [type(reason) for reason in sources.reasons]
     assert [("silent", "network")] == [(each.instance_id, each.fault) for each in sources.faults]

@@ -1,4 +1,4 @@
-"""A seed of three chunks, and tokens for it."""
+"""A seed with three chunks, and lease tokens for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Seeds whose weights go away and come back, and transports that say what they were asked."""
+"""Seeds whose weights are suspended and resumed, and helpers that summarize what they report."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZE = 3 * MIB
 
 
 def image_with(value: int) -> Image:
-    """An image of its own memory, all of one byte."""
+    """Return an image with memory that no other image shares; every byte is `value`."""
     return image_from_tensors({"a": torch.full((SIZE,), value, dtype=torch.uint8)})
 
 
@@ -52,7 +52,7 @@ ReportSummary = tuple[str, int, tuple[tuple[int, int], ...], str | None, tuple[s
 
 
 def report_summary(seed: Seed) -> ReportSummary:
-    """What the planner hears."""
+    """Return the fields of the seed's report to the planner that suspending changes."""
     report = seed.report()
     return report.state, report.generation, report.verified, report.weights_id, report.transports
 

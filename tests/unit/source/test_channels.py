@@ -1,4 +1,4 @@
-"""Channels: a way in for as long as a lease lasts, and not a moment longer than it takes to notice."""
+"""Channels: a reader keeps access while its lease is valid, and loses it soon after the lease expires."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ CLAIMS = LeaseClaims("fork-1", "seed-1", "0" * 32, None, 0, 1030.0)
 
 
 class FakeExporter(StatelessExporter):
-    """An exporter that notes who is in; `full`: it lets nobody in; nobody gets out until it `may_revoke`."""
+    """Records the authorized readers. Rejects readers while `full`, and revokes none until `may_revoke` is
+    set.
+    """
 
     def __init__(self) -> None:
         self.authorized: dict[str, str] = {}
@@ -32,7 +34,7 @@ class FakeExporter(StatelessExporter):
     def endpoint(self) -> Endpoint:
         if not self.registered:
             raise SourceBusy("not ready")
-        return Endpoint("door", {})
+        return Endpoint("fake", {})
 
     def authorize_peer(self, channel_id: str, address: str) -> None:
         if self.full:
@@ -57,15 +59,15 @@ class ChannelHarness:
         self.swept = threading.Event()
         self.leases = LeaseVerifier("seed-1", 2, layout_id=CLAIMS.layout_id, clock=lambda: self.now)
         self.leases.set_keys([KEY])
-        self.channels = ChannelTable(self.leases, {"door": self.exporter}, self.swept.set)
+        self.channels = ChannelTable(self.leases, {"fake": self.exporter}, self.swept.set)
 
     def open(self, fork_id: str = "fork-1", address: str = "10.0.0.1") -> str:
         self.leases.check(sign(replace(CLAIMS, fork_id=fork_id), KEY), 0, None)
-        return self.channels.open(fork_id, "door", address)[0]
+        return self.channels.open(fork_id, "fake", address)[0]
 
 
-def test_a_reader_is_in_from_open_to_close() -> None:
-    """The exporter is told the reader's address and channel, and when it is over."""
+def test_a_reader_is_authorized_from_open_to_close() -> None:
+    """The exporter authorizes the reader's address and channel, and revokes them when the channel closes."""
     harness = ChannelHarness()
     channel = harness.open()
     authorized = dict(harness.exporter.authorized)
@@ -81,8 +83,8 @@ def test_a_reader_is_in_from_open_to_close() -> None:
     )
 
 
-def test_whoever_closes_a_channel_does_not_wait_for_the_way_in() -> None:
-    """The place is free at once; to cut the reader off takes longer than an event loop may wait."""
+def test_closing_a_channel_does_not_wait_for_the_revocation() -> None:
+    """The reader slot is free immediately; revoking access may take longer than an event loop can wait."""
     harness = ChannelHarness()
     harness.exporter.may_revoke.clear()
     harness.channels.start()
@@ -95,8 +97,8 @@ def test_whoever_closes_a_channel_does_not_wait_for_the_way_in() -> None:
     assert ((), {channel: "10.0.0.1"}, {}) == (readers, authorized, harness.exporter.authorized)
 
 
-def test_all_are_out_at_once() -> None:
-    """Once it returns no channel is left, and no way in."""
+def test_close_all_revokes_every_reader() -> None:
+    """When it returns, no channel is open and no reader is authorized."""
     harness = ChannelHarness()
     harness.open()
     harness.open("fork-2", "10.0.0.2")
@@ -104,8 +106,8 @@ def test_all_are_out_at_once() -> None:
     assert ([True, False], {}, ()) == (closed, harness.exporter.authorized, harness.leases.readers)
 
 
-def test_one_that_cannot_be_cut_off_holds_up_no_other() -> None:
-    """Whatever goes wrong there, the next one is let out, and who had it done does not hear of it."""
+def test_a_failed_revocation_does_not_affect_other_channels() -> None:
+    """The error is not raised to the caller, and the next channel is still revoked."""
     harness = ChannelHarness()
     harness.exporter.fails_for = harness.open()
     harness.open("fork-2", "10.0.0.2")
@@ -113,8 +115,8 @@ def test_one_that_cannot_be_cut_off_holds_up_no_other() -> None:
     assert [harness.exporter.fails_for] == list(harness.exporter.authorized)
 
 
-def test_sweeping_goes_on_whatever_happens() -> None:
-    """Whoever is told raises: leases that end later end their channels all the same."""
+def test_sweeping_continues_after_a_callback_error() -> None:
+    """If the callback raises, leases that expire later still close their channels."""
     harness = ChannelHarness()
     first_call, second_call = threading.Event(), threading.Event()
 
@@ -122,14 +124,14 @@ def test_sweeping_goes_on_whatever_happens() -> None:
         (second_call if first_call.is_set() else first_call).set()
         raise ValueError("a bug")
 
-    channels = ChannelTable(harness.leases, {"door": harness.exporter}, on_expired)
+    channels = ChannelTable(harness.leases, {"fake": harness.exporter}, on_expired)
     harness.channels = channels
     harness.open()
     channels.start()
     harness.now = 1030.0
     first = first_call.wait(60)
     harness.leases.check(sign(replace(CLAIMS, fork_id="fork-2", expires_at=1060.0), KEY), 0, None)
-    channels.open("fork-2", "door", "10.0.0.2")
+    channels.open("fork-2", "fake", "10.0.0.2")
     harness.now = 1060.0
     second = second_call.wait(60)
     channels.stop()
@@ -137,18 +139,18 @@ def test_sweeping_goes_on_whatever_happens() -> None:
 
 
 def test_readers_are_counted_by_transport() -> None:
-    """Forks, not channels."""
+    """Readers are counted by fork, not by channel."""
     harness = ChannelHarness()
     for fork_id in ("fork-1", "fork-1", "fork-2"):
         harness.open(fork_id)
     assert (2, 0) == (
-        harness.channels.reader_count({"door"}),
-        harness.channels.reader_count({"carrier pigeon"}),
+        harness.channels.reader_count({"fake"}),
+        harness.channels.reader_count({"unknown"}),
     )
 
 
-def test_an_expired_reader_is_let_out_though_nobody_asks() -> None:
-    """A lease that ends ends the way in, and whoever waits for changes hears of it."""
+def test_an_expired_reader_is_revoked_automatically() -> None:
+    """An expired lease revokes access, and the callback is called."""
     harness = ChannelHarness()
     harness.open()
     harness.channels.start()
@@ -158,8 +160,8 @@ def test_an_expired_reader_is_let_out_though_nobody_asks() -> None:
     assert (True, {}) == (was_swept, harness.exporter.authorized)
 
 
-def test_an_expired_reader_is_let_out_though_somebody_asked_before() -> None:
-    """Whoever counts the readers drops those whose lease ended, and they are let out all the same."""
+def test_an_expired_reader_is_revoked_after_readers_were_counted() -> None:
+    """Counting the readers removes the expired ones; their access is revoked nevertheless."""
     harness = ChannelHarness()
     harness.open()
     harness.now = 1030.0
@@ -170,8 +172,8 @@ def test_an_expired_reader_is_let_out_though_somebody_asked_before() -> None:
     assert ((), {}) == (readers, harness.exporter.authorized)
 
 
-def test_who_cannot_be_let_in_gets_no_place() -> None:
-    """An exporter that refuses a reader leaves its place to others."""
+def test_a_rejected_reader_occupies_no_slot() -> None:
+    """If the exporter rejects a reader, its slot stays free."""
     harness = ChannelHarness()
     harness.exporter.full = True
     with pytest.raises(SourceBusy, match="full"):
@@ -179,8 +181,8 @@ def test_who_cannot_be_let_in_gets_no_place() -> None:
     assert () == harness.leases.readers
 
 
-def test_who_cannot_be_told_where_to_read_gets_no_place() -> None:
-    """An exporter that has no endpoint to give leaves the place to others, and the reader out."""
+def test_a_reader_without_an_endpoint_occupies_no_slot() -> None:
+    """If the exporter has no endpoint yet, the slot stays free and the reader is not authorized."""
     harness = ChannelHarness()
     harness.exporter.registered = False
     with pytest.raises(SourceBusy, match="not ready"):
@@ -189,8 +191,8 @@ def test_who_cannot_be_told_where_to_read_gets_no_place() -> None:
     assert ((), {}) == (harness.leases.readers, harness.exporter.authorized)
 
 
-def test_a_transport_that_is_not_exported() -> None:
-    """Who asks for one is told which there are."""
+def test_an_unknown_transport_is_rejected() -> None:
+    """The error lists the transports that the source offers."""
     harness = ChannelHarness()
-    with pytest.raises(SourceWeightsChanged, match="door"):
-        harness.channels.open("fork-1", "carrier pigeon", "10.0.0.1")
+    with pytest.raises(SourceWeightsChanged, match="fake"):
+        harness.channels.open("fork-1", "unknown", "10.0.0.1")

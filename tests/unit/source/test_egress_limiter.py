@@ -1,4 +1,6 @@
-"""The governor: one byte budget for all that give, of the cap and of what the latency guard allows."""
+"""The egress limiter: one byte budget for all readers, bounded by the fixed cap and by the latency
+controller.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ from rfork.transport.token_bucket import SLICE_S
 from tests.unit.fake_clock import FakeClock
 
 
-def serving(clock: FakeClock, floor: int = 1000) -> LatencyController:
-    """A guard whose instance serves units of 10 ms and has given nothing yet."""
+def serving_controller(clock: FakeClock, floor: int = 1000) -> LatencyController:
+    """Return a controller of an instance that serves steps of 10 ms and has sent nothing yet."""
     controller = LatencyController(1.05, floor=lambda: floor, clock=clock)
     for _ in range(20):
         clock.now += 0.01
@@ -33,17 +35,17 @@ def serving(clock: FakeClock, floor: int = 1000) -> LatencyController:
     ],
 )
 def test_a_grant_under_a_rate_is_small(rate: int | None, max_bytes: int, expected: int) -> None:
-    """A fiftieth of a second's worth at most, so that what serves beside it soon has the core again."""
+    """A grant covers at most a fiftieth of a second, so that concurrent work soon gets the core back."""
     assert expected == EgressLimiter(rate, clock=FakeClock()).grant(max_bytes, "fork-1")
 
 
 @pytest.mark.parametrize(
     ("cap", "expected"), [(None, FIRST_RATE), (FIRST_RATE * 2, FIRST_RATE), (5_000_000, 5_000_000)]
 )
-def test_the_lower_rate_holds(cap: int | None, expected: int) -> None:
-    """The fixed cap, or what the latency of an instance that serves allows."""
+def test_the_lower_rate_applies(cap: int | None, expected: int) -> None:
+    """The rate is the lower of the fixed cap and the controller's rate while the instance serves."""
     clock = FakeClock()
-    limiter = EgressLimiter(cap, serving(clock), clock=clock)
+    limiter = EgressLimiter(cap, serving_controller(clock), clock=clock)
     assert (expected, int(expected * SLICE_S)) == (
         limiter.rate(active=True),
         limiter.grant(1 << 40, "fork-1"),
@@ -54,18 +56,18 @@ def test_the_lower_rate_holds(cap: int | None, expected: int) -> None:
     ("reads", "cap", "expected"),
     [(False, None, None), (False, 7, 7), (True, None, FIRST_RATE), (True, 7, 7)],
 )
-def test_the_planner_hears_of_what_readers_are_held_to(reads: bool, cap: int | None, expected: int | None) -> None:
-    """While somebody reads that is the rate now; else only the cap is known."""
+def test_the_current_limit_is_reported(reads: bool, cap: int | None, expected: int | None) -> None:
+    """While a reader is active, the limit is the current rate; otherwise only the cap is known."""
     clock = FakeClock()
-    limiter = EgressLimiter(cap, serving(clock), clock=clock)
+    limiter = EgressLimiter(cap, serving_controller(clock), clock=clock)
     limiter.rate(active=reads)
     assert expected == limiter.current_limit
 
 
-def test_a_grant_that_waits_hears_of_a_raised_rate() -> None:
-    """It was told to wait for hours at the old rate, and goes as soon as the instance idles."""
+def test_a_waiting_grant_uses_a_raised_rate() -> None:
+    """A grant that would wait for hours at the old rate is served as soon as the instance is idle."""
     clock = FakeClock()
-    controller = serving(clock, floor=1)
+    controller = serving_controller(clock, floor=1)
     limiter = EgressLimiter(1, controller, clock=clock)
     limiter.grant(1 << 20, "fork-1")
     waiter = threading.Thread(target=limiter.grant, args=(1, "fork-1"))
@@ -75,38 +77,38 @@ def test_a_grant_that_waits_hears_of_a_raised_rate() -> None:
     assert not waiter.is_alive()
 
 
-def test_every_reader_gets_its_turn() -> None:
-    """Of several that ask again and again none is left behind: each has a turn before any has a second."""
+def test_every_reader_is_served_in_turn() -> None:
+    """Each of several readers that request grants repeatedly has one turn before any has a second."""
     limiter = RecordingLimiter(lambda turn: None)
-    left = dict.fromkeys("abcd", 1 << 20)
+    remaining = dict.fromkeys("abcd", 1 << 20)
 
     def read_all(name: str) -> None:
-        while left[name]:
-            left[name] -= limiter.grant(left[name], "fork-1")
+        while remaining[name]:
+            remaining[name] -= limiter.grant(remaining[name], "fork-1")
 
-    readers = [threading.Thread(target=read_all, args=(name,), name=name) for name in left]
-    with limiter._next_waiter("fork-1"):  # until all have asked
+    readers = [threading.Thread(target=read_all, args=(name,), name=name) for name in remaining]
+    with limiter._next_waiter("fork-1"):  # until all have requested a grant
         for reader in readers:
             reader.start()
-        while limiter.waiting() < len(readers):
+        while limiter.waiter_count() < len(readers):
             threading.Event().wait(0.001)
     for reader in readers:
         reader.join(30)
     first = limiter.turns[1 : 1 + len(readers)]
-    assert (0, list(left)) == (sum(left.values()), sorted(first))
+    assert (0, list(remaining)) == (sum(remaining.values()), sorted(first))
 
 
 class RecordingLimiter(EgressLimiter):
-    """A governor that notes who had its turn, and lets the test in before each has ended."""
+    """Records each turn, and calls the test before the turn ends."""
 
     def __init__(self, on_turn: Callable[[int], None]) -> None:
         super().__init__(8 << 20)
         self.served: list[str] = []
         self.turns: list[str] = []
-        """The threads that had one."""
+        """Names of the threads that had a turn."""
         self._on_turn = on_turn
 
-    def take_turn(self, fork_id: str) -> None:
+    def run_turn(self, fork_id: str) -> None:
         with self._next_waiter(fork_id):
             self.served.append(fork_id)
             self._on_turn(len(self.served))
@@ -117,45 +119,49 @@ class RecordingLimiter(EgressLimiter):
             self.turns.append(threading.current_thread().name)
             yield
 
-    def waiting(self) -> int:
+    def waiter_count(self) -> int:
         with self._lock:
-            return sum(len(line) for line in self._waiters.values())
+            return sum(len(waiters) for waiters in self._waiters.values())
 
 
-def test_forks_have_turns_however_many_connections_they_have() -> None:
-    """One that asks again while another fork has its turn is next, not behind that fork's whole line."""
+def test_forks_are_served_in_turn_however_many_connections_they_have() -> None:
+    """A fork that requests a grant during another fork's turn is next, ahead of that fork's remaining
+    requests.
+    """
     threads: list[threading.Thread] = []
 
     def start_reader(fork_id: str) -> None:
-        before = limiter.waiting()
-        threads.append(threading.Thread(target=limiter.take_turn, args=(fork_id,)))
+        before = limiter.waiter_count()
+        threads.append(threading.Thread(target=limiter.run_turn, args=(fork_id,)))
         threads[-1].start()
-        while limiter.waiting() == before:
+        while limiter.waiter_count() == before:
             threading.Event().wait(0.001)
 
     def on_turn(turn: int) -> None:
         if turn == 1:
-            for fork_id in ("many", "many", "many", "many", "one", "another"):
+            for fork_id in ("many", "many", "many", "many", "one", "other"):
                 start_reader(fork_id)
         elif turn in (2, 5):
             start_reader("one")
 
     limiter = RecordingLimiter(on_turn)
-    limiter.take_turn("many")
+    limiter.run_turn("many")
     for thread in threads:
         thread.join(30)
-    expected = ["many", "one", "another", "many", "one", "many", "one", "many", "many"]
-    assert (expected, 0) == (limiter.served, limiter.waiting())
+    expected = ["many", "one", "other", "many", "one", "many", "one", "many", "many"]
+    assert (expected, 0) == (limiter.served, limiter.waiter_count())
 
 
 @pytest.mark.parametrize(("part", "expected"), [(1.0, 2_000_000), (0.25, 500_000)])
-def test_what_others_take_by_themselves_is_not_granted(part: float, expected: int) -> None:
-    """The rate holds for all together: beside readers that ask for nothing, less is granted."""
+def test_one_sided_reads_reduce_the_grants(part: float, expected: int) -> None:
+    """The rate applies to all readers together: the share of one-sided readers, which request no grants, is
+    deducted.
+    """
     assert expected == EgressLimiter(100_000_000, part=lambda: part, clock=FakeClock()).grant(1 << 40, "fork-1")
 
 
-def test_closing_wakes_who_waits() -> None:
-    """Those in line behind a deep debt are let go when the instance closes."""
+def test_closing_wakes_waiting_readers() -> None:
+    """Closing the instance releases readers that wait for a large debt to be repaid."""
     limiter = EgressLimiter(1)
     limiter.grant(1 << 20, "fork-1")
     forks = ("fork-1", "fork-1", "fork-2")

@@ -1,4 +1,4 @@
-"""Weights that change: what is cut off, what is dropped, and what is given afterwards."""
+"""Changing weights: which reads are cut, which chunks are dropped, and what is served afterwards."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from rfork.testing.transport import InMemoryExporter
 from tests.unit.source.seeds import IMAGE, LAYOUT_ID, build_seed, token
 
 
-def test_a_seed_that_was_fenced_gives_again_once_it_is_resealed() -> None:
-    """Under the new generation, with the digests of the bytes as they are now."""
+def test_a_fenced_seed_serves_again_after_publish() -> None:
+    """It serves the new generation, with digests of the current bytes."""
     with build_seed() as seed:
         seed.fence()
         fenced = seed.report()
@@ -35,8 +35,10 @@ def test_a_seed_that_was_fenced_gives_again_once_it_is_resealed() -> None:
     ]
 
 
-def test_a_fence_cuts_readers_off() -> None:
-    """From the fence on nothing is given, leases of the old generation are void, and the tag is another."""
+def test_a_fence_rejects_reads() -> None:
+    """After the fence nothing is served, leases of the old generation are void, and the version tag has
+    changed.
+    """
     with build_seed() as seed:
         before = seed.version_tag()
         seed.fence()
@@ -54,8 +56,8 @@ def test_a_fence_cuts_readers_off() -> None:
     )
 
 
-def test_a_fence_while_a_read_is_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was there a moment ago is not missing: the weights changed."""
+def test_a_fence_during_the_admission_of_a_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is that the weights changed, not that the chunk is missing."""
     contains_range = ChunkState.contains_range
 
     def fence_then_check(chunk_state: ChunkState, begin: int, end: int) -> bool:
@@ -70,10 +72,10 @@ def test_a_fence_while_a_read_is_admitted(monkeypatch: pytest.MonkeyPatch) -> No
             seed.authorize(leased, 0, 1)
 
 
-def test_a_fence_waits_for_the_slice_under_way() -> None:
-    """A reader that does not take its slice is cut; after the fence nothing is read any more."""
+def test_a_fence_waits_for_inflight_reads() -> None:
+    """A reader that does not finish is cut; nothing is read after the fence."""
     events: list[str] = []
-    begun, ended = threading.Event(), threading.Event()
+    started, ended = threading.Event(), threading.Event()
 
     def cut() -> None:
         events.append("cut")
@@ -81,66 +83,66 @@ def test_a_fence_waits_for_the_slice_under_way() -> None:
 
     def read() -> None:
         with seed.read_guard(token(), 0, MIB, cut):
-            begun.set()
+            started.set()
             ended.wait(60)
             events.append("read")
 
     with build_seed() as seed:
         thread = threading.Thread(target=read)
         thread.start()
-        assert begun.wait(60)
+        assert started.wait(60)
         seed.fence()
         events.append("fenced")
         with pytest.raises(SourceWeightsChanged), seed.read_guard(token(), 0, MIB, cut):
-            events.append("read after all")
+            events.append("read after the fence")
         thread.join()
     assert ["cut", "read", "fenced"] == events
 
 
 @pytest.mark.parametrize("change", [Seed.fence, lambda seed: seed.invalidate([0])], ids=["fence", "invalidate"])
-def test_new_bytes_end_all_channels(change: Callable[[Seed], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever reads without asking is out when the bytes may change, and is told why before that."""
+def test_changing_bytes_closes_all_channels(change: Callable[[Seed], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One-sided readers are notified and then revoked before the bytes may change."""
     events: list[str] = []
-    monkeypatch.setattr(InMemoryExporter, "revoke_peer", lambda self, channel_id: events.append("out"))
+    monkeypatch.setattr(InMemoryExporter, "revoke_peer", lambda self, channel_id: events.append("revoked"))
     peers = InMemoryPeers()
     with build_seed(peers=peers) as seed:
         peer = peers.dial(seed.report().address, token)
         channel, _ = peer.open(LAYOUT_ID, ("memory",), time.monotonic() + 60)
         updates = peer.watch(channel, 60)
         next(updates)
-        with seed.on_change(lambda: events.append(f"told of {seed.generation}")):
+        with seed.on_change(lambda: events.append(f"notified of {seed.generation}")):
             change(seed)
         events.append("changed")
         with pytest.raises(SourceWeightsChanged, match="the weights changed"):
             next(updates)
         assert () == seed.report().readers
-    revoked_at = events.index("out")
-    assert ({"told of 1"}, 1, "changed") == ({*events[:revoked_at]}, events.count("out"), events[-1])
+    revoked_at = events.index("revoked")
+    assert ({"notified of 1"}, 1, "changed") == ({*events[:revoked_at]}, events.count("revoked"), events[-1])
 
 
-def test_dropped_chunks_are_not_read_any_more() -> None:
-    """Who dropped them is about to write them anew: reads under way are over first."""
+def test_invalidating_chunks_waits_for_inflight_reads() -> None:
+    """The caller is about to rewrite the chunks, so inflight reads finish first."""
     events: list[str] = []
-    begun, ended = threading.Event(), threading.Event()
+    started, ended = threading.Event(), threading.Event()
 
     def read() -> None:
         with seed.read_guard(token(), MIB, 2 * MIB, ended.set):
-            begun.set()
+            started.set()
             ended.wait(60)
             events.append("read")
 
     with build_seed(ChunkState(IMAGE.layout.chunks, [0, 1])) as seed:
         thread = threading.Thread(target=read)
         thread.start()
-        assert begun.wait(60)
+        assert started.wait(60)
         seed.invalidate([1])
         events.append("dropped")
         thread.join()
     assert ["read", "dropped"] == events
 
 
-def test_an_update_gives_the_new_bytes_afterwards() -> None:
-    """Inside the block nothing is given; after it the new weights are, under another generation."""
+def test_an_update_serves_the_new_bytes() -> None:
+    """Inside the block nothing is served; afterwards the new weights are served under a new generation."""
     image = image_from_tensors({"a": torch.zeros(2 * MIB, dtype=torch.uint8)})
     before = compute_manifest(image).weights_id
     with build_seed(seed_image=image) as seed:
@@ -154,8 +156,8 @@ def test_an_update_gives_the_new_bytes_afterwards() -> None:
     ]
 
 
-def test_an_update_that_fails_gives_nothing() -> None:
-    """What the weights are then nobody knows: it stays fenced until an update that does not fail."""
+def test_a_failed_update_leaves_the_seed_fenced() -> None:
+    """The weights are undefined, so the seed stays fenced until an update succeeds."""
     with build_seed() as seed:
         with pytest.raises(RuntimeError, match="half written"), seed.updating():
             raise RuntimeError("half written")
@@ -168,23 +170,23 @@ def test_an_update_that_fails_gives_nothing() -> None:
     ]
 
 
-def test_a_fence_while_the_digests_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The digests may be of bytes that changed meanwhile: they are not given."""
+def test_a_fence_during_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The digests may cover bytes that have changed since, so they are not published."""
     with build_seed() as seed:
 
-        def sealed(image: Image) -> Manifest:
+        def digest_then_fence(image: Image) -> Manifest:
             manifest = compute_manifest(image)
             seed.fence()
             return manifest
 
-        monkeypatch.setattr(image_state, "compute_manifest", sealed)
+        monkeypatch.setattr(image_state, "compute_manifest", digest_then_fence)
         seed.publish()
         report = seed.report()
     assert ("loading", (), None) == (report.state, report.verified, report.weights_id)
 
 
-def test_dropped_chunks_fence_their_readers() -> None:
-    """Whoever read a chunk that turned out wrong sees another generation."""
+def test_invalidated_chunks_fence_their_readers() -> None:
+    """A reader of a chunk that turned out to be wrong sees a new generation."""
     with build_seed(ChunkState(IMAGE.layout.chunks, [0, 1])) as seed:
         seed.invalidate([1])
         assert (1, ((0, 1),)) == (seed.generation, seed.report().verified)

@@ -1,4 +1,4 @@
-"""The reads that whoever changes an image's bytes waits for."""
+"""Inflight reads, which are drained before the bytes of an image change."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ NEVER_S = 60.0
 
 @contextlib.contextmanager
 def blocked_read(inflight: InflightReads, events: list[str], name: str) -> Iterator[threading.Event]:
-    """A read on a thread of its own that ends once it is cut, or let go by the event."""
-    begun, ended = threading.Event(), threading.Event()
+    """Read on a separate thread until the read is cut or the yielded event is set."""
+    started, ended = threading.Event(), threading.Event()
 
     def read() -> None:
         with inflight.track(cut):
-            begun.set()
+            started.set()
             ended.wait(NEVER_S)
             events.append(f"{name} ended")
 
@@ -31,7 +31,7 @@ def blocked_read(inflight: InflightReads, events: list[str], name: str) -> Itera
 
     thread = threading.Thread(target=read)
     thread.start()
-    assert begun.wait(NEVER_S)
+    assert started.wait(NEVER_S)
     try:
         yield ended
     finally:
@@ -39,13 +39,13 @@ def blocked_read(inflight: InflightReads, events: list[str], name: str) -> Itera
         thread.join()
 
 
-def test_nobody_reads() -> None:
+def test_draining_without_reads_returns_immediately() -> None:
     """There is nothing to wait for."""
     assert 0 == InflightReads().drain(NEVER_S)
 
 
-def test_a_read_that_ends_is_not_cut() -> None:
-    """It is waited for."""
+def test_a_read_that_ends_in_time_is_not_cut() -> None:
+    """`drain` waits for it."""
     events: list[str] = []
     inflight = InflightReads()
     with blocked_read(inflight, events, "one") as ended:
@@ -54,8 +54,8 @@ def test_a_read_that_ends_is_not_cut() -> None:
     assert (0, ["one ended"]) == (cut, events)
 
 
-def test_reads_that_do_not_end_are_cut() -> None:
-    """All of them, and only then is it over."""
+def test_reads_that_do_not_end_in_time_are_cut() -> None:
+    """`drain` cuts all of them and returns after they have ended."""
     events: list[str] = []
     inflight = InflightReads()
     with blocked_read(inflight, events, "one"), blocked_read(inflight, events, "two"):
@@ -63,10 +63,10 @@ def test_reads_that_do_not_end_are_cut() -> None:
         assert (2, 4) == (cut, len(events))
 
 
-def test_a_read_that_goes_on_after_it_was_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is waited for however long it takes, and the log says so: here it ends for that."""
+def test_a_read_that_continues_after_its_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`drain` waits for it without a limit and logs a warning; here the warning ends the read."""
     events: list[str] = []
-    begun, ended = threading.Event(), threading.Event()
+    started, ended = threading.Event(), threading.Event()
     ending_log = EndingLog(ended, events)
     monkeypatch.setattr(inflight_reads_module, "log", ending_log)
     monkeypatch.setattr(inflight_reads_module, "WARN_S", 0.0)
@@ -74,13 +74,13 @@ def test_a_read_that_goes_on_after_it_was_cut(monkeypatch: pytest.MonkeyPatch) -
 
     def read() -> None:
         with inflight.track(lambda: events.append("cut")):
-            begun.set()
+            started.set()
             ended.wait(NEVER_S)
             events.append("ended")
 
     thread = threading.Thread(target=read)
     thread.start()
-    assert begun.wait(NEVER_S)
+    assert started.wait(NEVER_S)
     inflight.drain(0.0)
     thread.join()
     assert ["cut", "warned", "ended"] == events
@@ -100,7 +100,9 @@ class EndingLog:
 
 
 def test_a_later_read_is_not_waited_for() -> None:
-    """Who begins after the bytes were fenced reads nothing that changes: the first's cut begins one here."""
+    """A read that begins after the fence reads no changing bytes. Here the cut of the first read begins a
+    later one.
+    """
     events: list[str] = []
     inflight = InflightReads()
     with contextlib.ExitStack() as first, contextlib.ExitStack() as later:
@@ -113,8 +115,8 @@ def test_a_later_read_is_not_waited_for() -> None:
         assert (1, []) == (inflight.drain(0.0), events)
 
 
-def test_a_read_that_fails_is_over() -> None:
-    """Whatever it raises, nobody waits for it."""
+def test_a_failed_read_has_ended() -> None:
+    """`drain` does not wait for a read that raised."""
     inflight = InflightReads()
     with pytest.raises(OSError, match="broken pipe"), inflight.track(lambda: None):
         raise OSError("broken pipe")

@@ -1,4 +1,4 @@
-"""The latency guard: literal units in, rates out."""
+"""The latency controller as a table: step durations in, rates out."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ IN_TIME, LATE = STEP_S, STEP_S * 1.2
 
 
 def build_controller(clock: FakeClock, max_ratio: float = 1.05, *, steps: int = 20) -> LatencyController:
-    """A guard that has seen so many units of 10 ms while nobody read."""
+    """Return a controller that has recorded this many steps of 10 ms without readers."""
     controller = LatencyController(max_ratio, floor=lambda: FLOOR, clock=clock)
     record_steps(controller, clock, [STEP_S] * steps)
     return controller
@@ -44,7 +44,7 @@ def build_controller(clock: FakeClock, max_ratio: float = 1.05, *, steps: int = 
 def record_steps(
     controller: LatencyController, clock: FakeClock, steps: Sequence[float], *, has_readers: bool = False
 ) -> list[int | None]:
-    """One unit after the other; the rate after each."""
+    """Record one step after the other; return the rate after each."""
     rates = []
     for seconds in steps:
         clock.now += seconds
@@ -53,8 +53,8 @@ def record_steps(
     return rates
 
 
-def test_while_nothing_is_served_there_is_no_limit() -> None:
-    """Whether nothing ever was, or not lately."""
+def test_an_idle_instance_has_no_limit() -> None:
+    """There is no limit before the first step, nor when the last step is long past."""
     clock = FakeClock()
     fresh = LatencyController(1.05, clock=clock).rate(active=True)
     controller = build_controller(clock)
@@ -64,7 +64,7 @@ def test_while_nothing_is_served_there_is_no_limit() -> None:
 
 
 def test_setpoint_zero_turns_it_off() -> None:
-    """Then nothing that the engine says makes a limit."""
+    """No recorded step results in a limit."""
     clock = FakeClock()
     controller = build_controller(clock, max_ratio=0)
     assert [None] * 3 == record_steps(controller, clock, [LATE] * 3, has_readers=True)
@@ -86,15 +86,17 @@ def test_setpoint_zero_turns_it_off() -> None:
         "in time",
         "late",
         "two late",
-        "evened out",
+        "balanced",
         "at the setpoint",
-        "at the worst",
+        "at the maximum ratio",
         "far too late",
         "none",
     ],
 )
-def test_each_unit_moves_the_rate(steps: list[float], expected: float) -> None:
-    """Late ones down and others up, by how far they are from the setpoint; never below the floor."""
+def test_each_step_changes_the_rate(steps: list[float], expected: float) -> None:
+    """Late steps lower the rate and others raise it, by their distance from the setpoint; the floor is the
+    minimum.
+    """
     clock = FakeClock()
     controller = build_controller(clock)
     controller.rate(active=True)
@@ -105,8 +107,8 @@ def test_each_unit_moves_the_rate(steps: list[float], expected: float) -> None:
     ("steps", "expected"),
     [([0.01] * 20, MAX_GAIN), ([0.008, 0.012] * 10, 0.125), ([0.001, 0.019] * 10, MIN_GAIN)],
 )
-def test_the_more_units_differ_the_less_one_counts(steps: list[float], expected: float) -> None:
-    """The gain is NOISE over their variance (in means), within bounds."""
+def test_the_gain_decreases_with_the_variance(steps: list[float], expected: float) -> None:
+    """The gain is NOISE divided by the variance (relative to the mean), within bounds."""
     baseline = LatencyBaseline()
     for index, seconds in enumerate(steps):
         baseline.add(float(index), seconds, resting=False)
@@ -114,54 +116,55 @@ def test_the_more_units_differ_the_less_one_counts(steps: list[float], expected:
     assert pytest.approx([0.01, expected]) == [baseline.mean, baseline.gain]
 
 
-@pytest.mark.parametrize("side_by_side", [1, 2, 8])
-def test_units_side_by_side_are_one(side_by_side: int) -> None:
-    """A batch that is late lowers the rate as one late unit does."""
+@pytest.mark.parametrize("concurrent_steps", [1, 2, 8])
+def test_concurrent_steps_count_as_one(concurrent_steps: int) -> None:
+    """A late batch lowers the rate as much as one late step."""
     clock = FakeClock()
     controller = build_controller(clock)
     controller.rate(active=True)
     clock.now += LATE
-    for _ in range(side_by_side):
+    for _ in range(concurrent_steps):
         controller.record_step(LATE)
     assert pytest.approx(FIRST_RATE * math.exp(-MAX_GAIN * 0.15), rel=1e-6) == controller.rate(active=True)
 
 
 def test_the_rate_is_bounded_above() -> None:
-    """It does not grow for ever while it limits nobody."""
+    """The rate does not grow without bound while it limits no reader."""
     clock = FakeClock()
     controller = build_controller(clock)
     rates = record_steps(controller, clock, [IN_TIME] * 1000, has_readers=True)
     assert MAX_RATE == max(rate for rate in rates if rate is not None)
 
 
-def test_units_nobody_read_beside_change_no_rate() -> None:
-    """Late or not, they say nothing of what giving does."""
+def test_steps_without_readers_do_not_change_the_rate() -> None:
+    """Their durations, late or not, do not show the effect of egress."""
     clock = FakeClock()
     controller = build_controller(clock)
     record_steps(controller, clock, [LATE, IN_TIME, IN_TIME] * 5)
     assert FIRST_RATE == controller.rate(active=True)
 
 
-def test_who_gives_for_long_rests_a_tenth_of_the_time() -> None:
-    """In a rest only the floor is given: what a unit takes then is the baseline."""
+def test_long_transfers_pause_for_a_tenth_of_the_time() -> None:
+    """In a pause only the floor is sent; the steps during it are the baseline."""
     clock = FakeClock()
     controller = build_controller(clock)
     rates = record_steps(controller, clock, [STEP_S] * 10_000, has_readers=True)
-    resting = sum(rate == FLOOR for rate in rates) / len(rates)
-    assert pytest.approx(REST_SHARE, rel=0.1) == resting
+    pause_share = sum(rate == FLOOR for rate in rates) / len(rates)
+    assert pytest.approx(REST_SHARE, rel=0.1) == pause_share
 
 
-def test_without_a_baseline_it_rests_first() -> None:
-    """An engine that begins to serve while somebody reads: the floor, until enough units are known."""
+def test_without_a_baseline_it_pauses_first() -> None:
+    """If an engine begins to serve while it has readers, the rate is the floor until enough steps are known."""
     clock = FakeClock()
     controller = LatencyController(1.05, floor=lambda: FLOOR, clock=clock)
     rates = record_steps(controller, clock, [STEP_S] * 30, has_readers=True)
-    known = next(index for index, rate in enumerate(rates) if rate != FLOOR)
-    assert (True, FIRST_RATE) == (MIN_STEPS <= known + 1 <= 2 * MIN_STEPS, rates[known])
+    first_known = next(index for index, rate in enumerate(rates) if rate != FLOOR)
+    assert MIN_STEPS <= first_known + 1 <= 2 * MIN_STEPS
+    assert FIRST_RATE == rates[first_known]
 
 
-def test_without_a_baseline_it_does_not_rest_for_ever() -> None:
-    """Units of a minute make no baseline; what is given is then the first rate."""
+def test_the_first_pause_is_bounded() -> None:
+    """If a step is too long to provide a baseline, the rate becomes the first rate."""
     clock = FakeClock()
     controller = LatencyController(1.05, floor=lambda: FLOOR, clock=clock)
     with controller.measure_step():
@@ -172,8 +175,8 @@ def test_without_a_baseline_it_does_not_rest_for_ever() -> None:
     assert (FLOOR, FIRST_RATE) == (rates[0], rates[-1])
 
 
-def test_a_unit_under_way_counts_as_serving() -> None:
-    """From its first moment, however long it takes, until it ends."""
+def test_a_running_step_counts_as_serving() -> None:
+    """It counts from its start to its end, however long it runs."""
     clock = FakeClock()
     controller = build_controller(clock)
     clock.now += 60
@@ -187,8 +190,8 @@ def test_a_unit_under_way_counts_as_serving() -> None:
     assert [True, False, False, True] == [rate is None for rate in rates]
 
 
-def test_a_unit_that_is_late_already_is_not_waited_for() -> None:
-    """Past the worst that counts it lowers the rate while it runs, and no more when it ends."""
+def test_a_late_step_lowers_the_rate_before_it_ends() -> None:
+    """Past the maximum ratio it lowers the rate while it runs, and does not lower it again when it ends."""
     clock = FakeClock()
     controller = build_controller(clock)
     rates = [controller.rate(active=True)]
@@ -202,8 +205,8 @@ def test_a_unit_that_is_late_already_is_not_waited_for() -> None:
     assert lowered < halved
 
 
-def test_a_unit_that_hangs_does_not_speak_for_the_others() -> None:
-    """However often the rate is asked for: those that end in time raise it as they would without that one."""
+def test_a_hanging_step_does_not_outweigh_normal_steps() -> None:
+    """However often the rate is read, steps that end in time raise it as they would without the hanging one."""
     rates = []
     for has_hung_step in (False, True):
         clock = FakeClock()
@@ -218,11 +221,12 @@ def test_a_unit_that_hangs_does_not_speak_for_the_others() -> None:
                     rate = controller.rate(active=True)
                 controller.record_step(STEP_S)
         rates.append(rate or 0)
-    assert (True, True) == (rates[0] > FIRST_RATE, rates[1] > rates[0] / 2)
+    assert rates[0] > FIRST_RATE
+    assert rates[1] > rates[0] / 2
 
 
-def test_a_unit_that_failed_counts_for_nothing() -> None:
-    """What raises after a minute says nothing of what a unit takes."""
+def test_a_failed_step_is_ignored() -> None:
+    """A step that raises after a minute does not change the rate."""
     clock = FakeClock()
     controller = build_controller(clock)
 
@@ -237,8 +241,8 @@ def test_a_unit_that_failed_counts_for_nothing() -> None:
     assert FIRST_RATE == controller.rate(active=True)
 
 
-def test_only_who_reads_is_held() -> None:
-    """What the planner is told is a limit that is felt, not one that nobody has met."""
+def test_the_current_limit_requires_readers() -> None:
+    """The limit is reported to the planner only while it affects a reader."""
     clock = FakeClock()
     controller = build_controller(clock)
     limits = [controller.current_limit()]
@@ -249,9 +253,9 @@ def test_only_who_reads_is_held() -> None:
     assert [None, FIRST_RATE, None] == limits
 
 
-def test_many_threads_may_tell_at_once() -> None:
-    """Serving threads tell of units while others ask for the rate."""
-    ticks = itertools.count()  # not the machine's clock: it may stand still here for longer than work counts
+def test_steps_are_recorded_from_many_threads() -> None:
+    """Serving threads record steps while other threads read the rate."""
+    ticks = itertools.count()  # not the system clock: it may stall here for longer than a step counts as recent
     controller = LatencyController(1.05, clock=lambda: next(ticks) * 1e-9)
     done = threading.Event()
 
@@ -276,14 +280,14 @@ def test_many_threads_may_tell_at_once() -> None:
     assert controller.rate(active=True) is not None
 
 
-@pytest.mark.parametrize(("rested", "expected"), [(RECENT_STEPS - 1, 0.02), (RECENT_STEPS, 0.01)])
-def test_units_of_rests_are_the_better_baseline(rested: int, expected: float) -> None:
-    """Once there are enough of them, those from before the readers came count for nothing."""
+@pytest.mark.parametrize(("pause_steps", "expected"), [(RECENT_STEPS - 1, 0.02), (RECENT_STEPS, 0.01)])
+def test_steps_during_pauses_are_preferred_as_baseline(pause_steps: int, expected: float) -> None:
+    """With enough of them, steps from before the first reader no longer count."""
     baseline = LatencyBaseline()
-    others = 2 * RECENT_STEPS
-    for _ in range(others):
-        baseline.add(0.0, 0.02 + 0.01 * rested / others * (rested < RECENT_STEPS), resting=False)
-    for _ in range(rested):
+    other_count = 2 * RECENT_STEPS
+    for _ in range(other_count):
+        baseline.add(0.0, 0.02 + 0.01 * pause_steps / other_count * (pause_steps < RECENT_STEPS), resting=False)
+    for _ in range(pause_steps):
         baseline.add(0.0, 0.01, resting=True)
     baseline.measure(0.0)
     assert pytest.approx(expected) == baseline.mean

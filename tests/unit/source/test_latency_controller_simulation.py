@@ -1,4 +1,4 @@
-"""The latency guard beside a simulated engine that giving slows down."""
+"""The latency controller with a simulated engine that egress slows down."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ FLOOR = 8 * MIB
 
 
 class Engine:
-    """A seed that serves units one after the other, each slower by what is given meanwhile.
+    """A seed that runs one step after the other; egress during a step slows it down.
 
-    A unit that takes `base` seconds alone, give or take `jitter`, takes `1 + rate / full` times as long
-    while `rate` is given; readers take all they may, up to `link` (bytes a second).
+    A step of `base` seconds, which varies by `jitter`, takes `1 + rate / full` times as long while `rate` is
+    sent. Readers read as fast as they are allowed, up to `link` bytes per second.
     """
 
     def __init__(
@@ -39,24 +39,24 @@ class Engine:
         self._full = full
         self._link = link
         self._jitter = jitter
-        self._chance = random.Random(seed)
+        self._random = random.Random(seed)
 
     def run(self, seconds: float, *, reads: bool, serves: bool = True) -> tuple[list[float], float]:
-        """The units' latencies, and the bytes a second that were given on average."""
+        """Return the latencies of the steps and the mean egress in bytes per second."""
         latencies, served_bytes = [], 0.0
-        began = self.clock.now
-        while self.clock.now - began < seconds:
+        started_at = self.clock.now
+        while self.clock.now - started_at < seconds:
             if serves:
                 latencies.append(self._run_step(reads))
                 served_bytes += self._served_bytes
             else:
                 self.clock.now += self.base
                 served_bytes += self._rate(reads) * self.base
-        return latencies, served_bytes / (self.clock.now - began)
+        return latencies, served_bytes / (self.clock.now - started_at)
 
     def _run_step(self, reads: bool) -> float:
-        began, self._served_bytes = self.clock.now, 0.0
-        work = self.base * self._chance.lognormvariate(0, self._jitter)
+        started_at, self._served_bytes = self.clock.now, 0.0
+        work = self.base * self._random.lognormvariate(0, self._jitter)
         tick = self.base / 10
         with self.controller.measure_step():
             while work > 0:
@@ -65,7 +65,7 @@ class Engine:
                 work -= elapsed / (1 + rate / self._full)
                 self._served_bytes += rate * elapsed
                 self.clock.now += elapsed
-        return self.clock.now - began
+        return self.clock.now - started_at
 
     def _rate(self, reads: bool) -> float:
         if not reads:
@@ -75,22 +75,25 @@ class Engine:
 
 
 def p99(latencies: Sequence[float]) -> float:
-    """The 99th percentile, nearest rank."""
+    """Return the 99th percentile (nearest rank)."""
     return sorted(latencies)[math.ceil(0.99 * len(latencies)) - 1]
 
 
 @pytest.mark.parametrize("base", [0.002, 0.01, 0.1])
 @pytest.mark.parametrize("jitter", [0.0, 0.03, 0.1])
 def test_the_tail_stays_at_the_setpoint(base: float, jitter: float) -> None:
-    """Whatever a unit takes: the 99th percentile grows by no tenth, and what that leaves is given."""
+    """For any step duration, the 99th percentile grows by at most a tenth, and the remaining bandwidth is
+    used.
+    """
     engine = Engine(base=base, jitter=jitter)
     uncontended, _ = engine.run(max(10.0, 300 * base), reads=False)
     contended, rate = engine.run(max(20.0, 600 * base), reads=True)
-    assert (True, True) == (p99(contended) <= 1.1 * p99(uncontended), rate >= 0.01 * 3e9)
+    assert p99(contended) <= 1.1 * p99(uncontended)
+    assert rate >= 0.01 * 3e9
 
 
-def test_the_disturbance_is_not_learnt_as_normal() -> None:
-    """After five minutes of reading the latency is what it was in the first."""
+def test_the_disturbance_does_not_become_the_baseline() -> None:
+    """After five minutes of reads, the latency has not grown."""
     engine = Engine(base=0.02)
     uncontended, _ = engine.run(10, reads=False)
     engine.run(300, reads=True)
@@ -99,8 +102,8 @@ def test_the_disturbance_is_not_learnt_as_normal() -> None:
 
 
 @pytest.mark.parametrize("factor", [0.5, 2.0])
-def test_another_load_is_no_disturbance(factor: float) -> None:
-    """Units that take half or twice as long by themselves: soon as much is given as before."""
+def test_a_different_load_is_not_a_disturbance(factor: float) -> None:
+    """If steps become twice or half as long by themselves, egress soon returns to its former rate."""
     engine = Engine()
     engine.run(5, reads=False)
     _, before = engine.run(20, reads=True)
@@ -108,11 +111,12 @@ def test_another_load_is_no_disturbance(factor: float) -> None:
     engine.run(30, reads=True)
     contended, rate = engine.run(20, reads=True)
     uncontended, _ = engine.run(5, reads=False)
-    assert (True, True) == (0.4 * before <= rate <= 2.5 * before, p99(contended) <= 1.1 * p99(uncontended))
+    assert 0.4 * before <= rate <= 2.5 * before
+    assert p99(contended) <= 1.1 * p99(uncontended)
 
 
-def test_what_disturbs_nobody_is_not_held_back() -> None:
-    """Where giving costs the engine nothing, readers soon have nearly the whole link."""
+def test_harmless_egress_is_not_limited() -> None:
+    """If egress does not slow the engine down, readers soon use nearly all of the link."""
     engine = Engine(full=1e15)
     engine.run(5, reads=False)
     engine.run(10, reads=True)
@@ -120,8 +124,8 @@ def test_what_disturbs_nobody_is_not_held_back() -> None:
     assert rate >= 0.85 * 2.5e9
 
 
-def test_when_the_load_goes_so_does_the_limit() -> None:
-    """Within a second of the last unit everything may be given."""
+def test_the_limit_ends_with_the_load() -> None:
+    """Within a second of the last step, readers use all of the link."""
     engine = Engine()
     engine.run(5, reads=False)
     engine.run(10, reads=True)
@@ -138,12 +142,13 @@ def test_when_the_load_goes_so_does_the_limit() -> None:
     seed=st.integers(0, 1 << 16),
     warm=st.booleans(),
 )
-def test_nobody_ever_starves(base: float, full: float, jitter: float, seed: int, warm: bool) -> None:
-    """However the engine behaves, readers get the floor at least, and all of it once it idles."""
+def test_readers_never_starve(base: float, full: float, jitter: float, seed: int, warm: bool) -> None:
+    """Whatever the engine does, readers receive at least the floor, and all of the link once it is idle."""
     engine = Engine(base=base, full=full, jitter=jitter, seed=seed)
     if warm:
         engine.run(20 * base, reads=False)
     _, busy = engine.run(100 * base, reads=True)
     engine.run(max(1.0, 30 * base), reads=True, serves=False)
     _, idle = engine.run(1, reads=True, serves=False)
-    assert (True, 2_500_000_000) == (busy >= FLOOR * 0.999, round(idle))
+    assert busy >= FLOOR * 0.999
+    assert 2_500_000_000 == round(idle)

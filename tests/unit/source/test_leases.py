@@ -1,4 +1,4 @@
-"""The lease book: which tokens are good, and who has a reader's place."""
+"""The lease verifier: which tokens are valid, and which forks occupy a reader slot."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def token(fork_id: str = "fork-1", *, key: str = "a", expires_at: float = 1030.0
     return sign(replace(CLAIMS, fork_id=fork_id, expires_at=expires_at), KEYS[key])
 
 
-def test_a_good_token_tells_its_fork() -> None:
-    """A token signed for this source, generation and time is good, however often it is shown."""
+def test_a_valid_token_returns_its_claims() -> None:
+    """A token signed for this source, generation and time is accepted, however often it is presented."""
     leases = build_verifier()
     assert [CLAIMS, CLAIMS] == [leases.check(token(), 0, None) for _ in range(2)]
 
@@ -50,34 +50,34 @@ def test_a_good_token_tells_its_fork() -> None:
     ],
     ids=["none", "malformed", "forged", "expired", "other source", "other layout"],
 )
-def test_a_bad_token_is_refused(presented_token: str, message: str) -> None:
-    """Each bad token is refused, and the refusal says why."""
+def test_an_invalid_token_is_rejected(presented_token: str, message: str) -> None:
+    """Each invalid token is rejected, and the error states the reason."""
     with pytest.raises(LeaseRejected, match=message):
         build_verifier().check(presented_token, 0, None)
 
 
 def test_a_known_token_expires_too() -> None:
-    """A token that was good is refused from the second it expires, and stays refused."""
+    """A token that was accepted is rejected from the second it expires."""
     clock = Clock()
     leases = build_verifier(clock)
     leases.check(token(), 0, None)
     clock.now = 1030.0
-    refused = 0
+    rejections = 0
     for _ in range(2):
         with pytest.raises(LeaseRejected, match="expired"):
             leases.check(token(), 0, None)
-        refused += 1
-    assert 2 == refused
+        rejections += 1
+    assert 2 == rejections
 
 
-def test_an_instance_without_a_key_admits_nobody() -> None:
-    """Until the planner has told a key, no token can be checked, so none is good."""
+def test_an_instance_without_a_key_admits_no_reader() -> None:
+    """Until the planner has sent a key, no token can be checked, so none is accepted."""
     with pytest.raises(LeaseRejected, match="not reached its planner"):
         build_verifier(keys="").check(token(), 0, None)
 
 
 def test_another_generation_is_fenced() -> None:
-    """A lease for the weights as they were is no lease for the weights as they are, known or not."""
+    """A lease for earlier weights is not valid for the current ones, even if it was accepted before."""
     leases = build_verifier()
     leases.check(token(), 0, None)
     with pytest.raises(SourceWeightsChanged, match="generation 0"):
@@ -85,7 +85,7 @@ def test_another_generation_is_fenced() -> None:
 
 
 def accepted_keys(leases: LeaseVerifier) -> str:
-    """The keys whose tokens are good."""
+    """Return the keys whose tokens are accepted."""
     accepted = ""
     for key in KEYS:
         try:
@@ -96,14 +96,14 @@ def accepted_keys(leases: LeaseVerifier) -> str:
     return accepted
 
 
-def test_every_listed_key_opens_tokens() -> None:
-    """While the planner changes its secret, tokens under each key it gives are good."""
+def test_tokens_of_every_listed_key_are_accepted() -> None:
+    """While the planner rotates its secret, tokens signed with any of the keys that it lists are accepted."""
     assert "ab" == accepted_keys(build_verifier(keys="ba"))
 
 
 @pytest.mark.parametrize(("used", "expected"), [(True, "ab"), (False, "b")])
-def test_a_withdrawn_key_stays_good_only_where_it_was_used(used: bool, expected: str) -> None:
-    """A key that is listed no more opens tokens if it opened one that is not over."""
+def test_a_withdrawn_key_is_accepted_only_where_it_was_used(used: bool, expected: str) -> None:
+    """A key that is no longer listed is accepted while a token that it signed here is still valid."""
     leases = build_verifier(keys="a")
     if used:
         leases.check(token(), 0, None)
@@ -111,8 +111,8 @@ def test_a_withdrawn_key_stays_good_only_where_it_was_used(used: bool, expected:
     assert expected == accepted_keys(leases)
 
 
-def test_a_withdrawn_key_ends_with_the_tokens_it_opened() -> None:
-    """Once these are over it opens nothing, and a token it opens meanwhile puts that off no further."""
+def test_a_withdrawn_key_expires_with_the_tokens_it_verified() -> None:
+    """After they expire the key is rejected; tokens that it verifies meanwhile do not extend this."""
     clock = Clock()
     leases = build_verifier(clock, keys="a")
     leases.check(token(), 0, None)
@@ -123,8 +123,8 @@ def test_a_withdrawn_key_ends_with_the_tokens_it_opened() -> None:
         leases.check(token("fork-3", expires_at=2000.0), 0, None)
 
 
-def test_a_key_that_is_listed_again_is_as_good_as_new() -> None:
-    """A rotation that is taken back leaves the first key good, also for tokens never seen."""
+def test_a_key_that_is_listed_again_is_accepted() -> None:
+    """Reverting a rotation restores the first key, also for tokens that were never presented."""
     clock = Clock()
     leases = build_verifier(clock, keys="a")
     leases.set_keys([KEYS["b"]])
@@ -132,37 +132,37 @@ def test_a_key_that_is_listed_again_is_as_good_as_new() -> None:
     assert "a" == accepted_keys(leases)
 
 
-def opened(leases: LeaseVerifier, fork_id: str, expires_at: float = 1030.0) -> str:
+def open_channel(leases: LeaseVerifier, fork_id: str, expires_at: float = 1030.0) -> str:
     leases.check(token(fork_id, expires_at=expires_at), 0, None)
     return leases.open(fork_id)
 
 
-def test_places_are_counted_by_fork() -> None:
-    """One fork takes one place with however many channels; a fork too many is told to go elsewhere."""
+def test_reader_slots_are_counted_by_fork() -> None:
+    """A fork occupies one slot, however many channels it has; a fork without a free slot is rejected."""
     leases = build_verifier(max_readers=2)
     for fork in ("fork-1", "fork-1", "fork-2"):
-        opened(leases, fork)
+        open_channel(leases, fork)
     with pytest.raises(SourceBusy, match="all 2 reader slots"):
-        opened(leases, "fork-3")
+        open_channel(leases, "fork-3")
     assert ("fork-1", "fork-2") == leases.readers
 
 
-def test_closing_frees_a_place() -> None:
-    """A place is free once the last channel of its fork is closed; closing one that is gone is no error."""
+def test_closing_frees_a_reader_slot() -> None:
+    """A slot is free once the last channel of its fork is closed; closing a closed channel is no error."""
     leases = build_verifier(max_readers=1)
-    channels = [opened(leases, "fork-1") for _ in range(2)]
+    channels = [open_channel(leases, "fork-1") for _ in range(2)]
     leases.close(channels[0])
     remaining_readers = leases.readers
     leases.close(channels[1])
     leases.close(channels[1])
     assert (("fork-1",), ()) == (remaining_readers, leases.readers)
-    assert leases.has_channel(opened(leases, "fork-2"), "fork-2")
+    assert leases.has_channel(open_channel(leases, "fork-2"), "fork-2")
 
 
 def test_a_channel_belongs_to_its_fork() -> None:
-    """Knowing another fork's channel id is of no use."""
+    """The id of another fork's channel is rejected."""
     leases = build_verifier()
-    channel = opened(leases, "fork-1")
+    channel = open_channel(leases, "fork-1")
     assert (True, False, False) == (
         leases.has_channel(channel, "fork-1"),
         leases.has_channel(channel, "fork-2"),
@@ -170,13 +170,13 @@ def test_a_channel_belongs_to_its_fork() -> None:
     )
 
 
-def test_expiry_frees_a_place() -> None:
-    """A reader that died without closing keeps its place no longer than its lease."""
+def test_expiry_frees_a_reader_slot() -> None:
+    """A reader that died without closing occupies its slot no longer than its lease."""
     clock = Clock()
     leases = build_verifier(clock, max_readers=1)
-    channel = opened(leases, "fork-1")
+    channel = open_channel(leases, "fork-1")
     clock.now = 1030.0
-    again = opened(leases, "fork-2", expires_at=1060.0)
+    again = open_channel(leases, "fork-2", expires_at=1060.0)
     assert (False, True, ("fork-2",)) == (
         leases.has_channel(channel, "fork-1"),
         leases.has_channel(again, "fork-2"),
@@ -184,11 +184,11 @@ def test_expiry_frees_a_place() -> None:
     )
 
 
-def test_a_renewed_lease_keeps_the_place() -> None:
-    """A reader that shows a newer token in time keeps its place until that one expires."""
+def test_a_renewed_lease_keeps_the_reader_slot() -> None:
+    """A reader that presents a newer token in time keeps its slot until that token expires."""
     clock = Clock()
     leases = build_verifier(clock)
-    opened(leases, "fork-1")
+    open_channel(leases, "fork-1")
     leases.check(token(expires_at=1060.0), 0, None)
     readers = []
     for clock.now in (1030.0, 1059.0, 1060.0):
@@ -196,22 +196,22 @@ def test_a_renewed_lease_keeps_the_place() -> None:
     assert [("fork-1",), ("fork-1",), ()] == readers
 
 
-def test_one_fork_gets_no_more_than_a_handful_of_channels() -> None:
-    """A fork that asks for more is refused; others are not, and it may go on once it closed one."""
+def test_the_channels_of_a_fork_are_limited() -> None:
+    """A fork that opens too many channels is rejected, others are not, and it may open one after closing one."""
     leases = build_verifier()
-    channels = [opened(leases, "fork-1") for _ in range(MAX_CHANNELS_PER_FORK)]
+    channels = [open_channel(leases, "fork-1") for _ in range(MAX_CHANNELS_PER_FORK)]
     with pytest.raises(SourceBusy, match="gets no more"):
-        opened(leases, "fork-1")
-    opened(leases, "fork-2")
+        open_channel(leases, "fork-1")
+    open_channel(leases, "fork-2")
     leases.close(channels[0])
-    assert leases.has_channel(opened(leases, "fork-1"), "fork-1")
+    assert leases.has_channel(open_channel(leases, "fork-1"), "fork-1")
 
 
 def test_a_channel_that_expired_is_swept_once() -> None:
-    """However it was noticed that the lease is over, the channel is told of, and not again."""
+    """However the expiry was noticed, the sweep returns the channel once."""
     clock = Clock()
     leases = build_verifier(clock)
-    first, second = opened(leases, "fork-1"), opened(leases, "fork-2", expires_at=1060.0)
+    first, second = open_channel(leases, "fork-1"), open_channel(leases, "fork-2", expires_at=1060.0)
     clock.now = 1030.0
     before = leases.readers
     swept = [leases.sweep(), leases.sweep()]
@@ -219,26 +219,26 @@ def test_a_channel_that_expired_is_swept_once() -> None:
     assert (("fork-2",), [(first,), ()], (second,)) == (before, swept, leases.sweep())
 
 
-HERE, ELSEWHERE = "1" * 32, "2" * 32
+THESE_WEIGHTS, OTHER_WEIGHTS = "1" * 32, "2" * 32
 
 
-@pytest.mark.parametrize("weights_id", [ELSEWHERE, None])
+@pytest.mark.parametrize("weights_id", [OTHER_WEIGHTS, None])
 def test_a_lease_for_other_weights_is_refused(weights_id: str | None) -> None:
-    """Also where the source does not know yet which weights it gets."""
-    with pytest.raises(SourceWeightsChanged, match=f"for the weights {HERE}"):
-        build_verifier().check(sign(replace(CLAIMS, weights_id=HERE), KEYS["a"]), 0, weights_id)
+    """They are rejected also while the source does not know yet which weights it receives."""
+    with pytest.raises(SourceWeightsChanged, match=f"for the weights {THESE_WEIGHTS}"):
+        build_verifier().check(sign(replace(CLAIMS, weights_id=THESE_WEIGHTS), KEYS["a"]), 0, weights_id)
 
 
-@pytest.mark.parametrize("weights_id", [HERE, None])
-def test_a_lease_for_these_weights_is_good(weights_id: str | None) -> None:
-    """One that was given before the weights were known names none."""
+@pytest.mark.parametrize("weights_id", [THESE_WEIGHTS, None])
+def test_a_lease_for_these_weights_is_valid(weights_id: str | None) -> None:
+    """A lease issued before the weights were known names none, and is valid too."""
     claims = replace(CLAIMS, weights_id=weights_id)
-    assert claims == build_verifier().check(sign(claims, KEYS["a"]), 0, HERE)
+    assert claims == build_verifier().check(sign(claims, KEYS["a"]), 0, THESE_WEIGHTS)
 
 
-def test_a_lease_is_checked_again_each_time_it_is_shown() -> None:
+def test_a_lease_is_checked_each_time_it_is_presented() -> None:
     """The weights may have changed since."""
-    leases, presented_token = build_verifier(), sign(replace(CLAIMS, weights_id=HERE), KEYS["a"])
-    leases.check(presented_token, 0, HERE)
+    leases, presented_token = build_verifier(), sign(replace(CLAIMS, weights_id=THESE_WEIGHTS), KEYS["a"])
+    leases.check(presented_token, 0, THESE_WEIGHTS)
     with pytest.raises(SourceWeightsChanged):
-        leases.check(presented_token, 0, ELSEWHERE)
+        leases.check(presented_token, 0, OTHER_WEIGHTS)

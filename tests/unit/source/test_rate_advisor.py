@@ -1,4 +1,4 @@
-"""What readers on one-sided transports are asked to keep to, and when they hear of it."""
+"""The read rate advised to one-sided readers, and when they are notified of a change."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tests.unit.fake_clock import FakeClock
 
 
 class VariableRateLimiter(EgressLimiter):
-    """A governor whose rate the test sets."""
+    """A limiter whose rate the test sets."""
 
     def __init__(self, rate: int | None) -> None:
         super().__init__(None)
-        self.now = rate
+        self.current_rate = rate
 
     def rate(self, *, active: bool) -> int | None:
-        return self.now
+        return self.current_rate
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ class VariableRateLimiter(EgressLimiter):
     [(None, 3, None), (9000, 3, 3000), (9000, 1, 9000), (9000, 0, 9000), (2, 3, 1)],
 )
 def test_readers_share_the_rate(cap: int | None, readers: int, expected: int | None) -> None:
-    """Each gets the same part, and never nothing at all."""
+    """Each reader is advised the same share, and at least one byte per second."""
     advisor = ReaderRateAdvisor(EgressLimiter(cap), lambda: readers, lambda: None)
     reader_rate = advisor.per_reader_rate()
     advisor.close()
@@ -49,18 +49,20 @@ def test_readers_share_the_rate(cap: int | None, readers: int, expected: int | N
         (None, None, 9.0, False),
     ],
 )
-def test_readers_hear_of_what_matters(before: int | None, now: int | None, after_s: float, expected: bool) -> None:
-    """A lower rate at once, a much higher one when the last news is old enough, a little change never."""
+def test_readers_are_notified_of_significant_changes(
+    before: int | None, now: int | None, after_s: float, expected: bool
+) -> None:
+    """A lower rate is sent immediately, a much higher one after an interval, and a small change never."""
     clock, limiter = FakeClock(), VariableRateLimiter(before)
     advisor = ReaderRateAdvisor(limiter, lambda: 1, lambda: None, clock=clock)
     advisor.refresh()
     clock.now += after_s
-    limiter.now = now
+    limiter.current_rate = now
     assert expected is advisor.refresh()
 
 
-def test_a_reader_makes_the_instance_one_that_gives() -> None:
-    """No code of the source runs for its reads, so that there is one is all that is known of them."""
+def test_a_one_sided_reader_counts_as_egress() -> None:
+    """The source runs no code for one-sided reads, so an open reader alone counts as egress."""
     clock = FakeClock()
     controller = LatencyController(1.05, clock=clock)
     for _ in range(20):
@@ -71,20 +73,20 @@ def test_a_reader_makes_the_instance_one_that_gives() -> None:
     assert FIRST_RATE == controller.current_limit()
 
 
-def test_it_tells_by_itself() -> None:
-    """Who asked once hears of each change that matters, without asking again."""
+def test_changes_are_notified_automatically() -> None:
+    """After the first request a reader is notified of each significant change."""
     limiter, notified = VariableRateLimiter(1000), threading.Event()
     advisor = ReaderRateAdvisor(limiter, lambda: 1, notified.set)
     first_rate = advisor.per_reader_rate()
-    limiter.now = 10
+    limiter.current_rate = 10
     was_notified = notified.wait(30)
     reader_rate = advisor.per_reader_rate()
     advisor.close()
     assert (1000, True, 10) == (first_rate, was_notified, reader_rate)
 
 
-def test_what_one_reader_hears_all_hear() -> None:
-    """The one that asks takes the news for itself: the others are told to ask too."""
+def test_a_rate_read_by_one_reader_is_notified_to_all() -> None:
+    """If one reader's request refreshes the rate, the other readers are still notified."""
     readers, notified = [1], threading.Event()
     advisor = ReaderRateAdvisor(VariableRateLimiter(1000), lambda: readers[0], notified.set)
     reader_rates = [advisor.per_reader_rate()]
@@ -100,8 +102,8 @@ def test_what_one_reader_hears_all_hear() -> None:
     assert ([1000, 500, 500], True) == (reader_rates, was_notified)
 
 
-def test_closing_ends_its_thread() -> None:
-    """Whether it looks after readers, waits for the first, or never began."""
+def test_closing_ends_the_advisor_thread() -> None:
+    """The thread ends whether it has readers, waits for the first, or never started."""
     waiting, fresh = (ReaderRateAdvisor(VariableRateLimiter(5), lambda: 0, lambda: None) for _ in range(2))
     busy = ReaderRateAdvisor(VariableRateLimiter(5), lambda: 1, lambda: None)
     waiting.per_reader_rate()

@@ -1,4 +1,4 @@
-"""A seed that receives what it gives: what it claims, and what its readers hear."""
+"""A relay serves what it receives: what it reports, and when its readers are notified."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.unit.source.seeds import IMAGE, build_seed, token
 
 
 def test_a_relay_starts_with_nothing() -> None:
-    """An empty board is a board: a relay that has received nothing claims nothing and gives nothing."""
+    """A relay that has received nothing reports no chunks and serves none."""
     with build_seed(ChunkState(IMAGE.layout.chunks)) as relay:
         report = relay.report()
         with pytest.raises(SourceBusy):
@@ -28,22 +28,22 @@ def test_a_relay_starts_with_nothing() -> None:
 
 
 def test_a_relay_admits_what_it_has_verified() -> None:
-    """A range is admitted once every chunk it touches is verified."""
+    """A range is admitted once every chunk that it touches is verified."""
     with build_seed(ChunkState(IMAGE.layout.chunks, [1])) as relay:
         assert "fork-1" == relay.authorize(token(), MIB, 2 * MIB)
         with pytest.raises(SourceBusy):
             relay.authorize(token(), MIB, 2 * MIB + 1)
 
 
-def test_a_manifest_of_another_layout_is_not_learnt() -> None:
-    """A relay takes no manifest that does not describe its image."""
+def test_a_manifest_of_another_layout_is_rejected() -> None:
+    """A relay accepts only a manifest that describes its image."""
     other = compute_manifest(image_from_tensors({"b": torch.zeros(8)}))
     with build_seed(ChunkState(IMAGE.layout.chunks)) as relay, pytest.raises(LayoutMismatch):
         relay.set_manifest(other)
 
 
-def test_changes_are_told() -> None:
-    """Board, manifest, state and readers: whoever listens hears of each, until it leaves."""
+def test_listeners_are_notified_of_changes() -> None:
+    """A listener is called for each change of chunks, manifest, state and readers, until it unsubscribes."""
     states: list[str] = []
     with build_seed(ChunkState(IMAGE.layout.chunks)) as relay:
         with relay.on_change(lambda: states.append(relay.report().state)):
@@ -55,8 +55,8 @@ def test_changes_are_told() -> None:
     assert ["loading", "loading", "serving", "serving"] == states
 
 
-def test_a_relay_without_a_manifest_tells_digests() -> None:
-    """Chunks of a draft are told with their digests, and only where these are known."""
+def test_a_relay_without_a_manifest_sends_digests() -> None:
+    """Chunks of a provisional manifest are reported with their digests, and only where these are known."""
     with build_seed(ChunkState(IMAGE.layout.chunks, [2])) as seed:
         seed.chunk_state.set_provisional_id("files")
         seed.chunk_state.mark_verified(0, b"0" * 16)
@@ -65,8 +65,8 @@ def test_a_relay_without_a_manifest_tells_digests() -> None:
 
 
 @pytest.mark.parametrize("relayed", [True, False])
-def test_storage_that_is_read_is_told_by_its_age(relayed: bool) -> None:
-    """Readers hear how long ago it gave something, by the time they are told; and when nobody reads."""
+def test_storage_activity_is_reported_by_its_age(relayed: bool) -> None:
+    """Readers receive the time since storage last made progress, or none while the relay reads no storage."""
     with build_seed(ChunkState(IMAGE.layout.chunks)) as seed:
         started_at = time.monotonic()
         seed.report_storage_activity(lambda: started_at - 5.0, relayed=relayed)
@@ -81,8 +81,8 @@ def test_storage_that_is_read_is_told_by_its_age(relayed: bool) -> None:
         )
 
 
-def test_readers_are_woken_when_storage_has_advanced_by_a_while() -> None:
-    """Not for each block, and not for what only was told once more."""
+def test_readers_are_notified_of_storage_progress_at_intervals() -> None:
+    """They are not notified of each block, nor of a report that repeats the last one."""
     notified_at: list[float] = []
     with build_seed(ChunkState(IMAGE.layout.chunks)) as seed, seed.on_change(lambda: notified_at.append(at)):
         for at in (100.0, 100.5, 101.0, 101.5, 101.5):
@@ -90,8 +90,8 @@ def test_readers_are_woken_when_storage_has_advanced_by_a_while() -> None:
     assert [100.0, 101.0] == notified_at
 
 
-def test_a_sealed_relay_tells_its_weights() -> None:
-    """Once the manifest is known its weights_id stands for all digests."""
+def test_a_relay_with_a_manifest_sends_its_weights_id() -> None:
+    """Once the manifest is known, its weights_id replaces the digests."""
     manifest = compute_manifest(IMAGE)
     with build_seed(ChunkState(IMAGE.layout.chunks)) as seed:
         seed.chunk_state.set_provisional_id("files")
@@ -100,8 +100,10 @@ def test_a_sealed_relay_tells_its_weights() -> None:
         assert Progress(((0, 1),), False, weights_id=manifest.weights_id) == seed.progress_since(())
 
 
-def test_a_report_says_what_it_could_read() -> None:
-    """Offers of storage, the origin of a draft, and the shares and labels of the settings."""
+def test_a_report_names_the_readable_storage() -> None:
+    """It contains the storage candidates, the provisional id, and the egress share and labels from the
+    settings.
+    """
     offer = StorageCandidate(kind="checkpoint", uri="file:///files", origin="a" * 32)
     with build_seed(ChunkState(IMAGE.layout.chunks)) as seed:
         seed.storage = (offer,)

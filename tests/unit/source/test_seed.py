@@ -1,4 +1,4 @@
-"""A seed, without sockets: what it admits, what it tells, and how it ends."""
+"""A seed without sockets: which readers it admits, what it reports, and how it closes."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from tests.unit.receiver.fleet import FORK_ID, SECRET, lease
 from tests.unit.source.seeds import IMAGE, LAYOUT_ID, build_seed, token
 
 
-def test_a_server_names_the_instances_of_its_ranks() -> None:
-    """Each start has an id of its own, which begins with the server's name where it has one."""
+def test_each_start_has_a_unique_instance_id() -> None:
+    """The id begins with the server's name, if it has one."""
     rank = Rank(tp=1, tp_size=2, dp=3)
     one, other = (InstanceIdentity.of("model", rank, "pod-7").instance_id for _ in range(2))
     standalone = InstanceIdentity.of("model", rank, None).instance_id
@@ -35,8 +35,8 @@ def test_a_server_names_the_instances_of_its_ranks() -> None:
     assert ([True, True, False], True, 32) == (begin, one != other, len(standalone))
 
 
-def test_a_seed_reports_a_whole_image() -> None:
-    """All chunks, its weights, where it is, and that it serves."""
+def test_a_seed_reports_a_complete_image() -> None:
+    """It reports all chunks, its weights, transports and host, and that it is serving."""
     with build_seed() as seed:
         report = seed.report()
     assert ("serving", ((0, 3),), compute_manifest(IMAGE).weights_id, ("memory",), "node") == (
@@ -48,32 +48,32 @@ def test_a_seed_reports_a_whole_image() -> None:
     )
 
 
-def test_no_lease_no_bytes() -> None:
-    """A token that is no lease is refused before the range is looked at."""
+def test_a_read_without_a_lease_is_rejected() -> None:
+    """An invalid token is rejected before the range is checked."""
     with build_seed() as seed, pytest.raises(LeaseRejected):
         seed.authorize("forged", 0, 1)
 
 
-def test_a_channel_of_another_layout_is_refused() -> None:
-    """Only a target of the same layout gets a place."""
+def test_a_channel_of_another_layout_is_rejected() -> None:
+    """Only a target with the same layout occupies a reader slot."""
     with build_seed() as seed:
         with pytest.raises(LayoutMismatch):
             seed.open_channel(seed.check(token()), "0" * 32, ["memory"], "127.0.0.1")
         assert () == seed.report().readers
 
 
-def test_a_channel_needs_a_transport_of_both() -> None:
+def test_a_channel_needs_a_shared_transport() -> None:
     """The first transport that both sides have is used; without one there is no channel."""
     with build_seed() as seed:
         fork_id = seed.check(token())
-        _, endpoint = seed.open_channel(fork_id, LAYOUT_ID, ["carrier pigeon", "memory"], "127.0.0.1")
+        _, endpoint = seed.open_channel(fork_id, LAYOUT_ID, ["unknown", "memory"], "127.0.0.1")
         with pytest.raises(SourceWeightsChanged):
-            seed.open_channel(fork_id, LAYOUT_ID, ["carrier pigeon"], "127.0.0.1")
+            seed.open_channel(fork_id, LAYOUT_ID, ["unknown"], "127.0.0.1")
     assert "memory" == endpoint.transport
 
 
-def test_draining_waits_for_readers_and_takes_no_more() -> None:
-    """A draining seed refuses new readers and is done when the last one has left."""
+def test_draining_waits_for_readers_and_admits_no_more() -> None:
+    """A draining seed rejects new readers and finishes when the last reader has closed its channel."""
     with build_seed() as seed:
         channel, _ = seed.open_channel(seed.check(token()), LAYOUT_ID, ["memory"], "127.0.0.1")
         draining, drained = threading.Event(), []
@@ -88,16 +88,16 @@ def test_draining_waits_for_readers_and_takes_no_more() -> None:
     assert ([True], "draining") == (drained, seed.report().state)
 
 
-def test_draining_gives_up_in_time() -> None:
-    """A reader that stays does not hold the seed past its time."""
+def test_draining_stops_at_its_timeout() -> None:
+    """A reader that stays does not delay the seed beyond the timeout."""
     with build_seed() as seed:
         seed.open_channel(seed.check(token()), LAYOUT_ID, ["memory"], "127.0.0.1")
         assert not seed.drain(0.01)
         seed.close()
 
 
-def test_what_is_given_is_counted() -> None:
-    """Every byte that passes the governor counts."""
+def test_served_bytes_are_counted() -> None:
+    """Every byte that the limiter grants is counted."""
     with build_seed() as seed:
         seed.acquire_bytes(3, "fork-1")
         seed.acquire_bytes(4, "fork-2")
@@ -105,7 +105,7 @@ def test_what_is_given_is_counted() -> None:
 
 
 def test_closing_leaves_nothing_open() -> None:
-    """A closed seed has left the network; closing twice is harmless."""
+    """A closed seed exports nothing; closing twice is harmless."""
     network = InMemoryNetwork()
     seed = build_seed(network=network).start()
     seed.close()
@@ -113,8 +113,8 @@ def test_closing_leaves_nothing_open() -> None:
     assert ({}, "closed:0") == (network.exports, seed.report().address)
 
 
-def test_a_start_that_fails_leaves_nothing_open() -> None:
-    """When the peer service cannot start, the exporters that already run are closed."""
+def test_a_failed_start_leaves_nothing_open() -> None:
+    """If the peer service cannot start, the exporters that already run are closed."""
     network = InMemoryNetwork()
 
     def failing_peer_service(host: PeerBackend, settings: InstanceSettings) -> PeerService:
@@ -132,8 +132,8 @@ def test_a_start_that_fails_leaves_nothing_open() -> None:
     assert {} == network.exports
 
 
-def test_a_seed_that_drains_goes_on_draining() -> None:
-    """New weights, or the end of its own fork, do not bring readers back to an instance that is to go."""
+def test_a_draining_seed_stays_draining() -> None:
+    """New weights and the end of its own fork do not make it serve again."""
     with build_seed() as seed:
         seed.drain(0.0)
         states = [seed.report().state]
@@ -155,11 +155,11 @@ class UnusableTransport(InMemoryTransport):
         return self._name
 
     def export(self, image: Image, gate: AccessGate) -> InMemoryExporter:
-        raise TransportUnavailable(f"{self._name}: not for this image", hint="take another")
+        raise TransportUnavailable(f"{self._name}: not for this image", hint="use another transport")
 
 
 def seed_offering(*transports: InMemoryTransport) -> Seed:
-    """A seed that was told to offer these; not started."""
+    """Return a seed with these transports; it is not started."""
     return Seed(
         IMAGE,
         InstanceIdentity("model", instance_id="seed-1"),
@@ -170,23 +170,23 @@ def seed_offering(*transports: InMemoryTransport) -> Seed:
     )
 
 
-def test_a_transport_that_cannot_export_the_image_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    """The others are offered, and one warning names it with what to do."""
+def test_a_transport_that_cannot_export_the_image_is_omitted(caplog: pytest.LogCaptureFixture) -> None:
+    """The others are offered, and one warning names the transport with a hint."""
     with seed_offering(UnusableTransport("cuda_ipc"), InMemoryTransport(InMemoryNetwork())) as seed:
         offered = seed.report().transports
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    is_explained = ["cuda_ipc: not for this image" in line and "take another" in line for line in warnings]
+    is_explained = ["cuda_ipc: not for this image" in line and "use another transport" in line for line in warnings]
     assert (("memory",), [True]) == (offered, is_explained)
 
 
 def test_a_seed_that_no_transport_can_export_does_not_start() -> None:
-    """The first one's error says why; nothing stays open."""
+    """The error of the first transport is raised, and nothing stays open."""
     with pytest.raises(TransportUnavailable, match="cuda_ipc: not for this image"):
         seed_offering(UnusableTransport("cuda_ipc"), UnusableTransport("shared_memory")).start()
 
 
-def test_leases_end_by_the_planners_time() -> None:
-    """A seed whose clock is an hour fast takes the leases that its planner signs, and no others."""
+def test_leases_expire_by_the_planners_clock() -> None:
+    """A seed whose clock is an hour fast accepts the leases that its planner signs, and no others."""
     hour_s, name = 3600.0, "seed-1"
     acknowledgement = InstanceAck(
         heartbeat_s=hour_s, lease_keys=(derive_key(SECRET, name),), unix_s=time.time() - hour_s

@@ -1,4 +1,4 @@
-"""A seed that serves: what it holds back, whom it tells, and what the planner hears of it."""
+"""Rate limits of a serving seed: what it grants, and what it reports to readers and to the planner."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ LAYOUT_ID = IMAGE.layout.layout_id
 def seed_with_reader(
     *, one_sided: bool = False, transports: Sequence[Transport] = (), **options: float
 ) -> Iterator[Seed]:
-    """A seed without a planner, and a reader's place taken in it."""
-    made = Seed(
+    """Yield a started seed without a planner, with one reader."""
+    seed = Seed(
         IMAGE,
         InstanceIdentity("model", instance_id="seed-1"),
         InstanceSettings.model_validate({"node_name": "node", "drain_timeout_s": 0, **options}),
@@ -40,34 +40,34 @@ def seed_with_reader(
         manifest=compute_manifest(IMAGE),
         serve_peer=InMemoryPeers().service,
     )
-    made.set_lease_keys([KEY])
-    with made:
-        admit(made, "fork-1")
-        made.open_channel("fork-1", LAYOUT_ID, ["memory"], "127.0.0.1")
-        yield made
+    seed.set_lease_keys([KEY])
+    with seed:
+        admit(seed, "fork-1")
+        seed.open_channel("fork-1", LAYOUT_ID, ["memory"], "127.0.0.1")
+        yield seed
 
 
 def admit(seed: Seed, fork_id: str) -> None:
-    """Have it know a lease of this fork."""
+    """Present a lease of this fork to the seed."""
     claims = LeaseClaims(fork_id, "seed-1", LAYOUT_ID, None, 0, time.time() + 60)
     seed.authorize(sign(claims, decode_key(KEY)), 0, 1)
 
 
 def record_steps(seed: Seed) -> None:
-    """Enough units of work, alike, that the seed knows what they take: far longer than a test does."""
+    """Record enough equal steps for a baseline; each is far longer than a test runs."""
     for _ in range(20):
         seed.record_step_latency(60.0)
 
 
 @pytest.mark.parametrize(("one_sided", "expected"), [(True, 5_000_000), (False, None)])
-def test_a_rate_is_told_where_it_cannot_be_held(one_sided: bool, expected: int | None) -> None:
-    """Readers of a transport that asks for each byte are told nothing."""
+def test_only_one_sided_readers_are_advised_a_rate(one_sided: bool, expected: int | None) -> None:
+    """Readers that request each byte need no advice."""
     with seed_with_reader(one_sided=one_sided, max_egress_bytes_per_s=5_000_000) as seed:
         assert expected == seed.progress_since(()).rate
 
 
-def test_readers_hear_of_one_more() -> None:
-    """Its place makes the share of each smaller, and they are told at once."""
+def test_readers_are_notified_of_another_reader() -> None:
+    """Its channel reduces the share of each reader, and they are notified immediately."""
     with seed_with_reader(one_sided=True, max_egress_bytes_per_s=5_000_000) as seed:
         before = seed.progress_since(()).rate
         reader_counts: list[int | None] = []
@@ -75,33 +75,37 @@ def test_readers_hear_of_one_more() -> None:
         with seed.on_change(lambda: reader_counts.append(len(seed.report().readers))):
             seed.open_channel("fork-2", LAYOUT_ID, ["memory"], "127.0.0.1")
         after = seed.progress_since(()).rate
-    # What the first was told may come late, so that it is heard here too.
+    # The notification about the first reader may arrive late and be recorded here too.
     assert (5_000_000, True, 2_500_000) == (before, 2 in reader_counts, after)
 
 
 @pytest.mark.parametrize(("one_sided", "expected"), [(False, 100_000_000), (True, 50_000_000)])
-def test_the_rate_holds_for_both_kinds_of_readers(one_sided: bool, expected: int) -> None:
-    """One reader asks for each byte; beside one that takes its half by itself, it is granted the other."""
+def test_the_rate_limits_both_types_of_readers(one_sided: bool, expected: int) -> None:
+    """If one of two readers is one-sided and uses its half without requests, the other is granted the other
+    half.
+    """
     transports = [
         InMemoryTransport(InMemoryNetwork()),
         SecondTransport(InMemoryNetwork(), one_sided=one_sided),
     ]
     with seed_with_reader(transports=transports, max_egress_bytes_per_s=100_000_000) as seed:
         admit(seed, "fork-2")
-        seed.open_channel("fork-2", LAYOUT_ID, ["aside"], "127.0.0.1")
+        seed.open_channel("fork-2", LAYOUT_ID, ["second"], "127.0.0.1")
         assert expected // 50 == seed.acquire_bytes(1 << 40, "fork-1")
 
 
 class SecondTransport(InMemoryTransport):
-    """A second transport of a seed."""
+    """The second transport of a seed."""
 
     @property
     def name(self) -> str:
-        return "aside"
+        return "second"
 
 
-def test_who_serves_tells_its_readers() -> None:
-    """One-sided readers hear of no limit; once it serves, of the floor until it knows what its work takes."""
+def test_one_sided_readers_are_advised_the_floor_while_the_seed_works() -> None:
+    """They have no limit while the seed is idle; during its first step the limit is the floor, without a
+    baseline.
+    """
     with seed_with_reader(one_sided=True) as seed:
         rates = [seed.progress_since(()).rate]
         with seed.measure_step():
@@ -109,8 +113,8 @@ def test_who_serves_tells_its_readers() -> None:
     assert [None, MIN_RATE] == rates
 
 
-def test_a_seed_that_serves_grants_little_at_once() -> None:
-    """All that is asked for while it idles; a fiftieth of a second's worth while it serves."""
+def test_a_busy_seed_grants_small_amounts() -> None:
+    """An idle seed grants everything that is requested; a busy one a fiftieth of a second's worth."""
     with seed_with_reader() as idle_seed, seed_with_reader() as busy_seed:
         idle = idle_seed.acquire_bytes(1 << 40, "fork-1")
         record_steps(busy_seed)
@@ -119,9 +123,9 @@ def test_a_seed_that_serves_grants_little_at_once() -> None:
     assert (1 << 40, FIRST_RATE // 50) == (idle, busy)
 
 
-def test_the_planner_hears_what_readers_are_held_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fixed cap, and less while it serves and gives."""
-    monkeypatch.setattr(latency_controller, "SETTLE_S", 60.0)  # what was granted a moment ago is still given
+def test_the_rate_limit_is_reported_to_the_planner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the fixed cap, and less while the seed serves requests and readers."""
+    monkeypatch.setattr(latency_controller, "SETTLE_S", 60.0)  # bytes granted a moment ago still count as being sent
     with seed_with_reader(max_egress_bytes_per_s=1 << 40) as seed:
         egress_rates = [seed.report().egress_rate]
         record_steps(seed)
@@ -131,8 +135,8 @@ def test_the_planner_hears_what_readers_are_held_to(monkeypatch: pytest.MonkeyPa
     assert [1 << 40, FIRST_RATE] == egress_rates
 
 
-def test_a_setpoint_of_zero_holds_nothing_back() -> None:
-    """Nor does it tell anybody to."""
+def test_a_setpoint_of_zero_limits_nothing() -> None:
+    """Neither grants nor advised rates are limited."""
     with seed_with_reader(one_sided=True, max_latency_ratio=0) as seed:
         record_steps(seed)
         with seed.measure_step():
@@ -140,7 +144,7 @@ def test_a_setpoint_of_zero_holds_nothing_back() -> None:
 
 
 def test_a_closed_seed_leaves_no_thread() -> None:
-    """The one that tells readers of the rate ends with the seed."""
+    """The thread that notifies readers of the rate ends with the seed."""
     with seed_with_reader(one_sided=True) as seed:
         seed.progress_since(())
     assert [] == [thread.name for thread in threading.enumerate() if thread.name == "rfork-pacing"]

@@ -1,4 +1,4 @@
-"""A snapshot of what a seed holds, while its weights go away: without storage other than a folder."""
+"""Snapshots of a seed that is suspended or changed meanwhile, in a local folder."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from rfork.source.snapshot import GenerationReader, snapshot_seed
 from tests.unit.source.suspendable_seeds import build_seed, image_with
 
 
-def test_nothing_is_read_after_it_was_suspended(tmp_path: Path) -> None:
-    """Memory that may be unmapped by then is not touched: the snapshot is given up, and there is none."""
-    with build_seed() as seed, pytest.raises(SourceWeightsChanged, match="given up"):
+def test_suspending_aborts_a_snapshot(tmp_path: Path) -> None:
+    """Memory that may be unmapped is not read; the snapshot fails and leaves no file."""
+    with build_seed() as seed, pytest.raises(SourceWeightsChanged, match="is discarded"):
         snapshot_seed(seed, str(tmp_path), progress=lambda count: seed.suspend())
     assert [] == [path.name for path in tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("resumed", [False, True])
-def test_a_snapshot_keeps_to_its_generation(resumed: bool) -> None:
-    """Neither pieces nor digests are of what was put away, nor of what came in its place."""
+def test_a_snapshot_reads_one_generation_only(resumed: bool) -> None:
+    """It reads neither bytes nor digests of suspended weights, nor of the weights that replaced them."""
     with build_seed() as seed:
         generation, _ = seed.manifest_snapshot()
         generation_reader = GenerationReader(seed, generation)
@@ -38,17 +38,17 @@ def test_a_snapshot_keeps_to_its_generation(resumed: bool) -> None:
     assert b"\x01\x01" == before
 
 
-def test_what_is_put_away_has_no_snapshot(tmp_path: Path) -> None:
-    """It is refused before anything is written."""
+def test_a_suspended_seed_cannot_be_saved(tmp_path: Path) -> None:
+    """The snapshot fails before anything is written."""
     with build_seed() as seed:
         seed.suspend()
-        with pytest.raises(SourceWeightsChanged, match="no whole image"):
+        with pytest.raises(SourceWeightsChanged, match="no complete image"):
             snapshot_seed(seed, str(tmp_path))
     assert [] == [*tmp_path.iterdir()]
 
 
-def test_suspending_waits_for_the_piece_under_way_not_for_storage() -> None:
-    """The memory is not given back under a read; what storage does with the copy holds nobody up."""
+def test_suspending_waits_for_an_inflight_read_but_not_for_storage() -> None:
+    """Memory is not released during a read; writing the copy to storage delays no caller."""
     events: list[str] = []
 
     def suspend() -> None:
@@ -61,7 +61,7 @@ def test_suspending_waits_for_the_piece_under_way_not_for_storage() -> None:
         with seed.local_read(generation) as image:
             thread.start()
             with image.readable(0, MIB) as views:
-                thread.join(0.3)  # who does not wait for this block is done by then
+                thread.join(0.3)  # a suspend that does not wait for this block is done by then
                 events.append(f"read {sum(view.nbytes for view in views)}")
         thread.join()
         seed.resume(image_with(1))

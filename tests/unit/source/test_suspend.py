@@ -1,4 +1,4 @@
-"""Weights that go away and come back: what a seed gives and holds meanwhile, without sockets."""
+"""Suspended and resumed weights: what a seed serves and keeps in memory meanwhile, without sockets."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ from tests.unit.source.suspendable_seeds import (
 )
 
 
-def test_what_is_suspended_is_not_given() -> None:
-    """The planner hears that it has nothing; old leases are void, and new ones open no channel."""
+def test_suspended_weights_are_not_served() -> None:
+    """The planner receives an empty report, old leases are void, and new ones open no channel."""
     with build_seed() as seed:
         seed.suspend()
         summary = report_summary(seed)
         with pytest.raises(SourceWeightsChanged):
             open_channel(seed, 0)
-        with pytest.raises(SourceBusy, match="put its weights away"):
+        with pytest.raises(SourceBusy, match="suspended its weights"):
             open_channel(seed, 1)
     assert suspended_summary(1) == summary
 
 
-def test_what_is_suspended_is_not_held() -> None:
-    """Nothing of the seed keeps the memory alive, so that the engine can release it."""
+def test_suspended_weights_can_be_released() -> None:
+    """The seed keeps no reference to the memory, so that the engine can release it."""
     network = InMemoryNetwork()
     image = image_with(1)
     memory = weakref.ref(image)
@@ -56,8 +56,8 @@ def test_what_is_suspended_is_not_held() -> None:
         assert (None, {}, SIZE) == (memory(), network.exports, seed.image.layout.image_bytes)
 
 
-def test_what_is_resumed_is_given_from_where_it_is_now() -> None:
-    """Other memory, other weights, another generation."""
+def test_resumed_weights_are_served_from_their_new_memory() -> None:
+    """They may be other weights in other memory, and have a new generation."""
     network = InMemoryNetwork()
     other = image_with(2)
     with build_seed(InMemoryTransport(network)) as seed:
@@ -69,8 +69,8 @@ def test_what_is_resumed_is_given_from_where_it_is_now() -> None:
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_doing_it_again_does_nothing(times: int) -> None:
-    """Neither counts another generation, nor opens anything anew."""
+def test_suspend_and_resume_are_idempotent(times: int) -> None:
+    """A second call neither increments the generation nor opens another exporter."""
     network = InMemoryNetwork()
     image = image_with(1)
     with build_seed(InMemoryTransport(network)) as seed:
@@ -87,7 +87,7 @@ def test_doing_it_again_does_nothing(times: int) -> None:
 
 
 def test_resuming_at_other_addresses_without_suspending() -> None:
-    """The engine has moved the weights by then: what was given before is given no more."""
+    """The engine has moved the weights, so the previous exporter is replaced."""
     network = InMemoryNetwork()
     other = image_with(2)
     with build_seed(InMemoryTransport(network)) as seed:
@@ -96,7 +96,7 @@ def test_resuming_at_other_addresses_without_suspending() -> None:
 
 
 def test_another_layout_is_not_resumed() -> None:
-    """It stays suspended, and takes the right one afterwards."""
+    """The seed stays suspended, and accepts the correct layout afterwards."""
     image = image_with(1)
     with build_seed() as seed:
         seed.suspend()
@@ -107,35 +107,35 @@ def test_another_layout_is_not_resumed() -> None:
         assert (suspended_summary(1), serving_summary(1, image)) == (refused, report_summary(seed))
 
 
-def test_suspending_waits_for_the_slice_under_way() -> None:
-    """A reader that does not take its slice is cut; afterwards the memory is read no more."""
+def test_suspending_waits_for_inflight_reads() -> None:
+    """A reader that does not finish is cut; the memory is not read afterwards."""
     events: list[str] = []
-    begun, ended = threading.Event(), threading.Event()
+    started, ended = threading.Event(), threading.Event()
 
     def read() -> None:
         with seed.read_guard(token(), 0, MIB, ended.set):
-            begun.set()
+            started.set()
             ended.wait(60)
             events.append("read")
 
     with build_seed() as seed:
         thread = threading.Thread(target=read)
         thread.start()
-        assert begun.wait(60)
+        assert started.wait(60)
         seed.suspend()
         events.append("suspended")
         thread.join()
     assert ["read", "suspended"] == events
 
 
-def test_suspending_waits_for_the_digest_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It reads the memory too; what it finds is of no use any more."""
+def test_suspending_waits_for_a_running_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The digest reads the memory too; its result is discarded."""
     events: list[str] = []
-    begun, done = threading.Event(), threading.Event()
+    started, done = threading.Event(), threading.Event()
 
-    def sealed(image: Image) -> Manifest:
-        begun.set()
-        done.wait(0.3)  # who does not wait for this is done by then
+    def slow_digest(image: Image) -> Manifest:
+        started.set()
+        done.wait(0.3)  # a suspend that does not wait for this is done by then
         events.append("digested")
         return compute_manifest(image)
 
@@ -146,10 +146,10 @@ def test_suspending_waits_for_the_digest_under_way(monkeypatch: pytest.MonkeyPat
 
     with build_seed() as seed:
         seed.fence()
-        monkeypatch.setattr(image_state, "compute_manifest", sealed)
+        monkeypatch.setattr(image_state, "compute_manifest", slow_digest)
         threads = [threading.Thread(target=seed.publish), threading.Thread(target=suspend)]
         threads[0].start()
-        assert begun.wait(60)
+        assert started.wait(60)
         threads[1].start()
         for thread in threads:
             thread.join()
@@ -157,8 +157,8 @@ def test_suspending_waits_for_the_digest_under_way(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("change", [Seed.serve, Seed.publish, Seed.fence])
-def test_nothing_else_brings_it_back(change: Callable[[Seed], None]) -> None:
-    """The end of its own fork, or of an update, finds it suspended, and it stays so."""
+def test_only_resuming_ends_a_suspension(change: Callable[[Seed], None]) -> None:
+    """The end of the seed's own fork or of an update does not resume it."""
     with build_seed() as seed:
         seed.suspend()
         change(seed)
@@ -166,8 +166,8 @@ def test_nothing_else_brings_it_back(change: Callable[[Seed], None]) -> None:
     assert ("loading", [(), None, ()]) == (state, rest)
 
 
-def test_a_seed_that_drains_goes_on_draining() -> None:
-    """Its readers are out at once, so draining is over; nothing brings new ones."""
+def test_a_draining_seed_stays_draining() -> None:
+    """Suspending closes its channels, so draining finishes; resuming admits no readers."""
     with build_seed() as seed:
         open_channel(seed, 0)
         draining = threading.Event()
@@ -188,7 +188,7 @@ def test_a_seed_that_drains_goes_on_draining() -> None:
 
 
 def test_a_closed_seed_opens_nothing() -> None:
-    """Whoever resumes late finds it closed; suspending is harmless."""
+    """Resuming a closed seed opens no exporter; suspending it is harmless."""
     network = InMemoryNetwork()
     seed = build_seed(InMemoryTransport(network)).start()
     seed.suspend()
@@ -200,7 +200,7 @@ def test_a_closed_seed_opens_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "touch",
+    "read",
     [
         lambda image: image.digest(0),
         lambda image: image.segments(0, 1),
@@ -210,16 +210,16 @@ def test_a_closed_seed_opens_nothing() -> None:
         lambda image: image.writable(0, 1).__enter__(),
     ],
 )
-def test_what_is_put_away_is_an_error_to_touch(touch: Callable[[Image], None]) -> None:
-    """Whoever looked up the image too late gets an error, not the bytes at address 0."""
+def test_a_suspended_image_rejects_reads(read: Callable[[Image], None]) -> None:
+    """A caller that fetched the image too late receives an error instead of the bytes at address 0."""
     with build_seed() as seed:
         seed.suspend()
-        with pytest.raises(SourceWeightsChanged, match="put away"):
-            touch(seed.image)
+        with pytest.raises(SourceWeightsChanged, match="the weights are suspended"):
+            read(seed.image)
 
 
 class EngineFailure(Exception):
-    """What an engine's own work raises."""
+    """Stands for an error of the engine."""
 
 
 def failing_digest(image: Image) -> Manifest:
@@ -227,7 +227,7 @@ def failing_digest(image: Image) -> Manifest:
 
 
 def test_resuming_again_after_the_digest_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first attempt is no reason to believe that it is given."""
+    """The failed attempt does not count as resumed."""
     image = image_with(1)
     with build_seed() as seed:
         seed.suspend()
@@ -239,8 +239,8 @@ def test_resuming_again_after_the_digest_failed(monkeypatch: pytest.MonkeyPatch)
         assert serving_summary(1, image) == report_summary(seed)
 
 
-def test_resuming_after_an_update_failed() -> None:
-    """An engine that mended its weights says so of memory that never moved."""
+def test_resuming_after_a_failed_update() -> None:
+    """An engine that has repaired its weights resumes them in memory that never moved."""
     image = image_with(1)
     with build_seed(seed_image=image) as seed:
         with pytest.raises(EngineFailure), seed.updating():
@@ -249,8 +249,8 @@ def test_resuming_after_an_update_failed() -> None:
         assert serving_summary(1, image) == report_summary(seed)
 
 
-def test_resuming_after_another_fenced_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was fenced during the digest of the first attempt is given after the second."""
+def test_resuming_after_a_fence_during_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that were fenced during the first attempt are served after the second."""
     image = image_with(1)
 
     def fence_then_digest(image: Image) -> Manifest:
@@ -267,26 +267,28 @@ def test_resuming_after_another_fenced_meanwhile(monkeypatch: pytest.MonkeyPatch
         assert ("loading", serving_summary(2, image)) == (state_after_fence, report_summary(seed))
 
 
-def test_many_hands() -> None:
-    """Suspended, resumed, fenced and closed from several threads at once, nothing of it is left."""
+def test_concurrent_state_changes_are_safe() -> None:
+    """After concurrent suspends, resumes, fences and publishes the seed serves the last image, and closing
+    leaves nothing.
+    """
     network = InMemoryNetwork()
     images = [image_with(value) for value in range(3)]
     with ExitStack() as stack:
         seed = stack.enter_context(build_seed(InMemoryTransport(network)))
-        start = threading.Barrier(5)
+        barrier = threading.Barrier(5)
 
         def work(operation: Callable[[], None]) -> None:
-            start.wait(60)
+            barrier.wait(60)
             for _ in range(20):
                 operation()
 
-        works: list[Callable[[], None]] = [
+        operations: list[Callable[[], None]] = [
             seed.suspend,
             seed.fence,
             seed.publish,
             *(lambda image=image: seed.resume(image) for image in images[:2]),
         ]
-        threads = [threading.Thread(target=work, args=(operation,)) for operation in works]
+        threads = [threading.Thread(target=work, args=(operation,)) for operation in operations]
         for thread in threads:
             thread.start()
         for thread in threads:

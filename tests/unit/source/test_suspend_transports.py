@@ -1,4 +1,4 @@
-"""Weights that come back elsewhere: transports that cannot use, open or close what they are given."""
+"""Weights that are resumed elsewhere: transports that fail to export, authorize or close."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.unit.source.suspendable_seeds import (
 
 
 class ConfigurableTransport(InMemoryTransport):
-    """A memory transport of another name, whose exporters say something else than a reader expects."""
+    """A memory transport with a name and with failures that the test chooses."""
 
     def __init__(
         self, network: InMemoryNetwork, name: str, *, authorizes: bool = True, can_export: bool = True
@@ -42,7 +42,7 @@ class ConfigurableTransport(InMemoryTransport):
 
     def export(self, image: Image, gate: AccessGate) -> InMemoryExporter:
         if not self.can_export:
-            raise GpuDirectUnavailable("no way to the GPU", hint="modprobe")
+            raise GpuDirectUnavailable("no GPU access", hint="modprobe")
         exporter = super().export(image, gate)
         if not self.authorizes:
             exporter.authorize_peer = fail_authorization  # type: ignore[method-assign]
@@ -53,8 +53,8 @@ def fail_authorization(channel_id: str, address: str) -> None:
     raise TransportUnavailable("the memory could not be registered")
 
 
-def test_memory_that_no_transport_can_use() -> None:
-    """It stays suspended until it is shown some that can."""
+def test_resuming_memory_that_no_transport_can_export_fails() -> None:
+    """The seed stays suspended until it resumes memory that a transport can export."""
     network = InMemoryNetwork()
     transport, image = ConfigurableTransport(network, "memory"), image_with(1)
     with build_seed(transport) as seed:
@@ -69,7 +69,7 @@ def test_memory_that_no_transport_can_use() -> None:
 
 
 def test_a_transport_that_fails_after_it_was_offered() -> None:
-    """The first reader that wants it gets the next one, and it is offered no more."""
+    """The first reader that requests it uses the next one, and it is no longer offered."""
     network = InMemoryNetwork()
     with build_seed(
         ConfigurableTransport(network, "first", authorizes=False), ConfigurableTransport(network, "second")
@@ -86,7 +86,7 @@ def test_a_transport_that_fails_after_it_was_offered() -> None:
 
 
 def test_the_only_transport_fails_after_it_was_offered(caplog: pytest.LogCaptureFixture) -> None:
-    """Every reader hears why it cannot be used, which is no fault of the source; the log says it once."""
+    """Every reader receives the reason, which does not blame the source, and the log has it once."""
     with (
         caplog.at_level("ERROR", "rfork"),
         build_seed(ConfigurableTransport(InMemoryNetwork(), "first", authorizes=False)) as seed,
@@ -95,12 +95,12 @@ def test_the_only_transport_fails_after_it_was_offered(caplog: pytest.LogCapture
             with pytest.raises(TransportUnavailable, match="could not be registered"):
                 open_channel(seed, 0, "first")
         with pytest.raises(SourceWeightsChanged, match="offers"):
-            open_channel(seed, 0, "carrier pigeon")
+            open_channel(seed, 0, "unknown")
         assert ((), ()) == (seed.report().transports, seed.report().readers)
     assert 1 == sum("no transport is left" in record.getMessage() for record in caplog.records)
 
 
-def test_a_transport_that_cannot_be_used_from_the_start() -> None:
+def test_a_transport_that_cannot_be_used_at_the_start() -> None:
     """The others are offered without it."""
     with build_seed(
         ConfigurableTransport(InMemoryNetwork(), "first", can_export=False),
@@ -110,7 +110,7 @@ def test_a_transport_that_cannot_be_used_from_the_start() -> None:
 
 
 class UnreadyTransport(ConfigurableTransport):
-    """Its exporters are not ready to let anybody in until the test says so."""
+    """Its exporters authorize no reader until the test sets `ready`."""
 
     def __init__(self, network: InMemoryNetwork, name: str) -> None:
         super().__init__(network, name)
@@ -127,8 +127,10 @@ class UnreadyTransport(ConfigurableTransport):
             raise SourceBusy("not ready yet")
 
 
-def test_a_transport_that_is_not_ready_yet_is_passed_over() -> None:
-    """The reader gets the next that it named, with no other the word to come again; it stays on offer."""
+def test_an_unready_transport_is_skipped() -> None:
+    """The reader uses the next transport on its list, or is rejected as busy; the unready one is still
+    offered.
+    """
     network = InMemoryNetwork()
     unready = UnreadyTransport(network, "first")
     with build_seed(unready, InMemoryTransport(network)) as seed:
@@ -159,8 +161,8 @@ class PreparingTransport(ConfigurableTransport):
         return self.ready_event.wait(max(0.0, deadline - time.monotonic()))
 
 
-def test_a_better_transport_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is almost ready is taken, though another one is: the reader stays with what it gets."""
+def test_a_preferred_transport_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A transport that is almost ready is used although another one is ready."""
     monkeypatch.setattr(access_control, "EXPORTER_READY_TIMEOUT_S", 60.0)
     network = InMemoryNetwork()
     preparing = PreparingTransport(network, "first")
@@ -174,8 +176,8 @@ def test_a_better_transport_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> No
     assert ["first"] == opened
 
 
-def test_a_better_transport_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next one is taken, and where there is none the reader is told to come again."""
+def test_the_wait_for_a_preferred_transport_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next transport is used; without another one the source is reported as busy."""
     monkeypatch.setattr(access_control, "EXPORTER_READY_TIMEOUT_S", 0.01)
     network = InMemoryNetwork()
     with build_seed(PreparingTransport(network, "first"), InMemoryTransport(network)) as seed:
@@ -185,8 +187,8 @@ def test_a_better_transport_is_not_waited_for_for_ever(monkeypatch: pytest.Monke
     assert "memory" == opened
 
 
-def test_suspending_though_an_exporter_cannot_be_closed() -> None:
-    """The error is told; the memory is let go of all the same, and what is resumed is given."""
+def test_suspending_when_an_exporter_cannot_be_closed() -> None:
+    """The error is raised, but the memory is released and resumed weights are served."""
     image, other = image_with(1), image_with(2)
     memory = weakref.ref(image)
     seed = build_seed(UncloseableTransport(InMemoryNetwork(), "memory"), seed_image=image).start()
@@ -203,7 +205,7 @@ def test_suspending_though_an_exporter_cannot_be_closed() -> None:
 
 
 class UncloseableTransport(ConfigurableTransport):
-    """Its exporters say on closing that they could not."""
+    """Its exporters raise an error after closing."""
 
     def export(self, image: Image, gate: AccessGate) -> InMemoryExporter:
         exporter = super().export(image, gate)
@@ -217,8 +219,8 @@ class UncloseableTransport(ConfigurableTransport):
         return exporter
 
 
-def test_one_that_cannot_be_closed_holds_up_no_other() -> None:
-    """All have had their turn when the error is raised."""
+def test_an_exporter_that_cannot_be_closed_does_not_affect_other_exporters() -> None:
+    """All exporters are closed before the error is raised."""
     network = InMemoryNetwork()
     exporters = ExporterSet([UncloseableTransport(network, "first"), ConfigurableTransport(network, "second")])
     exporters.open(image_with(1), build_seed())
@@ -227,8 +229,8 @@ def test_one_that_cannot_be_closed_holds_up_no_other() -> None:
     assert ({}, []) == (network.exports, [*exporters])
 
 
-def test_one_that_cannot_be_opened_leaves_none() -> None:
-    """What is no matter of this machine (a port that is taken) ends the others too."""
+def test_an_exporter_that_cannot_be_opened_closes_all_exporters() -> None:
+    """An unexpected error (here a port in use) closes the exporters that were already open."""
     network = InMemoryNetwork()
 
     class UnopenableTransport(ConfigurableTransport):

@@ -34,7 +34,7 @@ from planner.integrations.kubernetes.controller.pending_replicas import PendingS
 from planner.integrations.kubernetes.controller.readiness_gate import is_gate_closed, latest_forks
 from planner.integrations.kubernetes.controller.version_mix import VersionMix
 from planner.policy.reasons import served_versions_phrase
-from rfork.schema import ForkInfo, ForkResult, ScaleUpInfo, source_kind
+from rfork.schema import ForkInfo, ForkResult, ScaleUpInfo, source_type
 from rfork.weights_version import is_first, is_unnamed, short
 
 MAX_POD_AGE_S: Final = 300.0
@@ -192,7 +192,7 @@ def _first_of_version(
 def _loaded_from_storage(finish: ForkResult) -> bool:
     """Return True if the target read from no peer, and not because a source failed."""
     if finish.outcome == "forked":
-        return bool(finish.sources) and all(source_kind(source) != "peer" for source in finish.sources)
+        return bool(finish.sources) and all(source_type(source) != "peer" for source in finish.sources)
     return finish.outcome == "fallback" and any(map(is_first, finish.reasons[-1:]))
 
 
@@ -225,7 +225,7 @@ def _forked_message(
     pod_by_instance = {view.report.instance_id: view.report.placement.pod for view in observed.unmatched_instances}
     for finish in finishes:
         for source, nbytes in finish.sources.items():
-            peer = source_kind(source) == "peer"
+            peer = source_type(source) == "peer"
             name = _name(observed, pod, source, pod_by_instance) if peer else source
             bytes_by_source[name] = bytes_by_source.get(name, 0) + nbytes
             peers = peers or peer

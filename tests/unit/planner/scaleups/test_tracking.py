@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from planner.registry import Registry
-from planner.scaleup_tracking import replica_key
+from planner.scaleup_tracker import replica_key
 from planner.store.base import StoreUnavailable
 from planner.store.records import GroupKey
 from rfork.schema import ForkRequest, Placement, Rank

@@ -29,7 +29,7 @@ def time() -> FakeTime:
 @pytest.fixture
 def registry(time: FakeTime) -> Registry:
     """An empty registry."""
-    return make_registry(time, heartbeat_s=5, instance_ttl_s=1000, lease_ttl_s=1000)
+    return make_registry(time, heartbeat_interval_s=5, instance_ttl_s=1000, lease_ttl_s=1000)
 
 
 @pytest.fixture
@@ -225,7 +225,7 @@ def test_a_row_is_sent_as_its_changes() -> None:
 
 async def test_a_finished_and_forgotten_fork_is_dropped() -> None:
     """If this happens between two polls, it must not stay on the page."""
-    small = make_registry(FakeTime(), heartbeat_s=5, max_finished_forks=1)
+    small = make_registry(FakeTime(), heartbeat_interval_s=5, max_finished_forks=1)
     broadcaster = Broadcaster(small, heartbeat_s=5, flush_interval_s=0)
     await small.report(seed_report("s", max_readers=4))
     for name in "ab":

@@ -128,12 +128,12 @@ def test_a_signature_is_used_for_a_while(keys: None, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(bucket, "url", lambda key: f"https://s3/{key}?X-Amz-Signature={next(signed)}")
     sign = module._Signed(bucket, "a")
     urls = []
-    for seconds in (0, module.SIGNED_S - 1, 1, 10):
+    for seconds in (0, module.SIGNATURE_REUSE_S - 1, 1, 10):
         now[0] += seconds
         urls.append(sign().url)
     assert ["1", "1", "2", "2"] == [url[-1] for url in urls]
     assert "Request('https://s3/a')" == repr(sign())
-    assert module.SIGNED_S < s3_bucket.URL_TTL_S / 2
+    assert module.SIGNATURE_REUSE_S < s3_bucket.URL_TTL_S / 2
 
 
 def test_one_client_for_all_threads(keys: None, monkeypatch: pytest.MonkeyPatch) -> None:

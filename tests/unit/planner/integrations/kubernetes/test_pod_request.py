@@ -108,17 +108,17 @@ REFUSALS = [
     (
         "a shell",
         pod(container(command=["/bin/sh", "-c"], args=["vllm serve m"])),
-        "container engine: the command is a shell's (/bin/sh): what it starts cannot be changed: write",
+        "container engine: the command starts a shell (/bin/sh): commands inside it cannot be changed: write",
     ),
     (
         "a shell in vLLM's image",
         pod(container(image=IMAGE, args=["bash", "-c", "vllm serve m"])),
-        "container engine: the command is a shell's (bash)",
+        "container engine: the command starts a shell (bash)",
     ),
     (
         "a shell, with annotation",
         pod(container(args=["sh", "x"]), annotations={names.ENGINE: "vllm"}),
-        "container engine: the command is a shell's (sh)",
+        "container engine: the command starts a shell (sh)",
     ),
     (
         "a program in SGLang's image",
@@ -159,7 +159,7 @@ REFUSALS = [
     (
         "a shell and a sidecar",
         pod(container("app", command=["sh", "-c", "vllm serve m"]), dict(PROXY)),
-        "no command of the containers app, istio-proxy starts vLLM or SGLang (app: the command is a",
+        "no command of the containers app, istio-proxy starts vLLM or SGLang (app: the command starts",
     ),
     (
         "two candidates",

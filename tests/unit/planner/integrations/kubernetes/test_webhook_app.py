@@ -147,7 +147,7 @@ async def test_a_rejected_pod_starts_with_the_reason(caplog: pytest.LogCaptureFi
     reason = after["metadata"].pop("annotations")[names.REJECTED]
     lines = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert (before, {("mutate", "refused"): 1.0}) == (after, webhook.counted())
-    assert reason.startswith("container engine: the command is a shell's (sh)")
+    assert reason.startswith("container engine: the command starts a shell (sh)")
     assert [f"pod not injected pod=serving/llama-7d9-… reason={reason}"] == lines
     assert [f"rfork leaves this Pod unchanged: {reason}"[:249] + "…"] == review_response["warnings"]
 

@@ -46,7 +46,7 @@ async def test_the_planner_is_down_during_a_scale_up(
 
 async def test_a_pod_starts_without_a_planner(harness: ControllerHarness) -> None:
     """Its workload gets an Event even if the Pod was ready before the outage was long enough."""
-    harness = ControllerHarness(grace_s=0)
+    harness = ControllerHarness(readiness_grace_s=0)
     await deploy_seeds(harness)
     harness.planner_api.unavailable = True
     await harness.step()
